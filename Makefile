@@ -1,0 +1,38 @@
+# Every target makes .venv when it is missing or older than the requirements.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PYTHONUNBUFFERED := 1
+
+.PHONY: quickstart test test-all lint format clean venv
+
+$(STAMP): requirements.txt requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt >&2
+	@touch $@
+
+venv: $(STAMP)
+
+quickstart: $(STAMP)
+	@$(BIN)/python launch_scripts/quickstart.py
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest -m "not full and not gpu" -n 2 --dist loadfile
+
+test-all: $(STAMP) lint
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
