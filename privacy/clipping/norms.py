@@ -1,0 +1,84 @@
+"""Per-example norms that are safe to divide by.
+
+The norm of example b is computed in floating point, and so is its clipped contribution. Contract 4 wants
+|contribution_b| <= C (1 + r) in spite of that. Write n for the exact norm of the gradient that the stored tensors define,
+N^2 for the computed squared norm, S for the gross norm (what the norm would be if no tokens cancelled), u for the unit
+roundoff and k for the number of terms of a dot product. Then, with e(k) = (8 + 4 sqrt(k)) u, or k u where that is less,
+
+    |N^2 - n^2|                      <= E   = sum over parameters of  2 e(k) S_p^2              (Gram matrices)
+    |summation error of the example| <= e(BT) S                                                 (the weighted sum)
+
+so that dividing by  safe = max(N, (sqrt(N^2 + E) + e(BT) S) / (1 + r))  gives
+
+    |contribution| <= C (n + e(BT) S) / safe <= C (1 + r).
+
+For ordinary examples E is far below r N^2, safe equals N to the last bit, and nothing is lost. Where tokens cancel
+(activations with a common mean), N^2 can be wrong by several per cent; there the second term takes over and the example is
+clipped a little more than needed, which costs no privacy.
+
+e(k) is the usual statistical bound on the rounding error of a dot product (Higham and Mary 2019) with a constant that
+covers blocked and fused-multiply-add kernels, not the worst case k u, which no real kernel comes near; the adversarial
+search in tests/privacy/clipping/test_sensitivity.py checks it on the kernels in use. r = SENSITIVITY_SLACK is
+charged by the accountant (sigma / (1 + r)), so it costs epsilon, not truth.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from privacy.clipping.contributions import Contribution, inner
+
+SENSITIVITY_SLACK = 1e-3
+"""r of contract 4: a clipped example may exceed C by this factor through rounding; the accountant is charged for it."""
+
+
+def rounding(terms: int, dtype: torch.dtype) -> float:
+    """e(k): relative rounding error of a dot product of `terms` terms."""
+    unit = torch.finfo(dtype).eps / 2
+    return min(terms, 8 + 4 * math.sqrt(terms)) * unit
+
+
+@dataclass
+class NormTally:
+    """Running sums over parameters, all (B,): squared norm N^2, its error bound E, squared gross norm S^2.
+
+    `sum_terms` is the length of the longest weighted sum over tokens and examples (B T).
+    """
+
+    squared_B: Tensor
+    error_B: Tensor
+    gross_squared_B: Tensor
+    sum_terms: int = 1
+
+    @classmethod
+    def zeros(cls, batch_size: int, device: torch.device, dtype: torch.dtype) -> "NormTally":
+        return cls(*(torch.zeros(batch_size, device=device, dtype=dtype) for _ in range(3)))
+
+    def add(self, contributions: list[Contribution]) -> None:
+        """Adds one parameter: the norm of the sum of its contributions."""
+        squared_B, gross_B = _squared_norm(contributions), sum(c.gross_norm() for c in contributions)
+        assert isinstance(gross_B, Tensor)
+        terms = max(c.norm_terms for c in contributions)
+        self.squared_B += squared_B
+        self.error_B += 2 * rounding(terms, squared_B.dtype) * gross_B.square()
+        self.gross_squared_B += gross_B.square()
+        self.sum_terms = max(self.sum_terms, max(c.sum_terms for c in contributions))
+
+    def safe_norm(self) -> Tensor:
+        """(B,) upper bound on norm / (1 + r)."""
+        squared_B = self.squared_B.clamp_min(0)
+        bound_B = (squared_B + self.error_B).sqrt()
+        bound_B = bound_B + rounding(self.sum_terms, squared_B.dtype) * self.gross_squared_B.sqrt()
+        return torch.maximum(squared_B.sqrt(), bound_B / (1 + SENSITIVITY_SLACK))
+
+
+def _squared_norm(contributions: list[Contribution]) -> Tensor:
+    total = inner(contributions[0], contributions[0])
+    for i, x in enumerate(contributions):
+        if i > 0:
+            total = total + inner(x, x)
+        for y in contributions[:i]:
+            total = total + 2 * inner(x, y)
+    return total

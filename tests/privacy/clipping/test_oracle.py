@@ -1,0 +1,171 @@
+"""Every rule and every way to combine them against a loop of single examples, in float64 and float32."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from privacy.clipping import ClippedSum
+from privacy.errors import PrivacyConfigError
+from tests.privacy.clipping import oracle
+
+
+class Tiny(nn.Module):
+    """Every supported kind of parameter: patches, raw ones, norms, a reused layer, a tied head, an unused layer."""
+
+    def __init__(self, *, tied: bool = True, width: int = 12, vocab: int = 11):
+        super().__init__()
+        self.late = nn.Linear(width, width)  # registered before the layers that run earlier
+        self.patch = nn.Conv2d(3, width, 4, stride=4)
+        self.class_token = nn.Parameter(torch.randn(1, 1, width))
+        self.position = nn.Parameter(torch.randn(1, 5, width))
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width, bias=False)
+        self.wide = nn.Linear(width, 2)
+        self.narrow = nn.Linear(2, width)
+        self.embedding = nn.Embedding(vocab, width)
+        self.head = nn.Linear(width, vocab)
+        self.unused = nn.Linear(3, 3)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.mix_frozen = nn.Linear(width, width).requires_grad_(False)
+
+    def forward(self, images_BCHW: Tensor, tokens_BL: Tensor) -> Tensor:
+        x = self.patch(images_BCHW).flatten(2).transpose(1, 2)
+        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1) + self.position
+        x = x + self.mix(F.gelu(self.mix(self.norm(x))))
+        x = x + self.narrow(F.gelu(self.wide(self.mix_frozen(x))))
+        pooled = self.late(x[:, 0])
+        text = self.embedding(tokens_BL[:, :-1]) + pooled[:, None] + x.mean(1, keepdim=True)
+        logits = self.head(text)
+        return F.cross_entropy(logits.transpose(1, 2), tokens_BL[:, 1:], reduction="none").mean(1)
+
+
+def tiny(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Tiny, dict[str, Tensor]]:
+    torch.manual_seed(seed)
+    model = Tiny(tied=tied).to(dtype)
+    inputs = {
+        "images_BCHW": torch.randn(7, 3, 8, 8, dtype=dtype) * torch.logspace(-1, 1, 7, dtype=dtype)[:, None, None, None],
+        "tokens_BL": torch.randint(0, 11, (7, 6)),
+    }
+    return model, inputs
+
+
+def clipped(model: nn.Module, inputs: dict[str, Tensor], c: float, micro: int = 7) -> dict[str, Tensor]:
+    total = ClippedSum(model, c)
+    for start in range(0, 7, micro):
+        part = {k: v[start : start + micro] for k, v in inputs.items()}
+        total.add_micro_batch(model, part, torch.zeros(len(part["tokens_BL"]), dtype=torch.bool))
+    total.detach()
+    return dict(total.sums())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("micro", [1, 3, 7])
+def test_float64_equals_the_loop(tied: bool, micro: int) -> None:
+    model, inputs = tiny(tied=tied)
+    c = oracle.median_norm(model, model, inputs)
+    expected = oracle.clipped_sum(model, model, inputs, c)
+    assert oracle.relative_error(clipped(model, inputs, c, micro), expected) < 1e-9
+
+
+def test_float32_is_as_good_as_a_float32_loop() -> None:
+    exact_model, exact_inputs = tiny()
+    c = oracle.median_norm(exact_model, exact_model, exact_inputs)
+    exact = oracle.clipped_sum(exact_model, exact_model, exact_inputs, c)
+    model, inputs = tiny(dtype=torch.float32)
+    model.load_state_dict({k: v.float() for k, v in exact_model.state_dict().items()})
+    inputs = {k: v.float() if v.is_floating_point() else v for k, v in exact_inputs.items()}
+    exact_model.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
+    exact = oracle.clipped_sum(exact_model, exact_model, {**exact_inputs, "images_BCHW": inputs["images_BCHW"].double()}, c)
+    loop_error = oracle.relative_error(oracle.clipped_sum(model, model, inputs, c), exact)
+    assert oracle.relative_error(clipped(model, inputs, c), exact) <= 2 * loop_error
+
+
+def test_padding_rows_contribute_exactly_nothing() -> None:
+    model, inputs = tiny()
+    with_padding = {k: torch.cat([v, v[:2] * 0]) for k, v in inputs.items()}
+    total = ClippedSum(model, 0.5)
+    total.add_micro_batch(model, with_padding, torch.arange(9) >= 7)
+    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, inputs, 0.5)) < 1e-12
+    alone = ClippedSum(model, 0.5)
+    alone.add_micro_batch(model, with_padding, torch.ones(9, dtype=torch.bool))
+    assert all((value == 0).all() for _, value in alone.sums())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300])
+def test_contract_5_a_nonfinite_example_contributes_zero(bad: float) -> None:
+    model, inputs = tiny()
+    poisoned = {k: v.clone() for k, v in inputs.items()}
+    poisoned["images_BCHW"][3, 0, 2, 2] = bad
+    total = ClippedSum(model, 0.5)
+    stats = total.add_micro_batch(model, poisoned, torch.zeros(7, dtype=torch.bool))
+    keep = torch.tensor([0, 1, 2, 4, 5, 6])
+    expected = oracle.clipped_sum(model, model, {k: v[keep] for k, v in inputs.items()}, 0.5)
+    if int(stats.num_nonfinite) == 1:
+        assert oracle.relative_error(dict(total.sums()), expected) < 1e-12
+    else:  # 1e300 may survive a layer norm; then it is clipped like any other
+        assert bad == 1e300
+        assert (oracle.flat(dict(total.sums())) - oracle.flat(expected)).norm() <= 0.5 * 1.001
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, inputs = tiny()
+    before = copy.deepcopy(model.state_dict())
+    total = ClippedSum(model, 1.0)
+    total.add_micro_batch(model, inputs, torch.zeros(7, dtype=torch.bool))
+    assert all(p.grad is None for p in model.parameters())
+    assert "class_token" not in model.__dict__
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    with pytest.raises(IndexError), total._recorder.recording(7):
+        model(inputs["images_BCHW"], inputs["tokens_BL"] + 50)
+    assert "class_token" not in model.__dict__
+
+
+def test_no_weight_gradient_is_computed() -> None:
+    """The backward pass costs one activation gradient: about twice the forward with it, three times with weights."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    x = torch.randn(4, 16, 64)
+    with FlopCounterMode(display=False) as forward:
+        model(x)
+    total = ClippedSum(model, 1.0)
+    with FlopCounterMode(display=False) as recorded, total._recorder.recording(4) as root:
+        torch.autograd.grad(model(x).sum(), [root], allow_unused=True)
+    assert recorded.get_total_flops() <= 2 * forward.get_total_flops()
+
+
+class Gamma(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+@pytest.mark.parametrize(
+    ("layer", "word"),
+    [
+        (nn.BatchNorm1d(4), "BatchNorm1d"),
+        (nn.MultiheadAttention(4, 2), "MultiheadAttention"),
+        (nn.Dropout(0.1), "Dropout"),
+        (nn.Bilinear(4, 4, 4), "0.weight"),
+        (Gamma(), "0.gamma"),
+        (nn.Conv2d(4, 4, 1, groups=2), "Conv2d"),
+        (nn.Embedding(4, 4, sparse=True), "Embedding"),
+    ],
+)
+def test_contract_3_uncovered_layers_are_refused_by_name(layer: nn.Module, word: str) -> None:
+    with pytest.raises(PrivacyConfigError, match=word):
+        ClippedSum(nn.Sequential(layer, nn.Linear(4, 4)), 1.0)
+
+
+def test_a_layer_that_folds_the_batch_into_tokens_is_refused() -> None:
+    model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 4))
+    total = ClippedSum(model, 1.0)
+    with pytest.raises(RuntimeError, match=r"layer 1 \(Linear\)"):
+        total.add_micro_batch(lambda x: model(x).sum(), {"x": torch.randn(3, 2, 4)}, torch.zeros(3, dtype=torch.bool))
