@@ -1,0 +1,106 @@
+"""Image captioner: vision transformer, bridge and text decoder; one loss per example.
+
+Shapes: B batch, C H W image, L text tokens, T image tokens, D decoder width, V vocabulary.
+Sources: Cap (Tschannen et al. 2023, https://arxiv.org/abs/2306.07915) and DP-Cap (Sander et al. 2024,
+https://arxiv.org/abs/2403.02506), whose loss is the mean cross-entropy over each caption's own tokens.
+
+    >>> model = build_captioner(captioner_config("pico"), generator=torch.Generator().manual_seed(0))
+    >>> loss_B = model(images_BCHW, tokens_BL, token_mask_BL)
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.config import CaptionerConfig
+from models.decoder import ImageMemory, TextDecoder
+from models.initialization import init_weights
+from models.vit import VisionTransformer
+
+
+def caption_loss(logits_BLV: Tensor, targets_BL: Tensor, target_mask_BL: Tensor) -> Tensor:
+    """Mean cross-entropy over each example's own target tokens, in float32 (or float64).
+
+    Args:
+        logits_BLV: scores of the next token.
+        targets_BL: the tokens to predict.
+        target_mask_BL: True where a target counts.
+
+    Returns:
+        loss (B,); a row without target tokens has loss 0 and gradient 0.
+    """
+    logits_BLV = logits_BLV if logits_BLV.dtype == torch.float64 else logits_BLV.float()
+    loss_BL = F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="none").view(targets_BL.shape)
+    count_B = target_mask_BL.sum(dim=1).clamp(min=1)
+    return loss_BL.masked_fill(~target_mask_BL, 0.0).sum(dim=1) / count_B
+
+
+class Captioner(nn.Module):
+    """Predicts each caption token from the image and the tokens before it.
+
+    Parameters live in `encoder`, `memory` and `decoder`, none here. Row i of every output depends on row i of the
+    inputs alone. Sharded models must be called through `forward`, where an engine's hooks gather the parameters.
+    """
+
+    def __init__(self, config: CaptionerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = VisionTransformer(config.encoder)
+        self.memory = ImageMemory(config)
+        self.decoder = TextDecoder(config)
+        if not self.encoder.class_token.is_meta:
+            self.init_weights()
+
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
+        init_weights(self, generator)
+
+    def encode(self, images_BCHW: Tensor) -> Tensor:
+        """Image memory (B, T, D) that the decoder attends to; the class token comes first."""
+        return self.memory(self.encoder(images_BCHW))
+
+    def logits(self, images_BCHW: Tensor, tokens_BL: Tensor) -> Tensor:
+        """Scores (B, L, V) of the token after each of `tokens_BL`; L is at most `config.num_tokens`."""
+        return self.decoder(tokens_BL, self.encode(images_BCHW))
+
+    def forward(
+        self,
+        images_BCHW: Tensor,
+        tokens_BL: Tensor,
+        token_mask_BL: Tensor | None = None,
+        output: Literal["loss", "logits"] = "loss",
+    ) -> Tensor:
+        """
+        Args:
+            images_BCHW: normalised pixels, floating.
+            tokens_BL: int64 captions, from the first token (`bos_id`) to the last (`eos_id`), then padding.
+            token_mask_BL: bool, True for the caption's own tokens; needed for the loss only.
+            output: "loss", or "logits" for generation through the same entry point.
+
+        Returns:
+            Loss (B,) in float32: mean cross-entropy of tokens 1 to L-1, each given the image and the tokens before it;
+            0 with zero gradient for a row that has no such token. Or logits (B, L, V).
+        """
+        if output == "logits":
+            return self.logits(images_BCHW, tokens_BL)
+        if token_mask_BL is None:
+            raise ValueError("the loss needs token_mask_BL")
+        logits_BLV = self.logits(images_BCHW, tokens_BL[:, :-1])
+        return caption_loss(logits_BLV, tokens_BL[:, 1:], token_mask_BL[:, 1:].bool())
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated units, in order of use, for activation checkpointing and sharding."""
+        return [*self.encoder.blocks, *self.decoder.blocks]
+
+
+def build_captioner(
+    config: CaptionerConfig, *, generator: torch.Generator | None = None, device: torch.device | str = "cpu"
+) -> Captioner:
+    """A captioner with initialised weights, drawn once (see `models.initialization`)."""
+    with torch.device("meta"):
+        model = Captioner(config)
+    model = model.to_empty(device=device)
+    model.init_weights(generator)
+    return model

@@ -1,0 +1,229 @@
+"""Frozen model configurations and the registry of sizes.
+
+`SIZES` holds the encoder and decoder shapes of DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506,
+section 4 and the released model definitions; its "Small" is 576 wide and its "Large" has a 768 wide decoder), and two
+small sizes for tests and the quickstart.
+
+    >>> config = captioner_config("pico", vocab_size=4000, decoder_depth=3)
+    >>> config.encoder.num_patches, config.decoder.depth
+    (64, 3)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from models.errors import ModelConfigError
+
+PositionKind = Literal["sincos", "learned"]
+NormPosition = Literal["pre", "post"]
+
+
+def _check_types(config: Any) -> None:
+    """Refuse values of another type than the field's, so that a quoted number in a recipe gives one clear line."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type is int:
+            good = isinstance(value, int) and not isinstance(value, bool)
+        elif field.type is float:
+            good = isinstance(value, int | float) and not isinstance(value, bool)
+        elif field.type is bool:
+            good = isinstance(value, bool)
+        else:
+            continue
+        if not good:
+            raise ModelConfigError(f"{field.name} must be a {field.type.__name__}, got {value!r}")
+
+
+def _check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not 0 < value < float("inf"):
+            raise ModelConfigError(f"{name} must be positive, got {value}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ModelConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_transformer(config: "VitConfig | DecoderConfig", part: str) -> None:
+    _check_types(config)
+    _check_positive(config, "width", "depth", "num_heads", "mlp_ratio", "norm_eps")
+    _check_choice("position", config.position, ("sincos", "learned"))
+    if config.width % config.num_heads:
+        raise ModelConfigError(f"{part} width {config.width} is not a multiple of its num_heads {config.num_heads}")
+    if config.position == "sincos" and config.width % 4:
+        raise ModelConfigError(f"{part} width {config.width} must be a multiple of 4 for sin-cos positions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VitConfig:
+    """A pre-norm vision transformer with a class token (Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929).
+
+    Attributes:
+        image_size, patch_size: pixels; the image is square and a whole number of patches.
+        width, depth, num_heads, mlp_ratio: the transformer's shape.
+        position: "sincos" is a fixed buffer (the class token's row is zero), "learned" a parameter.
+        qkv_bias: whether query, key and value have a bias. Output projection and MLP always have one.
+    """
+
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    width: int = 384
+    depth: int = 12
+    num_heads: int = 6
+    mlp_ratio: float = 4.0
+    position: PositionKind = "sincos"
+    qkv_bias: bool = False
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _check_transformer(self, "encoder")
+        _check_positive(self, "image_size", "patch_size", "num_channels")
+        if self.image_size % self.patch_size:
+            raise ModelConfigError(f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}")
+
+    @property
+    def grid_size(self) -> int:
+        """Patches along one side."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid_size**2
+
+    @property
+    def num_image_tokens(self) -> int:
+        """T: the class token and all patches."""
+        return self.num_patches + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A causal text decoder with cross-attention to the image.
+
+    Attributes:
+        width, depth, num_heads, mlp_ratio: the transformer's shape; the width may differ from the encoder's.
+        norm_position: "post" normalises after each residual sum (Vaswani et al. 2017, and DP-Cap), "pre" before each
+            branch. The head has a LayerNorm of its own in both.
+        position: kind of the text positions and of the image positions that the decoder adds to its memory.
+        bias: whether the blocks' Linear layers have biases (DP-Cap: no). The memory projection and the head always do.
+    """
+
+    width: int = 384
+    depth: int = 6
+    num_heads: int = 6
+    mlp_ratio: float = 4.0
+    norm_position: NormPosition = "post"
+    position: PositionKind = "sincos"
+    bias: bool = False
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _check_transformer(self, "decoder")
+        _check_choice("norm_position", self.norm_position, ("pre", "post"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionerConfig:
+    """An image captioner. The defaults of the tokens are those of the BERT vocabulary that DP-Cap uses.
+
+    Attributes:
+        encoder, decoder: the two transformers.
+        vocab_size: V.
+        num_tokens: longest caption, counted with its first (`bos_id`) and last (`eos_id`) token.
+        pad_id, bos_id, eos_id: the tokenizer's special tokens.
+    """
+
+    encoder: VitConfig
+    decoder: DecoderConfig
+    vocab_size: int = 30522
+    num_tokens: int = 40
+    pad_id: int = 0
+    bos_id: int = 101
+    eos_id: int = 102
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_positive(self, "vocab_size")
+        if self.num_tokens < 2:
+            raise ModelConfigError(f"num_tokens must be at least 2 (first and last token), got {self.num_tokens}")
+        special = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
+        for name, token in special.items():
+            if not 0 <= token < self.vocab_size:
+                raise ModelConfigError(f"{name} {token} is outside the vocabulary of {self.vocab_size} tokens")
+        if len(set(special.values())) < len(special):
+            raise ModelConfigError(f"pad_id, bos_id and eos_id must differ, got {special}")
+
+
+def _dpcap(width: int, depth: int, heads: int, *, decoder_width: int, decoder_heads: int) -> CaptionerConfig:
+    """A DP-Cap captioner: 224 pixels, patches of 16, six post-norm decoder blocks without biases."""
+    return CaptionerConfig(
+        encoder=VitConfig(width=width, depth=depth, num_heads=heads),
+        decoder=DecoderConfig(width=decoder_width, num_heads=decoder_heads),
+    )
+
+
+def _small(width: int, depth: int, decoder_depth: int) -> CaptionerConfig:
+    """The same architecture for images of 64 pixels and a vocabulary of about 4,000 tokens."""
+    return CaptionerConfig(
+        encoder=VitConfig(image_size=64, patch_size=8, width=width, depth=depth, num_heads=4),
+        decoder=DecoderConfig(width=width, depth=decoder_depth, num_heads=4),
+        vocab_size=4000,
+        num_tokens=32,
+        bos_id=1,
+        eos_id=2,
+    )
+
+
+SIZES: Mapping[str, CaptionerConfig] = {
+    "pico": _small(64, 4, 2),
+    "nano": _small(128, 6, 3),
+    "dpcap_tiny": _dpcap(384, 12, 6, decoder_width=384, decoder_heads=6),
+    "dpcap_small": _dpcap(576, 12, 12, decoder_width=576, decoder_heads=12),
+    "dpcap_base": _dpcap(768, 12, 12, decoder_width=768, decoder_heads=12),
+    "dpcap_large": _dpcap(1024, 24, 16, decoder_width=768, decoder_heads=12),
+}
+
+_SHORT_NAMES = ("image_size", "patch_size")  # of the encoder; every other field of a part carries the part's name
+
+
+def _override_targets() -> dict[str, tuple[str, str]]:
+    """Override name -> (part, field), where part is "", "encoder" or "decoder"."""
+    targets = {f.name: ("", f.name) for f in fields(CaptionerConfig) if f.name not in ("encoder", "decoder")}
+    for part, config_class in (("encoder", VitConfig), ("decoder", DecoderConfig)):
+        for field in fields(config_class):
+            short = part == "encoder" and field.name in _SHORT_NAMES
+            targets[field.name if short else f"{part}_{field.name}"] = (part, field.name)
+    return targets
+
+
+def captioner_config(size: str, **overrides: Any) -> CaptionerConfig:
+    """A named size with some fields replaced.
+
+    Args:
+        size: a key of `SIZES`.
+        overrides: fields of `CaptionerConfig` (`vocab_size`, `num_tokens`, `pad_id`, `bos_id`, `eos_id`), `image_size`
+            and `patch_size`, and the other fields of the parts as `encoder_width`, `decoder_norm_position`, ...
+
+    Raises:
+        ModelConfigError: unknown size or field (the line lists the choices), or values that do not fit together.
+    """
+    if size not in SIZES:
+        raise ModelConfigError(f"unknown model size {size!r}; choose one of {', '.join(SIZES)}")
+    targets = _override_targets()
+    parts: dict[str, dict[str, Any]] = {"": {}, "encoder": {}, "decoder": {}}
+    for name, value in overrides.items():
+        if name not in targets:
+            raise ModelConfigError(f"unknown model field {name!r}; choose among {', '.join(sorted(targets))}")
+        part, field = targets[name]
+        parts[part][field] = value
+    base = SIZES[size]
+    return replace(
+        base,
+        encoder=replace(base.encoder, **parts["encoder"]),
+        decoder=replace(base.decoder, **parts["decoder"]),
+        **parts[""],
+    )

@@ -1,0 +1,98 @@
+"""Text decoder with cross-attention to the image, and the bridge from the encoder to it.
+
+Shapes: B batch, L text tokens, T image tokens, E encoder width, D decoder width, V vocabulary.
+Sources: Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762); used as an image captioner as in Cap (Tschannen et al.
+2023, https://arxiv.org/abs/2306.07915) and DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506).
+Unlike DP-Cap, whose clipping could not handle them, the type embeddings are trained.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from models.config import CaptionerConfig, DecoderConfig
+from models.layers import (
+    CrossAttention,
+    Mlp,
+    PositionEmbedding,
+    SelfAttention,
+    image_sincos_table,
+    text_sincos_table,
+)
+
+
+class ImageMemory(nn.Module):
+    """What the decoder attends to: Linear(encoder tokens) + image positions + image type embedding.
+
+    `type_embedding` is a raw parameter.
+    """
+
+    def __init__(self, config: CaptionerConfig) -> None:
+        super().__init__()
+        encoder, width = config.encoder, config.decoder.width
+        self.projection = nn.Linear(encoder.width, width)
+        fixed_table = partial(image_sincos_table, encoder.grid_size, width)
+        self.position = PositionEmbedding(config.decoder.position, encoder.num_image_tokens, width, fixed_table)
+        self.type_embedding = nn.Parameter(torch.zeros(1, 1, width))
+
+    def forward(self, tokens_BTE: Tensor) -> Tensor:
+        """(B, T, E) -> (B, T, D), class token included."""
+        return self.position(self.projection(tokens_BTE)) + self.type_embedding
+
+
+class DecoderBlock(nn.Module):
+    """Causal self-attention, cross-attention and MLP, each with a residual sum and a pre- or post-norm."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width, heads, bias = config.width, config.num_heads, config.bias
+        self.post_norm = config.norm_position == "post"
+        self.self_attention = SelfAttention(width, heads, qkv_bias=bias, out_bias=bias, causal=True)
+        self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
+        self.cross_attention = CrossAttention(width, heads, bias=bias)
+        self.norm2 = nn.LayerNorm(width, eps=config.norm_eps)
+        self.mlp = Mlp(width, int(width * config.mlp_ratio), bias=bias)
+        self.norm3 = nn.LayerNorm(width, eps=config.norm_eps)
+
+    def forward(self, x_BLD: Tensor, memory_BTD: Tensor) -> Tensor:
+        if self.post_norm:
+            x_BLD = self.norm1(x_BLD + self.self_attention(x_BLD))
+            x_BLD = self.norm2(x_BLD + self.cross_attention(x_BLD, memory_BTD))
+            return self.norm3(x_BLD + self.mlp(x_BLD))
+        x_BLD = x_BLD + self.self_attention(self.norm1(x_BLD))
+        x_BLD = x_BLD + self.cross_attention(self.norm2(x_BLD), memory_BTD)
+        return x_BLD + self.mlp(self.norm3(x_BLD))
+
+
+class TextDecoder(nn.Module):
+    """Token embedding + text positions + text type embedding, blocks, and an untied head (LayerNorm, Linear).
+
+    `type_embedding` is a raw parameter.
+    """
+
+    def __init__(self, config: CaptionerConfig) -> None:
+        super().__init__()
+        decoder = config.decoder
+        width = decoder.width
+        self.token_embedding = nn.Embedding(config.vocab_size, width)
+        fixed_table = partial(text_sincos_table, config.num_tokens, width)
+        self.position = PositionEmbedding(decoder.position, config.num_tokens, width, fixed_table)
+        self.type_embedding = nn.Parameter(torch.zeros(1, 1, width))
+        self.blocks = nn.ModuleList([DecoderBlock(decoder) for _ in range(decoder.depth)])
+        self.head_norm = nn.LayerNorm(width, eps=decoder.norm_eps)
+        self.head = nn.Linear(width, config.vocab_size)
+
+    def forward(self, tokens_BL: Tensor, memory_BTD: Tensor) -> Tensor:
+        """
+        Args:
+            tokens_BL: integer tokens; padding comes after the caption, where causal attention never sees it.
+            memory_BTD: output of `ImageMemory`.
+
+        Returns:
+            Logits (B, L, V): entry t scores the token that follows tokens 0 to t.
+        """
+        x_BLD = self.position(self.token_embedding(tokens_BL)) + self.type_embedding
+        for block in self.blocks:
+            x_BLD = block(x_BLD, memory_BTD)
+        return self.head(self.head_norm(x_BLD))

@@ -1,0 +1,59 @@
+"""Deterministic initialisation, the same on every rank and device for the same seed.
+
+As in DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506): Linear and the flattened patch convolution Xavier
+uniform (Glorot & Bengio 2010) with zero biases, LayerNorm (1, 0). Token embeddings, class token, type embeddings and
+learned positions are N(0, 0.02^2); DP-Cap left its token embedding at PyTorch's N(0, 1), which saturates the first
+attention and is slow to move under clipping.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+EMBEDDING_STD = 0.02
+
+
+def _uniform_(tensor: Tensor, bound: float, generator: torch.Generator | None) -> None:
+    sample = torch.empty(tensor.shape, dtype=torch.float32, device=_device_of(generator))
+    tensor.copy_(sample.uniform_(-bound, bound, generator=generator))
+
+
+def _normal_(tensor: Tensor, std: float, generator: torch.Generator | None) -> None:
+    sample = torch.empty(tensor.shape, dtype=torch.float32, device=_device_of(generator))
+    tensor.copy_(sample.normal_(0.0, std, generator=generator))
+
+
+def _device_of(generator: torch.Generator | None) -> torch.device:
+    return torch.device("cpu") if generator is None else generator.device
+
+
+def _init_leaf(module: nn.Linear | nn.Conv2d | nn.LayerNorm | nn.Embedding, generator: torch.Generator | None) -> None:
+    if isinstance(module, nn.Embedding):
+        _normal_(module.weight, EMBEDDING_STD, generator)
+        return
+    if isinstance(module, nn.LayerNorm):
+        module.weight.fill_(1.0)
+    else:
+        num_out, num_in = module.weight.flatten(1).shape
+        _uniform_(module.weight, math.sqrt(6.0 / (num_in + num_out)), generator)
+    if module.bias is not None:
+        module.bias.zero_()
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Overwrite every parameter and recompute every fixed buffer of `model`, in the order of its modules.
+
+    Args:
+        generator: source of the random numbers; None takes torch's global CPU generator. Numbers are drawn in float32
+            on the generator's device and copied, so that dtype and device of the model do not matter.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.LayerNorm | nn.Embedding):
+            _init_leaf(module, generator)
+            continue
+        for parameter in module.parameters(recurse=False):
+            _normal_(parameter, EMBEDDING_STD, generator)
+        if callable(reset_buffers := getattr(module, "reset_buffers", None)):
+            reset_buffers()

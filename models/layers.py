@@ -1,0 +1,132 @@
+"""Building blocks: attention, MLP, positions. Every trainable matrix is called as a module.
+
+Shapes: B batch, L query tokens, S key tokens, T tokens of a position table, D width, H heads.
+Sources: attention and sin-cos positions, Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762); the two-dimensional
+form and its layout, He et al. 2021 (https://arxiv.org/abs/2111.06377).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.config import PositionKind
+
+
+def _split_heads(x_BLD: Tensor, num_heads: int) -> Tensor:
+    """(B, L, D) -> (B, H, L, D / H)."""
+    return x_BLD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def _merge_heads(x_BHLd: Tensor) -> Tensor:
+    """(B, H, L, D / H) -> (B, L, D)."""
+    return x_BHLd.transpose(1, 2).flatten(2)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention; the rows of `qkv` are query, key and value, each split over the heads."""
+
+    def __init__(self, width: int, num_heads: int, *, qkv_bias: bool, out_bias: bool, causal: bool = False) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.causal = causal
+        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
+        self.out = nn.Linear(width, width, bias=out_bias)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        query, key, value = (_split_heads(x, self.num_heads) for x in self.qkv(x_BLD).chunk(3, dim=-1))
+        return self.out(_merge_heads(F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)))
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention from text tokens to image memory; the rows of `key_value` are key, then value."""
+
+    def __init__(self, width: int, num_heads: int, *, bias: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query = nn.Linear(width, width, bias=bias)
+        self.key_value = nn.Linear(width, 2 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x_BLD: Tensor, memory_BSD: Tensor) -> Tensor:
+        query = _split_heads(self.query(x_BLD), self.num_heads)
+        key, value = (_split_heads(m, self.num_heads) for m in self.key_value(memory_BSD).chunk(2, dim=-1))
+        return self.out(_merge_heads(F.scaled_dot_product_attention(query, key, value)))
+
+
+class Mlp(nn.Module):
+    """Linear, exact GELU, Linear."""
+
+    def __init__(self, width: int, hidden_width: int, *, bias: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden_width, bias=bias)
+        self.down = nn.Linear(hidden_width, width, bias=bias)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BLD)))
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a position table of shape (1, T, D): a fixed buffer ("sincos") or a raw parameter ("learned").
+
+    The buffer is a pure function of the configuration, so it is not part of the state dict.
+    """
+
+    table: Tensor
+
+    def __init__(self, kind: PositionKind, num_tokens: int, width: int, fixed_table: Callable[[], Tensor]) -> None:
+        """
+        Args:
+            fixed_table: returns the sin-cos table, (T, D); used by the kind "sincos" only.
+        """
+        super().__init__()
+        self.num_tokens = num_tokens
+        self._fixed_table = fixed_table if kind == "sincos" else None
+        if self._fixed_table is None:
+            self.table = nn.Parameter(torch.zeros(1, num_tokens, width))
+        else:
+            self.register_buffer("table", torch.zeros(1, num_tokens, width), persistent=False)
+            self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Compute the fixed table (again); needed after a model built on the meta device gets its memory."""
+        if self._fixed_table is not None:
+            self.table.copy_(self._fixed_table()[None])
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """
+        Args:
+            x_BTD: at most as many tokens as the table has.
+
+        Raises:
+            ValueError: there are more tokens than positions.
+        """
+        num_tokens = x_BTD.shape[1]
+        if num_tokens > self.num_tokens:
+            raise ValueError(f"{num_tokens} tokens, but the model was built for at most {self.num_tokens}")
+        return x_BTD + self.table[:, :num_tokens].to(x_BTD.dtype)
+
+
+def sincos_positions(positions_N: Tensor, width: int) -> Tensor:
+    """Sines, then cosines, of the positions at width / 2 wavelengths from 2 pi to 10,000 * 2 pi; float64 (N, width)."""
+    half = width // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device="cpu") / half)
+    angles = positions_N.double()[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def text_sincos_table(num_tokens: int, width: int) -> Tensor:
+    """Positions of text, float64 (num_tokens, width)."""
+    return sincos_positions(torch.arange(num_tokens, device="cpu"), width)
+
+
+def image_sincos_table(grid_size: int, width: int) -> Tensor:
+    """Positions of a class token (zeros) and of a square grid of patches in row order, float64 (1 + grid^2, width).
+
+    The first half of the width encodes the column, the second half the row, as in the masked autoencoder's release.
+    """
+    index = torch.arange(grid_size, device="cpu")
+    columns, rows = index.repeat(grid_size), index.repeat_interleave(grid_size)
+    patches = torch.cat([sincos_positions(columns, width // 2), sincos_positions(rows, width // 2)], dim=1)
+    return torch.cat([patches.new_zeros(1, width), patches])
