@@ -1,0 +1,70 @@
+"""What a task wants of one example: raw bytes in, named arrays out.
+
+An example maker is a picklable callable, so that worker processes can run it. The names of its arrays carry their shape
+(`images_CHW`); the loader stacks them and adds the B (`images_BCHW`). Shapes are the same for every example.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from data.errors import DecodeError
+from data.reader import RawExample
+from data.tokenizer import CaptionTokenizer, load_tokenizer
+from data.transforms import eval_image, train_image
+
+
+class MakeExample(Protocol):
+    """Turns one raw example into arrays of fixed names, shapes and types."""
+
+    def __call__(self, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
+        """Raises DecodeError when the example's own bytes do not allow it; `key` is its only source of randomness."""
+
+    def padding(self) -> dict[str, np.ndarray]:
+        """A harmless row of the same names, shapes and types, on which a loss is finite."""
+
+
+@dataclass(frozen=True)
+class CaptionExample:
+    """Image and caption: images_CHW float32, tokens_L int64, token_mask_L bool.
+
+    Attributes:
+        image_size: side in pixels.
+        num_tokens: L, start and end included.
+        tokenizer_path: a Hugging Face tokenizer.json.
+        train: random crop and flip; otherwise the centre.
+    """
+
+    image_size: int
+    num_tokens: int
+    tokenizer_path: Path | str
+    train: bool = True
+
+    @property
+    def tokenizer(self) -> CaptionTokenizer:
+        """Loaded once per process."""
+        return load_tokenizer(str(self.tokenizer_path))
+
+    def __call__(self, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
+        """Decodes the image and encodes the caption.
+
+        Raises:
+            DecodeError: no image, an image that cannot be decoded, no caption or an empty one.
+        """
+        if raw.image is None:
+            raise DecodeError("the example has no image")
+        if raw.caption is None or not raw.caption.strip():
+            raise DecodeError("the example has no caption")
+        image_CHW = (
+            train_image(raw.image, self.image_size, key) if self.train else eval_image(raw.image, self.image_size)
+        )
+        tokens_L, mask_L = self.tokenizer.encode(" ".join(raw.caption[: 1 << 16].split()), self.num_tokens)
+        return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L}
+
+    def padding(self) -> dict[str, np.ndarray]:
+        """A black image with an empty caption."""
+        tokens_L, mask_L = self.tokenizer.encode("", self.num_tokens)
+        image_CHW = np.zeros((3, self.image_size, self.image_size), dtype=np.float32)
+        return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L}
