@@ -55,7 +55,7 @@ class Captioner(nn.Module):
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
-        init_weights(self, generator)
+        init_weights(self, generator, token_std=self.config.decoder.embedding_std)
 
     def encode(self, images_BCHW: Tensor) -> Tensor:
         """Image memory (B, T, D) that the decoder attends to; the class token comes first."""

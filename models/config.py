@@ -110,6 +110,7 @@ class DecoderConfig:
             branch. The head has a LayerNorm of its own in both.
         position: kind of the text positions and of the image positions that the decoder adds to its memory.
         bias: whether the blocks' Linear layers have biases (DP-Cap: no). The memory projection and the head always do.
+        embedding_std: standard deviation of the token embedding's initial values. DP-Cap: 1.
     """
 
     width: int = 384
@@ -119,10 +120,12 @@ class DecoderConfig:
     norm_position: NormPosition = "post"
     position: PositionKind = "sincos"
     bias: bool = False
+    embedding_std: float = 0.02
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
         _check_transformer(self, "decoder")
+        _check_positive(self, "embedding_std")
         _check_choice("norm_position", self.norm_position, ("pre", "post"))
 
 

@@ -1,9 +1,8 @@
 """Deterministic initialisation, the same on every rank and device for the same seed.
 
 As in DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506): Linear and the flattened patch convolution Xavier
-uniform (Glorot & Bengio 2010) with zero biases, LayerNorm (1, 0). Token embeddings, class token, type embeddings and
-learned positions are N(0, 0.02^2); DP-Cap left its token embedding at PyTorch's N(0, 1), which saturates the first
-attention and is slow to move under clipping.
+uniform (Glorot & Bengio 2010) with zero biases, LayerNorm (1, 0); class token, type embeddings and
+learned positions N(0, 0.02^2). The token embedding is N(0, std^2) with the std of `DecoderConfig.embedding_std`.
 """
 
 import math
@@ -28,10 +27,7 @@ def _device_of(generator: torch.Generator | None) -> torch.device:
     return torch.device("cpu") if generator is None else generator.device
 
 
-def _init_leaf(module: nn.Linear | nn.Conv2d | nn.LayerNorm | nn.Embedding, generator: torch.Generator | None) -> None:
-    if isinstance(module, nn.Embedding):
-        _normal_(module.weight, EMBEDDING_STD, generator)
-        return
+def _init_leaf(module: nn.Linear | nn.Conv2d | nn.LayerNorm, generator: torch.Generator | None) -> None:
     if isinstance(module, nn.LayerNorm):
         module.weight.fill_(1.0)
     else:
@@ -42,16 +38,22 @@ def _init_leaf(module: nn.Linear | nn.Conv2d | nn.LayerNorm | nn.Embedding, gene
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, generator: torch.Generator | None = None) -> None:
+def init_weights(
+    model: nn.Module, generator: torch.Generator | None = None, *, token_std: float = EMBEDDING_STD
+) -> None:
     """Overwrite every parameter and recompute every fixed buffer of `model`, in the order of its modules.
 
     Args:
         generator: source of the random numbers; None takes torch's global CPU generator. Numbers are drawn in float32
             on the generator's device and copied, so that dtype and device of the model do not matter.
+        token_std: standard deviation of `nn.Embedding` weights.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d | nn.LayerNorm | nn.Embedding):
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.LayerNorm):
             _init_leaf(module, generator)
+            continue
+        if isinstance(module, nn.Embedding):
+            _normal_(module.weight, token_std, generator)
             continue
         for parameter in module.parameters(recurse=False):
             _normal_(parameter, EMBEDDING_STD, generator)

@@ -1,0 +1,193 @@
+from math import log
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.captioner import Captioner, build_captioner, caption_loss
+from tests.models.tiny import VOCAB, tiny_batch, tiny_captioner, tiny_config
+
+VARIANTS = [
+    {},
+    {"decoder_norm_position": "pre", "decoder_bias": True},
+    {"encoder_position": "learned", "decoder_position": "learned", "encoder_qkv_bias": True},
+]
+LEAVES = (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.Embedding)
+
+
+def raw_parameters(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every trainable tensor that belongs to no leaf layer, as (owner, attribute)."""
+    owners = [module for module in model.modules() if not isinstance(module, LEAVES)]
+    return [(owner, name) for owner in owners for name, _ in owner.named_parameters(recurse=False)]
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def test_uniform_prediction_costs_log_of_the_vocabulary() -> None:
+    model = tiny_captioner()
+    nn.init.zeros_(model.decoder.head.weight)
+    loss_B = model(*tiny_batch())
+    assert loss_B.shape == (4,) and loss_B.dtype == torch.float32
+    torch.testing.assert_close(loss_B, torch.full((4,), log(VOCAB)))
+
+
+def test_perfect_prediction_costs_nothing() -> None:
+    targets_BL = torch.tensor([[3, 4, 2], [5, 2, 0]])
+    mask_BL = targets_BL != 0
+    logits_BLV = 100.0 * nn.functional.one_hot(targets_BL, 8)
+    torch.testing.assert_close(caption_loss(logits_BLV, targets_BL, mask_BL), torch.zeros(2))
+    wrong_BLV = 10.0 * nn.functional.one_hot(targets_BL + 1, 8)
+    expected = torch.full((2,), 10.0 + log(1 + 7 * torch.exp(torch.tensor(-10.0)).item()))
+    torch.testing.assert_close(caption_loss(wrong_BLV, targets_BL, mask_BL), expected)
+
+
+def test_loss_is_the_mean_over_the_captions_own_targets() -> None:
+    logits_BLV = torch.randn(1, 3, 5)
+    targets_BL = torch.tensor([[4, 1, 0]])
+    nll = [-logits_BLV[0, t].log_softmax(0)[targets_BL[0, t]] for t in range(2)]
+    loss_B = caption_loss(logits_BLV, targets_BL, torch.tensor([[True, True, False]]))
+    torch.testing.assert_close(loss_B[0], (nll[0] + nll[1]) / 2)
+
+
+def test_loss_scores_each_token_given_those_before_it() -> None:
+    model = tiny_captioner()
+    images_BCHW, tokens_BL, mask_BL = tiny_batch()
+    log_probs_BLV = model(images_BCHW, tokens_BL, output="logits").log_softmax(-1)
+    for i, length in enumerate(mask_BL.sum(1).tolist()):
+        terms = [-log_probs_BLV[i, t - 1, tokens_BL[i, t]] for t in range(1, length)]
+        expected = torch.stack(terms).mean()
+        torch.testing.assert_close(model(images_BCHW, tokens_BL, mask_BL)[i], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["no token at all", "only the first token"])
+def test_row_without_targets_has_zero_loss_and_zero_gradient(kept: int) -> None:
+    model = tiny_captioner()
+    images_BCHW, tokens_BL, mask_BL = tiny_batch()
+    mask_BL[2] = torch.arange(7) < kept
+    loss_B = model(images_BCHW, tokens_BL, mask_BL)
+    assert loss_B[2] == 0 and loss_B.isfinite().all()
+    assert all(not g.any() for g in gradients(model, loss_B[2]))
+
+
+@pytest.mark.parametrize("overrides", VARIANTS)
+def test_examples_do_not_meet(overrides: dict[str, object]) -> None:
+    model = tiny_captioner(**overrides)
+    images_BCHW, tokens_BL, mask_BL = tiny_batch()
+    before_B = model(images_BCHW, tokens_BL, mask_BL)
+    images_BCHW[1] = 100 * torch.randn(3, 16, 16)
+    tokens_BL[1] = torch.randint(VOCAB, (7,))
+    mask_BL[1] = True
+    after_B = model(images_BCHW, tokens_BL, mask_BL)
+    others = torch.tensor([0, 2, 3])
+    torch.testing.assert_close(after_B[others], before_B[others], atol=1e-6, rtol=0)
+    assert (after_B[1] - before_B[1]).abs() > 1e-3
+
+
+def test_gradient_of_one_loss_reaches_only_its_own_image() -> None:
+    images_BCHW, tokens_BL, mask_BL = tiny_batch()
+    images_BCHW.requires_grad_()
+    tiny_captioner()(images_BCHW, tokens_BL, mask_BL)[2].backward()
+    touched = images_BCHW.grad.flatten(1).abs().amax(1) > 0
+    assert touched.tolist() == [False, False, True, False]
+
+
+def test_extra_padding_changes_nothing() -> None:
+    model = tiny_captioner()
+    images_BCHW, tokens_BL, mask_BL = tiny_batch()
+    for filler in (0, 5):  # the mask decides, not the token
+        longer_BL = torch.cat([tokens_BL, torch.full((4, 2), filler)], dim=1)
+        longer_mask_BL = torch.cat([mask_BL, torch.zeros(4, 2, dtype=torch.bool)], dim=1)
+        padded_B = model(images_BCHW, longer_BL, longer_mask_BL)
+        torch.testing.assert_close(padded_B, model(images_BCHW, tokens_BL, mask_BL), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("overrides", VARIANTS)
+def test_parameters_belong_to_known_layers_or_lead_with_one(overrides: dict[str, object]) -> None:
+    model = tiny_captioner(**overrides)
+    raw = raw_parameters(model)
+    assert all(getattr(owner, name).shape[0] == 1 for owner, name in raw)
+    expected = {"class_token", "type_embedding"} | ({"table"} if "encoder_position" in overrides else set())
+    assert {name for _, name in raw} == expected
+    assert not list(model.named_parameters(recurse=False)), "raw parameters of the root miss an engine's hooks"
+    assert len(list(model.parameters())) == len({p.data_ptr() for p in model.parameters()}), "tied weights"
+    loss_B = model(*tiny_batch())
+    assert all(g.abs().max() > 0 for g in gradients(model, loss_B.sum())), "a parameter that is never used"
+
+
+@pytest.mark.parametrize("overrides", VARIANTS)
+def test_raw_parameters_may_be_shadowed_by_one_row_per_example(overrides: dict[str, object]) -> None:
+    """Private training does this: the gradient of the shadow is the gradient per example."""
+    model = tiny_captioner(**overrides).double()
+    images_BCHW, tokens_BL, mask_BL = tiny_batch()
+    plain_B = model(images_BCHW, tokens_BL, mask_BL)
+    raw = raw_parameters(model)
+    parameters = [getattr(owner, name) for owner, name in raw]
+    per_example = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in plain_B]
+    shadows = [p.detach().expand(4, *p.shape[1:]).clone().requires_grad_() for p in parameters]
+    for (owner, name), shadow in zip(raw, shadows, strict=True):
+        owner.__dict__[name] = shadow
+    shadowed_B = model(images_BCHW, tokens_BL, mask_BL)
+    for owner, name in raw:
+        del owner.__dict__[name]
+    torch.testing.assert_close(shadowed_B, plain_B)
+    for k, rows in enumerate(torch.autograd.grad(shadowed_B.sum(), shadows)):
+        torch.testing.assert_close(rows, torch.cat([grads[k] for grads in per_example]))
+
+
+@pytest.mark.parametrize("overrides", VARIANTS)
+def test_bfloat16_model_has_finite_float32_losses(overrides: dict[str, object]) -> None:
+    model = tiny_captioner(**overrides)
+    expected_B = model(*tiny_batch())
+    loss_B = model.bfloat16()(*tiny_batch())
+    assert loss_B.dtype == torch.float32 and loss_B.isfinite().all()
+    torch.testing.assert_close(loss_B, expected_B, atol=0.1, rtol=0.05)
+    assert all(g.isfinite().all() and g.dtype == torch.bfloat16 for g in gradients(model, loss_B.sum()))
+
+
+def test_autocast_has_finite_float32_losses() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_B = tiny_captioner()(*tiny_batch())
+    assert loss_B.dtype == torch.float32 and loss_B.isfinite().all()
+
+
+def test_encode_and_logits() -> None:
+    model = tiny_captioner()
+    images_BCHW, tokens_BL, _ = tiny_batch()
+    memory_BTD = model.encode(images_BCHW)
+    assert memory_BTD.shape == (4, 5, 24)
+    logits_BLV = model.logits(images_BCHW, tokens_BL)
+    assert logits_BLV.shape == (4, 7, VOCAB)
+    torch.testing.assert_close(logits_BLV, model.decoder(tokens_BL, memory_BTD))
+    torch.testing.assert_close(logits_BLV, model(images_BCHW, tokens_BL, output="logits"))
+
+
+def test_bad_calls_are_refused() -> None:
+    model = tiny_captioner()
+    images_BCHW, tokens_BL, mask_BL = tiny_batch(length=11)
+    with pytest.raises(ValueError, match="needs token_mask_BL"):
+        model(images_BCHW, tokens_BL)
+    with pytest.raises(ValueError, match="10 tokens, but the model was built for at most 9"):
+        model(images_BCHW, tokens_BL, mask_BL)
+
+
+def test_blocks_are_the_repeated_units() -> None:
+    model = tiny_captioner()
+    assert [type(block).__name__ for block in model.blocks()] == ["EncoderBlock"] * 2 + ["DecoderBlock"] * 2
+
+
+def test_state_dict_round_trip() -> None:
+    model, other = tiny_captioner(seed=0), tiny_captioner(seed=1)
+    assert not torch.equal(model(*tiny_batch()), other(*tiny_batch()))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(model(*tiny_batch()), other(*tiny_batch()))
+
+
+def test_built_on_the_meta_device_and_then_filled() -> None:
+    config = tiny_config()
+    built = build_captioner(config, generator=torch.Generator().manual_seed(3))
+    direct = Captioner(config)
+    direct.init_weights(torch.Generator().manual_seed(3))
+    assert torch.equal(built(*tiny_batch()), direct(*tiny_batch()))
+    assert all(p.requires_grad for p in built.parameters())

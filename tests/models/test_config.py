@@ -1,0 +1,94 @@
+import pytest
+import torch
+
+from models.captioner import Captioner
+from models.config import SIZES, CaptionerConfig, DecoderConfig, VitConfig, captioner_config
+from models.errors import ModelConfigError
+
+# DP-Cap's table counts what its clipping could train: not the class token and the two type embeddings.
+TABLE_MILLIONS = {"dpcap_tiny": 59.37, "dpcap_small": 115.69, "dpcap_base": 189.77, "dpcap_large": 407.38}
+ENCODER_MILLIONS = {"dpcap_tiny": 21.58, "dpcap_small": 48.29, "dpcap_base": 85.62, "dpcap_large": 303.03}
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def on_meta(config: CaptionerConfig) -> Captioner:
+    with torch.device("meta"):
+        return Captioner(config)
+
+
+@pytest.mark.parametrize("size", TABLE_MILLIONS)
+def test_dpcap_sizes_have_the_published_parameter_counts(size: str) -> None:
+    config = SIZES[size]
+    model = on_meta(config)
+    assert (config.vocab_size, config.encoder.num_image_tokens) == (30522, 197)
+    trained_here_only = config.encoder.width + 2 * config.decoder.width
+    assert (count(model) - trained_here_only) / 1e6 == pytest.approx(TABLE_MILLIONS[size], abs=0.005)
+    assert count(model.encoder) / 1e6 == pytest.approx(ENCODER_MILLIONS[size], abs=0.01)
+    width = config.decoder.width
+    assert sum(count(block) for block in model.decoder.blocks) == config.decoder.depth * (16 * width**2 + 6 * width)
+
+
+def test_dpcap_details() -> None:
+    model = on_meta(SIZES["dpcap_large"])
+    names = dict(model.named_parameters())
+    assert not any(name.endswith("attention.qkv.bias") for name in names)
+    assert not [n for n in names if n.startswith("decoder.blocks") and n.endswith("bias") and ".norm" not in n]
+    assert {"memory.projection.bias", "decoder.head.bias", "encoder.blocks.0.mlp.up.bias"} <= names.keys()
+    assert (model.encoder.norm.eps, model.decoder.blocks[0].norm1.eps, model.decoder.head_norm.eps) == (
+        1e-6,
+        1e-5,
+        1e-5,
+    )
+    assert model.config.decoder.norm_position == "post" and model.config.decoder.width == 768
+    assert model.decoder.head.weight is not model.decoder.token_embedding.weight
+    assert not any("position" in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("pico", 863_968), ("nano", 3_046_176)])
+def test_small_sizes(size: str, parameters: int) -> None:
+    config = SIZES[size]
+    assert (config.encoder.image_size, config.encoder.patch_size, config.vocab_size) == (64, 8, 4000)
+    assert count(on_meta(config)) == parameters
+
+
+def test_overrides_reach_every_part() -> None:
+    config = captioner_config(
+        "pico", vocab_size=50, image_size=32, encoder_depth=1, decoder_norm_position="pre", decoder_bias=True
+    )
+    assert (config.vocab_size, config.encoder.image_size, config.encoder.depth) == (50, 32, 1)
+    assert (config.decoder.norm_position, config.decoder.bias, config.decoder.depth) == ("pre", True, 2)
+    assert captioner_config("nano") == SIZES["nano"]
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "words"),
+    [
+        ("huge", {}, "unknown model size 'huge'.*pico, nano, dpcap_tiny"),
+        ("pico", {"width": 8}, "unknown model field 'width'.*decoder_width.*encoder_width"),
+        ("pico", {"vocab_size": "4000"}, "vocab_size must be a int, got '4000'"),
+        ("pico", {"decoder_bias": 1}, "bias must be a bool"),
+        ("pico", {"patch_size": 7}, "image_size 64 is not a multiple of patch_size 7"),
+        ("pico", {"encoder_num_heads": 5}, "width 64 is not a multiple of its num_heads 5"),
+        ("pico", {"decoder_width": 66, "decoder_num_heads": 3}, "multiple of 4 for sin-cos"),
+        ("pico", {"decoder_depth": 0}, "depth must be positive"),
+        ("pico", {"decoder_mlp_ratio": float("nan")}, "mlp_ratio must be positive"),
+        ("pico", {"decoder_norm_position": "middle"}, "one of pre, post"),
+        ("pico", {"encoder_position": "rotary"}, "one of sincos, learned"),
+        ("pico", {"num_tokens": 1}, "num_tokens must be at least 2"),
+        ("pico", {"vocab_size": 2}, "eos_id 2 is outside the vocabulary of 2 tokens"),
+        ("pico", {"bos_id": 2}, "must differ"),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(size: str, overrides: dict[str, object], words: str) -> None:
+    with pytest.raises(ModelConfigError, match=words) as caught:
+        captioner_config(size, **overrides)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_configs_are_frozen_and_hashable() -> None:
+    assert len({VitConfig(), VitConfig(), VitConfig(width=768)}) == 2
+    with pytest.raises(AttributeError):
+        DecoderConfig().width = 5  # type: ignore[misc]

@@ -1,0 +1,96 @@
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.layers import image_sincos_table, text_sincos_table
+from tests.models.test_layers import plain_attention
+from tests.models.tiny import VOCAB, tiny_captioner
+
+CASES = [
+    {"decoder_norm_position": norm, "decoder_bias": bias, "decoder_position": position}
+    for norm, bias, position in [("post", False, "sincos"), ("pre", True, "sincos"), ("post", True, "learned")]
+]
+
+
+def plain_decoder(p: dict[str, Tensor], tokens_L: Tensor, image_TE: Tensor, config) -> Tensor:
+    """Logits (L, V) of one example from the parameters by name, written down step by step."""
+    decoder, heads = config.decoder, config.decoder.num_heads
+    length, width = len(tokens_L), decoder.width
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0.0)
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        centred = x - x.mean(dim=1, keepdim=True)
+        scaled = centred / (centred.square().mean(dim=1, keepdim=True) + decoder.norm_eps).sqrt()
+        return scaled * p[f"{name}.weight"] + p[f"{name}.bias"]
+
+    def branch(index: int, kind: int, x: Tensor) -> Tensor:
+        block = f"decoder.blocks.{index}"
+        if kind == 1:
+            query, key, value = linear(f"{block}.self_attention.qkv", x).split(width, dim=1)
+            return linear(f"{block}.self_attention.out", plain_attention(query, key, value, heads, causal=True))
+        if kind == 2:
+            key, value = linear(f"{block}.cross_attention.key_value", memory_TD).split(width, dim=1)
+            query = linear(f"{block}.cross_attention.query", x)
+            return linear(f"{block}.cross_attention.out", plain_attention(query, key, value, heads, causal=False))
+        return linear(f"{block}.mlp.down", F.gelu(linear(f"{block}.mlp.up", x)))
+
+    learned = decoder.position == "learned"
+    image_table = image_sincos_table(config.encoder.grid_size, width)
+    text_table = text_sincos_table(config.num_tokens, width)
+    image_positions = p["memory.position.table"][0] if learned else image_table.float().double()
+    text_positions = p["decoder.position.table"][0] if learned else text_table.float().double()
+    memory_TD = linear("memory.projection", image_TE) + image_positions + p["memory.type_embedding"][0]
+    x = p["decoder.token_embedding.weight"][tokens_L] + text_positions[:length] + p["decoder.type_embedding"][0]
+    for i in range(decoder.depth):
+        for kind in (1, 2, 3):
+            name = f"decoder.blocks.{i}.norm{kind}"
+            if decoder.norm_position == "post":
+                x = norm(name, x + branch(i, kind, x))
+            else:
+                x = x + branch(i, kind, norm(name, x))
+    return linear("decoder.head", norm("decoder.head_norm", x))
+
+
+@pytest.mark.parametrize("overrides", CASES)
+@torch.no_grad()
+def test_decoder_equals_plain_computation(overrides: dict[str, object]) -> None:
+    model = tiny_captioner(**overrides).double()
+    parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        parameter.copy_(torch.randn_like(parameter) * 0.3)
+    tokens_BL = torch.randint(VOCAB, (3, 6))
+    image_BTE = torch.randn(3, 5, 16, dtype=torch.float64)
+    logits_BLV = model.decoder(tokens_BL, model.memory(image_BTE))
+    for i in range(3):
+        expected = plain_decoder(parameters, tokens_BL[i], image_BTE[i], model.config)
+        torch.testing.assert_close(logits_BLV[i], expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("overrides", CASES)
+@torch.no_grad()
+def test_decoder_is_causal(overrides: dict[str, object]) -> None:
+    model = tiny_captioner(**overrides)
+    memory_BTD = torch.randn(2, 5, 24)
+    tokens_BL = torch.randint(VOCAB, (2, 8))
+    before = model.decoder(tokens_BL, memory_BTD)
+    for t in range(8):
+        changed_BL = tokens_BL.clone()
+        changed_BL[:, t] = (changed_BL[:, t] + 1) % VOCAB
+        after = model.decoder(changed_BL, memory_BTD)
+        torch.testing.assert_close(after[:, :t], before[:, :t], atol=1e-6, rtol=0)
+        assert (after[:, t] - before[:, t]).abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_decoder_looks_at_every_image_token() -> None:
+    model = tiny_captioner()
+    memory_BTD = torch.randn(1, 5, 24)
+    tokens_BL = torch.randint(VOCAB, (1, 4))
+    before = model.decoder(tokens_BL, memory_BTD)
+    for t in range(5):
+        changed = memory_BTD.clone()
+        changed[:, t] += 1.0
+        assert (model.decoder(tokens_BL, changed) - before).abs().amax(dim=2).min() > 1e-5

@@ -1,0 +1,58 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from models.captioner import Captioner, build_captioner
+from models.config import captioner_config
+from models.initialization import EMBEDDING_STD, init_weights
+from tests.models.tiny import tiny_captioner, tiny_config
+
+
+def test_same_seed_same_weights() -> None:
+    first, same, other = (tiny_captioner(seed) for seed in (5, 5, 6))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(first.encoder.class_token, other.encoder.class_token)
+
+
+def test_global_seed_decides_without_a_generator() -> None:
+    torch.manual_seed(7)
+    first = build_captioner(tiny_config())
+    torch.manual_seed(7)
+    same = build_captioner(tiny_config())
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtype_of_the_model_does_not_change_the_draw(dtype: torch.dtype) -> None:
+    expected = tiny_captioner(seed=5)
+    model = Captioner(tiny_config()).to(dtype)
+    model.init_weights(torch.Generator().manual_seed(5))
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    assert all(torch.equal(a, b.to(dtype)) for a, b in pairs)
+
+
+def test_distributions() -> None:
+    model = build_captioner(captioner_config("pico"), generator=torch.Generator().manual_seed(0))
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            num_out, num_in = module.weight.flatten(1).shape
+            bound = math.sqrt(6 / (num_in + num_out))
+            assert module.weight.abs().max() <= bound
+            assert module.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
+            assert module.bias is None or not module.bias.any()
+        elif isinstance(module, nn.LayerNorm):
+            assert (module.weight == 1).all() and not module.bias.any()
+    std = model.config.decoder.embedding_std
+    assert model.decoder.token_embedding.weight.std().item() == pytest.approx(std, rel=0.02)
+    for raw in (model.encoder.class_token, model.memory.type_embedding, model.decoder.type_embedding):
+        assert raw.std().item() == pytest.approx(EMBEDDING_STD, rel=0.4)
+
+
+def test_every_parameter_is_overwritten_in_any_module_tree() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(5, 4))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, float("nan"))
+    init_weights(model)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
