@@ -1,0 +1,203 @@
+"""A run's configuration: one frozen tree, loaded from a TOML recipe and `section.key=value` overrides.
+
+Every key has one owner. What the machine decides (ZeRO stage, offload, dtype) is in ds_configs/*.json and nowhere here; what
+the experiment means is here and nowhere there. Nothing changes a configuration after loading; derived values are properties.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trainer.errors import ConfigError
+
+EngineName = Literal["deepspeed", "local"]
+
+
+class Section(BaseModel):
+    """Frozen, and a key that it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(Section):
+    """What is trained. `overrides` sets single fields of the size's configuration, e.g. decoder depth."""
+
+    size: str
+    overrides: dict[str, int | float | bool | str] = {}
+
+
+class DataSection(Section):
+    """Where the private image-text pairs are and how they become tensors."""
+
+    shards: str
+    """Tar shards: a folder, a glob, a brace range or a comma list; relative to the project root."""
+    tokenizer: str = "data/tokenizer/tokenizer.json"
+    index: str | None = None
+    """Folder made by `prepare.py index`; without it the index is built in the run folder's private part at the first start."""
+    image_size: int = Field(224, ge=1)
+    num_tokens: int = Field(40, ge=3)
+    """Caption length after padding or truncation, begin and end tokens included."""
+    num_workers: int = Field(2, ge=0)
+    """Decoding processes per rank."""
+
+
+class HeldoutSection(Section):
+    """Held-out pairs for the caption loss and sample captions."""
+
+    shards: str
+    is_public: bool = False
+    """Only then may losses, captions and pictures of these examples leave `private/` (contract 12)."""
+    num_examples: int | None = Field(None, ge=1)
+    """Use the first so many; all by default."""
+    num_captions: int = Field(5, ge=0)
+    every_steps: int | None = Field(None, ge=1)
+    """Also evaluate during training; by default before the first and after the last step."""
+
+
+class PrivacySection(Section):
+    """The guarantee. Frozen for a run folder at its first start."""
+
+    enabled: bool = True
+    expected_batch_size: int = Field(ge=1)
+    """B: the logical batch has B examples on average; each example is in it with probability q = B / n."""
+    noise_multiplier: float | None = Field(None, ge=0)
+    target_epsilon: float | None = Field(None, gt=0)
+    """Calibrates the noise multiplier; give one of the two."""
+    target_delta: float | None = Field(None, gt=0, lt=1)
+    """Default 1 / (2n)."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    reserved_attempts: int | None = Field(None, ge=0)
+    """Attempts that the budget keeps for crashed steps; default max(2, 1 % of the steps)."""
+    allow_small_noise: bool = False
+    """Permits a noise multiplier below 0.3."""
+    ledger_mirror: str | None = None
+    """A second location for the ledger, best on another file system: it detects a rollback of the whole run folder."""
+
+    @model_validator(mode="after")
+    def _noise_is_stated(self) -> "PrivacySection":
+        if self.enabled and (self.noise_multiplier is None) == (self.target_epsilon is None):
+            if self.noise_multiplier == 0:
+                raise ValueError("noise_multiplier = 0 gives no guarantee, so it cannot meet a target_epsilon")
+            raise ValueError("give exactly one of noise_multiplier and target_epsilon")
+        return self
+
+
+class OptimizerSection(Section):
+    name: Literal["adamw"] = "adamw"
+    peak_lr: float = Field(gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled; biases, norms and other vectors are excluded."""
+
+
+class ScheduleSection(Section):
+    """Learning rate as a pure function of the step: linear warm-up, then `decay` until `decay_steps`."""
+
+    warmup_steps: int = Field(0, ge=0)
+    decay: Literal["cosine", "constant"] = "cosine"
+    decay_steps: int | None = Field(None, ge=1)
+    """Step at which a cosine would reach the final rate; default: the last step. Longer than training stops it midway."""
+    final_fraction: float = Field(0.0, ge=0, le=1)
+
+
+class TrainSection(Section):
+    num_steps: int = Field(ge=1)
+    micro_batch_size: int = Field(ge=1)
+    """Examples per forward on one rank: speed and memory only, never the result."""
+    seed: int = 0
+    """Of the initial weights, which are public. No secret and no noise comes from it."""
+    checkpoint_every: int = Field(1000, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    log_every: int = Field(1, ge=1)
+
+
+class RunConfig(Section):
+    """The whole recipe. `name` names the default run folder."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    model: ModelSection
+    data: DataSection
+    heldout: HeldoutSection | None = None
+    privacy: PrivacySection
+    optimizer: OptimizerSection
+    schedule: ScheduleSection = ScheduleSection()
+    train: TrainSection
+
+
+def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Loads a recipe and applies `section.key=value` overrides.
+
+    Raises:
+        ConfigError: missing or malformed file, unknown key, value out of range; names the file and the key.
+    """
+    try:
+        tree = tomllib.loads(recipe.read_text())
+    except OSError as error:
+        raise ConfigError(f"recipe {recipe}: {error.strerror}; see recipes/ for the shipped ones") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {recipe} is not TOML: {error}") from error
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"recipe {recipe}: {_first_line(error)}") from error
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {key} is no section")
+    tree[keys[-1]] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """A TOML value; anything that is none is a string, so that paths need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _first_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {where}"
+    if first["type"] == "missing":
+        return f"key {where} is missing"
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}"
+
+
+def to_toml(config: RunConfig) -> str:
+    """The fully resolved configuration as TOML; loading it gives an equal configuration."""
+    sections = config.model_dump()
+    lines = [f"name = {_toml(sections.pop('name'))}"]
+    for name, section in sections.items():
+        if section is not None:
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {_toml(value)}" for key, value in section.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        case tuple() | list():
+            return "[" + ", ".join(_toml(v) for v in value) + "]"
+        case dict():
+            return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+        case _:
+            return repr(value)

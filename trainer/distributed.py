@@ -1,0 +1,199 @@
+"""Ranks: find out who we are, start, talk about control matters, and end cleanly.
+
+Rank discovery reads the environment of torchrun, DeepSpeed, Open MPI, MPICH/PMI and Slurm, in this order, and needs no MPI
+library. Ending needs care: interpreter shutdown after gloo traffic aborts now and then ("terminate called without an active
+exception"), so a distributed program ends by barrier, destroy_process_group, flush and `os._exit`.
+"""
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.errors import ConfigError, RemoteError
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""A logical batch may be silent for long; dead ranks are noticed by closed connections and the launcher, not by this."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place. `address` and `port` are the rendezvous of rank 0."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    address: str = "127.0.0.1"
+    port: int = 29500
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+# (marker, rank, local rank, world size) by launcher; the first whose variables are all set decides.
+_LAUNCHERS = (
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+)
+
+
+def discover_ranks(environ: Mapping[str, str]) -> Ranks:
+    """Reads the launcher's environment; one process when there is none.
+
+    Raises:
+        ConfigError: several ranks but no MASTER_ADDR, or a variable that is no number.
+    """
+    for rank, local_rank, world_size in _LAUNCHERS:
+        if rank in environ and world_size in environ:
+            try:
+                size = int(environ[world_size])
+                return Ranks(
+                    rank=int(environ[rank]),
+                    local_rank=int(environ.get(local_rank, environ[rank])),
+                    world_size=size,
+                    address=_address(environ, size),
+                    port=int(environ.get("MASTER_PORT", "29500")),
+                )
+            except ValueError as error:
+                raise ConfigError(f"launcher variables {rank}, {local_rank}, {world_size}: {error}") from error
+    return Ranks()
+
+
+def _address(environ: Mapping[str, str], world_size: int) -> str:
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"]
+    if world_size > 1:
+        raise ConfigError("several ranks were started, but MASTER_ADDR is not set: export the host name of rank 0")
+    return "127.0.0.1"
+
+
+def start(ranks: Ranks) -> torch.device:
+    """Joins the process group (nccl beside gloo with GPUs, gloo without) and returns this rank's device.
+
+    One process alone also gets a group, so that there is a single code path.
+    """
+    use_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", ranks.local_rank % max(torch.cuda.device_count(), 1)) if use_cuda else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    store = dist.TCPStore(
+        ranks.address, ranks.port if ranks.world_size > 1 else 0, ranks.world_size, is_master=ranks.is_main
+    ) if "TORCHELASTIC_RUN_ID" not in os.environ else None
+    _export(ranks)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+        store=store,
+        init_method=None if store is not None else "env://",
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    return device or torch.device("cpu")
+
+
+def _export(ranks: Ranks) -> None:
+    """Engines look for the usual variables, whatever launcher there was."""
+    os.environ.update(
+        RANK=str(ranks.rank),
+        LOCAL_RANK=str(ranks.local_rank),
+        WORLD_SIZE=str(ranks.world_size),
+        MASTER_ADDR=ranks.address,
+        MASTER_PORT=str(ranks.port),
+    )
+
+
+def finish(exit_code: int) -> NoReturn:
+    """Ends the program on all ranks together; see the module docstring for why it does not simply return."""
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        dist.destroy_process_group()
+    quit_now(exit_code)
+
+
+def quit_now(exit_code: int) -> NoReturn:
+    """Ends this process without waiting for others: they notice the closed connections."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's value on every rank."""
+    payload = _broadcast_bytes(pickle.dumps(value) if rank() == 0 else b"")
+    return pickle.loads(payload) if rank() != 0 else value  # noqa: S301  (from rank 0 of this very job)
+
+
+def _broadcast_bytes(payload: bytes) -> bytes:
+    size = torch.tensor([len(payload)])
+    dist.broadcast(size, 0)
+    buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(buffer, 0)
+    return buffer.numpy().tobytes()
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Runs `function` on rank 0 and returns its result everywhere; an error is raised everywhere.
+
+    The acknowledgement of contract 9: no rank goes on before rank 0's write is durable.
+    """
+    outcome: tuple[bool, object] = (True, None)
+    if rank() == 0:
+        try:
+            outcome = (True, function())
+        except Exception as error:
+            broadcast_object((False, (str(error), getattr(error, "exit_code", 1))))
+            raise
+        return broadcast_object(outcome)[1]  # type: ignore[return-value]
+    ok, value = broadcast_object(outcome)
+    if not ok:
+        assert isinstance(value, tuple)
+        raise RemoteError(*value)
+    return value  # type: ignore[return-value]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank. For small public objects."""
+    gathered: list[T | None] = [None] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered  # type: ignore[return-value]
+
+
+def all_reduce_sum(values: Tensor) -> Tensor:
+    dist.all_reduce(values)
+    return values
+
+
+def reduce_scatter_sum(out: Tensor, rows: Tensor) -> None:
+    """out (K,) = sum over ranks of their rows[this rank], rows (world_size, K)."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(out, rows.view(-1))
+
+
+def all_gather_rows(out: Tensor, row: Tensor) -> None:
+    """out (world_size, K) = every rank's row (K,)."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(out.view(-1), row)

@@ -1,0 +1,108 @@
+"""What every engine promises to the training loop, and how coordinates are dealt out to ranks.
+
+An engine shards parameters, master weights and optimizer states in its own way and steps its own optimizer. The gradient path
+is ours on every engine: clipped sums are reduced once per logical batch, in fp64, straight to the rank that owns each
+coordinate (`trainer/engines/reduction.py`); that rank adds noise and divides; the engine takes the result.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Piece(NamedTuple):
+    """`length` consecutive coordinates of a flattened parameter, from `offset`."""
+
+    name: str
+    offset: int
+    length: int
+
+
+class GradShard(NamedTuple):
+    """This rank's part of one parameter's reduced sum: fp64 values, one per coordinate of the piece."""
+
+    name: str
+    offset: int
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Who owns which coordinates: `pieces[rank]` in the order of that rank's buffers. Equal on every rank."""
+
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    def owned_by(self, rank: int) -> tuple[Piece, ...]:
+        return self.pieces[rank]
+
+    def count(self, rank: int) -> int:
+        """Number of coordinates that `rank` owns."""
+        return sum(p.length for p in self.pieces[rank])
+
+    def check(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Every coordinate has exactly one owner, so that it is noised exactly once (contract 7).
+
+        Raises:
+            RuntimeError: naming the parameter that is owned twice or not at all.
+        """
+        spans: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
+        for piece in (p for owned in self.pieces for p in owned):
+            spans[piece.name].append((piece.offset, piece.offset + piece.length))
+        for name, found in spans.items():
+            end = 0
+            for start, stop in sorted(found):
+                if start != end:
+                    raise RuntimeError(f"shard layout: {name} is owned {'twice' if start < end else 'by nobody'} at {end}")
+                end = stop
+            if end != shapes[name].numel():
+                raise RuntimeError(f"shard layout: {name} is owned by nobody from {end} on")
+
+
+def even_layout(shapes: Mapping[str, torch.Size], world_size: int) -> ShardLayout:
+    """The concatenation of all parameters cut into `world_size` runs that differ by at most one coordinate."""
+    total = sum(s.numel() for s in shapes.values())
+    cuts = [total * r // world_size for r in range(world_size + 1)]
+    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+    start = 0
+    for name, shape in shapes.items():
+        stop = start + shape.numel()
+        for r in range(world_size):
+            a, b = max(start, cuts[r]), min(stop, cuts[r + 1])
+            if a < b:
+                pieces[r].append(Piece(name, a - start, b - a))
+        start = stop
+    return ShardLayout(tuple(tuple(p) for p in pieces))
+
+
+class ShardState(NamedTuple):
+    """fp32 tensors of one owned piece, for checkpoints: the master weights and the optimizer's moments."""
+
+    piece: Piece
+    tensors: dict[str, Tensor]
+
+
+class Engine(Protocol):
+    """See the module docstring. All methods are collective: every rank calls them in the same order."""
+
+    module: nn.Module
+    """Forward goes through it; sharded engines gather weights in its module hooks."""
+    shapes: Mapping[str, torch.Size]
+    """Full shapes of the trainable parameters."""
+    layout: ShardLayout
+    compute_dtype: torch.dtype
+    device: torch.device
+
+    def step(self, shards: Sequence[GradShard], *, lr: float) -> None:
+        """Hands the owned gradient shards to the optimizer and takes one step."""
+        ...
+
+    def state(self) -> Iterable[ShardState]:
+        """What this rank owns, as views or copies, for an engine-neutral checkpoint."""
+        ...
+
+    def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
+        """Sets master weights and moments of the owned pieces, after `num_steps` optimizer steps."""
+        ...

@@ -1,0 +1,160 @@
+"""DeepSpeed ZeRO-1, 2 and 3: sharded parameters, master weights and optimizer states; gradients come from us.
+
+DeepSpeed gathers weights in its module hooks and steps its optimizer. Nothing is averaged, scaled, clipped or accumulated by
+it: the noised, divided shards are written where its own reduction would have put them, and `engine.step()` does the rest.
+That place is not public API. It is confined to `_zero12_spans`, `_zero3_spans` and the two hand-offs below, and
+tests/distributed/test_engines.py compares all stages with a float64 loop, so a DeepSpeed that moves it fails the test.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_set_local_grad
+from torch import Tensor, nn
+
+from trainer import distributed
+from trainer.config import OptimizerSection
+from trainer.ds_config import MachineSettings, resolve
+from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState
+from trainer.errors import ConfigError
+from trainer.optimizer import MOMENTS, make_optimizer, parameter_groups
+
+
+class _Span(NamedTuple):
+    """Where one owned piece lives: `length` coordinates of DeepSpeed's flat fp32 partition `group`, from `start`."""
+
+    piece: Piece
+    group: int
+    start: int
+
+
+class DeepSpeedEngine:
+    """See `trainer.engines.base.Engine`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: OptimizerSection,
+        machine: MachineSettings,
+        device: torch.device,
+        micro_batch_size: int,
+    ) -> None:
+        if machine.offloads:
+            raise ConfigError(f"ds_config {machine.path}: offload is not supported yet; remove offload_optimizer/_param")
+        _skip_shared_memory_op()
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.shapes = {name: p.shape for name, p in self._parameters.items()}
+        groups = parameter_groups(self._parameters.items(), self.shapes, optimizer.weight_decay)
+        config = resolve(machine, micro_batch_size=micro_batch_size, world_size=distributed.world_size())
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        self._engine, *_ = deepspeed.initialize(
+            model=module.to(device), optimizer=make_optimizer(groups, optimizer), config=config
+        )
+        self._stage = machine.stage
+        self.device = device
+        self.compute_dtype = machine.compute_dtype
+        self.module: nn.Module = self._engine.module
+        _read_back(self._engine, machine, micro_batch_size)
+        self._zero = self._engine.optimizer
+        spans = _zero3_spans if self._stage == 3 else _zero12_spans
+        self._spans = list(spans(self._zero, self._parameters, self.shapes))
+        self.layout = ShardLayout(tuple(distributed.gather_objects(tuple(s.piece for s in self._spans))))
+
+    def step(self, shards: Sequence[GradShard], *, lr: float) -> None:
+        hand_off = self._hand_off_zero3 if self._stage == 3 else self._hand_off_zero12
+        hand_off(shards)
+        for group in self._zero.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+        if self._engine.skipped_steps:
+            raise RuntimeError("DeepSpeed skipped a step: its overflow check must never decide about a noised gradient")
+
+    def _hand_off_zero12(self, shards: Sequence[GradShard]) -> None:
+        flats = [torch.zeros_like(p) for p in self._flat_partitions()]
+        for span, shard in zip(self._spans, shards, strict=True):
+            flats[span.group][span.start : span.start + span.piece.length] = shard.values
+        for group, flat in enumerate(flats):
+            self._zero.averaged_gradients[group] = [flat]
+
+    def _hand_off_zero3(self, shards: Sequence[GradShard]) -> None:
+        values = {shard.name: shard.values for shard in shards}
+        self._zero.independent_gradient_partition_epilogue()
+        for name, parameter in self._parameters.items():
+            padded = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32, device=self.device)
+            if name in values:
+                padded[: values[name].numel()] = values[name]
+            safe_set_local_grad(parameter, padded)
+
+    def _flat_partitions(self) -> list[Tensor]:
+        """This rank's flat fp32 master weights, by group."""
+        zero = self._zero
+        return list(zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups)
+
+    def state(self) -> Iterator[ShardState]:
+        partitions = self._flat_partitions()
+        for span in self._spans:
+            flat = partitions[span.group]
+            tensors = {"param": _part(flat, span)}
+            tensors |= {k: _part(v, span) for k, v in self._zero.optimizer.state.get(flat, {}).items() if k in MOMENTS}
+            yield ShardState(span.piece, tensors)
+
+    def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
+        """The module's own (compute dtype) weights must have been set before the engine was built."""
+        partitions = self._flat_partitions()
+        if num_steps > 0:
+            for flat in partitions:
+                moments = {key: torch.zeros_like(flat) for key in MOMENTS}
+                self._zero.optimizer.state[flat] = {"step": torch.tensor(float(num_steps)), **moments}
+        for span in self._spans:
+            flat = partitions[span.group]
+            for key, values in states[span.piece].items():
+                _part(flat if key == "param" else self._zero.optimizer.state[flat][key], span).copy_(values)
+
+
+def _part(flat: Tensor, span: _Span) -> Tensor:
+    return flat.detach()[span.start : span.start + span.piece.length]
+
+
+def _zero12_spans(zero: Any, parameters: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Iterator[_Span]:
+    """A parameter may straddle the borders of two ranks' partitions; where this rank owns nothing there is no mapping."""
+    for name, parameter in parameters.items():
+        mapping = parameter._hp_mapping
+        if mapping is not None:
+            low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+            yield _Span(Piece(name, low.start, low.numel), mapping.param_group_index, high.start)
+
+
+def _zero3_spans(zero: Any, parameters: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Iterator[_Span]:
+    """Each parameter is cut into equal parts, padded at the end: rank r owns the r-th."""
+    for name, parameter in parameters.items():
+        size = parameter.ds_tensor.numel()
+        offset = size * distributed.rank()
+        length = min(size, shapes[name].numel() - offset)
+        if length > 0:
+            group, start, _ = zero.grad_position[zero.get_param_id(parameter)]
+            yield _Span(Piece(name, offset, length), group, start)
+
+
+def _skip_shared_memory_op() -> None:
+    """DeepSpeed compiles this op at start on CPU; training never uses it, it needs a compiler and can hang on a stale lock."""
+    import deepspeed.ops
+
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _read_back(engine: Any, machine: MachineSettings, micro_batch_size: int) -> None:
+    """What DeepSpeed understood is what was meant (contract 14): its defaults change between versions."""
+    wanted = {
+        "gradient_clipping": (engine.gradient_clipping(), 0.0),
+        "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), 1),
+        "train_micro_batch_size_per_gpu": (engine.train_micro_batch_size_per_gpu(), micro_batch_size),
+        "zero_optimization.stage": (engine.zero_optimization_stage(), machine.stage),
+        "bf16.enabled": (engine.bfloat16_enabled(), machine.compute_dtype == torch.bfloat16),
+        "fp16.enabled": (engine.fp16_enabled(), False),
+    }
+    for key, (actual, expected) in wanted.items():
+        if actual != expected:
+            raise RuntimeError(f"DeepSpeed runs with {key} = {actual}, but {expected} was asked for")

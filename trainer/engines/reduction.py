@@ -1,0 +1,54 @@
+"""One reduction per logical batch: local clipped sums -> the owner of each coordinate, summed over ranks in fp64.
+
+Each rank packs its sums in the order of the owners' buffers; a reduce-scatter then gives every owner the total of just its
+coordinates. The traffic is one reduce-scatter of the model in fp64 per logical batch, in chunks that bound the memory.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from privacy.clipping import ClippedSum
+from trainer import distributed
+from trainer.engines.base import GradShard, Piece, ShardLayout
+
+PACKED_COORDINATES = 1 << 25
+"""Size of the packing buffer over all ranks: 256 MiB of fp64."""
+
+
+def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard]:
+    """Sums over ranks, in fp64; returns this rank's shards as views of one buffer."""
+    sums = {name: total.view(-1) for name, total in clipped.sums()}
+    world_size, rank = distributed.world_size(), distributed.rank()
+    counts = [layout.count(r) for r in range(world_size)]
+    device = next(iter(sums.values())).device
+    owned = torch.empty(max(counts), dtype=torch.float64, device=device)
+    chunk = max(1, PACKED_COORDINATES // world_size)
+    for start in range(0, max(counts), chunk):
+        stop = min(start + chunk, max(counts))
+        rows = torch.zeros(world_size, stop - start, dtype=torch.float64, device=device)
+        for r in range(world_size):
+            _pack(rows[r], sums, layout.owned_by(r), start, stop)
+        distributed.reduce_scatter_sum(owned[start:stop], rows)
+    return split(owned, layout.owned_by(rank))
+
+
+def _pack(row: Tensor, sums: Mapping[str, Tensor], pieces: tuple[Piece, ...], start: int, stop: int) -> None:
+    """row = coordinates start..stop of the owner's buffer."""
+    position = 0
+    for piece in pieces:
+        a, b = max(position, start), min(position + piece.length, stop)
+        if a < b:
+            source = piece.offset + a - position
+            row[a - start : b - start] = sums[piece.name][source : source + b - a]
+        position += piece.length
+
+
+def split(owned: Tensor, pieces: tuple[Piece, ...]) -> list[GradShard]:
+    """Views of an owner's buffer, one per piece."""
+    shards, position = [], 0
+    for piece in pieces:
+        shards.append(GradShard(piece.name, piece.offset, owned[position : position + piece.length]))
+        position += piece.length
+    return shards

@@ -1,0 +1,15 @@
+"""Errors that a user can mend. An exception with `exit_code` ends a command with one line and that code."""
+
+
+class ConfigError(ValueError):
+    """A recipe, an override, a ds_config or a run folder is wrong; the message says what, where and how to mend it."""
+
+    exit_code = 2
+
+
+class RemoteError(RuntimeError):
+    """Another rank failed; carries its exit code so that all ranks end alike."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
