@@ -92,6 +92,8 @@ class Engine(Protocol):
     shapes: Mapping[str, torch.Size]
     """Full shapes of the trainable parameters."""
     layout: ShardLayout
+    replicated: bool
+    """Whether every rank holds everything; then `load_state` wants all coordinates, not only the owned ones."""
     compute_dtype: torch.dtype
     device: torch.device
 

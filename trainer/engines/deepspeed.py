@@ -33,6 +33,8 @@ class _Span(NamedTuple):
 class DeepSpeedEngine:
     """See `trainer.engines.base.Engine`."""
 
+    replicated = False
+
     def __init__(
         self,
         module: nn.Module,

@@ -20,6 +20,8 @@ from trainer.optimizer import MOMENTS, make_optimizer, parameter_groups
 class LocalEngine:
     """See `trainer.engines.base.Engine`. With bf16 compute, fp32 master weights are kept beside the module."""
 
+    replicated = True
+
     def __init__(
         self, module: nn.Module, optimizer: OptimizerSection, machine: MachineSettings, device: torch.device
     ) -> None:
@@ -82,7 +84,7 @@ class LocalEngine:
             yield ShardState(piece, tensors)
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
-        """Takes the pieces of all ranks, since every rank holds everything."""
+        """Takes all coordinates, since every rank holds everything."""
         for master in self._masters.values():
             moments = {key: torch.zeros_like(master) for key in MOMENTS} if num_steps > 0 else {}
             self._optimizer.state[master] = {"step": torch.tensor(float(num_steps)), **moments} if moments else {}

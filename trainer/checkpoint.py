@@ -1,0 +1,183 @@
+"""Engine-neutral checkpoints: every rank writes the pieces that it owns; any engine at any world size reads them.
+
+    checkpoints/step-00001000/
+        manifest.json                     step, model, guarantee, position in the ledger, SHA-256 of each file
+        rank-00000-of-00002.safetensors   "<tensor>|<parameter>|<offset>" -> fp32 values; no pickle
+    checkpoints/LATEST                    name of the newest whole one
+
+A checkpoint is written to a temporary name, fsynced and renamed, so a name without a dot is a whole checkpoint. It holds noised
+quantities only: weights and optimizer moments, never a sum before noise.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer import distributed
+from trainer.engines.base import Engine, Piece, ShardState
+from trainer.errors import ConfigError
+from trainer.files import fsync_path, write_durably
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+LATEST = "LATEST"
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def save_checkpoint(folder: Path, engine: Engine, step: int, facts: Mapping[str, Any], *, keep: int) -> str:
+    """Writes checkpoint `step` on all ranks and points LATEST at it; keeps the newest `keep`. Collective.
+
+    Args:
+        folder: the run's `checkpoints` folder, on a file system that all ranks share.
+        facts: what else the manifest states (model, guarantee, ledger position).
+
+    Returns:
+        SHA-256 of the manifest, for the ledger.
+    """
+    target, temporary = folder / checkpoint_name(step), folder / f".{checkpoint_name(step)}.tmp"
+    distributed.on_main(lambda: _fresh(temporary))
+    name = f"rank-{distributed.rank():05d}-of-{distributed.world_size():05d}.safetensors"
+    files = dict(distributed.gather_objects((name, _write_pieces(temporary / name, engine.state()))))
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        **facts,
+        "parameters": {name: list(shape) for name, shape in engine.shapes.items()},
+        "files": files,
+    }
+    return distributed.on_main(lambda: _publish(temporary, target, manifest, keep))
+
+
+def _fresh(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+
+
+def _write_pieces(path: Path, states: Iterable[ShardState]) -> str:
+    tensors = {
+        f"{kind}|{state.piece.name}|{state.piece.offset}": values.detach().to("cpu", torch.float32).contiguous().clone()
+        for state in states
+        for kind, values in state.tensors.items()
+    }
+    save_file(tensors, path)
+    fsync_path(path)
+    return _sha256(path)
+
+
+def _publish(temporary: Path, target: Path, manifest: Mapping[str, Any], keep: int) -> str:
+    text = json.dumps(manifest, indent=1, sort_keys=True)
+    write_durably(temporary / MANIFEST, text)
+    if target.exists():  # the same step, saved again after a rollback
+        shutil.rmtree(target)
+    temporary.rename(target)
+    fsync_path(target.parent)
+    write_durably(target.parent / LATEST, target.name + "\n")
+    for old in sorted(p for p in target.parent.glob("step-*") if p.name < target.name)[: -(keep - 1) or None]:
+        shutil.rmtree(old)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that LATEST names, or None before the first one."""
+    pointer = folder / LATEST
+    if not pointer.exists():
+        return None
+    path = folder / pointer.read_text().strip()
+    if not (path / MANIFEST).is_file():
+        raise ConfigError(f"{pointer} names {path.name}, which is not there; point it at a whole checkpoint beside it")
+    return path
+
+
+class Checkpoint:
+    """A checkpoint on disk, checked against its manifest's hashes.
+
+    Raises:
+        ConfigError: missing or damaged file, unknown format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{path} is no checkpoint: {error}") from error
+        if self.manifest.get("format") != FORMAT:
+            raise ConfigError(f"{path}: checkpoint format {self.manifest.get('format')} is unknown; {FORMAT} was expected")
+        self._where: dict[tuple[str, str], list[tuple[int, Path]]] = {}
+        for name, digest in self.manifest["files"].items():
+            self._index(path / name, digest)
+
+    def _index(self, file: Path, digest: str) -> None:
+        if not file.is_file() or _sha256(file) != digest:
+            raise ConfigError(f"{file} is missing or damaged (its SHA-256 differs from the manifest's)")
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  (not a dictionary)
+                kind, name, offset = key.split("|")
+                self._where.setdefault((kind, name), []).append((int(offset), file))
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: torch.Size(shape) for name, shape in self.manifest["parameters"].items()}
+
+    def full(self, kind: str, name: str) -> Tensor:
+        """One whole tensor, e.g. ("param", "encoder.norm.weight"), in fp32."""
+        shape = self.shapes[name]
+        return self.part(kind, Piece(name, 0, shape.numel())).view(shape)
+
+    def part(self, kind: str, piece: Piece) -> Tensor:
+        """The coordinates of a piece, put together from whatever pieces were written."""
+        out = torch.full((piece.length,), torch.nan)
+        end = piece.offset + piece.length
+        filled = 0
+        for offset, file in self._where.get((kind, piece.name), []):
+            with safe_open(file, framework="pt") as tensors:
+                stored = tensors.get_slice(f"{kind}|{piece.name}|{offset}")
+                a, b = max(offset, piece.offset), min(offset + stored.get_shape()[0], end)
+                if a < b:
+                    out[a - piece.offset : b - piece.offset] = stored[a - offset : b - offset]
+                    filled += b - a
+        if filled != piece.length:
+            raise ConfigError(f"{self.path} lacks a part of {kind} of {piece.name}")
+        return out
+
+    def load_weights(self, module: torch.nn.Module) -> None:
+        """Sets the trainable weights of a module that no engine has wrapped yet."""
+        wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if {n: p.shape for n, p in wanted.items()} != self.shapes:
+            differing = sorted(
+                n for n in wanted.keys() | self.shapes.keys()
+                if n not in wanted or n not in self.shapes or wanted[n].shape != self.shapes[n]
+            )
+            raise ConfigError(f"{self.path} does not fit the model; the first difference is {differing[0]}")
+        with torch.no_grad():
+            for name, parameter in wanted.items():
+                parameter.copy_(self.full("param", name))
+
+    def restore(self, engine: Engine) -> None:
+        """Sets master weights and moments of a wrapped engine, whose module has these weights already."""
+        rank = distributed.rank()
+        pieces = engine.layout.owned_by(rank) if not engine.replicated else [
+            Piece(name, 0, shape.numel()) for name, shape in engine.shapes.items()
+        ]
+        kinds = sorted({kind for kind, _ in self._where})
+        engine.load_state({p: {k: self.part(k, p) for k in kinds} for p in pieces}, num_steps=self.step)

@@ -1,0 +1,52 @@
+"""Two sinks with a wall between them (contract 12).
+
+Public: `run_dir/metrics.jsonl` and `run_dir/tensorboard`: what is post-processing of noised quantities, or computed from
+public held-out data. Private: the same under `run_dir/private` (mode 0700): everything computed from training data without
+noise (losses, clipped fraction, batch sizes, decode errors), and timings where the batch shape depends on the data.
+Only rank 0 writes.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class MetricsWriter:
+    """JSON lines and TensorBoard in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._lines = (folder / "metrics.jsonl").open("a")
+        self._board: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
+        self._lines.write(json.dumps({"step": step, "time_unix": round(time.time(), 3), **values}) + "\n")
+        self._lines.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        self._board.add_text(name, markdown, step)
+
+    def picture(self, step: int, name: str, image_HWC: np.ndarray) -> None:
+        self._board.add_image(name, image_HWC, step, dataformats="HWC")
+        self._board.flush()
+
+    def close(self) -> None:
+        self._lines.close()
+        self._board.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`; a torn last line, from a killed process, is left out."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line.startswith("{") and line.endswith("}")]
