@@ -1,0 +1,159 @@
+"""Captions for the embedded demo: clip-art titles, file names and keywords -> short clean English.
+
+Most titles of the source are the name of a collection ("Part of the Flat Icon Collection"), a copy of another file's
+title or the artist's mother tongue; file names end in the artist's name. So: a title is used when few files share it,
+the file name otherwise; words that no English word list knows are translated (a small table), split ("leftarrow"), or
+dropped, except in names of places.
+"""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.demo_words import COLORS, COMPOUNDS, DROPPED_KEYWORDS, DROPPED_WORDS, KEPT_WORDS, SHORT_WORDS, TRANSLATIONS
+
+MAX_TITLE_WORDS = 6
+MAX_KEYWORDS = 3
+_MIN_KEYWORD_COUNT = 3
+_MAX_SHARED_TITLE = 3
+_COLLECTION_TITLE = re.compile(
+    r"clipart by|collection|theme|icons|part of|gramastar|submission|cliparts", re.IGNORECASE
+)
+_SUITS = {"c": "clubs", "d": "diamonds", "h": "hearts", "s": "spades"}
+_NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_RANKS = {"a": "ace", "j": "jack", "q": "queen", "k": "king"} | {str(i): _NUMBERS[i - 2] for i in range(2, 11)}
+_FOREIGN_PLACES = ("signs_and_symbols/flags", "geography")
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What an SVG file says about itself; `path` is relative to the source's svg folder, without the extension."""
+
+    path: str
+    title: str
+    keywords: tuple[str, ...]
+    licence: str
+
+
+def read_metadata(svg: Path, root: Path) -> Metadata | None:
+    """Title, keywords and licence of an SVG file; None when it is no XML."""
+    try:
+        tree = ElementTree.parse(svg)
+    except ElementTree.ParseError:
+        return None
+    title, licence = "", ""
+    keywords: list[str] = []
+    for element in tree.iter():
+        tag = element.tag.rpartition("}")[2].lower() if isinstance(element.tag, str) else ""
+        if tag == "license" and element.attrib:
+            licence = licence or next(iter(element.attrib.values()))
+        elif tag == "work":
+            for child in element:
+                kind = child.tag.rpartition("}")[2].lower() if isinstance(child.tag, str) else ""
+                if kind == "title":
+                    title = "".join(child.itertext()).strip()
+                elif kind == "subject":
+                    keywords += [item.text.strip().lower() for item in child.iter() if _is_item(item) and item.text]
+    return Metadata(svg.relative_to(root).with_suffix("").as_posix(), title, tuple(sorted(keywords)), licence)
+
+
+def _is_item(element: ElementTree.Element) -> bool:
+    return isinstance(element.tag, str) and element.tag.endswith("}li")
+
+
+class Captioner:
+    """Writes captions; knows how often titles and keywords occur in the whole source."""
+
+    def __init__(self, files: Sequence[Metadata], words: frozenset[str]):
+        """Args: files: all of the source. words: English, in lower case where they are no names."""
+        self._words = frozenset(word for word in words if word.islower() and word.isalpha() and len(word) > 2)
+        self._places = frozenset(word.lower() for word in words if word.isalpha() and len(word) > 2)
+        self._title_counts = Counter(file.title.lower() for file in files)
+        self._keyword_counts = Counter(keyword for file in files for keyword in file.keywords)
+
+    def caption(self, file: Metadata) -> str | None:
+        """Returns "title, keyword, keyword" in lower case, or None when nothing can be said about the picture."""
+        special = _card(file.path) or _star(file.path)
+        if special is not None or file.path.startswith(("recreation/games/cards/", "shapes/stars/star_")):
+            return special
+        is_place = file.path.startswith(_FOREIGN_PLACES)
+        head = self._clean(self._source_of_title(file), is_place=is_place)[:MAX_TITLE_WORDS]
+        while head and head[-1] in ("of", "and", "the", "with", "in", "on", "for", "to", "or", "at", "by", "a"):
+            head.pop()
+        if len(head) > 1 and head[-1] in COLORS and head[0] not in COLORS:
+            head = [head[-1], *head[:-1]]  # "folder blue" -> "blue folder"
+        if "signs_and_symbols/flags" in file.path and head and not {"flag", "flags", "map"} & set(head):
+            head = ["flag", "of", *head]
+        tail = self._keywords(file, head)
+        is_theme_icon = re.search(r"computer/icons/.*-theme", file.path) is not None
+        if is_theme_icon:
+            tail = ["icon"] if "icon" not in head else []
+        if not head and (is_theme_icon or not tail):
+            return None
+        return ", ".join([" ".join(head), *tail] if head else tail)
+
+    def _source_of_title(self, file: Metadata) -> str:
+        title = file.title
+        if not title or self._title_counts[title.lower()] > _MAX_SHARED_TITLE or _COLLECTION_TITLE.search(title):
+            return file.path.rpartition("/")[2]
+        return title
+
+    def _clean(self, text: str, *, is_place: bool) -> list[str]:
+        """Words that mean something, none twice."""
+        text = re.sub(r"benji_pa\w*", " ", text)  # a prolific artist with an English name
+        text = re.sub(r"\S+@\S+|https?:\S+|\(.*?\)", " ", text)
+        text = re.sub(r"([a-z])([A-Z])", r"\1 \2", text).lower().replace("'s ", " ")
+        found: list[str] = []
+        for token in re.split(r"[^a-zà-ÿ]+", text):
+            for word in COMPOUNDS.get(token, token).split():
+                found += self._known(TRANSLATIONS.get(word, word), is_place)
+        return list(dict.fromkeys(found))
+
+    def _known(self, token: str, is_place: bool) -> list[str]:
+        if token in DROPPED_WORDS or not token:
+            return []
+        if " " in token or token in SHORT_WORDS or token in KEPT_WORDS or token in self._words:
+            return token.split()
+        if is_place and len(token) > 2:
+            return [token]
+        for cut in range(3, len(token) - 2):
+            if token[:cut] in self._words and token[cut:] in self._words and len(token) > 6:
+                return [token[:cut], token[cut:]]
+        return []
+
+    def _keywords(self, file: Metadata, head: Sequence[str]) -> list[str]:
+        """The rarer the more telling: specific first, then general."""
+        candidates = [word for word in file.keywords if self._keyword_counts[word] >= _MIN_KEYWORD_COUNT]
+        chosen: list[str] = []
+        for keyword in sorted(set(candidates), key=lambda word: (self._keyword_counts[word], word)):
+            if keyword in DROPPED_KEYWORDS:
+                continue
+            words = self._clean(keyword, is_place="geography" in file.path or "flags" in file.path)
+            seen = {_stem(word) for word in " ".join([*head, *chosen]).split()}
+            if words and not all(_stem(word) in seen for word in words):
+                chosen.append(" ".join(words))
+        return chosen[:MAX_KEYWORDS]
+
+
+def _stem(word: str) -> str:
+    return word.removesuffix("s") if len(word) > 3 else word
+
+
+def _card(path: str) -> str | None:
+    """recreation/games/cards/white/white_h_9 -> "nine of hearts, white playing card"."""
+    match = re.fullmatch(r"recreation/games/cards/(\w+)/\w+_([cdhs])_(\w+)", path)
+    if match is None or match[3] not in _RANKS:
+        return None
+    return f"{_RANKS[match[3]]} of {_SUITS[match[2]]}, {match[1]} playing card"
+
+
+def _star(path: str) -> str | None:
+    """shapes/stars/star_07pt03step -> "star with seven points, geometry"; above twelve they all look alike."""
+    match = re.fullmatch(r"shapes/stars/star_(\d+)pt(\d+)step", path)
+    if match is None or not 5 <= int(match[1]) <= 12:
+        return None
+    number = _NUMBERS[int(match[1]) - 2]
+    return f"star with {number} points, geometry, shape"
