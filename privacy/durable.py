@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -41,6 +42,13 @@ def publish_new(path: Path, data: bytes, mode: int) -> None:
     write_new(temporary, data, mode)
     try:
         os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        # A file system without hard links: the caller holds the run's lock, so nobody creates `path` in between.
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        os.rename(temporary, path)
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
     fsync_directory(path.parent)

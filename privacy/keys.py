@@ -77,9 +77,10 @@ class SamplingKey:
             commitment: the ledger's `key_commitment`; a staged key that matches it is published first.
         """
         path = Path(path)
-        if not path.exists() and commitment is not None and _staged(path).exists():
-            if cls(_read_key(_staged(path))).commitment() == commitment:
-                cls.publish(path)
+        staged = _staged(path)
+        finishing = commitment is not None and not path.exists() and staged.exists()
+        if finishing and cls(_read_key(staged)).commitment() == commitment:
+            cls.publish(path)
         key = cls(_read_key(path))
         if commitment is not None and not hmac.compare_digest(key.commitment(), commitment):
             raise PrivacyStateRefused(f"{path}: not the sampling key that the ledger committed to")

@@ -1,0 +1,157 @@
+"""Epsilon or noise multiplier of a planned run, before any data is touched.
+
+python launch_scripts/plan.py --num_examples 233000000 --expected_batch_size 1310720 --num_steps 5708 \
+    --noise_multiplier 0.728 --delta 4.2918e-9 [--json]
+Computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from privacy import accounting
+from privacy.errors import PrivacyConfigError
+from privacy.plan import PrivacyPlan, make_plan
+from trainer.cli import run_command
+
+# Group epsilons are guidance beside the claim and large; a coarse grid is still an upper bound, in a tenth of the time.
+_GROUP_INTERVAL = 2e-3
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise PrivacyConfigError(message)
+
+
+def parse_args() -> argparse.Namespace:
+    """Command-line arguments; a bad one is a PrivacyConfigError (exit 2)."""
+    parser = _Parser(description="Epsilon or noise multiplier of a planned run, by all accountants side by side.")
+    parser.add_argument("--num_examples", type=int, required=True, metavar="N", help="examples in the data set")
+    parser.add_argument("--expected_batch_size", type=int, required=True, metavar="B", help="expected logical batch")
+    parser.add_argument("--num_steps", type=int, required=True, metavar="T", help="optimizer steps")
+    noise = parser.add_mutually_exclusive_group(required=True)
+    noise.add_argument("--noise_multiplier", type=float, metavar="S", help="sigma; epsilon is computed")
+    noise.add_argument("--target_epsilon", type=float, metavar="E", help="epsilon; the smallest sigma is computed")
+    parser.add_argument("--delta", type=float, metavar="D", help="default 1 / (2 N)")
+    parser.add_argument("--cap", action="store_true", help="cut batches at B + 8 sqrt(B) and charge the truncation")
+    parser.add_argument("--reserve", type=int, default=0, metavar="K", help="further attempts that crashes may use up")
+    parser.add_argument("--allow_small_noise", action="store_true", help="allow a noise multiplier below 0.3")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Plans, computes and prints."""
+    args = parse_args()
+    plan = make_plan(
+        num_examples=args.num_examples,
+        expected_batch_size=args.expected_batch_size,
+        num_steps=args.num_steps,
+        noise_multiplier=args.noise_multiplier,
+        target_epsilon=args.target_epsilon,
+        target_delta=args.delta,
+        reserved_attempts=args.reserve,
+        cap="default" if args.cap else None,
+        allow_small_noise=args.allow_small_noise,
+        progress=_report_progress,
+    )
+    for line in plan.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    result = summarise(plan)
+    if args.json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        _print_table(result)
+    return 0
+
+
+def summarise(plan: PrivacyPlan) -> dict[str, Any]:
+    """All numbers of the plan. An epsilon that does not exist (no noise, delta too small for PLD) is None."""
+    result: dict[str, Any] = {
+        "num_examples": plan.num_examples,
+        "expected_batch_size": plan.expected_batch_size,
+        "num_steps": plan.num_steps,
+        "reserved_attempts": plan.reserved_attempts,
+        "cap": plan.cap,
+        "sample_rate": plan.sample_rate,
+        "noise_multiplier": plan.noise_multiplier,
+        "delta": plan.target_delta,
+        "target_epsilon": plan.target_epsilon,
+        "formal_guarantee": plan.formal_guarantee,
+        "reasons": list(plan.reasons),
+        "warnings": list(plan.warnings),
+        "accountant": accounting.accountant_version(),
+        "epochs": plan.num_steps * plan.sample_rate,
+        "examples_processed": plan.num_steps * plan.expected_batch_size,
+    }
+    return result | _epsilons(plan)
+
+
+def _epsilons(plan: PrivacyPlan) -> dict[str, float | None]:
+    groups = [plan.release_group(plan.num_steps)]
+    delta = plan.target_delta
+    names = ("epsilon_pld", "epsilon_rdp", "epsilon_prv_lower", "epsilon_prv", "epsilon_prv_upper")
+    values: dict[str, float | None] = dict.fromkeys((*names, "epsilon_with_reserve", "replace_one"))
+    values |= {"group_2": None, "group_5": None, "tan": None}
+    if not plan.formal_guarantee:
+        return values
+    values["epsilon_rdp"] = accounting.epsilon_rdp(groups, delta)
+    values["tan"] = accounting.tan(groups)
+    values["epsilon_with_reserve"] = plan.epsilon_with_reserve
+    if delta >= accounting.PLD_SMALLEST_DELTA:
+        values["epsilon_pld"] = plan.epsilon_planned
+        lower, estimate, upper = accounting.epsilon_prv(groups, delta)
+        values |= {"epsilon_prv_lower": lower, "epsilon_prv": estimate, "epsilon_prv_upper": upper}
+        values["replace_one"] = accounting.epsilon_replace_one(groups, delta)
+        for count in (2, 5):
+            values[f"group_{count}"] = accounting.epsilon_group(groups, delta, count, _GROUP_INTERVAL)
+    return {name: value if value is None or value < float("inf") else None for name, value in values.items()}
+
+
+def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
+    if sys.stderr.isatty():
+        print(f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {epsilon:.4f}", file=sys.stderr)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    def text(name: str, digits: int = 3) -> str:
+        return "none" if result[name] is None else f"{result[name]:.{digits}f}"
+
+    table = Table(title="Privacy plan", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    cap = "no cap" if result["cap"] is None else f"batches cut at {result['cap']:,}"
+    table.add_row("examples", f"{result['num_examples']:,}", "one example is the unit of privacy")
+    table.add_row("expected batch", f"{result['expected_batch_size']:,}", f"Poisson, {cap}")
+    table.add_row("sample rate", f"{result['sample_rate']:.6g}", "")
+    table.add_row("steps", f"{result['num_steps']:,}", f"{result['epochs']:.1f} epochs")
+    table.add_row("noise multiplier", f"{result['noise_multiplier']:.4f}", "")
+    table.add_row("delta", f"{result['delta']:.4g}", "")
+    table.add_section()
+    table.add_row("epsilon (PLD)", text("epsilon_pld"), "the claim; zero-out adjacency")
+    table.add_row(f"with {result['reserved_attempts']} reserved", text("epsilon_with_reserve"), "most the run can spend")
+    table.add_row("PRV bracket", f"[{text('epsilon_prv_lower')}, {text('epsilon_prv_upper')}]", "without the cap")
+    table.add_row("epsilon (RDP)", text("epsilon_rdp"), "upper bound, without the cap")
+    table.add_section()
+    table.add_row("replace-one", text("replace_one"), "one example exchanged for another")
+    table.add_row("group of 2", text("group_2"), "two copies or two examples of one person, without the cap")
+    table.add_row("group of 5", text("group_5"), "")
+    table.add_row("total amount of noise", text("tan"), "TAN = sigma / (q sqrt(T / 2))")
+    console = Console()
+    console.print(table)
+    for reason in result["reasons"]:
+        console.print(f"no formal guarantee: {reason}", style="bold red")
+
+
+if __name__ == "__main__":
+    run_command(main)

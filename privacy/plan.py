@@ -1,0 +1,296 @@
+"""PrivacyPlan: sampler, clipping bound, noise and accountant, validated together so that they cannot disagree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Literal
+
+from privacy.accounting import EpsilonTable, ReleaseGroup, effective_noise_multiplier, epsilon
+from privacy.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
+from privacy.errors import PrivacyConfigError
+from privacy.sampling import PoissonSampler, default_cap
+
+ADJACENCY = "zero_out"
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """The frozen privacy parameters of a run; built by `make_plan`, or by `from_frozen` from a ledger.
+
+    Attributes:
+        num_examples: n, public under zero-out adjacency.
+        expected_batch_size: B = q n, public, the divisor of the noised sum.
+        num_steps: planned optimizer steps.
+        noise_multiplier: sigma; the noise has standard deviation sigma times the clipper's sensitivity.
+        max_grad_norm: C, the L2 clipping bound of one example.
+        sensitivity_slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
+        target_delta: delta of the claim.
+        reserved_attempts: intents beyond `num_steps` that crashes may use up.
+        target_epsilon: what sigma was calibrated to, or None when sigma was given.
+        cap: largest batch, charged; None samples without a cap.
+        enabled: False trains without any privacy.
+        sampling: "poisson", the only scheme with a formal claim here.
+        informal_reasons: why the run makes no formal claim, as told by the caller (contract, point 11).
+        warnings: lines to print; no part of the plan's identity.
+    """
+
+    num_examples: int
+    expected_batch_size: int
+    num_steps: int
+    noise_multiplier: float
+    max_grad_norm: float
+    sensitivity_slack: float
+    target_delta: float
+    reserved_attempts: int
+    target_epsilon: float | None
+    cap: int | None
+    enabled: bool = True
+    sampling: str = "poisson"
+    informal_reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @cached_property
+    def sampler(self) -> PoissonSampler:
+        """The sampler whose rate and cap this plan is accounted with."""
+        return PoissonSampler.with_expected_batch(self.num_examples, self.expected_batch_size, self.cap)
+
+    @property
+    def sample_rate(self) -> float:
+        """q as accounted: floor(B 2^64 / n) / 2^64, rounded up."""
+        return self.sampler.sample_rate
+
+    @property
+    def max_batch_size(self) -> int:
+        """The most examples that a step may hold: what buffers and micro-batch counts are sized for."""
+        return self.num_examples if self.cap is None else self.cap
+
+    @property
+    def max_intents(self) -> int:
+        """The budget in charged intents: steps plus reserve."""
+        return self.num_steps + self.reserved_attempts
+
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """sigma / (1 + r): what the accountant is charged with."""
+        return effective_noise_multiplier(self.noise_multiplier, self.sensitivity_slack)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the run has no formal guarantee; empty when it has one."""
+        own = []
+        if not self.enabled:
+            own.append("privacy is disabled (privacy.enabled = false)")
+        elif self.noise_multiplier == 0:
+            own.append("the noise multiplier is 0")
+        if self.sampling != "poisson":
+            own.append(f"sampling is {self.sampling!r}, not Poisson")
+        return (*own, *self.informal_reasons)
+
+    @property
+    def formal_guarantee(self) -> bool:
+        """Whether an epsilon may be printed at all."""
+        return not self.reasons
+
+    def release_group(self, count: int) -> ReleaseGroup:
+        """`count` intents of this plan, as the accountant sees them."""
+        return ReleaseGroup(self.sample_rate, self.effective_noise_multiplier, count, self.num_examples, self.cap)
+
+    def epsilon_after(self, count: int) -> float | None:
+        """Exact epsilon of `count` charged intents (about 3 s with a cap); None without a formal guarantee."""
+        if not self.formal_guarantee:
+            return None
+        return epsilon([self.release_group(count)], self.target_delta)
+
+    @cached_property
+    def epsilon_planned(self) -> float | None:
+        """Epsilon of a run without crashes."""
+        return self.epsilon_after(self.num_steps)
+
+    @cached_property
+    def epsilon_with_reserve(self) -> float | None:
+        """Epsilon when the whole reserve is used: the most that this run can spend."""
+        return self.epsilon_after(self.max_intents)
+
+    def epsilon_table(self, progress: Callable[[float], None] | None = None) -> EpsilonTable | None:
+        """Look-up of epsilon by charged intents; build it once, on one rank. None without a formal guarantee."""
+        if not self.formal_guarantee:
+            return None
+        return EpsilonTable(self.release_group(1), self.target_delta, self.max_intents, self.num_steps, progress)
+
+    def frozen_fields(self) -> dict[str, Any]:
+        """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "warnings"}
+        return own | {
+            "informal_reasons": list(self.informal_reasons),
+            "sample_rate": self.sample_rate,
+            # As text: 64-bit integers do not survive JSON readers that use doubles.
+            "sampling_threshold": str(self.sampler.threshold),
+            "adjacency": ADJACENCY,
+            "formal_guarantee": self.formal_guarantee,
+        }
+
+    @classmethod
+    def from_frozen(cls, frozen: Mapping[str, Any]) -> PrivacyPlan:
+        """The plan that `frozen_fields` described; PrivacyConfigError when the record contradicts itself."""
+        names = [field.name for field in fields(cls) if field.name != "warnings"]
+        missing = [name for name in names if name not in frozen]
+        if missing:
+            raise PrivacyConfigError(f"the recorded plan lacks {', '.join(missing)}")
+        own = {name: frozen[name] for name in names}
+        plan = cls(**own | {"informal_reasons": tuple(own["informal_reasons"])})
+        require_equal(frozen, plan.frozen_fields(), "the recorded plan contradicts itself")
+        return plan
+
+
+def make_plan(
+    *,
+    num_examples: int,
+    expected_batch_size: int,
+    num_steps: int,
+    noise_multiplier: float | None = None,
+    target_epsilon: float | None = None,
+    target_delta: float | None = None,
+    max_grad_norm: float = 1.0,
+    sensitivity_slack: float = 0.0,
+    reserved_attempts: int | None = None,
+    cap: int | Literal["default"] | None = "default",
+    enabled: bool = True,
+    sampling: str = "poisson",
+    informal_reasons: Sequence[str] = (),
+    allow_small_noise: bool = False,
+    resume: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> PrivacyPlan:
+    """Validates everything together and calibrates sigma where a target epsilon is given.
+
+    Args:
+        noise_multiplier, target_epsilon: exactly one of them (neither is needed when `enabled` is False).
+        target_delta: default 1 / (2 n).
+        reserved_attempts: default max(2, ceil(1 % of the steps)).
+        cap: "default" is ceil(B + 8 sqrt(B)); None samples without a cap.
+        informal_reasons: whatever else voids the formal guarantee (shuffled streaming, a relaxed option, ...).
+        allow_small_noise: allows sigma below 0.3.
+        resume: the `plan` of an existing ledger: sigma is then taken from there instead of being calibrated again,
+            so that another library version cannot change it. Compare with `require_equal` afterwards.
+        progress: called with (stage, sigma, epsilon) during calibration.
+
+    Raises:
+        PrivacyConfigError: with one line that names what is wrong.
+    """
+    delta = 1 / (2 * max(num_examples, 1)) if target_delta is None else target_delta
+    reserve = max(2, math.ceil(num_steps / 100)) if reserved_attempts is None else reserved_attempts
+    if not enabled:
+        noise_multiplier, target_epsilon = 0.0, None
+    _check_noise_request(noise_multiplier, target_epsilon, allow_small_noise)
+    draft = PrivacyPlan(
+        num_examples=num_examples,
+        expected_batch_size=expected_batch_size,
+        num_steps=num_steps,
+        noise_multiplier=1.0 if noise_multiplier is None else noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        sensitivity_slack=sensitivity_slack,
+        target_delta=delta,
+        reserved_attempts=reserve,
+        target_epsilon=target_epsilon,
+        cap=_resolve_cap(cap, expected_batch_size, num_examples),
+        enabled=enabled,
+        sampling=sampling,
+        informal_reasons=tuple(informal_reasons),
+    )
+    sigma, notes = draft.noise_multiplier, _warnings(draft)
+    if target_epsilon is not None and resume is not None:
+        sigma = float(resume["noise_multiplier"])
+    elif target_epsilon is not None:
+        sigma, more = _calibrated(draft, target_epsilon, allow_small_noise, progress)
+        notes += more
+    own = {field.name: getattr(draft, field.name) for field in fields(draft)}
+    return PrivacyPlan(**own | {"noise_multiplier": sigma, "warnings": tuple(notes)})
+
+
+def require_equal(recorded: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
+    """PrivacyConfigError naming the first field that differs: privacy fields are frozen when a run folder opens."""
+    for name in sorted(recorded.keys() | wanted.keys()):
+        if name not in recorded or name not in wanted or recorded[name] != wanted[name]:
+            raise PrivacyConfigError(f"{where}: {name} was {recorded.get(name)!r} and is now {wanted.get(name)!r}")
+
+
+def _calibrated(
+    draft: PrivacyPlan, target: float, allow_small_noise: bool, progress: Progress | None
+) -> tuple[float, list[str]]:
+    result = calibrate_noise_multiplier(
+        draft.release_group(draft.max_intents),
+        draft.target_delta,
+        target,
+        sensitivity_slack=draft.sensitivity_slack,
+        allow_small_noise=allow_small_noise,
+        progress=progress,
+    )
+    if not result.clamped:
+        return result.noise_multiplier, []
+    note = f"noise multiplier {result.noise_multiplier:g}, the smallest allowed, gives epsilon {result.epsilon:.3f}"
+    return result.noise_multiplier, [f"{note}, below the target {target:g}"]
+
+
+def _check_noise_request(sigma: float | None, target: float | None, allow_small_noise: bool) -> None:
+    if sigma == 0 and target is not None:
+        raise PrivacyConfigError("noise_multiplier 0 cannot reach a target_epsilon: remove one of them")
+    if (sigma is None) == (target is None):
+        raise PrivacyConfigError("give exactly one of noise_multiplier and target_epsilon")
+    if sigma is not None and 0 < sigma < MIN_NOISE_MULTIPLIER and not allow_small_noise:
+        raise PrivacyConfigError(
+            f"noise_multiplier {sigma:g} is below {MIN_NOISE_MULTIPLIER}, where epsilon explodes; "
+            "allow it explicitly (allow_small_noise) if you mean it"
+        )
+
+
+def _resolve_cap(cap: int | Literal["default"] | None, expected_batch_size: int, num_examples: int) -> int | None:
+    if cap is None:
+        return None
+    return min(default_cap(max(expected_batch_size, 0)) if cap == "default" else cap, num_examples)
+
+
+def _check(plan: PrivacyPlan) -> None:
+    """The invariants that every plan keeps, whoever builds it."""
+    for name in ("num_examples", "expected_batch_size", "num_steps"):
+        value = getattr(plan, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PrivacyConfigError(f"{name} must be a positive integer, not {value!r}")
+    if plan.expected_batch_size > plan.num_examples:
+        raise PrivacyConfigError(
+            f"expected_batch_size {plan.expected_batch_size} is larger than the data ({plan.num_examples} examples)"
+        )
+    for name in ("noise_multiplier", "max_grad_norm", "sensitivity_slack", "target_delta"):
+        if not math.isfinite(getattr(plan, name)):
+            raise PrivacyConfigError(f"{name} must be finite, not {getattr(plan, name)}")
+    if plan.noise_multiplier < 0:
+        raise PrivacyConfigError(f"noise_multiplier must not be negative, not {plan.noise_multiplier:g}")
+    if plan.max_grad_norm <= 0:
+        raise PrivacyConfigError(f"max_grad_norm must be positive, not {plan.max_grad_norm:g}")
+    if not 0 < plan.target_delta < 1:
+        raise PrivacyConfigError(f"target_delta must be between 0 and 1, not {plan.target_delta:g}")
+    if not isinstance(plan.reserved_attempts, int) or plan.reserved_attempts < 0:
+        raise PrivacyConfigError(f"reserved_attempts must be a non-negative integer, not {plan.reserved_attempts!r}")
+    if plan.target_epsilon is not None and not 0 < plan.target_epsilon < math.inf:
+        raise PrivacyConfigError(f"target_epsilon must be positive, not {plan.target_epsilon:g}")
+    if plan.cap is not None and plan.cap < 1:
+        raise PrivacyConfigError(f"cap must be positive, not {plan.cap}")
+    effective_noise_multiplier(plan.noise_multiplier, plan.sensitivity_slack)  # refuses a slack above 1e-3
+
+
+def _warnings(plan: PrivacyPlan) -> list[str]:
+    notes = []
+    if plan.target_delta > 1 / plan.num_examples:
+        notes.append(
+            f"delta {plan.target_delta:g} is above 1/n = {1 / plan.num_examples:.3g}: "
+            "it would allow publishing some examples outright"
+        )
+    size = plan.expected_batch_size
+    if plan.cap is not None and plan.cap < min(size + 6 * math.sqrt(size), plan.num_examples):
+        notes.append(f"cap {plan.cap} is close to the expected batch {size}: the truncation costs epsilon")
+    return notes
