@@ -110,7 +110,8 @@ class TrainSection(Section):
     """Examples per forward on one rank: speed and memory only, never the result."""
     seed: int = 0
     """Of the initial weights, which are public. No secret and no noise comes from it."""
-    checkpoint_every: int = Field(1000, ge=1)
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Steps between checkpoints; a crash repeats, and is charged for, the steps since the last. Default: 1 % of the steps."""
     keep_checkpoints: int = Field(2, ge=1)
     log_every: int = Field(1, ge=1)
 

@@ -1,0 +1,198 @@
+"""Every engine against one process with a float64 loop: clipped sums, optimizer steps, noise. Two real ranks each.
+
+The batch is dealt out unevenly (5 and 2 examples, or 7 and none), so padding and empty ranks are always part of it.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from data.batch import Batch
+from models.captioner import build_captioner
+from models.config import captioner_config
+from privacy.clipping import ClippedSum
+from privacy.noise import SystemNoise
+from tests.distributed.ranks import ROOT, run_ranks
+from tests.privacy.clipping import oracle
+from trainer import distributed
+from trainer.config import OptimizerSection, ScheduleSection
+from trainer.ds_config import load_machine_settings
+from trainer.engines import build_engine
+from trainer.engines.reduction import reduce_to_owners
+from trainer.loop import train_step
+from trainer.optimizer import make_optimizer, parameter_groups
+
+ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
+OPTIMIZER = OptimizerSection(peak_lr=1e-2, eps=1e-4, weight_decay=0.01)
+NUM_EXAMPLES, MICRO_BATCH, MICRO_BATCHES = 7, 2, 4
+
+
+def tiny_captioner(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    config = captioner_config(
+        "pico", image_size=16, patch_size=8, vocab_size=37, num_tokens=7, encoder_width=16, encoder_depth=2,
+        encoder_num_heads=2, decoder_width=24, decoder_depth=2, decoder_num_heads=2,
+    )  # fmt: skip
+    model = build_captioner(config, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():  # away from the initial zeros and ones, so that every parameter has a gradient of its own
+        generator = torch.Generator().manual_seed(4)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.to(dtype)
+
+
+def pairs(count: int = NUM_EXAMPLES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    scale = torch.logspace(-1, 0.5, count)[:, None, None, None]
+    lengths = torch.randint(3, 8, (count, 1), generator=generator)
+    return {
+        "images_BCHW": torch.randn(count, 3, 16, 16, generator=generator) * scale,
+        "tokens_BL": torch.randint(3, 37, (count, 7), generator=generator),
+        "token_mask_BL": torch.arange(7)[None] < lengths,
+    }
+
+
+def double(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def micro_batches(inputs: dict[str, Tensor], counts: tuple[int, ...]) -> list[Batch]:
+    """This rank's part, as MICRO_BATCHES padded micro-batches."""
+    rank = distributed.rank()
+    start = sum(counts[:rank])
+    mine = list(range(start, start + counts[rank]))
+    batches = []
+    for first in range(0, MICRO_BATCH * MICRO_BATCHES, MICRO_BATCH):
+        rows = mine[first : first + MICRO_BATCH]
+        padding = MICRO_BATCH - len(rows)
+        part = {k: torch.cat([v[rows], torch.zeros_like(v[:padding])]) for k, v in inputs.items()}
+        batches.append(Batch(part, torch.tensor([False] * len(rows) + [True] * padding)))
+    return batches
+
+
+class NoLedger:
+    """Stands for the ledger; checks that the intent comes first and `done` last."""
+
+    def __init__(self) -> None:
+        self.open_intent = False
+
+    def intent(self, step: int, **release: Any) -> None:
+        assert not self.open_intent
+        self.open_intent = True
+
+    def done(self, step: int) -> None:
+        assert self.open_intent
+        self.open_intent = False
+
+
+class RecordedNoise(SystemNoise):
+    def __init__(self) -> None:
+        self.draws: list[Tensor] = []
+
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        draw = super().standard_normal(count, device)
+        assert draw.dtype == torch.float64
+        self.draws.append(draw)
+        return draw
+
+
+def a_run(engine: Any, clipped: ClippedSum, noise: Any, sigma: float, expected_batch_size: int) -> Any:
+    config = SimpleNamespace(
+        train=SimpleNamespace(num_steps=100), optimizer=OPTIMIZER, schedule=ScheduleSection(decay="constant")
+    )
+    plan = SimpleNamespace(noise_multiplier=sigma, expected_batch_size=expected_batch_size)
+    return SimpleNamespace(
+        engine=engine, clipped=clipped, noise=noise, plan=plan, config=config, ledger=NoLedger()
+    )
+
+
+def build(device: torch.device, name: str, stage: int, dtype: torch.dtype = torch.float32) -> Any:
+    suffix = "_bf16" if dtype == torch.bfloat16 else ""
+    machine = load_machine_settings(ROOT / "ds_configs" / f"zero{stage}{suffix}.json")
+    return build_engine(name, tiny_captioner(), OPTIMIZER, machine, device, MICRO_BATCH)  # type: ignore[arg-type]
+
+
+def whole_parameters(engine: Any) -> dict[str, Tensor]:
+    """Master weights put together from all ranks' pieces."""
+    mine = [(s.piece, s.tensors["param"].clone()) for s in engine.state()]
+    out = {name: torch.full((shape.numel(),), torch.nan) for name, shape in engine.shapes.items()}
+    for pieces in distributed.gather_objects(mine):
+        for piece, values in pieces:
+            out[piece.name][piece.offset : piece.offset + piece.length] = values
+    return {name: values.view(engine.shapes[name]) for name, values in out.items()}
+
+
+def rank_clipped_sums(device: torch.device, name: str, stage: int, counts: tuple[int, ...], c: float) -> dict[str, Tensor]:
+    engine = build(device, name, stage)
+    clipped = ClippedSum(engine.module, c, shapes=engine.shapes)
+    for batch in micro_batches(pairs(), counts):
+        clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
+    return {f"{s.name}|{s.offset}": s.values for s in reduce_to_owners(clipped, engine.layout)}
+
+
+@pytest.mark.parametrize(("name", "stage"), ENGINES)
+@pytest.mark.parametrize("counts", [(5, 2), (7, 0)])
+def test_clipped_sums_are_as_good_as_a_float32_loop(name: str, stage: int, counts: tuple[int, ...]) -> None:
+    exact_model, model, inputs = tiny_captioner(torch.float64), tiny_captioner(), pairs()
+    c = oracle.median_norm(exact_model, exact_model, double(inputs))
+    exact = oracle.clipped_sum(exact_model, exact_model, double(inputs), c)
+    loop_error = oracle.relative_error(oracle.clipped_sum(model, model, inputs, c), exact)
+    found = {n: torch.full((p.numel(),), torch.nan, dtype=torch.float64) for n, p in model.named_parameters()}
+    for shards in run_ranks(f"{__name__}:rank_clipped_sums", 2, name=name, stage=stage, counts=counts, c=c):
+        for key, values in shards.items():
+            parameter, offset = key.split("|")
+            found[parameter][int(offset) : int(offset) + len(values)] = values
+    error = oracle.relative_error(found, exact)
+    assert error <= 2 * loop_error, (error, loop_error)
+
+
+def rank_three_steps(device: torch.device, name: str, stage: int, counts: tuple[int, ...]) -> Any:
+    engine = build(device, name, stage)
+    run = a_run(engine, ClippedSum(engine.module, 1e9, shapes=engine.shapes), SystemNoise(), 0.0, NUM_EXAMPLES)
+    for step in (1, 2, 3):
+        train_step(run, step, iter(micro_batches(pairs(), counts)))
+    # Raw replicas, compared without a collective that would hide a difference.
+    raw = None if stage == 3 and name == "deepspeed" else {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    return whole_parameters(engine), raw
+
+
+@pytest.mark.parametrize(("name", "stage"), ENGINES)
+@pytest.mark.parametrize("counts", [(5, 2), (7,)])
+def test_without_noise_and_clipping_it_is_ordinary_training(name: str, stage: int, counts: tuple[int, ...]) -> None:
+    model, inputs = tiny_captioner(), pairs()
+    groups = parameter_groups(list(model.named_parameters()), {n: p.shape for n, p in model.named_parameters()}, 0.01)
+    optimizer = make_optimizer(groups, OPTIMIZER)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(**inputs).sum() / NUM_EXAMPLES).backward()
+        optimizer.step()
+    results = run_ranks(f"{__name__}:rank_three_steps", len(counts), name=name, stage=stage, counts=counts)
+    expected = {n: p.detach() for n, p in model.named_parameters()}
+    assert oracle.relative_error(results[0][0], expected) < 1e-5
+    if len(results) == 2 and results[0][1] is not None:
+        assert all(torch.equal(results[0][1][n], results[1][1][n]) for n in expected)
+
+
+def rank_noise(device: torch.device, name: str, stage: int, sigma: float, steps: int) -> Any:
+    engine, noise = build(device, name, stage), RecordedNoise()
+    run = a_run(engine, ClippedSum(engine.module, 0.5, shapes=engine.shapes), noise, sigma, 4)
+    for step in range(1, steps + 1):
+        train_step(run, step, iter(micro_batches(pairs(), (0, 0))))
+    return torch.cat(noise.draws).numpy(), [p for p in engine.layout.owned_by(distributed.rank())]
+
+
+@pytest.mark.parametrize(("name", "stage"), ENGINES)
+def test_contract_7_noise_once_per_coordinate_and_never_twice(name: str, stage: int) -> None:
+    steps = 3
+    results = run_ranks(f"{__name__}:rank_noise", 2, name=name, stage=stage, sigma=2.0, steps=steps)
+    draws = np.concatenate([r[0] for r in results])
+    num_parameters = sum(p.numel() for p in tiny_captioner().parameters())
+    assert len(draws) == steps * num_parameters
+    assert len(np.unique(draws)) == len(draws)
+    owned = [piece for r in results for piece in r[1]]
+    assert sum(p.length for p in owned) == num_parameters
+    assert abs(draws.std() - 1) < 0.01
+    assert abs(draws.mean()) < 4 / np.sqrt(len(draws))

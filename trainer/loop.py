@@ -1,0 +1,134 @@
+"""DP-SGD at scale, in the order in which it happens. Start here.
+
+`train_step` is one logical step: clipped sums of all micro-batches without communication, the intent in the ledger, one
+reduction, noise by the owner of each shard, division by the public expected batch size, the optimizer, `done`.
+`fit` repeats it, watches the budget and requests to stop, and writes metrics and checkpoints.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.batch import Batch
+from privacy.clipping import MicroBatchStats
+from privacy.noise import add_noise
+from trainer import distributed
+from trainer.checkpoint import checkpoint_name, save_checkpoint
+from trainer.engines.base import GradShard
+from trainer.engines.reduction import reduce_to_owners
+from trainer.heldout import to_device
+from trainer.optimizer import learning_rate
+from trainer.report_step import StepReporter
+from trainer.stopping import StopRequests
+
+if TYPE_CHECKING:
+    from trainer.run import Run
+
+DONE, BUDGET_SPENT, STOPPED_EARLY = 0, 3, 7
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step leaves behind.
+
+    `private` holds sums over all ranks, computed without noise: MicroBatchStats' fields and the number of undecodable
+    examples. `noised_grad_norm` is post-processing of the noised gradient.
+    """
+
+    lr: float
+    noised_grad_norm: float
+    private: dict[str, float]
+
+
+def train_step(run: "Run", step: int, micro_batches: Iterator[Batch]) -> StepRecord:
+    """One DP-SGD step on one logical batch. Every rank passes the same number of micro-batches."""
+    run.clipped.zero_()
+    stats: list[MicroBatchStats] = []
+    num_undecodable = 0
+    for batch in micro_batches:  # sum of clipped gradients: no noise, no division, no communication
+        is_padding_B = batch.is_padding_B.to(run.engine.device)
+        stats.append(run.clipped.add_micro_batch(run.engine.module, to_device(batch, run.engine), is_padding_B))
+        num_undecodable += batch.num_undecodable
+
+    # Durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process.
+    noise_std = run.plan.noise_multiplier * run.clipped.sensitivity
+    run.ledger.intent(step, name="gradient", std=noise_std, sensitivity=run.clipped.sensitivity)
+
+    shards = reduce_to_owners(run.clipped, run.engine.layout)
+    for shard in shards:
+        add_noise(shard.values, noise_std, run.noise)
+        shard.values.div_(run.plan.expected_batch_size)  # the public constant, never the realised batch size
+    lr = learning_rate(step, run.config.train.num_steps, run.config.optimizer.peak_lr, run.config.schedule)
+    run.engine.step(shards, lr=lr)
+    run.ledger.done(step)
+    return StepRecord(lr, _norm(shards), _total(stats, num_undecodable))
+
+
+def _norm(shards: Sequence[GradShard]) -> float:
+    squared = torch.stack([s.values.square().sum() for s in shards]).sum() if shards else torch.zeros(())
+    return float(distributed.all_reduce_sum(squared.double().cpu().view(1)).sqrt())
+
+
+def _total(stats: Sequence[MicroBatchStats], num_undecodable: int) -> dict[str, float]:
+    """Sums of the micro-batch statistics over this step and all ranks; private."""
+    mine: list[Tensor] = [torch.stack([value.double() for value in column]).sum().cpu() for column in zip(*stats, strict=True)]
+    totals = distributed.all_reduce_sum(torch.stack([*mine, torch.tensor(float(num_undecodable), dtype=torch.float64)]))
+    return dict(zip((*MicroBatchStats._fields, "num_undecodable"), totals.tolist(), strict=True))
+
+
+def fit(run: "Run") -> int:
+    """Trains from the run's first step to its last; returns the exit code of design: 0, 3 (budget spent) or 7 (stopped)."""
+    num_steps = run.config.train.num_steps
+    reporter = StepReporter(run)
+    requests = StopRequests(run.folder.stop)
+    steps = run.loader.steps(run.batches.plans(run.first_step, num_steps))
+    step, saved = run.first_step - 1, run.first_step - 1
+    outcome = DONE
+    if step == 0 and run.heldout is not None:
+        reporter.heldout(step)
+    try:
+        while step < num_steps:
+            outcome = _may_go_on(run, requests)
+            if outcome != DONE:
+                break
+            started = time.monotonic()
+            plan, micro_batches = next(steps)
+            step = plan.step
+            record = train_step(run, step, micro_batches)
+            reporter.step(step, record, time.monotonic() - started)
+            if step % run.checkpoint_interval == 0 or step == num_steps:
+                saved = save(run, step)
+    finally:
+        steps.close()
+    if saved != step:
+        save(run, step)
+    if outcome == DONE and run.heldout is not None:
+        reporter.heldout(step)
+    reporter.close()
+    return outcome
+
+
+def _may_go_on(run: "Run", requests: StopRequests) -> int:
+    """DONE, or the exit code to stop with; equal on all ranks."""
+    mine = STOPPED_EARLY if requests.pending() else DONE
+    if run.plan.formal_guarantee and run.ledger.num_charged >= run.plan.max_intents:
+        mine = max(mine, BUDGET_SPENT)
+    codes = torch.tensor([mine == BUDGET_SPENT, mine == STOPPED_EARLY], dtype=torch.int64)
+    dist.all_reduce(codes, op=dist.ReduceOp.MAX)
+    if codes[0]:
+        return BUDGET_SPENT
+    return STOPPED_EARLY if codes[1] else DONE
+
+
+def save(run: "Run", step: int) -> int:
+    """Writes a checkpoint and notes it in the ledger."""
+    digest = save_checkpoint(
+        run.folder.checkpoints, run.engine, step, run.checkpoint_facts(), keep=run.config.train.keep_checkpoints
+    )
+    run.ledger.checkpoint(step, checkpoint_name(step), digest)
+    return step

@@ -1,0 +1,114 @@
+"""What a step tells whom: public metrics, private metrics, and the console line (which is inside the trust boundary)."""
+
+import json
+import resource
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer.batches import timings_are_public
+from trainer.heldout import contact_sheet
+from trainer.metrics import MetricsWriter
+from trainer.progress import ProgressLine
+
+if TYPE_CHECKING:
+    from trainer.loop import StepRecord
+    from trainer.run import Run
+
+
+class StepReporter:
+    """Writes on rank 0; the collective parts (held-out evaluation) run on all ranks."""
+
+    def __init__(self, run: "Run") -> None:
+        self._run = run
+        self._is_main = run.is_main
+        self._public_timings = timings_are_public(run.plan.expected_batch_size, run.plan.cap)
+        if self._is_main:
+            self._public, self._private = MetricsWriter(run.folder.root), MetricsWriter(run.folder.private)
+            self._progress = ProgressLine(run.first_step - 1, run.config.train.num_steps)
+
+    def close(self) -> None:
+        if self._is_main:
+            self._progress.close()
+            self._public.close()
+            self._private.close()
+
+    def step(self, step: int, record: "StepRecord", seconds: float) -> None:
+        """After step `step`, which took `seconds`."""
+        every = self._run.config.heldout.every_steps if self._run.config.heldout else None
+        if every and step % every == 0 and step < self._run.config.train.num_steps:
+            self.heldout(step)
+        if not self._is_main:
+            return
+        epsilon = self._run.ledger.epsilon()
+        timings = self._timings(seconds)
+        if step % self._run.config.train.log_every == 0 or step == self._run.config.train.num_steps:
+            public = {"optimizer/lr": record.lr, "optimizer/noised_grad_norm": record.noised_grad_norm}
+            if epsilon is not None:
+                public |= {"privacy/epsilon": epsilon, "privacy/charged_attempts": self._run.ledger.num_charged}
+            private = _private_metrics(record.private)
+            (public if self._public_timings else private).update(timings)
+            self._public.scalars(step, public)
+            self._private.scalars(step, private)
+        self._progress.update(step, self._console(epsilon, record, timings))
+
+    def _timings(self, seconds: float) -> dict[str, float]:
+        # Rates come from the expected batch size, never from the realised one.
+        return {
+            "performance/step_seconds": seconds,
+            "performance/examples_per_second": self._run.plan.expected_batch_size / seconds,
+            "performance/data_wait_fraction": self._run.loader.data_wait / seconds,
+            "performance/peak_memory_gib": _peak_memory_gib(self._run.engine.device),
+        }
+
+    def _console(self, epsilon: float | None, record: "StepRecord", timings: dict[str, float]) -> dict[str, str]:
+        return {
+            "eps": f"{epsilon:.3f}" if epsilon is not None else "none (no formal guarantee)",
+            "lr": f"{record.lr:.1e}",
+            "loss": f"{_private_metrics(record.private)['train/loss']:.3f}",
+            "ex/s": f"{timings['performance/examples_per_second']:.0f}",
+            "data": f"{timings['performance/data_wait_fraction']:.0%}",
+            "mem": f"{timings['performance/peak_memory_gib']:.1f}G",
+        }
+
+    def heldout(self, step: int) -> None:
+        """Caption loss and sample captions of held-out images; public only where the recipe declares the data public."""
+        run = self._run
+        assert run.heldout is not None and run.config.heldout is not None
+        loss = run.heldout.loss(run.engine)
+        samples = run.heldout.captions(run.engine, run.config.heldout.num_captions)
+        if not self._is_main:
+            return
+        is_public = run.config.heldout.is_public
+        writer = self._public if is_public else self._private
+        writer.scalars(step, {"heldout/loss": loss})
+        print(f"held-out caption loss after step {step}: {loss:.4f}", flush=True)
+        if samples:
+            writer.picture(step, "heldout/captions", contact_sheet(samples))
+            writer.text(step, "heldout/captions", "\n".join(f"* {s.generated!r} for {s.reference!r}" for s in samples))
+            for s in samples:
+                print(f"  model: {s.generated!r}   reference: {s.reference!r}", flush=True)
+        folder = run.folder.evaluation if is_public else run.folder.private
+        lines = [{"step": step, "loss": loss, "captions": [[s.generated, s.reference] for s in samples]}]
+        with (folder / "heldout.jsonl").open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def _private_metrics(private: dict[str, float]) -> dict[str, float]:
+    count = max(private["num_examples"], 1.0)
+    return {
+        "train/loss": private["loss_sum"] / count,
+        "train/clipped_fraction": private["num_clipped"] / count,
+        "train/mean_grad_norm": private["norm_sum"] / count,
+        "train/batch_size": private["num_examples"],
+        "train/nonfinite_examples": private["num_nonfinite"],
+        "train/undecodable_examples": private["num_undecodable"],
+    }
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

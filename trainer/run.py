@@ -1,0 +1,65 @@
+"""A run, put together: everything that `trainer/loop.py` needs for a step, built once per start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.loader import Loader
+from privacy.clipping import ClippedSum
+from privacy.noise import NoiseSource
+from privacy.plan import PrivacyPlan
+from trainer import distributed
+from trainer.batches import LogicalBatches
+from trainer.config import RunConfig
+from trainer.engines.base import Engine
+from trainer.heldout import Heldout
+from trainer.run_folder import RunFolder
+from trainer.run_ledger import RunLedger
+
+
+@dataclass(frozen=True)
+class Run:
+    """Built by `trainer.train.train`.
+
+    Attributes:
+        first_step: 1, or the step after the checkpoint that was resumed from.
+        model_facts: what a checkpoint's manifest says about the model, its tokenizer and its initialisation.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    plan: PrivacyPlan
+    ledger: RunLedger
+    engine: Engine
+    clipped: ClippedSum
+    noise: NoiseSource
+    batches: LogicalBatches
+    loader: Loader
+    heldout: Heldout | None
+    first_step: int
+    model_facts: dict[str, Any]
+
+    @property
+    def is_main(self) -> bool:
+        return distributed.rank() == 0
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Steps between checkpoints. By default 1 % of the run: what one crash costs is then within the reserve."""
+        return self.config.train.checkpoint_every or max(1, self.config.train.num_steps // 100)
+
+    def checkpoint_facts(self) -> dict[str, Any]:
+        """What a manifest says beside the weights; a checkpoint without it would be a model without a guarantee."""
+        return {
+            "run": self.config.name,
+            "formal_guarantee": self.plan.formal_guarantee,
+            "reasons": list(self.plan.reasons),
+            "ledger": self.ledger.position(),
+            "charged_attempts": self.ledger.num_charged,
+            **self.model_facts,
+        }
+
+
+def resolve_path(path: str, root: Path) -> Path:
+    """Paths in recipes are relative to the project root."""
+    return root / path
