@@ -1,0 +1,145 @@
+"""Contract 4: whatever the example is, it moves the sum by at most C (1 + r), in fp32 and in bf16.
+
+Two families of adversaries: odd images and captions through the real captioner, and activations made to break fp32 Gram
+matrices through bare layers (a common mean of 1000 whose gradients cancel over the tokens, where a Gram matrix can read
+several per cent low).
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from privacy.clipping import ClippedSum
+from privacy.clipping.norms import SENSITIVITY_SLACK
+from tests.distributed.test_engines import pairs, tiny_captioner
+from tests.privacy.clipping import oracle
+
+C = 0.1
+
+
+def change(model: nn.Module, inputs: dict[str, Tensor], example: dict[str, Tensor]) -> float:
+    """|sum with the example - sum without it| in units of C."""
+    with_it = {k: torch.cat([v, example[k]]) for k, v in inputs.items()}
+    count = len(next(iter(inputs.values())))
+    total = ClippedSum(model, C)
+    total.add_micro_batch(model, with_it, torch.zeros(count + 1, dtype=torch.bool))
+    after = oracle.flat(dict(total.sums())).clone()
+    total.zero_()
+    total.add_micro_batch(model, with_it, torch.tensor([False] * count + [True]))
+    total.detach()
+    before = oracle.flat(dict(total.sums()))
+    assert after.isfinite().all()
+    return float((after - before).norm()) / C
+
+
+def adversarial_pairs(count: int) -> Iterator[dict[str, Tensor]]:
+    """Images and captions that an attacker might insert."""
+    generator = torch.Generator().manual_seed(11)
+    for i in range(count):
+        image = torch.randn(1, 3, 16, 16, generator=generator)
+        tokens = torch.randint(3, 37, (1, 7), generator=generator)
+        mask = torch.ones(1, 7, dtype=torch.bool)
+        match i % 10:
+            case 0:
+                image[0, i % 3, i % 16, 3] = torch.nan
+            case 1:
+                image[0, 0, 0, i % 16] = torch.inf if i % 20 == 1 else -torch.inf
+            case 2:
+                image *= 1e6
+            case 3:
+                image *= 10.0 ** (i % 38)
+            case 4:
+                mask[:] = False
+            case 5:
+                tokens[:] = 3 + i % 30
+            case 6:
+                image = image * 1e-3 + 1000
+            case 7:
+                image[:] = float(i)
+            case 8:
+                mask[:, 2:] = False
+            case _:
+                image *= 10.0 ** -(i % 30)
+        yield {"images_BCHW": image, "tokens_BL": tokens, "token_mask_BL": mask}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_contract_4_adversarial_pairs(dtype: torch.dtype) -> None:
+    model = tiny_captioner().to(dtype)
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in pairs(3).items()}
+    worst, moved = 0.0, 0
+    for example in adversarial_pairs(200):
+        example = {k: v.to(dtype) if v.is_floating_point() else v for k, v in example.items()}
+        size = change(model, inputs, example)
+        worst, moved = max(worst, size), moved + (size > 0)
+    assert worst <= 1 + SENSITIVITY_SLACK
+    assert moved >= 100  # most of them do contribute: the test is no test of zeros
+
+
+class WeightedOutput(nn.Module):
+    """A layer whose output gradients are chosen freely: loss_i = <layer(x_i), w_i>."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return (self.layer(x) * w).float().flatten(1).sum(1)
+
+
+def cancelling(tokens: int, d: int, p: int, mean: float, seed: int) -> dict[str, Tensor]:
+    """Activations with a large common mean; output gradients that sum to zero over the tokens, up to a little noise."""
+    generator = torch.Generator().manual_seed(seed)
+    x = mean + torch.randn(1, tokens, d, generator=generator)
+    w = torch.randn(1, tokens, p, generator=generator)
+    w = w - w.mean(1, keepdim=True)
+    return {"x": x, "w": w}
+
+
+LAYERS = [
+    ("ghost", lambda: nn.Linear(256, 512), 64, 256, 512),
+    ("instantiated", lambda: nn.Linear(16, 24), 64, 16, 24),
+    ("norm", lambda: nn.LayerNorm(32), 64, 32, 32),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "layer", "tokens", "d", "p"), LAYERS, ids=[row[0] for row in LAYERS])
+def test_contract_4_cancelling_activations(name: str, layer: type, tokens: int, d: int, p: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = WeightedOutput(layer()).to(dtype)
+    for seed in range(30):
+        for mean in (0.0, 30.0, 1000.0, 1e5):
+            example = {k: v.to(dtype) for k, v in cancelling(tokens, d, p, mean, seed).items()}
+            others = {k: v.to(dtype) for k, v in cancelling(tokens, d, p, 0.0, 99).items()}
+            assert change(model, others, example) <= 1 + SENSITIVITY_SLACK, (mean, seed)
+
+
+def test_an_unguarded_gram_norm_would_break_the_bound() -> None:
+    """The adversary is real: without the rounding bound the ghost norm reads low and the example exceeds C."""
+    torch.manual_seed(0)
+    model = WeightedOutput(nn.Linear(256, 512, bias=False))
+    worst = 0.0
+    for seed in range(20):
+        example = cancelling(64, 256, 512, 1e5, seed)
+        a, g = example["x"].double(), example["w"].double()
+        exact = float(torch.einsum("btp,btd->bpd", g, a).norm())
+        a, g = a.float(), g.float()
+        squared = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(g, g.transpose(1, 2))).sum()
+        worst = max(worst, exact / max(float(squared.clamp_min(0).sqrt()), 1e-30))
+    assert worst > 1 + SENSITIVITY_SLACK
+    del model
+
+
+def test_repeated_tokens_through_an_embedding() -> None:
+    torch.manual_seed(0)
+    model = WeightedOutput(nn.Embedding(7, 16))
+    others = {"x": torch.randint(0, 7, (3, 9)), "w": torch.randn(3, 9, 16)}
+    for token in range(7):
+        w = torch.randn(1, 9, 16) + 1000
+        example = {"x": torch.full((1, 9), token), "w": w}
+        assert change(model, others, example) <= 1 + SENSITIVITY_SLACK
+        example["w"] = w - w.mean(1, keepdim=True)
+        assert change(model, others, example) <= 1 + SENSITIVITY_SLACK
