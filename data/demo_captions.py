@@ -6,6 +6,7 @@ the file name otherwise; words that no English word list knows are translated (a
 dropped, except in names of places.
 """
 
+import html
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -91,7 +92,9 @@ class Captioner:
         is_theme_icon = re.search(r"computer/icons/.*-theme", file.path) is not None
         if is_theme_icon:
             tail = ["icon"] if "icon" not in head else []
-        if not head and (is_theme_icon or not tail):
+        if not head and (is_theme_icon or len(tail) < 2):
+            return None  # one general word such as "people" describes nothing
+        if not tail and set(head) <= {"icon", "symbol", "sport", "pattern", "sign", "logo", "picture", "hotel"}:
             return None
         return ", ".join([" ".join(head), *tail] if head else tail)
 
@@ -104,7 +107,7 @@ class Captioner:
     def _clean(self, text: str, *, is_place: bool) -> list[str]:
         """Words that mean something, none twice."""
         text = re.sub(r"benji_pa\w*", " ", text)  # a prolific artist with an English name
-        text = re.sub(r"\S+@\S+|https?:\S+|\(.*?\)", " ", text)
+        text = re.sub(r"\S+@\S+|https?:\S+|\(\w{3} \w{3} \d.*?\)|hash\(\w+\)", " ", html.unescape(text))
         text = re.sub(r"([a-z])([A-Z])", r"\1 \2", text).lower().replace("'s ", " ")
         found: list[str] = []
         for token in re.split(r"[^a-zà-ÿ]+", text):

@@ -153,7 +153,7 @@ def _parse_pax(body: bytes, position: int) -> dict[bytes, bytes]:
         digits, space, _ = body[at : at + 24].partition(b" ")
         length = int(digits) if space and digits.isdigit() else 0
         key, equals, value = body[at + len(digits) + 1 : at + length - 1].partition(b"=")
-        if not equals or at + length > len(body):
+        if not equals or length < len(digits) + 3 or at + length > len(body):
             raise TarFormatError(f"malformed pax header at byte {position}")
         records[key] = value
         at += length

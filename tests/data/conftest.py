@@ -1,0 +1,67 @@
+"""Real shards, written by webdataset itself."""
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from data.tar_index import ExampleTable, build_index
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def picture(seed: int, *, width: int = 40, height: int = 30, fmt: str = "JPEG", mode: str = "RGB") -> bytes:
+    """An encoded picture of smooth random colours."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
+    buffer = io.BytesIO()
+    small.resize((width, height), Image.Resampling.BICUBIC).convert(mode).save(buffer, fmt)
+    return buffer.getvalue()
+
+
+def write_shard(path: Path, samples: list[dict[str, object]]) -> Path:
+    """Writes samples with webdataset.TarWriter."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with webdataset.TarWriter(str(path), encoder=False) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return path
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three shards with 7, 1 and 4 examples; example 5 cannot be decoded, 8 has no caption, 9 no image."""
+    root = tmp_path_factory.mktemp("shards")
+    counts, paths, ordinal = (7, 1, 4), [], 0
+    for shard, count in enumerate(counts):
+        samples: list[dict[str, object]] = []
+        for _ in range(count):
+            sample: dict[str, object] = {"__key__": f"folder/ex{ordinal:04d}", "txt": f"a picture {ordinal}".encode()}
+            sample["jpg"] = picture(ordinal) if ordinal != 5 else b"\xff\xd8 garbage"
+            if ordinal == 8:
+                del sample["txt"]
+            if ordinal == 9:
+                del sample["jpg"]
+            samples.append(sample)
+            ordinal += 1
+        paths.append(write_shard(root / f"train-{shard:03d}.tar", samples))
+    return paths
+
+
+@pytest.fixture
+def table(shards: list[Path], tmp_path: Path) -> ExampleTable:
+    return build_index(shards, tmp_path / "index")
+
+
+@pytest.fixture
+def one_shard(tmp_path: Path) -> Iterator[Callable[[bytes], Path]]:
+    def write(content: bytes) -> Path:
+        path = tmp_path / "shard.tar"
+        path.write_bytes(content)
+        return path
+
+    yield write

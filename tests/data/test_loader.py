@@ -1,0 +1,174 @@
+"""Plans in, micro-batches out: order, padding, workers, failures."""
+
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.batch import Batch
+from data.errors import DataError, ReadError
+from data.examples import CaptionExample
+from data.loader import Loader, StepPlan, batched_name, eval_batches
+from data.reader import RawExample, TarReader
+from data.tar_index import ExampleTable, build_index
+from data.tokenizer import EMBEDDED_TOKENIZER
+
+MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER)
+
+
+@dataclass(frozen=True)
+class Killer:
+    """Ends its process at example keys above 99."""
+
+    def __call__(self, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
+        if key > 99:
+            os._exit(9)
+        return self.padding()
+
+    def padding(self) -> dict[str, np.ndarray]:
+        return {"label": np.zeros((), dtype=np.int64)}
+
+
+def plans(pulls: list[int] | None = None) -> Iterator[StepPlan]:
+    """Five steps of two micro-batches of three; counts how many were pulled."""
+    rng = np.random.default_rng(0)
+    for step in range(5):
+        if pulls is not None:
+            pulls.append(step)
+        ids = np.sort(rng.choice(12, size=[6, 0, 2, 5, 3][step], replace=False))
+        keys = rng.integers(0, 2**63, len(ids)).astype(np.uint64)
+        yield StepPlan(step, ids.astype(np.int64), keys, 2)
+
+
+def collect(table: ExampleTable, num_workers: int) -> list[tuple[int, list[Batch]]]:
+    loader = Loader(table, MAKE, micro_batch_size=3, num_workers=num_workers, prefetch_micro_batches=3)
+    return [(plan.step, list(batches)) for plan, batches in loader.steps(plans())]
+
+
+def test_same_batches_for_any_number_of_workers(table: ExampleTable) -> None:
+    alone, helped = collect(table, 0), collect(table, 2)
+    assert [step for step, _ in alone] == [step for step, _ in helped] == list(range(5))
+    for (_, batches), (_, others) in zip(alone, helped, strict=True):
+        assert len(batches) == len(others) == 2
+        for one, two in zip(batches, others, strict=True):
+            assert one.inputs.keys() == two.inputs.keys() == {"images_BCHW", "tokens_BL", "token_mask_BL"}
+            assert all(torch.equal(one.inputs[name], two.inputs[name]) for name in one.inputs)
+            assert torch.equal(one.is_padding_B, two.is_padding_B) and one.num_undecodable == two.num_undecodable
+
+
+def test_shapes_padding_and_undecodable_rows(table: ExampleTable) -> None:
+    ids = np.array([4, 5, 8, 9, 10], dtype=np.int64)  # 5, 8 and 9 cannot be decoded
+    plan = StepPlan(0, ids, np.arange(5, dtype=np.uint64), 3)
+    loader = Loader(table, MAKE, micro_batch_size=4, num_workers=0)
+    [(got, batches)] = [(got, list(batches)) for got, batches in loader.steps(iter([plan]))]
+    assert got is plan and [batch.num_undecodable for batch in batches] == [3, 0, 0]
+    assert torch.stack([batch.is_padding_B for batch in batches]).tolist() == [
+        [False, True, True, True],
+        [False, True, True, True],
+        [True] * 4,
+    ]
+    tokenizer = MAKE.tokenizer
+    for batch in batches:
+        assert (
+            batch.inputs["images_BCHW"].shape == (4, 3, 16, 16) and batch.inputs["images_BCHW"].dtype == torch.float32
+        )
+        assert batch.inputs["tokens_BL"].shape == batch.inputs["token_mask_BL"].shape == (4, 12)
+        assert batch.inputs["tokens_BL"].dtype == torch.int64 and batch.is_padding_B.dtype == torch.bool
+        for row in torch.nonzero(batch.is_padding_B).flatten():
+            assert not batch.inputs["images_BCHW"][row].any()
+            assert batch.inputs["tokens_BL"][row, :3].tolist() == [tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
+            assert batch.inputs["token_mask_BL"][row].sum() == 2
+    first = MAKE(TarReader(table).read(4), 0)
+    assert np.array_equal(batches[0].inputs["images_BCHW"][0].numpy(), first["images_CHW"])
+    assert tokenizer.decode(batches[1].inputs["tokens_BL"][0].tolist()) == "a picture 10"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_plans_are_pulled_in_step_with_consumption(table: ExampleTable, num_workers: int) -> None:
+    pulls: list[int] = []
+    loader = Loader(table, MAKE, micro_batch_size=3, num_workers=num_workers, prefetch_micro_batches=2)
+    seen = []
+    for plan, batches in loader.steps(plans(pulls)):
+        for index, _ in enumerate(batches):
+            seen.append((plan.step, index, len(pulls)))
+    ahead = 2 if num_workers else 0
+    assert seen == [(i // 2, i % 2, min(5, (i + ahead) // 2 + 1)) for i in range(10)]
+
+
+def test_unread_micro_batches_are_passed_over_and_waiting_is_measured(table: ExampleTable) -> None:
+    loader = Loader(table, MAKE, micro_batch_size=3, num_workers=0)
+    steps = [
+        (plan.step, next(batches).is_padding_B.tolist(), loader.data_wait) for plan, batches in loader.steps(plans())
+    ]
+    assert [step for step, _, _ in steps] == list(range(5))
+    assert steps[1][1] == [True] * 3 and steps[2][1] == [False, False, True]
+    assert all(wait > 0 for _, _, wait in steps)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_read_errors_keep_type_and_message(num_workers: int, shards: list[Path], tmp_path: Path) -> None:
+    copy = tmp_path / "copy.tar"
+    copy.write_bytes(shards[0].read_bytes())
+    table = build_index([copy], tmp_path / "index")
+    copy.unlink()
+    loader = Loader(table, MAKE, micro_batch_size=3, num_workers=num_workers)
+    plan = StepPlan(0, np.array([1]), np.array([1], dtype=np.uint64), 1)
+    with pytest.raises(ReadError, match=r"cannot read .*copy\.tar") as caught:
+        list(loader.steps(iter([plan])))
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 1
+
+
+def test_a_dead_worker_is_a_read_error(table: ExampleTable) -> None:
+    loader = Loader(table, Killer(), micro_batch_size=1, num_workers=1)
+    plan = StepPlan(0, np.array([1]), np.array([100], dtype=np.uint64), 1)
+    with pytest.raises(ReadError, match="worker died"):
+        list(loader.steps(iter([plan])))
+
+
+def test_plans_and_sizes_that_do_not_fit(table: ExampleTable) -> None:
+    loader = Loader(table, MAKE, micro_batch_size=2, num_workers=0)
+    for ids, keys, count in ([1, 2, 3], 3, 1), ([1], 2, 1), ([], 0, 0):
+        plan = StepPlan(0, np.array(ids, dtype=np.int64), np.zeros(keys, dtype=np.uint64), count)
+        with pytest.raises(DataError, match="step 0"):
+            list(loader.steps(iter([plan])))
+    plan = StepPlan(0, np.array([12]), np.array([1], dtype=np.uint64), 1)
+    with pytest.raises(DataError, match="from 0 to 11"):
+        list(loader.steps(iter([plan])))
+    with pytest.raises(DataError):
+        Loader(table, MAKE, micro_batch_size=0, num_workers=0)
+
+
+def test_an_example_does_not_depend_on_its_neighbours(table: ExampleTable) -> None:
+    loader = Loader(table, MAKE, micro_batch_size=3, num_workers=0)
+
+    def image(ids: list[int], row: int) -> torch.Tensor:
+        plan = StepPlan(0, np.array(ids), np.array([100 + i for i in ids], dtype=np.uint64), 1)
+        return next(next(loader.steps(iter([plan])))[1]).inputs["images_BCHW"][row]
+
+    assert torch.equal(image([2, 3, 4], 1), image([3], 0))
+    assert torch.equal(image([3, 5], 0), image([3], 0))
+
+
+def test_eval_batches_cover_everything_equally(table: ExampleTable) -> None:
+    make = CaptionExample(16, 12, EMBEDDED_TOKENIZER, train=False)
+    per_rank = [list(eval_batches(table, make, 2, rank, 3)) for rank in range(3)]
+    assert [len(batches) for batches in per_rank] == [2, 2, 2]
+    rows = [batch for batches in per_rank for batch in batches]
+    assert sum(int((~batch.is_padding_B).sum()) + batch.num_undecodable for batch in rows) == 12
+    assert sum(batch.num_undecodable for batch in rows) == 3
+    assert len(list(eval_batches(table, make, 2, num_examples=3))) == 2
+
+
+def test_names() -> None:
+    assert [batched_name(name) for name in ("images_CHW", "token_mask_L", "label", "example_key")] == [
+        "images_BCHW",
+        "token_mask_BL",
+        "label_B",
+        "example_key_B",
+    ]
+    assert pickle.loads(pickle.dumps(MAKE)) == MAKE

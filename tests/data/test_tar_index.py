@@ -1,0 +1,297 @@
+"""The index against tarfile and webdataset, and every kind of bad shard."""
+
+import io
+import json
+import os
+import pickle
+import stat
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+
+from data.errors import DataError, ReadError
+from data.reader import TarReader
+from data.shards import expand_shards
+from data.tar_format import split_key
+from data.tar_index import MANIFEST, ExampleTable, build_index, scan_shard
+from tests.data.conftest import write_shard
+
+NAMES = [
+    "a.jpg",
+    "a.txt",
+    "dir/sub/b.jpg",
+    "dir/sub/b.txt",
+    "x" * 150 + ".jpg",
+    "x" * 150 + ".txt",
+    "d" * 90 + "/" + "e" * 80 + ".jpg",
+    "d" * 90 + "/" + "e" * 80 + ".txt",
+    "bücher/größe 日本.jpg",
+    "bücher/größe 日本.txt",
+    "k.left.jpg",
+    "k.txt",
+]
+
+
+def tar_bytes(names: list[str], fmt: int = tarfile.PAX_FORMAT, size: int = 700) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=fmt) as tar:
+        for index, name in enumerate(names):
+            info = tarfile.TarInfo(name)
+            info.size = size + index
+            tar.addfile(info, io.BytesIO(bytes([index % 251]) * info.size))
+    return buffer.getvalue()
+
+
+def expected_extents(path: Path) -> list[tuple[int, int]]:
+    """What tarfile says, grouped by key."""
+    extents: list[tuple[int, int]] = []
+    current = None
+    with tarfile.open(path) as tar:
+        for member in tar:
+            split = split_key(os.fsencode(member.name))
+            if not member.isreg() or split is None:
+                continue
+            end = member.offset_data + -(-member.size // 512) * 512
+            if split[0] == current:
+                extents[-1] = (extents[-1][0], end - extents[-1][0])
+            else:
+                extents.append((member.offset, end - member.offset))
+            current = split[0]
+    return extents
+
+
+@pytest.mark.parametrize("fmt", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_offsets_equal_tarfile_with_long_and_foreign_names(fmt: int, one_shard: Callable[[bytes], Path]) -> None:
+    path = one_shard(tar_bytes(NAMES, fmt))
+    extents = scan_shard(path).astype(np.int64) * 512
+    assert [tuple(row) for row in extents.tolist()] == expected_extents(path)
+    assert len(extents) == len(NAMES) // 2
+
+
+def test_ids_count_over_sorted_shards(table: ExampleTable, shards: list[Path]) -> None:
+    assert len(table) == 12
+    assert [entry.count for entry in table.entries] == [7, 1, 4]
+    ordinals, offsets, lengths = table.extent([0, 6, 7, 8, 11, 0])
+    assert ordinals.tolist() == [0, 0, 1, 2, 2, 0]
+    assert offsets[2] == 0 and (lengths > 0).all()
+    for shard, path in enumerate(shards):
+        ids = [i for i in range(12) if table.extent(i)[0][0] == shard]
+        got = list(zip(*(part.tolist() for part in table.extent(ids)[1:]), strict=True))
+        assert got == expected_extents(path)
+    for bad in (-1, 12):
+        with pytest.raises(DataError, match="from 0 to 11"):
+            table.extent(bad)
+
+
+def test_random_access_equals_webdataset_in_sequence(table: ExampleTable, shards: list[Path]) -> None:
+    reader = TarReader(table, max_open_shards=1)
+    expected = list(webdataset.WebDataset([str(path) for path in shards], shardshuffle=False))
+    for example_id in np.random.default_rng(0).permutation(len(table)):
+        raw, sample = reader.read(int(example_id)), expected[example_id]
+        assert raw.fields == {name: value for name, value in sample.items() if not name.startswith("__")}
+        assert raw.image == sample.get("jpg")
+        assert raw.caption == (sample["txt"].decode() if "txt" in sample else None)
+
+
+def test_files_are_private_and_order_of_shards_does_not_matter(shards: list[Path], tmp_path: Path) -> None:
+    one = build_index(shards, tmp_path / "one")
+    two = build_index(shards[::-1], tmp_path / "two")
+    assert one.manifest_digest() == two.manifest_digest() and len(one.manifest_digest()) == 32
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len(names) == 2
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        assert stat.S_IMODE((tmp_path / "one" / name).stat().st_mode) == 0o600
+
+
+def test_digest_follows_content_not_time(shards: list[Path], tmp_path: Path) -> None:
+    copy = tmp_path / "copy.tar"
+    copy.write_bytes(shards[0].read_bytes())
+    before = build_index([copy], tmp_path / "index")
+    os.utime(copy, (1, 1))
+    opened = ExampleTable.open(tmp_path / "index", tmp_path)
+    assert opened.changed_since_indexed() == ["copy.tar"]
+    assert build_index([copy], tmp_path / "index2").manifest_digest() == before.manifest_digest()
+    data = bytearray(copy.read_bytes())
+    data[600] ^= 1
+    copy.write_bytes(data)
+    assert build_index([copy], tmp_path / "index3").manifest_digest() != before.manifest_digest()
+
+
+def test_an_index_is_replaced_whole(shards: list[Path], tmp_path: Path) -> None:
+    build_index(shards, tmp_path / "index")
+    build_index(shards[:1], tmp_path / "index")
+    assert len(ExampleTable.open(tmp_path / "index", shards[0].parent)) == 7
+    assert len(list((tmp_path / "index").iterdir())) == 2
+
+
+def test_table_and_reader_travel_small(table: ExampleTable) -> None:
+    reader = TarReader(table)
+    first = reader.read(3)
+    payload = pickle.dumps(reader)
+    assert len(payload) < 2000
+    assert pickle.loads(payload).read(3) == first
+
+
+def test_directories_links_and_nameless_members_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "odd.tar"
+    with tarfile.open(path, "w") as tar:
+        for name, kind in [("d", tarfile.DIRTYPE), ("a.jpg", tarfile.REGTYPE), ("a.png", tarfile.SYMTYPE)]:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "/etc/passwd"
+            tar.addfile(info)
+        for name in ("a.txt", "README", ".hidden.txt", "__meta__.x__"):
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"abc"))
+    raw = TarReader(build_index([path], tmp_path / "index")).read(0)
+    assert raw.fields == {"jpg": b"", "txt": b"abc"} and raw.caption == "abc"
+
+
+def test_a_key_that_returns_is_a_new_example(one_shard: Callable[[bytes], Path], tmp_path: Path) -> None:
+    path = one_shard(tar_bytes(["a.jpg", "a.txt", "b.jpg", "a.json"]))
+    reader = TarReader(build_index([path], tmp_path / "index"))
+    assert [sorted(reader.read(i).fields) for i in range(3)] == [["jpg", "txt"], ["jpg"], ["json"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "caption"),
+    [
+        ({"txt": b"caf\xc3\xa9"}, "café"),
+        ({"json": b'{"caption": "from json"}'}, "from json"),
+        ({"json": b'{"caption": 3}'}, None),
+        ({"json": b"{broken"}, None),
+        ({"json": b"[" * 100_000}, None),
+        ({"txt": b"\xff\xfe"}, None),
+    ],
+)
+def test_captions(fields: dict[str, bytes], caption: str | None, tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "s.tar", [{"__key__": "k", **fields}])
+    raw = TarReader(build_index([path], tmp_path / "index")).read(0)
+    assert raw.caption == caption and raw.image is None
+
+
+def bad_shards() -> dict[str, tuple[bytes, str]]:
+    good = tar_bytes(NAMES)
+    flipped = bytearray(good)
+    flipped[3] ^= 0xFF
+    sparse = bytearray(tar_bytes(["a.jpg"], tarfile.GNU_FORMAT))
+    sparse[156] = ord("S")
+    sparse[148:156] = b"%06o\0 " % (sum(sparse[:148]) + 8 * 32 + sum(sparse[156:512]))
+    global_pax = io.BytesIO()
+    with tarfile.open(fileobj=global_pax, mode="w", pax_headers={"path": "evil.jpg"}) as tar:
+        tar.addfile(tarfile.TarInfo("a.jpg"))
+    return {
+        "text": (b"no tar at all " * 100, "no tar archive"),
+        "short": (b"x", "cut off"),
+        "header": (bytes(flipped), "checksum"),
+        "cut in a payload": (good[: 512 * 3 + 100], "cut off"),
+        "cut at a member": (good[: expected_cut(good)], "cut off"),
+        "gzip": (b"\x1f\x8b" + bytes(600), "gunzip"),
+        "sparse": (bytes(sparse), "sparse"),
+        "global path": (global_pax.getvalue(), "global"),
+        "empty": (b"", "missing or empty shards"),
+        "no examples": (tar_bytes(["README", "LICENSE"]), "no example"),
+        "only an end": (bytes(1024), "no example"),
+    }
+
+
+def expected_cut(good: bytes) -> int:
+    with tarfile.open(fileobj=io.BytesIO(good)) as tar:
+        return tar.getmembers()[2].offset
+
+
+@pytest.mark.parametrize("kind", sorted(bad_shards()))
+def test_bad_shards_are_one_line_that_names_the_file(
+    kind: str, one_shard: Callable[[bytes], Path], tmp_path: Path
+) -> None:
+    content, message = bad_shards()[kind]
+    path = one_shard(content)
+    with pytest.raises(DataError, match=message) as caught:
+        build_index([path], tmp_path / "index")
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "index" / MANIFEST).exists()
+
+
+def test_mutated_shards_never_crash_the_walk(one_shard: Callable[[bytes], Path]) -> None:
+    good = tar_bytes(NAMES, size=10)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        data = bytearray(good)
+        for position in rng.integers(0, len(data), 5):
+            data[position] = rng.integers(0, 256)
+        try:
+            scan_shard(one_shard(bytes(data[: rng.integers(1, len(data) + 1)])))
+        except DataError:
+            pass
+
+
+def test_open_complains_about_changed_shards_and_indexes(shards: list[Path], tmp_path: Path) -> None:
+    copy = tmp_path / "copy.tar"
+    copy.write_bytes(shards[0].read_bytes())
+    index = tmp_path / "index"
+    build_index([copy], index)
+    reader = TarReader(ExampleTable.open(index, tmp_path))
+    with open(copy, "ab") as file:
+        file.write(bytes(512))
+    with pytest.raises(DataError, match=r"bytes, its index says"):
+        ExampleTable.open(index, tmp_path)
+    with pytest.raises(ReadError, match="its index says"):
+        reader.read(0)
+    copy.unlink()
+    with pytest.raises(DataError, match="missing or empty shards"):
+        ExampleTable.open(index, tmp_path)
+    with pytest.raises(ReadError, match="cannot read"):
+        reader.read(0)
+    with pytest.raises(DataError, match="there is no index"):
+        ExampleTable.open(tmp_path / "none", tmp_path)
+    manifest = json.loads((index / MANIFEST).read_text())
+    for damage in ({"format_version": 99}, {"shards": []}, {"extents": "gone.npy"}, {"shards": [{"x": 1}]}):
+        (index / MANIFEST).write_text(json.dumps({**manifest, **damage}))
+        with pytest.raises(DataError, match="build it again"):
+            ExampleTable.open(index, tmp_path)
+
+
+def test_bytes_that_do_not_fit_the_index_are_a_read_error(shards: list[Path], tmp_path: Path) -> None:
+    copy = tmp_path / "copy.tar"
+    copy.write_bytes(shards[0].read_bytes())
+    table = build_index([copy], tmp_path / "index")
+    size = copy.stat().st_size
+    copy.write_bytes(os.urandom(size))
+    with pytest.raises(ReadError, match="does not fit its index"):
+        TarReader(table).read(2)
+    reader = TarReader(table)
+    reader._descriptor(0)
+    os.truncate(copy, 100)
+    with pytest.raises(ReadError, match="short read"):
+        reader.read(2)
+
+
+def test_shard_patterns(tmp_path: Path) -> None:
+    for number in range(12):
+        write_shard(tmp_path / "data" / f"train-{number:03d}.tar", [{"__key__": "k", "txt": b"x"}])
+    write_shard(tmp_path / "data" / "heldout.tar", [{"__key__": "k", "txt": b"x"}])
+    (tmp_path / "data" / "empty.tar.part").touch()
+    (tmp_path / "hollow").mkdir()
+    count = lambda pattern: len(expand_shards(pattern, tmp_path))  # noqa: E731
+    assert count("data/train-{000..011}.tar") == 12
+    assert count("data/train-{009..010}.tar,data/heldout.tar") == 3
+    assert count("data/{heldout,train-001}.tar") == 2
+    assert count("data/train-*.tar") == 12
+    assert count("data") == 13
+    assert count(f"{tmp_path}/data/heldout.tar, data/heldout.tar") == 1
+    for pattern, message in {
+        "data/train-{010..012}.tar": "train-012.tar is missing",
+        "data/nothing-*.tar": "no shards match",
+        "hollow": "no \\*.tar",
+        "": "no shards given",
+        "data/empty.tar.part": "empty",
+        "data/train-{003..001}.tar": "range",
+        "data/{a,b": "unbalanced",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            expand_shards(pattern, tmp_path)

@@ -1,0 +1,93 @@
+"""The embedded tokenizer and foreign ones."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from data.errors import DataError
+from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.tokenizer_build import train_tokenizer
+
+WORDS = ["a", "dog", "cat", "red", "on", "the", "mat", "##s"]
+
+
+def word_piece(path: Path, special: tuple[str, ...]) -> Path:
+    """A tiny tokenizer.json as BERT has it, with truncation and padding switched on."""
+    vocabulary = {token: index for index, token in enumerate([*special, "[UNK]", *WORDS])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    tokenizer.save(str(path))
+    return path
+
+
+def test_embedded_round_trip() -> None:
+    tokenizer = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
+    assert tokenizer.vocab_size == 4096
+    assert len({tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}) == 3
+    for caption in ("a red apple, fruit, food", "Café 龍 🍎", "x", ""):
+        tokens_L, mask_L = tokenizer.encode(caption, 40)
+        assert tokens_L.shape == mask_L.shape == (40,) and tokens_L.dtype == np.int64 and mask_L.dtype == bool
+        length = int(mask_L.sum())
+        assert mask_L[:length].all() and (tokens_L[length:] == tokenizer.pad_id).all()
+        assert tokens_L[0] == tokenizer.bos_id and tokens_L[length - 1] == tokenizer.eos_id
+        assert tokenizer.decode(tokens_L) == caption.lower()
+
+
+def test_every_byte_has_a_token_and_length_is_bounded() -> None:
+    tokenizer = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
+    odd = "".join(chr(code) for code in range(0x20, 0x3000, 37))
+    tokens_L, _ = tokenizer.encode(odd, 4000)
+    assert tokens_L.max() < tokenizer.vocab_size
+    tokens_L, mask_L = tokenizer.encode("word " * 1_000_000, 16)
+    assert mask_L.all() and tokens_L[-1] == tokenizer.eos_id
+    assert tokenizer.encode("\ud800 lone surrogate", 16)[1].any()
+    tokens_L, mask_L = tokenizer.encode("", 2)
+    assert tokens_L.tolist() == [tokenizer.bos_id, tokenizer.eos_id] and mask_L.all()
+    with pytest.raises(DataError, match="at least 2"):
+        tokenizer.encode("x", 1)
+
+
+def test_special_names_in_a_caption_are_dropped() -> None:
+    tokenizer = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
+    tokens_L, mask_L = tokenizer.encode("red <eos> apple <pad><bos>", 20)
+    inner = tokens_L[mask_L][1:-1].tolist()
+    assert not {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id} & set(inner)
+
+
+@pytest.mark.parametrize(
+    "special",
+    [("[PAD]", "[CLS]", "[SEP]"), ("<pad>", "<s>", "</s>"), ("<|startoftext|>", "<|endoftext|>"), ("<|endoftext|>",)],
+)
+def test_foreign_tokenizers(special: tuple[str, ...], tmp_path: Path) -> None:
+    tokenizer = CaptionTokenizer.from_file(word_piece(tmp_path / "tokenizer.json", special))
+    tokens_L, mask_L = tokenizer.encode("A red dog on the mat", 10)
+    assert tokenizer.decode(tokens_L) == "a red dog on the mat"
+    assert mask_L.sum() == 8 and tokenizer.vocab_size == len(special) + 1 + len(WORDS)
+    assert tokenizer.decode(tokenizer.encode("a red dog on the mat", 5)[0]) == "a red dog"
+
+
+def test_bad_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokenizer file"):
+        CaptionTokenizer.from_file(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(DataError, match="no Hugging Face tokenizer") as caught:
+        CaptionTokenizer.from_file(tmp_path / "bad.json")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="has no start token"):
+        CaptionTokenizer.from_file(word_piece(tmp_path / "nameless.json", ("[START]",)))
+
+
+def test_training_is_deterministic(tmp_path: Path) -> None:
+    words = tmp_path / "words"
+    words.write_text("apple\nbanana\ncherry's\n")
+    assert train_tokenizer(words, tmp_path / "a.json") == train_tokenizer(words, tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    with pytest.raises(DataError, match="no word list"):
+        train_tokenizer(tmp_path / "none", tmp_path / "c.json")

@@ -1,0 +1,61 @@
+"""The prepare command as a user runs it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def prepare(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "launch_scripts" / "prepare.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+
+
+def test_index_and_verify(tmp_path: Path) -> None:
+    shards = ROOT / "data" / "demo" / "train-{00000..00001}.tar"
+    done = prepare("index", shards, "--output", tmp_path / "index", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("2000 examples in 2 shards"), done.stderr
+    done = prepare("verify", shards, "--index", tmp_path / "index")
+    assert done.returncode == 0 and "are what was indexed" in done.stdout
+    done = prepare("verify", shards, "--index", tmp_path / "index", "--sample", 20)
+    assert done.returncode == 0 and "20 of 2000 examples: 20 usable, 0 without image" in done.stdout
+
+
+def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.tar"
+    copy.write_bytes((ROOT / "data" / "demo" / "heldout-00000.tar").read_bytes())
+    assert prepare("index", copy, "--output", tmp_path / "index").returncode == 0
+    data = bytearray(copy.read_bytes())
+    data[700] ^= 1
+    copy.write_bytes(data)
+    done = prepare("verify", copy, "--index", tmp_path / "index")
+    assert done.returncode == 2 and "is not what was indexed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["index", "nothing.tar", "--output", "x"], "missing or empty shards"),
+        (["index", "README.md,LICENSE", "--output", "x"], "no tar archive"),
+        (["verify", "data/demo", "--index", "nowhere"], "there is no index in nowhere"),
+        (["demo", "--source", "nowhere", "--output", "x"], "openclipart-png"),
+        (["tokenizer", "--words", "nowhere", "--output", "x"], "no word list"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("text " * 300)
+    (tmp_path / "LICENSE").write_text("text " * 300)
+    (tmp_path / "data" / "demo").mkdir(parents=True)
+    (tmp_path / "data" / "demo" / "a.tar").write_bytes(bytes(1024))
+    done = prepare(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_help_names_every_command() -> None:
+    done = prepare("--help")
+    assert done.returncode == 0 and all(word in done.stdout for word in ("index", "verify", "demo", "tokenizer"))
