@@ -44,8 +44,8 @@ class LogicalBatches:
     micro_batch_size: int
 
     def attempt(self, step: int) -> int:
-        """1 for the first attempt of a step."""
-        return self.attempts.get(step, 0) + 1
+        """0 for a step that was never tried."""
+        return self.attempts.get(step, 0)
 
     def plans(self, first_step: int, last_step: int) -> Iterator[StepPlan]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""

@@ -97,7 +97,7 @@ def train(
         _announce(run, ranks, engine_name, machine)
     outcome = fit(run)
     if outcome == DONE:
-        ledger.close_run(config.train.num_steps)
+        ledger.close_run()
     if ranks.is_main:
         _conclude(run, outcome)
     return outcome

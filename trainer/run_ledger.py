@@ -1,0 +1,134 @@
+"""The privacy ledger as all ranks see it: rank 0 writes, and no rank goes on before the line is durable (contract 9).
+
+Also the place where configuration, data, key and ledger of a run folder meet: the plan is made (or, at a resume, held against
+the frozen one) on rank 0, and every rank gets the same.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from data.tar_index import ExampleTable
+from privacy.accounting import EpsilonTable
+from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.keys import SamplingKey
+from privacy.ledger import Ledger
+from privacy.ledger_format import read_ledger
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.run_state import open_run_state
+from trainer import distributed
+from trainer.config import PrivacySection
+from trainer.run_folder import RunFolder, environment
+
+
+class RunLedger:
+    """Collective wrapper of the ledger; every method is called on all ranks unless it says otherwise."""
+
+    def __init__(self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, attempts: Mapping[int, int]) -> None:
+        self._ledger = ledger  # on rank 0 only
+        self.key = key
+        self.plan = plan
+        self.attempts = dict(attempts)
+        self.is_closed: bool = distributed.on_main(lambda: self._on_main.closed is not None)
+        self._table: EpsilonTable | None = None
+
+    @property
+    def _on_main(self) -> Ledger:
+        assert self._ledger is not None, "only rank 0 has the ledger"
+        return self._ledger
+
+    @property
+    def num_charged(self) -> int:
+        """Charged attempts; 0 on ranks other than 0, and without privacy, where nothing is claimed."""
+        return self._ledger.num_charged if self._ledger is not None else 0
+
+    def start_session(self) -> bytes:
+        """Records this start and returns its nonce; on rank 0 the epsilon table is computed too."""
+        nonce = distributed.on_main(lambda: self._on_main.start_session(environment()))
+        if self._ledger is not None:
+            self._table = self.plan.epsilon_table()
+        return nonce
+
+    def intent(self, step: int, *, name: str, std: float, sensitivity: float) -> None:
+        """Charges the attempt; see `Ledger.intent`."""
+        if self.plan.enabled:
+            release: Any = {"name": name, "std": std, "sensitivity": sensitivity}
+            distributed.on_main(lambda: self._on_main.intent(step, self.attempts.get(step, 0), [release]))
+
+    def done(self, step: int) -> None:
+        if self.plan.enabled:
+            distributed.on_main(lambda: self._on_main.done(step, self.attempts.get(step, 0)))
+
+    def checkpoint(self, step: int, name: str, digest: str) -> None:
+        if self.plan.enabled:
+            distributed.on_main(lambda: self._on_main.checkpoint(step, name, digest))
+
+    def close_run(self) -> None:
+        """All steps are done."""
+        distributed.on_main(lambda: self._on_main.close("finished"))
+
+    def position(self) -> dict[str, Any]:
+        """Sequence number and hash of the last line, for a manifest; empty on ranks other than 0."""
+        if self._ledger is None:
+            return {}
+        seq, line_hash = self._ledger.position()
+        return {"seq": seq, "hash": line_hash}
+
+    def require_not_shorter_than(self, position: Mapping[str, Any]) -> None:
+        """Refuses a ledger that does not contain the line a checkpoint remembers (exit 4)."""
+        distributed.on_main(lambda: self._on_main.require_not_shorter_than(position["seq"], position["hash"]))
+
+    def epsilon(self, num_charged: int | None = None) -> float | None:
+        """Epsilon of everything charged so far, or of `num_charged` attempts; on rank 0. None without a guarantee."""
+        if self._table is None:
+            return None
+        return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
+
+
+def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, table: ExampleTable) -> RunLedger:
+    """Opens or creates ledger and key of a run folder. Collective.
+
+    Raises (on every rank):
+        PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
+        PrivacyStateRefused: ledger, key, mirror and checkpoints do not fit together (exit 4).
+    """
+    opened: list[tuple[Ledger, SamplingKey]] = []
+
+    def open_on_main() -> dict[str, Any]:
+        plan = _make_plan(folder, privacy, num_steps, len(table))
+        ledger, key = open_run_state(
+            folder.ledger,
+            folder.key,
+            plan,
+            data_manifest=table.manifest_digest(),
+            open_fields={"commit": environment()["commit"]},
+            mirror=privacy.ledger_mirror,
+            has_checkpoint=any(folder.checkpoints.glob("step-*")),
+        )
+        opened.append((ledger, key))
+        return {"plan": plan, "attempts": dict(ledger.state.attempts), "commitment": key.commitment()}
+
+    found = distributed.on_main(open_on_main)
+    if opened:
+        ledger, key = opened[0]
+        return RunLedger(ledger, key, found["plan"], found["attempts"])
+    return RunLedger(None, SamplingKey.load(folder.key, found["commitment"]), found["plan"], found["attempts"])
+
+
+def _make_plan(folder: RunFolder, privacy: PrivacySection, num_steps: int, num_examples: int) -> PrivacyPlan:
+    frozen = read_ledger(folder.ledger).opened["plan"] if folder.ledger.exists() else None
+    if frozen is None and privacy.target_epsilon is not None:
+        print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
+    return make_plan(
+        num_examples=num_examples,
+        expected_batch_size=privacy.expected_batch_size,
+        num_steps=num_steps,
+        noise_multiplier=privacy.noise_multiplier,
+        target_epsilon=privacy.target_epsilon,
+        target_delta=privacy.target_delta,
+        max_grad_norm=privacy.max_grad_norm,
+        sensitivity_slack=SENSITIVITY_SLACK,
+        reserved_attempts=privacy.reserved_attempts,
+        enabled=privacy.enabled,
+        allow_small_noise=privacy.allow_small_noise,
+        resume=frozen,
+    )
