@@ -1,0 +1,215 @@
+import hashlib
+import resource
+import secrets
+import time
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from privacy.errors import PrivacyConfigError
+from privacy.keys import SamplingKey
+from privacy.sampling import (
+    Decided,
+    PoissonSampler,
+    assign,
+    default_cap,
+    example_keys,
+    slice_bounds,
+    truncate,
+)
+
+KEY = hashlib.sha256(b"fixed key of the tests").digest()
+
+
+def _definition(key, step, index):
+    """Contract 4.1 read literally: one block of AES-256 (CTR is ECB of the counter), one of its two u64."""
+    block = step.to_bytes(8, "big") + (index // 2).to_bytes(8, "big")
+    stream = Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(block)
+    return int.from_bytes(stream[8 * (index % 2) : 8 * (index % 2) + 8], "little")
+
+
+def test_contract_1_coins_follow_their_definition():
+    sampler = PoissonSampler.with_expected_batch(1001, 300, None)
+    decided = sampler.decide(KEY, 7)
+    expected = {i: v for i in range(1001) if (v := _definition(KEY, 7, i)) < sampler.threshold}
+    assert dict(zip(decided.ids.tolist(), decided.values.tolist(), strict=True)) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_contract_1_random_access_equals_sequential(data):
+    n = data.draw(st.integers(1, 3000))
+    cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=8)))
+    sampler = PoissonSampler.with_expected_batch(n, max(1, n // 3), None)
+    whole = sampler.decide(KEY, 5)
+    bounds = [0, *cuts, n]
+    parts = [sampler.decide(KEY, 5, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert np.array_equal(np.concatenate([part.ids for part in parts]), whole.ids)
+    assert np.array_equal(np.concatenate([part.values for part in parts]), whole.values)
+
+
+def test_contract_1_random_access_across_chunks():
+    sampler = PoissonSampler.with_expected_batch(1_000_003, 5000, None)
+    whole = sampler.decide(KEY, 2**40)
+    for start, stop in ((262_143, 524_291), (1, 1_000_003), (999_999, 1_000_003), (524_288, 524_288)):
+        part = sampler.decide(KEY, 2**40, start, stop)
+        assert np.array_equal(part.ids, whole.ids[(whole.ids >= start) & (whole.ids < stop)])
+
+
+@pytest.mark.parametrize("cap", [None, 290])
+def test_contract_1_members_do_not_depend_on_world_size(cap):
+    sampler = PoissonSampler.with_expected_batch(3001, 300, cap)
+    whole = sampler.members(KEY, 11)
+    for world_size in (1, 2, 3, 4, 7):
+        parts = [sampler.decide(KEY, 11, *slice_bounds(3001, world_size, rank)) for rank in range(world_size)]
+        members = sampler.merge(parts[::-1])
+        assert np.array_equal(members, whole)
+        shares = [assign(members, world_size, rank) for rank in range(world_size)]
+        assert np.array_equal(np.concatenate(shares), whole)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def _chi_square(steps):
+    """Inclusion counts per example over many steps: Binomial(steps, q); p-value of the sum of squares."""
+    n, batch = 400, 60
+    sampler = PoissonSampler.with_expected_batch(n, batch, None)
+    counts = np.zeros(n)
+    for step in range(steps):
+        counts[sampler.decide(KEY, step).ids] += 1
+    q = sampler.sample_rate
+    return stats.chi2.sf((((counts - steps * q) ** 2) / (steps * q * (1 - q))).sum(), n)
+
+
+def test_contract_1_inclusion_counts():
+    assert 1e-4 < _chi_square(1000) < 1 - 1e-4
+
+
+@pytest.mark.full
+def test_contract_1_inclusion_counts_full():
+    assert 1e-4 < _chi_square(10_000) < 1 - 1e-4
+
+
+def test_contract_1_pairwise_independence():
+    """Over steps, no pair of examples is correlated; neighbours that share an AES block included."""
+    n, steps = 60, 4000
+    sampler = PoissonSampler.with_expected_batch(n, 20, None)
+    table = np.zeros((steps, n))
+    for step in range(steps):
+        table[step, sampler.decide(KEY, step).ids] = 1
+    correlation = np.corrcoef(table.T)
+    pairs = correlation[np.triu_indices(n, 1)] * np.sqrt(steps)
+    assert np.abs(pairs).max() < 5.0
+    assert 1e-4 < stats.chi2.sf((pairs**2).sum(), len(pairs)) < 1 - 1e-4
+    assert np.abs(correlation[np.arange(0, n, 2), np.arange(1, n, 2)]).max() * np.sqrt(steps) < 5.0
+    shifted = [np.corrcoef(table[:-1, i], table[1:, i])[0, 1] for i in range(n)]  # consecutive steps
+    assert np.abs(shifted).max() * np.sqrt(steps) < 5.0
+
+
+def test_contract_1_other_attempt_session_or_key_gives_independent_members():
+    key, other = SamplingKey(bytes(32)), SamplingKey(bytes(31) + b"\1")
+    nonces = bytes(16), bytes(15) + b"\1"
+    sampler = PoissonSampler.with_expected_batch(20_000, 2000, None)
+    keys = [
+        key.coin_key(nonces[0], 0),
+        key.coin_key(nonces[0], 1),
+        key.coin_key(nonces[1], 0),
+        other.coin_key(nonces[0], 0),
+    ]
+    sets = [set(sampler.members(item, 3).tolist()) for item in keys] + [set(sampler.members(keys[0], 4).tolist())]
+    for index, first in enumerate(sets):
+        for second in sets[index + 1 :]:
+            # Binomial(20000, 0.01): 200 +- 14
+            assert abs(len(first & second) - 200) < 6 * 14.1
+
+
+def test_contract_2_cap_keeps_the_smallest_values():
+    rng = np.random.default_rng(0)
+    ids = np.flatnonzero(rng.random(1000) < 0.3)
+    values = rng.integers(0, 40, len(ids)).astype(np.uint64)  # many ties
+    for cap in (1, 7, len(ids) - 1, len(ids), len(ids) + 5):
+        kept = truncate(ids, values, cap)
+        expected = sorted(sorted(zip(values, ids, strict=True))[:cap], key=lambda pair: pair[1])
+        assert kept.tolist() == [index for _, index in expected]
+    shuffled = rng.permutation(len(ids))
+    assert np.array_equal(truncate(ids[shuffled], values[shuffled], 20), truncate(ids, values, 20))
+    assert np.array_equal(truncate(ids, values, None), ids)
+
+
+def test_contract_2_cap_is_a_uniform_subset_of_the_batch():
+    sampler = PoissonSampler.with_expected_batch(200, 100, 50)
+    counts = np.zeros(200)
+    for step in range(2000):
+        members = sampler.members(KEY, step)
+        assert len(members) <= 50
+        counts[members] += 1
+    total = counts.sum()
+    assert 1e-4 < stats.chi2.sf(((counts - total / 200) ** 2 / (total / 200 * 0.75)).sum(), 199) < 1 - 1e-4
+
+
+def test_default_cap_is_eight_deviations():
+    assert default_cap(256) == 384
+    assert default_cap(1310720) == 1319879
+
+
+def test_rate_is_rounded_up_and_threshold_down():
+    for n, batch in ((3, 1), (233_000_000, 1_310_720), (3000, 256), (7, 7), (10**9 + 7, 1)):
+        sampler = PoissonSampler.with_expected_batch(n, batch, None)
+        assert sampler.threshold == batch * 2**64 // n
+        assert sampler.sample_rate * 2**64 >= sampler.threshold
+        assert sampler.sample_rate == pytest.approx(batch / n, rel=1e-15)
+    assert PoissonSampler.with_expected_batch(7, 7, None).members(KEY, 0).tolist() == list(range(7))
+
+
+def test_contract_13_example_keys_depend_on_step_and_example_only():
+    ids = np.array([5, 0, 233_000_000, 77])
+    keys = example_keys(KEY, 3, ids)
+    assert keys.dtype == np.uint64 and len(set(keys.tolist())) == 4
+    assert [example_keys(KEY, 3, ids[i : i + 1])[0] for i in range(4)] == keys.tolist()
+    assert not set(example_keys(KEY, 4, ids).tolist()) & set(keys.tolist())
+    assert len(example_keys(KEY, 3, ids[:0])) == 0
+    block = (3).to_bytes(8, "big") + (5).to_bytes(8, "big")
+    stream = Cipher(algorithms.AES(KEY), modes.ECB()).encryptor().update(block)
+    assert int(keys[0]) == int.from_bytes(stream[:8], "little")
+
+
+def test_bad_requests_are_refused():
+    sampler = PoissonSampler.with_expected_batch(10, 3, None)
+    for bad in (
+        lambda: PoissonSampler.with_expected_batch(10, 11, None),
+        lambda: PoissonSampler.with_expected_batch(10, 0, None),
+        lambda: PoissonSampler(0, 1),
+        lambda: PoissonSampler(10, 0),
+        lambda: PoissonSampler(10, 5, 0),
+        lambda: sampler.decide(KEY, 0, 3, 11),
+        lambda: sampler.decide(KEY[:16], 0),
+        lambda: sampler.decide(KEY, -1),
+        lambda: assign(np.arange(3), 2, 2),
+        lambda: slice_bounds(3, 2, -1),
+    ):
+        with pytest.raises(PrivacyConfigError):
+            bad()
+
+
+def test_empty_slices_merge_to_an_empty_batch():
+    sampler = PoissonSampler(10, 1, 4)
+    empty = Decided(np.empty(0, np.int64), np.empty(0, np.uint64))
+    assert sampler.merge([empty, empty]).tolist() == []
+    assert len(assign(sampler.merge([empty]), 4, 3)) == 0
+
+
+def test_one_rank_of_128_decides_in_50_ms_and_100_mb():
+    n = 233_000_000
+    sampler = PoissonSampler.with_expected_batch(n, 1_310_720, default_cap(1_310_720))
+    key, times = secrets.token_bytes(32), []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for rank in range(20, 30):
+        start = time.perf_counter()
+        decided = sampler.decide(key, 3, *slice_bounds(n, 128, rank))
+        times.append(time.perf_counter() - start)
+        assert abs(len(decided.ids) - 10_240) < 700
+    assert min(times) <= 0.05
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before <= 100 * 1024
