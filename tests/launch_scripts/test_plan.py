@@ -1,0 +1,86 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DPCAP = "--num_examples 233000000 --expected_batch_size 1310720 --num_steps 5708 --delta 4.2918e-9"
+SMALL = "--num_examples 3000 --expected_batch_size 60 --num_steps 50"
+
+
+def _plan(arguments, **environment):
+    command = [sys.executable, "launch_scripts/plan.py", *arguments.split()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_dpcap_point():
+    done = _plan(f"{DPCAP} --noise_multiplier 0.728 --json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert f"{result['epsilon_pld']:.3f}" == "7.360"
+    assert f"{result['epsilon_rdp']:.2f}" == "8.07"
+    assert result["epsilon_prv_lower"] < result["epsilon_pld"] < result["epsilon_prv_upper"]
+    assert result["noise_multiplier"] == 0.728 and result["delta"] == 4.2918e-9
+    assert result["sample_rate"] == pytest.approx(1310720 / 233e6)
+    assert result["replace_one"] == pytest.approx(9.70, abs=0.01)
+    assert result["group_2"] == pytest.approx(15.4, abs=0.1) and result["group_5"] == pytest.approx(44.2, abs=0.1)
+    assert result["tan"] == pytest.approx(2.4224, abs=1e-3)
+    assert result["formal_guarantee"] is True
+
+
+@pytest.mark.full
+def test_dpcap_target_epsilon():
+    done = _plan(f"{DPCAP} --target_epsilon 8 --json")
+    result = json.loads(done.stdout)
+    assert f"{result['noise_multiplier']:.4f}" == "0.7078"
+    assert 7.999 <= result["epsilon_pld"] <= 8
+
+
+def test_human_output_with_cap_and_reserve():
+    done = _plan(f"{SMALL} --target_epsilon 2 --cap --reserve 3", COLUMNS="120")
+    assert done.returncode == 0, done.stderr
+    for text in ("Privacy plan", "batches cut at 122", "with 3 reserved", "PRV bracket"):
+        assert text in done.stdout
+
+
+def test_no_noise_prints_no_epsilon():
+    done = _plan(f"{SMALL} --noise_multiplier 0 --json")
+    result = json.loads(done.stdout)
+    assert done.returncode == 0 and result["formal_guarantee"] is False
+    assert result["epsilon_pld"] is None and result["epsilon_rdp"] is None
+
+
+def test_tiny_delta_uses_rdp():
+    result = json.loads(_plan(f"{SMALL} --noise_multiplier 2 --delta 1e-14 --json").stdout)
+    assert result["epsilon_pld"] is None and result["epsilon_rdp"] > 0
+    assert result["epsilon_with_reserve"] == result["epsilon_rdp"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--num_examples 100 --expected_batch_size 200 --num_steps 5 --noise_multiplier 1", "larger than the data"),
+        (f"{SMALL} --noise_multiplier 0 --target_epsilon 8", "not allowed with"),
+        (SMALL, "one of the arguments"),
+        (f"{SMALL} --noise_multiplier 0.1", "below 0.3"),
+        (f"{SMALL} --noise_multiplier 1 --delta 2", "target_delta"),
+        (f"{SMALL} --noise_multiplier x", "invalid float"),
+        (f"{SMALL} --noise_multiplier 1 --reserve -1", "reserved_attempts"),
+    ],
+)
+def test_bad_arguments_end_in_one_line(arguments, message):
+    done = _plan(arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+
+
+def test_delta_above_one_over_n_is_warned():
+    done = _plan(f"{SMALL} --noise_multiplier 4 --delta 0.01 --json")
+    assert done.returncode == 0 and "above 1/n" in done.stderr
+    assert json.loads(done.stdout)["warnings"]

@@ -1,0 +1,193 @@
+import itertools
+import math
+import time
+
+import pytest
+from scipy import stats
+
+from privacy import accounting
+from privacy.accounting import (
+    EpsilonTable,
+    ReleaseGroup,
+    effective_noise_multiplier,
+    epsilon,
+    epsilon_group,
+    epsilon_pld,
+    epsilon_prv,
+    epsilon_rdp,
+    epsilon_replace_one,
+    joint_noise_multiplier,
+    overflow_probability,
+    tan,
+)
+from privacy.errors import PrivacyConfigError
+from privacy.sampling import default_cap
+
+# DP-Cap: n = 233e6, B = 1 310 720, sigma 0.728, 5708 steps, delta 1/n.
+N, B, T, DELTA = 233_000_000, 1_310_720, 5708, 4.2918e-9
+DPCAP = ReleaseGroup(B / N, 0.728, T)
+# ViP: n = 233e6, B = 98 304, sigma 0.48, 6000 steps, delta 1/(2n).
+GRID = [
+    (DPCAP, DELTA),
+    (ReleaseGroup(98_304 / N, 0.48, 6000), 1 / (2 * N)),
+    *(
+        (ReleaseGroup(rate, sigma, count), delta)
+        for rate, sigma, (count, delta) in itertools.product(
+            (0.001, 0.02, 0.1), (0.6, 0.9, 2.0), ((50, 1e-6), (1000, 1e-9), (200, 1e-5))
+        )
+    ),
+    (ReleaseGroup(1.0, 20.0, 30), 1e-5),
+]
+
+
+def _check_order(group, delta):
+    """RDP >= PLD >= PRV lower, and PLD is at most 1 % above the PRV upper bound."""
+    pld, rdp = epsilon_pld([group], delta), epsilon_rdp([group], delta)
+    lower, estimate, upper = epsilon_prv([group], delta)
+    assert lower <= estimate <= upper
+    assert lower <= pld <= rdp * (1 + 1e-3) + 1e-3
+    assert pld <= upper * 1.01
+
+
+@pytest.mark.parametrize(("group", "delta"), GRID[::7])
+def test_contract_10_accountants_agree(group, delta):
+    _check_order(group, delta)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("group", "delta"), GRID)
+def test_contract_10_accountants_agree_full(group, delta):
+    _check_order(group, delta)
+
+
+def test_grid_has_thirty_points():
+    assert len(GRID) == 30
+
+
+def test_dpcap_point_against_published_numbers():
+    assert epsilon_pld([DPCAP], DELTA) == pytest.approx(7.360, abs=1e-3)
+    assert epsilon_pld([DPCAP], DELTA / 2) == pytest.approx(7.5624, abs=1e-3)
+    assert epsilon_rdp([DPCAP], DELTA) == pytest.approx(8.073, abs=1e-3)
+    assert epsilon_replace_one([DPCAP], DELTA) == pytest.approx(9.699, abs=2e-3)
+    assert epsilon_group([DPCAP], DELTA, 2, 5e-3) == pytest.approx(15.43, rel=5e-3)
+    assert tan([DPCAP]) == pytest.approx(1 / (B / N / 0.728 * math.sqrt(T / 2)))
+
+
+def test_contract_2_the_cap_is_charged_and_eight_deviations_are_free():
+    free = ReleaseGroup(B / N, 0.728, T, N, default_cap(B))
+    assert epsilon_pld([free], DELTA, 1e-3) == pytest.approx(epsilon_pld([DPCAP], DELTA, 1e-3), abs=2e-3)
+    tight = ReleaseGroup(B / N, 0.728, T, N, B)
+    assert epsilon_pld([tight], DELTA, 1e-2) > 50
+
+
+@pytest.mark.parametrize(("n", "batch"), [(3000, 256), (3000, 16), (300, 2)])
+def test_default_cap_is_nearly_free_for_small_batches_too(n, batch):
+    group = ReleaseGroup(batch / n, 1.0, 150, n, default_cap(batch))
+    plain = epsilon_pld([group.without_cap()], 1e-5, 1e-3)
+    assert plain * (1 - 1e-6) <= epsilon_pld([group], 1e-5, 1e-3) <= plain * (1 + 1e-4)
+
+
+def test_full_batch_is_the_gaussian_mechanism():
+    """q = 1: the exact delta of a Gaussian (Balle and Wang 2018, theorem 8)."""
+    sigma = 3.0
+    value = epsilon_pld([ReleaseGroup(1.0, sigma, 1)], 1e-6)
+    first = stats.norm.cdf(1 / (2 * sigma) - value * sigma)
+    second = math.exp(value) * stats.norm.cdf(-1 / (2 * sigma) - value * sigma)
+    assert first - second == pytest.approx(1e-6, rel=1e-3)
+    assert epsilon_pld([ReleaseGroup(1.0, sigma, 4)], 1e-6) == pytest.approx(
+        epsilon_pld([ReleaseGroup(1.0, sigma / 2, 1)], 1e-6), rel=1e-4
+    )
+
+
+def test_groups_compose():
+    one, two = ReleaseGroup(0.05, 1.0, 40), ReleaseGroup(0.05, 1.0, 60)
+    whole = epsilon_pld([ReleaseGroup(0.05, 1.0, 100)], 1e-6)
+    assert epsilon_pld([one, two], 1e-6) == pytest.approx(whole, rel=1e-4)
+    assert epsilon_rdp([one, two], 1e-6) == pytest.approx(epsilon_rdp([one.times(100)], 1e-6))
+    mixed = [one, ReleaseGroup(0.1, 2.0, 10)]
+    assert epsilon_prv(mixed, 1e-6)[0] <= epsilon_pld(mixed, 1e-6) <= epsilon_rdp(mixed, 1e-6)
+
+
+def test_group_of_one_is_the_single_example():
+    group = ReleaseGroup(0.05, 1.0, 100)
+    assert epsilon_group([group], 1e-6, 1) == pytest.approx(epsilon_pld([group], 1e-6), rel=1e-3)
+    assert epsilon_group([group], 1e-6, 2, 1e-3) > epsilon_pld([group], 1e-6)
+
+
+def test_nothing_released_and_no_noise():
+    nothing, silent = [ReleaseGroup(0.1, 1.0, 0)], [ReleaseGroup(0.1, 0.0, 1)]
+    for function in (epsilon, epsilon_pld, epsilon_rdp, epsilon_replace_one):
+        assert function(nothing, 1e-5) == 0
+        assert function(silent, 1e-5) == math.inf
+    assert epsilon_prv(nothing, 1e-5) == (0, 0, 0) and epsilon_prv(silent, 1e-5) == (math.inf,) * 3
+    assert tan(nothing) == math.inf and tan(silent) == 0
+
+
+def test_pld_is_refused_below_delta_1e_12_and_rdp_takes_over():
+    group = ReleaseGroup(0.05, 1.0, 100)
+    for function in (epsilon_pld, epsilon_replace_one, lambda groups, delta: epsilon_group(groups, delta, 2)):
+        with pytest.raises(PrivacyConfigError, match="RDP"):
+            function([group], 9e-13)
+    assert epsilon([group], 9e-13) == epsilon_rdp([group], 9e-13) > epsilon_pld([group], 1e-12)
+
+
+def test_cap_overflow_is_charged_in_delta_for_rdp():
+    group = ReleaseGroup(0.05, 1.0, 100, 2000, 200)
+    tau = overflow_probability([group])
+    assert tau == pytest.approx(100 * stats.binom.sf(200, 2000, 0.05))
+    value = epsilon([group], 1e-13)
+    assert epsilon_rdp([group], 1e-13) <= value < math.inf
+    assert epsilon_rdp([group], 1e-13 - tau * (1 + math.exp(value))) <= value
+    assert epsilon([ReleaseGroup(0.05, 1.0, 100, 2000, 130)], 1e-13) == math.inf
+
+
+def test_slack_and_joint_release():
+    assert effective_noise_multiplier(1.0, 1e-3) == 1 / 1.001
+    for bad in (-1e-9, 2e-3):
+        with pytest.raises(PrivacyConfigError):
+            effective_noise_multiplier(1.0, bad)
+    assert joint_noise_multiplier([2.0]) == 2.0
+    assert joint_noise_multiplier([3.0, 4.0]) == pytest.approx(2.4)
+    assert joint_noise_multiplier([3.0, 0.0]) == 0
+
+
+@pytest.mark.parametrize("cap", [None, 240])
+def test_table_bounds_every_count_and_is_monotone(cap):
+    group = ReleaseGroup(0.05, 1.0, 1, 3000, cap)
+    table = EpsilonTable(group, 1e-5, 210, 200)
+    values = [table.epsilon(count) for count in range(211)]
+    assert values[0] == 0 and all(a <= b for a, b in itertools.pairwise(values))
+    for count in (1, 2, 3, 67, 150, 199):
+        exact = epsilon_pld([group.without_cap().times(count)], 1e-5)
+        assert exact - 1e-6 <= values[count] <= exact * 1.03 + 1e-3
+    assert values[200] == table.exact(200) and values[210] == table.exact(210)
+    assert table.epsilon(211) == table.exact(211) > values[210]
+    start = time.perf_counter()
+    for count in range(200):
+        table.epsilon(count)
+    assert (time.perf_counter() - start) / 200 < 0.01
+
+
+def test_table_uses_the_capped_distribution_where_overflow_is_not_negligible(monkeypatch):
+    monkeypatch.setattr(accounting, "_TABLE_POINTS", 3)
+    group = ReleaseGroup(0.05, 1.0, 1, 3000, 185)  # about three deviations
+    table = EpsilonTable(group, 1e-5, 30)
+    assert table.epsilon(10) == pytest.approx(epsilon_pld([group.times(10)], 1e-5, 1e-3), rel=1e-6)
+    assert table.epsilon(10) > epsilon_pld([group.without_cap().times(10)], 1e-5)
+
+
+@pytest.mark.full
+def test_table_at_dpcap_scale_within_a_minute():
+    start = time.process_time()
+    table = EpsilonTable(ReleaseGroup(B / N, 0.728, 1, N, default_cap(B)), DELTA, T + 58, T)
+    assert time.process_time() - start < 60
+    assert table.epsilon(T) == pytest.approx(7.360, abs=1e-3)
+
+
+def test_bad_groups_are_refused():
+    for bad in ((1.1, 1.0, 1), (0.1, -1.0, 1), (0.1, 1.0, -1), (0.1, float("nan"), 1), (0.1, 1.0, 1, None, 5)):
+        with pytest.raises(PrivacyConfigError):
+            ReleaseGroup(*bad)
+    for delta in (0.0, 1.0, -1e-5):
+        with pytest.raises(PrivacyConfigError):
+            epsilon_rdp([DPCAP], delta)

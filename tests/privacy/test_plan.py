@@ -1,0 +1,128 @@
+import dataclasses
+import json
+
+import pytest
+
+from privacy.accounting import ReleaseGroup, epsilon_pld
+from privacy.errors import PrivacyConfigError
+from privacy.plan import PrivacyPlan, make_plan, require_equal
+
+BASE = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 150, "noise_multiplier": 3.0}
+
+
+def _plan(**changes):
+    return make_plan(**{name: value for name, value in (BASE | changes).items() if value != "left out"})
+
+
+def test_defaults_of_the_contract():
+    plan = _plan()
+    assert plan.target_delta == 1 / 6000
+    assert plan.reserved_attempts == 2 and _plan(num_steps=1000).reserved_attempts == 10
+    assert plan.cap == 122 == plan.max_batch_size
+    assert plan.max_intents == 152
+    assert plan.formal_guarantee and plan.reasons == () and plan.warnings == ()
+    assert plan.sample_rate == pytest.approx(0.02) and plan.sampler.cap == 122
+    assert _plan(expected_batch_size=2999).cap == 3000
+    assert _plan(cap=None).max_batch_size == 3000
+
+
+def test_contract_4_the_accountant_is_charged_with_the_slack():
+    plan = _plan(sensitivity_slack=1e-3, cap=None)
+    assert plan.effective_noise_multiplier == 3.0 / 1.001
+    assert plan.epsilon_planned == epsilon_pld([ReleaseGroup(plan.sample_rate, 3.0 / 1.001, 150)], plan.target_delta)
+    assert plan.epsilon_planned < plan.epsilon_with_reserve
+    assert plan.release_group(7).count == 7
+
+
+def test_contract_10_calibration_keeps_the_reserve():
+    plan = _plan(noise_multiplier="left out", target_epsilon=2.0, target_delta=1e-5, reserved_attempts=20)
+    assert 2.0 - 1e-3 <= plan.epsilon_with_reserve <= 2.0
+    assert plan.epsilon_planned < plan.epsilon_with_reserve - 1e-2
+    table = plan.epsilon_table()
+    assert table.epsilon(150) == plan.epsilon_planned and table.epsilon(170) == plan.epsilon_with_reserve
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expected_batch_size": 3001}, "larger than the data"),
+        ({"expected_batch_size": 0}, "expected_batch_size"),
+        ({"num_steps": 0}, "num_steps"),
+        ({"num_examples": 0}, "num_examples"),
+        ({"num_steps": 1.5}, "num_steps"),
+        ({"noise_multiplier": 0.0, "target_epsilon": 8.0}, "noise_multiplier 0 cannot reach"),
+        ({"target_epsilon": 8.0}, "exactly one"),
+        ({"noise_multiplier": "left out"}, "exactly one"),
+        ({"noise_multiplier": "left out", "target_epsilon": 0.0}, "target_epsilon"),
+        ({"noise_multiplier": -1.0}, "negative"),
+        ({"noise_multiplier": float("nan")}, "finite"),
+        ({"noise_multiplier": 0.29}, "below 0.3"),
+        ({"target_delta": 0.0}, "target_delta"),
+        ({"target_delta": 1.0}, "target_delta"),
+        ({"target_delta": float("nan")}, "finite"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"sensitivity_slack": 2e-3}, "sensitivity_slack"),
+        ({"reserved_attempts": -1}, "reserved_attempts"),
+        ({"cap": 0}, "cap"),
+    ],
+)
+def test_bad_plans_are_refused_in_one_line(changes, message):
+    with pytest.raises(PrivacyConfigError, match=message) as error:
+        _plan(**changes)
+    assert error.value.exit_code == 2 and "\n" not in str(error.value)
+
+
+def test_warnings():
+    assert "above 1/n" in _plan(target_delta=1e-2).warnings[0]
+    assert "close to the expected batch" in _plan(cap=70).warnings[0]
+    plan = make_plan(
+        num_examples=3000, expected_batch_size=3, num_steps=1, target_epsilon=30, reserved_attempts=0, cap=None
+    )
+    assert plan.noise_multiplier == 0.3 and "smallest allowed" in plan.warnings[0]
+    assert _plan(noise_multiplier=0.2, allow_small_noise=True).noise_multiplier == 0.2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"noise_multiplier": 0.0}, "noise multiplier is 0"),
+        ({"enabled": False, "noise_multiplier": "left out"}, "disabled"),
+        ({"enabled": False, "noise_multiplier": "left out", "target_epsilon": 8.0}, "disabled"),
+        ({"enabled": False}, "disabled"),
+        ({"sampling": "shuffle"}, "not Poisson"),
+        ({"informal_reasons": ["TAN simulation"]}, "TAN simulation"),
+    ],
+)
+def test_contract_11_no_guarantee_no_epsilon(changes, reason):
+    plan = _plan(**changes)
+    assert not plan.formal_guarantee and reason in plan.reasons[0]
+    assert plan.epsilon_planned is None and plan.epsilon_with_reserve is None and plan.epsilon_table() is None
+    assert plan.epsilon_after(3) is None and plan.frozen_fields()["formal_guarantee"] is False
+
+
+def test_frozen_fields_survive_json_and_name_what_changed():
+    plan = _plan(informal_reasons=["a reason"], target_delta=1e-2)
+    frozen = json.loads(json.dumps(plan.frozen_fields()))
+    assert frozen == plan.frozen_fields()
+    again = PrivacyPlan.from_frozen(frozen)
+    assert dataclasses.replace(again, warnings=plan.warnings) == plan
+    assert int(frozen["sampling_threshold"]) == plan.sampler.threshold
+    for name, value in {"num_steps": 151, "max_grad_norm": 2.0, "noise_multiplier": 3.1, "cap": None}.items():
+        with pytest.raises(PrivacyConfigError, match=f"here: {name} was"):
+            require_equal(
+                frozen,
+                _plan(**{"informal_reasons": ["a reason"], "target_delta": 1e-2, name: value}).frozen_fields()
+                | ({"sample_rate": frozen["sample_rate"]}),
+                "here",
+            )
+    with pytest.raises(PrivacyConfigError, match="lacks"):
+        PrivacyPlan.from_frozen({})
+    with pytest.raises(PrivacyConfigError, match="contradicts"):
+        PrivacyPlan.from_frozen(frozen | {"adjacency": "replace_one"})
+
+
+def test_resume_takes_sigma_from_the_ledger_and_not_from_another_calibration():
+    frozen = _plan().frozen_fields() | {"noise_multiplier": 2.5}
+    plan = _plan(noise_multiplier="left out", target_epsilon=8.0, resume=frozen)
+    assert plan.noise_multiplier == 2.5
+    assert _plan(resume=frozen).noise_multiplier == 3.0  # given explicitly: the comparison will refuse it
