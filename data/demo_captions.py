@@ -86,7 +86,8 @@ class Captioner:
             head.pop()
         if len(head) > 1 and head[-1] in COLORS and head[0] not in COLORS:
             head = [head[-1], *head[:-1]]  # "folder blue" -> "blue folder"
-        if "signs_and_symbols/flags" in file.path and head and not {"flag", "flags", "map"} & set(head):
+        is_flag = "signs_and_symbols/flags" in file.path and "flag" in " ".join(file.keywords)
+        if is_flag and head and not {"flag", "flags", "map"} & set(head):
             head = ["flag", "of", *head]
         tail = self._keywords(file, head)
         is_theme_icon = re.search(r"computer/icons/.*-theme", file.path) is not None

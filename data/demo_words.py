@@ -51,7 +51,8 @@ ghirlande=garlands giardinaggio=gardening grattacieli=skyscrapers grondaia=gutte
 imbianchino=painter gallina=hen motosega=chain+saw piedi=feet ragazzo=boy rilievo=relief sacco=sack pelo=fur
 sapone=soap liquido=liquid scala=ladder doppia=double scatolone=box scodella=bowl spaventapasseri=scarecrow
 stetoscopio=stethoscope struzzo=ostrich tavolozza=palette tenda=tent tramezzino=sandwich zaino=backpack
-sortie=exit antilope=antelope beckham=player flamme=flame nuage=cloud pulsanti=buttons ours=bear fumer=smoking extincteur=fire+extinguisher
+sortie=exit antilope=antelope beckham=player flamme=flame nuage=cloud pulsanti=buttons ours=bear fumer=smoking
+extincteur=fire+extinguisher
 echelle=ladder biologique=biological securite=security nucleare=nuclear emergenza=emergency giapponese=japanese
 nocif=harmful toxique=toxic inflammables=flammable croche=eighth+note gru=crane ballon=balloon ballons=balloons
 baloon=balloon vegitables=vegetables vegitable=vegetable disquete=floppy+disk tophat=top+hat silhouet=silhouette
@@ -102,7 +103,8 @@ DROPPED_WORDS: frozenset[str] = frozenset(
     _words("""
 hash aiga rpg etiquette clipart openclipart cliparts clip gnome stock icons theme
 elements elem symbole architetto francesco frances architett contour contorno submission obligatoire new
-mod mime del della dei sul sulla nella con mio mia via the des les lois san an md jon franc francesc secours juliane phillips krug
+mod mime del della dei sul sulla nella con mio mia via the des les lois san an md jon franc francesc secours juliane
+phillips krug
 linda kim bwh ganson moser frederic ger nicu buculei bucu benji rollandin enrique meza snuatautisticido arki todd
 olivier dave pena geral gerald yves guillo mose jakob lumen studi author artist version title unknown
 untitled various misc test sample drawing image picture vector

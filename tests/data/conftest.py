@@ -64,4 +64,4 @@ def one_shard(tmp_path: Path) -> Iterator[Callable[[bytes], Path]]:
         path.write_bytes(content)
         return path
 
-    yield write
+    return write

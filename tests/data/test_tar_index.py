@@ -1,5 +1,6 @@
 """The index against tarfile and webdataset, and every kind of bad shard."""
 
+import contextlib
 import io
 import json
 import os
@@ -224,10 +225,8 @@ def test_mutated_shards_never_crash_the_walk(one_shard: Callable[[bytes], Path])
         data = bytearray(good)
         for position in rng.integers(0, len(data), 5):
             data[position] = rng.integers(0, 256)
-        try:
+        with contextlib.suppress(DataError):
             scan_shard(one_shard(bytes(data[: rng.integers(1, len(data) + 1)])))
-        except DataError:
-            pass
 
 
 def test_open_complains_about_changed_shards_and_indexes(shards: list[Path], tmp_path: Path) -> None:
