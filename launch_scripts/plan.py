@@ -106,12 +106,20 @@ def _epsilons(plan: PrivacyPlan) -> dict[str, float | None]:
     values["epsilon_with_reserve"] = plan.epsilon_with_reserve
     if delta >= accounting.PLD_SMALLEST_DELTA:
         values["epsilon_pld"] = plan.epsilon_planned
-        lower, estimate, upper = accounting.epsilon_prv(groups, delta)
-        values |= {"epsilon_prv_lower": lower, "epsilon_prv": estimate, "epsilon_prv_upper": upper}
+        values |= _prv(groups, delta)
         values["replace_one"] = accounting.epsilon_replace_one(groups, delta)
         for count in (2, 5):
             values[f"group_{count}"] = accounting.epsilon_group(groups, delta, count, _GROUP_INTERVAL)
     return {name: value if value is None or value < float("inf") else None for name, value in values.items()}
+
+
+def _prv(groups: list[accounting.ReleaseGroup], delta: float) -> dict[str, float | None]:
+    try:
+        lower, estimate, upper = accounting.epsilon_prv(groups, delta)
+    except accounting.CrossCheckUnavailable as error:
+        print(f"warning: {error}", file=sys.stderr)
+        return {}
+    return {"epsilon_prv_lower": lower, "epsilon_prv": estimate, "epsilon_prv_upper": upper}
 
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:

@@ -42,7 +42,7 @@ def test_dpcap_target_epsilon():
 
 
 def test_human_output_with_cap_and_reserve():
-    done = _plan(f"{SMALL} --target_epsilon 2 --cap --reserve 3", COLUMNS="120")
+    done = _plan(f"{SMALL} --noise_multiplier 4 --cap --reserve 3", COLUMNS="120")
     assert done.returncode == 0, done.stderr
     for text in ("Privacy plan", "batches cut at 122", "with 3 reserved", "PRV bracket"):
         assert text in done.stdout
