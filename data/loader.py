@@ -8,6 +8,9 @@ of workers.
 
 import math
 import multiprocessing
+import multiprocessing.connection
+import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -139,6 +142,7 @@ class Loader:
             prefetch_factor=self._prefetch_factor,
             multiprocessing_context=context,
             pin_memory=self._pin_memory,
+            worker_init_fn=_end_with_parent,
         )
 
     def _micro_batches(self, first: Batch, count: int, results: Iterator[Any]) -> Iterator[Batch]:
@@ -265,6 +269,21 @@ def _check_plan(plan: StepPlan, micro_batch_size: int) -> None:
             f"step {plan.step}: {len(plan.example_ids)} examples do not fit {plan.num_micro_batches} micro-batches "
             f"of {micro_batch_size}"
         )
+
+
+def _end_with_parent(_worker: int) -> None:
+    """Ends this worker when its trainer is gone, however that ended.
+
+    torch's own watchdog compares parent ids; a worker's parent is the fork server, which lives as long as its workers.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_wait_and_exit, args=(parent.sentinel,), daemon=True).start()
+
+
+def _wait_and_exit(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
 
 
 def _as_is(batch: Any) -> Any:

@@ -2,6 +2,9 @@
 
 import os
 import pickle
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ from data.loader import Loader, StepPlan, batched_name, eval_batches
 from data.reader import RawExample, TarReader
 from data.tar_index import ExampleTable, build_index
 from data.tokenizer import EMBEDDED_TOKENIZER
+from tests.data.conftest import ROOT
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER)
 
@@ -128,6 +132,38 @@ def test_a_dead_worker_is_a_read_error(table: ExampleTable) -> None:
     plan = StepPlan(0, np.array([1]), np.array([100], dtype=np.uint64), 1)
     with pytest.raises(ReadError, match="worker died"):
         list(loader.steps(iter([plan])))
+
+
+ORPHANS = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+if __name__ == "__main__":
+    from pathlib import Path
+    import multiprocessing, numpy as np
+    from data.loader import Loader, StepPlan
+    from data.tar_index import ExampleTable
+    from tests.data.test_loader import Killer
+    table = ExampleTable.open(Path(sys.argv[2]), Path(sys.argv[3]))
+    loader = Loader(table, Killer(), micro_batch_size=1, num_workers=2)
+    plan = StepPlan(0, np.array([1]), np.array([1], dtype=np.uint64), 1)
+    steps = loader.steps(plan for _ in range(1000))
+    next(steps)
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    os._exit(0)
+"""
+
+
+def test_workers_end_with_their_trainer(table: ExampleTable, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ORPHANS)
+    command = [sys.executable, str(script), str(ROOT), str(table.index_dir), str(table.shard_root)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
+    workers = [int(pid) for pid in done.stdout.split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/exe").exists() for pid in workers):
+        assert time.monotonic() < deadline, "workers outlive their trainer"
+        time.sleep(0.1)
 
 
 def test_plans_and_sizes_that_do_not_fit(table: ExampleTable) -> None:
