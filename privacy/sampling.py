@@ -82,9 +82,7 @@ class PoissonSampler:
             hits = np.flatnonzero(coins <= last)
             ids.append(hits + first)
             values.append(coins[hits])
-        return Decided(
-            np.concatenate([np.empty(0, np.int64), *ids]), np.concatenate([np.empty(0, np.uint64), *values])
-        )
+        return Decided(np.concatenate([np.empty(0, np.int64), *ids]), np.concatenate([np.empty(0, np.uint64), *values]))
 
     def members(self, coin_key: bytes, step: int) -> Ids:
         """All members of `step` in rising order, cap applied: what an auditor recomputes."""

@@ -41,11 +41,16 @@ GRID = [
 
 
 def _check_order(group, delta):
-    """RDP >= PLD >= PRV lower, and PLD is at most 1 % above the PRV upper bound."""
+    """RDP >= PLD >= PRV lower, and PLD is at most 1 % above the PRV upper bound; PRV may fail at huge epsilon only."""
     pld, rdp = epsilon_pld([group], delta), epsilon_rdp([group], delta)
-    lower, estimate, upper = epsilon_prv([group], delta)
+    assert pld <= rdp * (1 + 1e-3) + 1e-3
+    try:
+        lower, estimate, upper = epsilon_prv([group], delta)
+    except accounting.CrossCheckUnavailable:
+        assert pld > 20
+        return
     assert lower <= estimate <= upper
-    assert lower <= pld <= rdp * (1 + 1e-3) + 1e-3
+    assert lower <= pld
     assert pld <= upper * 1.01
 
 
