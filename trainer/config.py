@@ -4,10 +4,11 @@ Every key has one owner. What the machine decides (ZeRO stage, offload, dtype) i
 the experiment means is here and nowhere there. Nothing changes a configuration after loading; derived values are properties.
 """
 
+import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,9 +18,9 @@ EngineName = Literal["deepspeed", "local"]
 
 
 class Section(BaseModel):
-    """Frozen, and a key that it does not know is an error."""
+    """Frozen; an unknown key is an error, and so is a value of another type: "4" and true are no step counts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -85,10 +86,13 @@ class PrivacySection(Section):
         return self
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSection(Section):
     name: Literal["adamw"] = "adamw"
     peak_lr: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # TOML has lists only
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled; biases, norms and other vectors are excluded."""
@@ -102,6 +106,12 @@ class ScheduleSection(Section):
     decay_steps: int | None = Field(None, ge=1)
     """Step at which a cosine would reach the final rate; default: the last step. Longer than training stops it midway."""
     final_fraction: float = Field(0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _decay_follows_warmup(self) -> "ScheduleSection":
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps {self.decay_steps} must be more than warmup_steps {self.warmup_steps}")
+        return self
 
 
 class TrainSection(Section):
@@ -127,6 +137,17 @@ class RunConfig(Section):
     optimizer: OptimizerSection
     schedule: ScheduleSection = ScheduleSection()
     train: TrainSection
+
+    @model_validator(mode="after")
+    def _every_step_moves(self) -> "RunConfig":
+        schedule, last = self.schedule, self.train.num_steps
+        end = schedule.decay_steps or last
+        if schedule.decay == "cosine" and schedule.final_fraction == 0 and end < last:
+            raise ValueError(
+                f"schedule.decay_steps {end} is before train.num_steps {last}: the steps between would spend budget at "
+                "rate 0; give a schedule.final_fraction or more decay_steps"
+            )
+        return self
 
 
 def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -172,11 +193,12 @@ def _value(text: str) -> Any:
 def _first_line(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         return f"unknown key {where}"
     if first["type"] == "missing":
         return f"key {where} is missing"
-    return f"{where}: {first['msg'].removeprefix('Value error, ')}"
+    return f"{where}: {message}" if where else message
 
 
 def to_toml(config: RunConfig) -> str:
@@ -195,7 +217,8 @@ def _toml(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+            # JSON's escapes are TOML's, but for one control character.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case tuple() | list():
             return "[" + ", ".join(_toml(v) for v in value) + "]"
         case dict():

@@ -1,0 +1,207 @@
+"""Recipes and overrides: what is accepted, what is refused and how the refusal reads."""
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trainer.config import RunConfig, load_config, to_toml
+from trainer.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+QUICKSTART = ROOT / "recipes" / "quickstart.toml"
+
+MINIMAL = """
+name = "small"
+[model]
+size = "pico"
+[data]
+shards = "shards/*.tar"
+[privacy]
+expected_batch_size = 8
+noise_multiplier = 1.0
+[optimizer]
+peak_lr = 1e-3
+[train]
+num_steps = 10
+micro_batch_size = 4
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def refusal(recipe: Path, *overrides: str) -> str:
+    """The one line with which loading is refused."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, overrides)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults(recipe: Path) -> None:
+    config = load_config(recipe)
+    assert config.privacy.enabled and config.privacy.max_grad_norm == 1.0
+    assert config.privacy.target_delta is None and config.privacy.reserved_attempts is None
+    assert config.optimizer.betas == (0.9, 0.95) and config.schedule.warmup_steps == 0
+    assert config.heldout is None and config.data.image_size == 224
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_round_trip(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    written = tmp_path / "config.toml"
+    written.write_text(to_toml(config))
+    assert load_config(written) == config
+
+
+def test_round_trip_of_awkward_values(recipe: Path, tmp_path: Path) -> None:
+    """Paths hold whatever a file system allows; small and large floats keep all their digits."""
+    shards = 'a "quoted"\\ folder\n\t\x7f\u00e4\U0001f600{0..1}.tar'
+    tree: dict[str, Any] = tomllib.loads(MINIMAL)
+    tree["data"]["shards"] = shards
+    tree["model"]["overrides"] = {"decoder_depth": 3, "qkv_bias": True, "mlp_ratio": 2.5, "position": "learned"}
+    tree["privacy"] |= {"target_delta": 4.2918454935622317e-9, "max_grad_norm": 1e16}
+    config = RunConfig.model_validate(tree)
+    written = tmp_path / "config.toml"
+    written.write_text(to_toml(config))
+    loaded = load_config(written)
+    assert loaded == config
+    assert loaded.data.shards == shards
+    assert {k: type(v) for k, v in loaded.model.overrides.items()} == {
+        "decoder_depth": int, "qkv_bias": bool, "mlp_ratio": float, "position": str,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.nmu_steps=4", "unknown key train.nmu_steps"),
+        ("trian.num_steps=4", "unknown key trian"),
+        ("privacy.sigma=1.0", "unknown key privacy.sigma"),
+        ("seed=1", "unknown key seed"),
+        ("train.num_steps=many", "train.num_steps"),
+        ('train.num_steps="4"', "train.num_steps"),
+        ("train.num_steps=true", "train.num_steps"),
+        ("train.num_steps=4.5", "train.num_steps"),
+        ("train.num_steps=0", "train.num_steps"),
+        ('optimizer.peak_lr="1e-3"', "optimizer.peak_lr"),
+        ("optimizer.peak_lr=0", "optimizer.peak_lr"),
+        ("optimizer.peak_lr=inf", "optimizer.peak_lr"),
+        ("optimizer.peak_lr=nan", "optimizer.peak_lr"),
+        ("optimizer.betas=[0.9]", "optimizer.betas"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas"),
+        ("optimizer.betas=[-0.1, 0.9]", "optimizer.betas"),
+        ("optimizer.name=lamb", "optimizer.name"),
+        ("privacy.target_delta=1", "privacy.target_delta"),
+        ("privacy.max_grad_norm=0", "privacy.max_grad_norm"),
+        ("privacy.noise_multiplier=-1", "privacy.noise_multiplier"),
+        ("privacy.enabled=1", "privacy.enabled"),
+        ("privacy.target_epsilon=8", "exactly one of noise_multiplier and target_epsilon"),
+        ("schedule.final_fraction=1.5", "schedule.final_fraction"),
+        ("data.num_workers=-1", "data.num_workers"),
+        ("data.shards=7", "data.shards"),
+        ("name=a/b", "name"),
+        ("train=5", "train"),
+        ("model.overrides.width=[1]", "model.overrides.width"),
+    ],
+)
+def test_refused(recipe: Path, override: str, expected: str) -> None:
+    line = refusal(recipe, override)
+    assert expected in line and str(recipe) in line
+
+
+def test_noise_must_be_stated(recipe: Path) -> None:
+    recipe.write_text(MINIMAL.replace("noise_multiplier = 1.0\n", ""))
+    assert "exactly one of" in refusal(recipe)
+    assert load_config(recipe, ["privacy.target_epsilon=8"]).privacy.target_epsilon == 8.0
+    assert load_config(recipe, ["privacy.enabled=false"]).privacy.noise_multiplier is None
+
+
+def test_noise_zero_with_a_target(recipe: Path) -> None:
+    line = refusal(recipe, "privacy.noise_multiplier=0", "privacy.target_epsilon=8")
+    assert "noise_multiplier = 0 gives no guarantee" in line
+
+
+@pytest.mark.parametrize("override", ["train.num_steps", "=4", ".num_steps=4", "train.=4", "train..num_steps=4", ""])
+def test_override_syntax(recipe: Path, override: str) -> None:
+    assert "section.key=value" in refusal(recipe, override)
+
+
+def test_override_into_a_value(recipe: Path) -> None:
+    assert "num_steps is no section" in refusal(recipe, "train.num_steps.x=1")
+
+
+def test_override_values(recipe: Path) -> None:
+    config = load_config(
+        recipe,
+        [
+            "train.num_steps=4", "train.num_steps=5", "optimizer.betas=[0.8, 0.99]", "optimizer.peak_lr=2",
+            "data.shards=/data/x=1/train-{0..3}.tar", "model.overrides.decoder_depth=3", "heldout.shards=h.tar",
+            "heldout.is_public=true",
+        ],
+    )  # fmt: skip
+    assert config.train.num_steps == 5, "the last one counts"
+    assert config.optimizer.betas == (0.8, 0.99)
+    assert isinstance(config.optimizer.peak_lr, float) and config.optimizer.peak_lr == 2.0
+    assert config.data.shards == "/data/x=1/train-{0..3}.tar"
+    assert config.model.overrides == {"decoder_depth": 3}
+    assert config.heldout is not None and config.heldout.is_public is True
+
+
+def test_missing_key(recipe: Path) -> None:
+    recipe.write_text(MINIMAL.replace('size = "pico"', ""))
+    assert "key model.size is missing" in refusal(recipe)
+
+
+def test_no_recipe_and_no_toml(tmp_path: Path) -> None:
+    assert "recipes/" in refusal(tmp_path / "absent.toml")
+    (tmp_path / "broken.toml").write_text("name = \n")
+    assert "is not TOML" in refusal(tmp_path / "broken.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    assert "is not TOML" in refusal(tmp_path / "binary.toml")
+    assert str(tmp_path) in refusal(tmp_path)
+
+
+def test_delta_is_a_number_not_a_string(recipe: Path) -> None:
+    """The reason for TOML: PyYAML reads 1e-9 as a string."""
+    assert load_config(recipe, ["privacy.target_delta=1e-9"]).privacy.target_delta == 1e-9
+
+
+def test_frozen(recipe: Path) -> None:
+    config = load_config(recipe, ["heldout.shards=h.tar"])
+    for section, key in ((config, "name"), (config.privacy, "noise_multiplier"), (config.train, "num_steps")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, key, 3)
+
+
+class TestSchedule:
+    def test_cosine_must_outlast_the_warm_up(self, recipe: Path) -> None:
+        line = refusal(recipe, "schedule.warmup_steps=10", "schedule.decay_steps=10")
+        assert "decay_steps" in line and "warmup_steps" in line
+
+    def test_no_steps_at_rate_zero(self, recipe: Path) -> None:
+        """A step at rate 0 spends budget for nothing."""
+        assert "rate 0" in refusal(recipe, "schedule.decay_steps=9")
+        assert load_config(recipe, ["schedule.decay_steps=9", "schedule.final_fraction=0.1"])
+        assert load_config(recipe, ["schedule.decay_steps=9", "schedule.decay=constant"])
+        assert load_config(recipe, ["schedule.decay_steps=10"])
+
+    def test_a_shorter_run_keeps_its_warm_up(self) -> None:
+        """`train.num_steps=4` is how launches are tried out, whatever the recipe's warm-up."""
+        assert load_config(QUICKSTART, ["train.num_steps=4"]).train.num_steps == 4
+
+
+def test_quickstart_is_what_the_readme_says() -> None:
+    config = load_config(QUICKSTART)
+    assert config.privacy.target_epsilon == 8.0 and math.isclose(config.privacy.target_delta or 0, 1e-5)
+    assert config.heldout is not None and config.heldout.is_public
