@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from privacy.noise import NoiseSource  # noqa: E402
 from trainer.config import load_config  # noqa: E402
 from trainer.distributed import Ranks, discover_ranks, finish, quit_now, start  # noqa: E402
 from trainer.ds_config import load_machine_settings  # noqa: E402
@@ -34,8 +35,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str]) -> None:
-    """Never returns: see `trainer.distributed.finish`."""
+def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
+    """Never returns: see `trainer.distributed.finish`. Only tests pass a noise source."""
     options = parse(arguments)
     ranks = Ranks()
     try:
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> None:
         from trainer.train import train
 
         run_dir = options.run_dir or ROOT / "runs" / config.name
-        code = train(config, machine, options.engine, run_dir.resolve(), ROOT, ranks, device)
+        code = train(config, machine, options.engine, run_dir.resolve(), ROOT, ranks, device, noise)
     except KeyboardInterrupt:
         quit_now(130)
     except Exception as error:

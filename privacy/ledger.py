@@ -185,9 +185,12 @@ class Ledger:
         self._append("intent", {"step": step, "attempt": attempt, "releases": [dict(item) for item in releases]})
 
     def require_budget(self) -> None:
-        """BudgetSpent (exit 3) when one more intent would pass the plan's steps plus reserve."""
+        """BudgetSpent (exit 3) when one more intent would pass the plan's steps plus reserve.
+
+        A run without a formal guarantee has no budget.
+        """
         allowed = self._max_intents
-        if self.num_charged >= allowed:
+        if self._is_formal and self.num_charged >= allowed:
             raise BudgetSpent(f"the privacy budget is spent: {self.num_charged} of {allowed} intents are charged")
 
     def done(self, step: int, attempt: int, params_digest: str | None = None) -> None:
@@ -236,7 +239,8 @@ class Ledger:
         self._files.append(ledger)
         data = ledger.read()
         self._state, tail = read_state(data, str(self.path))
-        self._max_intents = self._state.plan.max_intents
+        plan = self._state.plan
+        self._max_intents, self._is_formal = plan.max_intents, plan.formal_guarantee
         self._join_mirror(data)
         if tail:
             self._write(TORN_MARK + b"\n", tail + TORN_MARK)

@@ -215,7 +215,8 @@ def make_plan(
 
 def require_equal(recorded: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
     """PrivacyConfigError naming the first field that differs: privacy fields are frozen when a run folder opens."""
-    for name in sorted(recorded.keys() | wanted.keys()):
+    # In the order of the plan's fields, so that what was asked for is named before what follows from it.
+    for name in [*wanted, *(name for name in recorded if name not in wanted)]:
         if name not in recorded or name not in wanted or recorded[name] != wanted[name]:
             raise PrivacyConfigError(f"{where}: {name} was {recorded.get(name)!r} and is now {wanted.get(name)!r}")
 

@@ -43,7 +43,7 @@ class RunLedger:
 
     def start_session(self) -> bytes:
         """Records this start and returns its nonce; on rank 0 the epsilon table is computed too."""
-        nonce = distributed.on_main(lambda: self._on_main.start_session(environment()))
+        nonce = distributed.on_main(lambda: self._on_main.start_session(_versions()))
         if self._ledger is not None:
             self._table = self.plan.epsilon_table()
         return nonce
@@ -100,7 +100,7 @@ def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, 
             folder.key,
             plan,
             data_manifest=table.manifest_digest(),
-            open_fields={"commit": environment()["commit"]},
+            open_fields={"commit": _versions()["commit"]},
             mirror=privacy.ledger_mirror,
             has_checkpoint=any(folder.checkpoints.glob("step-*")),
         )
@@ -112,6 +112,11 @@ def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, 
         ledger, key = opened[0]
         return RunLedger(ledger, key, found["plan"], found["attempts"])
     return RunLedger(None, SamplingKey.load(folder.key, found["commitment"]), found["plan"], found["attempts"])
+
+
+def _versions() -> dict[str, Any]:
+    """The environment without the command line, which may name private paths."""
+    return {key: value for key, value in environment().items() if key != "arguments"}
 
 
 def _make_plan(folder: RunFolder, privacy: PrivacySection, num_steps: int, num_examples: int) -> PrivacyPlan:

@@ -1,0 +1,84 @@
+"""Starts the real command as a user would, and reads what it left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.ranks import ROOT, free_port, quiet_environment
+
+RECIPE = "tests/e2e/tiny.toml"
+TRAIN = "launch_scripts/train.py"
+
+
+def train_arguments(run_dir: Path, *more: str, ds_config: str = "ds_configs/zero3.json", recipe: str = RECIPE) -> list[str]:
+    return ["--ds_config", ds_config, "--recipe", recipe, "--run_dir", str(run_dir), *more]
+
+
+def launch(arguments: list[str], *, script: str = TRAIN, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`deepspeed --num_gpus 2 SCRIPT ARGUMENTS`."""
+    deepspeed = str(Path(sys.executable).parent / "deepspeed")
+    return _run([deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), script, *arguments], timeout, environment)
+
+
+def alone(arguments: list[str], *, script: str = TRAIN, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The same in one process, without a launcher."""
+    return _run([sys.executable, script, *arguments], timeout, environment)
+
+
+def _run(command: list[str], timeout: float, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=quiet_environment(**environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        kill_group(process)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def start_ranks(arguments: list[str], world_size: int, log: Path, *, script: str = TRAIN, **environment: str) -> list[subprocess.Popen[bytes]]:
+    """Two ranks without a launcher that would react to their death; output goes to `log`."""
+    port = str(free_port())
+    with log.open("ab") as output:
+        return [
+            subprocess.Popen(
+                [sys.executable, script, *arguments], cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
+                env=quiet_environment(
+                    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **environment,
+                ),
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+
+
+def kill_group(process: subprocess.Popen[Any]) -> None:
+    """The process with its workers."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
+
+
+def ledger_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Parsed lines of the ledger; a torn one is {"type": "torn"}."""
+    path = run_dir / "ledger.jsonl"
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    out = []
+    for line in filter(None, lines):
+        try:
+            out.append(json.loads(line))
+        except json.JSONDecodeError:
+            out.append({"type": "torn"})
+    return out
+
+
+def count(run_dir: Path, kind: str) -> int:
+    return sum(line["type"] == kind for line in ledger_lines(run_dir))

@@ -1,0 +1,120 @@
+"""SIGKILL at random moments, resumed by the same command: nothing is spent twice, nothing is forgotten (contract 9)."""
+
+import hashlib
+import json
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from privacy.keys import SamplingKey
+from privacy.ledger_format import read_ledger
+from tests.e2e.launch import count, kill_group, ledger_lines, start_ranks, train_arguments
+
+SCRIPT = "tests/e2e/recording_train.py"
+NUM_STEPS = 20
+
+
+def run_with_kills(run_dir: Path, kills: int, reserve: int, seed: int, *, first_at_intent: bool = False) -> int:
+    """Starts the run again and again, killing all ranks `kills` times; returns the exit code of the last start.
+
+    With `first_at_intent` the first kill waits for an intent without its `done`: that attempt is charged for nothing.
+    """
+    random_moments = random.Random(seed)
+    arguments = train_arguments(
+        run_dir, f"train.num_steps={NUM_STEPS}", f"privacy.reserved_attempts={reserve}", "heldout.num_captions=0"
+    )
+    log = run_dir.with_suffix(".log")
+    for kill in range(kills):
+        before = len(ledger_lines(run_dir))
+        ranks = start_ranks(arguments, 2, log, script=SCRIPT, NOISE_LOG=str(run_dir.with_suffix(".noise")))
+        wanted = before + random_moments.randint(1, 8)  # anywhere: before the session, between intent and done, later
+        deadline = time.monotonic() + 120
+        while len(ledger_lines(run_dir)) < wanted and all(r.poll() is None for r in ranks):
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.002)
+        if kill == 0 and first_at_intent:
+            while ledger_lines(run_dir)[-1]["type"] != "intent":
+                assert time.monotonic() < deadline, log.read_text()[-3000:]
+        else:
+            time.sleep(random_moments.random() * 0.1)
+        for rank in ranks:
+            kill_group(rank)
+    ranks = start_ranks(arguments, 2, log, script=SCRIPT, NOISE_LOG=str(run_dir.with_suffix(".noise")))
+    codes = [rank.wait(timeout=240) for rank in ranks]
+    assert codes[0] == codes[1], log.read_text()[-3000:]
+    return codes[0]
+
+
+def check_chain(run_dir: Path) -> None:
+    """Independent of the ledger's own reader: every line carries the SHA-256 of the one before."""
+    lines = (run_dir / "ledger.jsonl").read_bytes().split(b"\n")
+    assert lines[-1] == b""
+    previous = "0" * 64
+    for line in lines[:-1]:
+        if not line.endswith(b" #torn"):
+            assert json.loads(line)["previous"] == previous
+        previous = hashlib.sha256(line).hexdigest()
+
+
+def check_nothing_is_shared(run_dir: Path) -> None:
+    """No two attempts have members or noise in common, beyond chance."""
+    state = read_ledger(run_dir / "ledger.jsonl")
+    key = SamplingKey.load(run_dir / "private" / "sampling.key", state.opened["key_commitment"])
+    sampler, nonce, members = state.plan.sampler, b"", []
+    for line in ledger_lines(run_dir):
+        if line["type"] == "session":
+            nonce = bytes.fromhex(line["nonce"])
+        if line["type"] == "intent":
+            members.append(sampler.members(key.coin_key(nonce, line["attempt"]), line["step"]))
+    assert len({m.tobytes() for m in members}) == len(members)
+    overlap = [len(np.intersect1d(a, b)) for i, a in enumerate(members) for b in members[:i]]
+    assert max(overlap) <= 8  # 24 of 3,000 twice: 0.2 on average
+    draws = run_dir.with_suffix(".noise").read_text().split()
+    assert len(set(draws)) == len(draws)
+
+
+def kill_and_finish(folder: Path, kills: int, seed: int) -> None:
+    run_dir = folder / "run"
+    assert run_with_kills(run_dir, kills, reserve=2 * kills + 2, seed=seed) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+    state = read_ledger(run_dir / "ledger.jsonl")
+    check_chain(run_dir)
+    check_nothing_is_shared(run_dir)
+    assert state.closed == "finished"
+    assert {line["step"] for line in ledger_lines(run_dir) if line["type"] == "done"} == set(range(1, NUM_STEPS + 1))
+    assert count(run_dir, "session") >= 1
+    assert state.num_charged >= count(run_dir, "intent") >= NUM_STEPS
+    assert count(run_dir, "intent") >= count(run_dir, "done")
+
+
+def kill_without_reserve(folder: Path, kills: int, seed: int) -> None:
+    run_dir = folder / "run"
+    code = run_with_kills(run_dir, kills, reserve=0, seed=seed, first_at_intent=True)
+    state = read_ledger(run_dir / "ledger.jsonl")
+    check_chain(run_dir)
+    check_nothing_is_shared(run_dir)
+    assert code == 3, run_dir.with_suffix(".log").read_text()[-3000:]
+    assert state.num_charged == NUM_STEPS
+    assert (run_dir / "checkpoints" / "LATEST").exists()
+
+
+def test_contract_9_three_kills(tmp_path: Path) -> None:
+    kill_and_finish(tmp_path, kills=3, seed=1)
+
+
+def test_contract_9_without_a_reserve_the_run_stops_at_its_budget(tmp_path: Path) -> None:
+    kill_without_reserve(tmp_path, kills=3, seed=2)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(3, 5))
+def test_contract_9_ten_kills(tmp_path: Path, seed: int) -> None:
+    (tmp_path / "a").mkdir()
+    kill_and_finish(tmp_path / "a", kills=10, seed=seed)
+    (tmp_path / "b").mkdir()
+    kill_without_reserve(tmp_path / "b", kills=10, seed=seed)
+
+

@@ -1,0 +1,139 @@
+"""The launcher as a user calls it: every ZeRO stage, and no crash at exit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import free_port, quiet_environment
+from tests.e2e.launch import alone, count, kill_group, launch, ledger_lines, train_arguments
+
+
+def launch_and_check(run_dir: Path, stage: int) -> None:
+    result = launch(train_arguments(run_dir, "heldout.num_captions=1", ds_config=f"ds_configs/zero{stage}.json"))
+    said = result.stdout + result.stderr
+    assert result.returncode == 0, said[-4000:]
+    assert "terminate called" not in said
+    assert "done: 4 steps, epsilon" in result.stdout
+    kinds = [line["type"] for line in ledger_lines(run_dir)]
+    assert kinds == ["open", "session", *["intent", "done", "checkpoint"] * 4, "close"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_launch_of_each_stage(tmp_path: Path, stage: int) -> None:
+    launch_and_check(tmp_path / "run", stage)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_twenty_launches_of_each_stage(tmp_path: Path, stage: int) -> None:
+    for i in range(20):
+        launch_and_check(tmp_path / str(i), stage)
+
+
+def test_moving_between_engines_and_world_sizes(tmp_path: Path) -> None:
+    """ZeRO-3 on two ranks, then local on one, then bf16 ZeRO-1 on two: one run, one ledger."""
+    run_dir, more = tmp_path / "run", ["train.num_steps=60", "heldout.num_captions=0", "train.checkpoint_every=1000"]
+    stopped_after(run_dir, 2, ["--engine", "deepspeed"], more)
+    stopped_after(run_dir, 1, ["--engine", "local"], more)
+    result = launch(train_arguments(run_dir, *more, ds_config="ds_configs/zero1_bf16.json"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert count(run_dir, "session") == 3
+    assert count(run_dir, "intent") == count(run_dir, "done") == 60
+
+
+def stopped_after(run_dir: Path, world_size: int, options: list[str], more: list[str]) -> None:
+    """Runs until two more steps are done, then asks rank 0 to stop by SIGUSR1."""
+    from tests.e2e.launch import start_ranks
+
+    log, before = run_dir.with_suffix(".log"), count(run_dir, "done")
+    ranks = start_ranks([*options, *train_arguments(run_dir, *more)], world_size, log)
+    try:
+        deadline = time.monotonic() + 120
+        while count(run_dir, "done") < before + 2:
+            assert all(r.poll() is None for r in ranks) and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.005)
+        os.kill(ranks[0].pid, signal.SIGUSR1)
+        assert [r.wait(timeout=60) for r in ranks] == [7] * world_size, log.read_text()[-3000:]
+    finally:
+        for rank in ranks:
+            kill_group(rank)
+
+
+def test_contract_11_and_12_a_run_without_noise_says_so(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    result = alone(["--engine", "local", *train_arguments(run_dir, "privacy.noise_multiplier=0")])
+    assert result.returncode == 0, result.stderr
+    assert "formal_guarantee: false" in result.stdout
+    assert "epsilon planned" not in result.stdout
+    manifest = json.loads((run_dir / "checkpoints" / "step-00000004" / "manifest.json").read_text())
+    assert manifest["formal_guarantee"] is False and manifest["reasons"]
+    assert "epsilon" not in (run_dir / "metrics.jsonl").read_text()
+
+
+def test_privacy_can_be_switched_off(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    off = ["privacy.enabled=false", "train.num_steps=3"]
+    result = alone(["--engine", "local", *train_arguments(run_dir, *off)])
+    assert result.returncode == 0, result.stderr
+    assert "formal_guarantee: false" in result.stdout
+
+
+def test_contract_12_private_quantities_stay_private(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert launch(train_arguments(run_dir)).returncode == 0
+    assert (run_dir / "private").stat().st_mode & 0o777 == 0o700
+    assert (run_dir / "private" / "sampling.key").stat().st_mode & 0o777 == 0o600
+    private = set(json.loads((run_dir / "private" / "metrics.jsonl").read_text().splitlines()[-1])) - {"step", "time_unix"}
+    public = "".join(
+        p.read_text(errors="replace") for p in run_dir.rglob("*") if p.is_file() and "private" not in p.parts
+    )
+    assert {"train/loss", "train/clipped_fraction", "train/batch_size"} <= private
+    assert not [name for name in private if name in public]
+    key = (run_dir / "private" / "sampling.key").read_bytes()
+    assert key.hex() not in public and str(key) not in public
+
+
+def test_tensorboard_shows_what_matters(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert launch(train_arguments(run_dir)).returncode == 0
+    port = free_port()
+    board = subprocess.Popen(
+        [str(Path(sys.executable).parent / "tensorboard"), "--logdir", str(run_dir / "tensorboard"), "--port", str(port)],
+        env=quiet_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        tags = get(port, "scalars/tags")["."]
+        assert {"privacy/epsilon", "optimizer/lr", "heldout/loss"} <= set(tags)
+        epsilons = get(port, "scalars/scalars", run=".", tag="privacy/epsilon")
+        assert [point[1] for point in epsilons] == [1, 2, 3, 4]
+        assert all(0 < a[2] < b[2] for a, b in zip(epsilons, epsilons[1:], strict=False))
+        assert [point[1] for point in get(port, "scalars/scalars", run=".", tag="heldout/loss")] == [0, 4]
+        assert "heldout/captions" in get(port, "images/tags")["."]
+        assert any("heldout/captions" in tag for tag in get(port, "text/tags")["."])
+    finally:
+        kill_group(board)
+
+
+def get(port: int, path: str, **query: str) -> dict:
+    """TensorBoard's JSON, as soon as it is up and has read its files."""
+    url = f"http://127.0.0.1:{port}/data/plugin/{path}?{urllib.parse.urlencode(query)}"
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                found = json.load(answer)
+            if found:
+                return found
+        except OSError:
+            pass
+        assert time.monotonic() < deadline, f"{url} did not answer"
+        time.sleep(0.3)
