@@ -1,0 +1,354 @@
+"""The privacy card's attested part: every number in it comes from the bytes of one ledger.jsonl and nothing else.
+
+Headings and their order follow the reporting checklist of "How to DP-fy ML" (Ponomareva et al. 2023, arXiv
+2303.00654). The card is plain data, ready for JSON; privacy/report_markdown.py renders it.
+Nothing is written and no lock is taken, so a card can be made while the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger_format import TORN_MARK, LedgerState, hash_line, noise_multiplier_of, read_state
+from privacy.plan import PrivacyPlan
+from privacy.report_numbers import accounting_numbers
+
+CARD_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LedgerSnapshot:
+    """One reading of a ledger, so that all numbers of a card speak of the same moment.
+
+    Attributes:
+        state: the verified state; an unterminated last line is charged as its repair would charge it.
+        records: every whole record, in order.
+        last_hash: SHA-256 of the last whole line.
+        num_torn: torn lines, the unterminated one included.
+        unterminated: the file ends inside a line: a crash, or a write that is under way right now.
+    """
+
+    state: LedgerState
+    records: list[dict[str, Any]]
+    last_hash: str
+    num_torn: int
+    unterminated: bool
+
+    def of_type(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["type"] == kind]
+
+
+def read_snapshot(path: Path | str) -> LedgerSnapshot:
+    """Reads and verifies a ledger once, without touching it; PrivacyStateRefused (exit 4) names what is broken."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise PrivacyStateRefused(f"{path}: cannot read the ledger: {error.strerror or error}") from error
+    state, tail = read_state(data, str(path))
+    if tail:
+        state.absorb(tail + TORN_MARK)
+    lines = data.split(b"\n")[:-1]
+    whole = [line for line in lines if not line.endswith(TORN_MARK)]
+    num_torn = len(lines) - len(whole) + bool(tail)
+    return LedgerSnapshot(state, [json.loads(line) for line in whole], hash_line(lines[-1]), num_torn, bool(tail))
+
+
+def privacy_card(path: Path | str) -> dict[str, Any]:
+    """The attested card of the run whose ledger is at `path` (a few seconds).
+
+    Without a formal guarantee the card holds no epsilon at all, not even a planned or a targeted one. An epsilon that
+    is infinite, or that the accountant does not give at this delta, is None.
+
+    Raises:
+        PrivacyStateRefused: the ledger cannot be read or is broken.
+    """
+    snapshot = read_snapshot(path)
+    plan = snapshot.state.plan
+    numbers = accounting_numbers(snapshot.state, plan)
+    card = {
+        "card_format": CARD_FORMAT,
+        "formal_guarantee": plan.formal_guarantee,
+        "reasons": list(plan.reasons),
+        "epsilon": numbers["epsilon"],
+        "delta": plan.target_delta,
+        "steps_done": _steps_done(snapshot.state, plan),
+        "steps_planned": plan.num_steps,
+        "attempts_charged": snapshot.state.num_charged,
+        "warnings": [],
+        "setting": _setting(),
+        "released": _released(snapshot),
+        "unit_of_privacy": _unit(plan),
+        "adjacency": _adjacency(),
+        "mechanism": _mechanism(snapshot, plan),
+        "sampling": _sampling(snapshot, plan),
+        "accounting": numbers | _attempts(snapshot, plan),
+        "tuning": _tuning(),
+        "public_data": _public_data(),
+        "logged_without_noise": _logged_without_noise(),
+        "not_covered": _not_covered(snapshot),
+        "provenance": _provenance(snapshot),
+    }
+    card["warnings"] = _warnings(snapshot, plan, card)
+    return card
+
+
+def _steps_done(state: LedgerState, plan: PrivacyPlan) -> int | None:
+    """The highest step that is done. Without privacy the ledger records no steps, only that the run has finished."""
+    if plan.enabled:
+        return state.last_done_step
+    return plan.num_steps if state.closed == "finished" else None
+
+
+# The sections, in the order of the checklist
+
+
+def _setting() -> dict[str, Any]:
+    return {
+        "model": "central differential privacy",
+        "statement": (
+            "The trainer sees the data in the clear and is trusted, together with the machines that it runs on, "
+            "whoever operates them and the console of the job. The folder `private/` of the run (mode 0700) is inside "
+            "the trust boundary. Everybody else is an adversary who may see all of the rest of the run folder, knows "
+            "the code and all parameters, and may know every other record of the data."
+        ),
+    }
+
+
+def _released(snapshot: LedgerSnapshot) -> dict[str, Any]:
+    checkpoints = [
+        {"step": record["step"], "name": record.get("path"), "manifest_sha256": record["digest"]}
+        for record in snapshot.of_type("checkpoint")
+    ]
+    return {
+        "statement": _RELEASED if snapshot.state.plan.formal_guarantee else _NOTHING_CLAIMED,
+        "checkpoints_recorded": len(checkpoints),
+        "last_checkpoint": checkpoints[-1] if checkpoints else None,
+    }
+
+
+_RELEASED = (
+    "The guarantee covers the weights and the optimizer state after every step, not only the last ones: all "
+    "checkpoints, and everything else in the run folder outside of `private/`, may be published together, "
+    "with the exceptions of section 11."
+)
+_NOTHING_CLAIMED = "This run makes no formal claim: treat everything that it wrote as if it were the training data."
+
+
+def _unit(plan: PrivacyPlan) -> dict[str, Any]:
+    return {
+        "unit": "one image-text pair",
+        "num_examples": plan.num_examples,
+        "statement": (
+            "Where there is a guarantee, a person or a picture that occurs in several pairs has only the weaker group "
+            "epsilon of section 7, not that of the headline. Near-duplicates were not removed unless stated elsewhere."
+        ),
+    }
+
+
+def _adjacency() -> dict[str, Any]:
+    return {
+        "relation": "zero_out",
+        "statement": (
+            "Two data sets are neighbours when they differ in one record that is replaced by one that contributes "
+            "nothing (zero-out, the counterpart of add-or-remove for a public number of examples). The number of "
+            "examples n and the expected batch size are therefore public. The epsilon for replacing a record by an "
+            "arbitrary other one is given beside the claim."
+        ),
+    }
+
+
+def _mechanism(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
+    return {
+        "name": "DP-SGD: per-example clipping, Gaussian noise (Abadi et al. 2016); any optimizer is post-processing",
+        "max_grad_norm": plan.max_grad_norm,
+        "sensitivity_slack": plan.sensitivity_slack,
+        "noise_multiplier": plan.noise_multiplier,
+        "noise_multiplier_accounted": plan.effective_noise_multiplier,
+        "expected_batch_size": plan.expected_batch_size,
+        "releases": _releases(snapshot),
+        "statement": _MECHANISM if plan.enabled else "Privacy was disabled: no clipping and no noise.",
+    }
+
+
+_MECHANISM = (
+    "Each example's gradient over all trainable parameters is clipped to the L2 norm C (flat clipping); the clipped "
+    "gradients of the batch are summed, Gaussian noise of standard deviation sigma times the sensitivity is added "
+    "once, and the sum is divided by the public expected batch size. Rounding may let one example contribute up to "
+    "C (1 + r), so the accountant is charged with sigma / (1 + r)."
+)
+
+
+def _releases(snapshot: LedgerSnapshot) -> list[dict[str, Any]]:
+    """What the intents say they release, by name: how often, and the least noise of all times."""
+    found: dict[str, dict[str, Any]] = {}
+    for intent in snapshot.of_type("intent"):
+        for release in intent["releases"]:
+            sigma = noise_multiplier_of([release])
+            entry = {"name": release["name"], "count": 0, "smallest_noise_multiplier": sigma, "largest_sensitivity": 0}
+            entry = found.setdefault(release["name"], entry)
+            entry["count"] += 1
+            entry["smallest_noise_multiplier"] = min(entry["smallest_noise_multiplier"], sigma)
+            entry["largest_sensitivity"] = max(entry["largest_sensitivity"], release["sensitivity"])
+    return list(found.values())
+
+
+def _sampling(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
+    opened = snapshot.state.opened
+    return {
+        "scheme": plan.sampling,
+        "sample_rate": plan.sample_rate,
+        "expected_batch_size": plan.expected_batch_size,
+        "cap": plan.cap,
+        "matches_accounting": plan.sampling == "poisson",
+        "key_commitment_sha256": opened["key_commitment"],
+        "data_hmac_sha256": opened.get("data_hmac"),
+        "statement": _SAMPLING if plan.sampling == "poisson" else f"The scheme is {plan.sampling!r}, not Poisson.",
+    }
+
+
+_SAMPLING = (
+    "True Poisson sampling: in every attempt each example takes part independently with probability q, decided by "
+    "AES-256-CTR coins under a secret key, a fresh nonce per start of the program and the attempt's number, so that no "
+    "retry repeats a sample. This is the scheme that the accountant assumes: nothing is shuffled. Batches above the "
+    "cap, where there is one, are cut down uniformly, and the claim is charged for it. The ledger committed to the key before its first use."
+)
+
+
+def _tuning() -> dict[str, Any]:
+    return {
+        "included": False,
+        "statement": (
+            "Not included unless stated. The epsilon is that of this one run; other runs on the same data, among them "
+            "those that chose its hyper-parameters, compose with it."
+        ),
+    }
+
+
+def _public_data() -> dict[str, Any]:
+    return {"statement": "The ledger says nothing about pre-training: what is known comes from other files."}
+
+
+def _logged_without_noise() -> dict[str, Any]:
+    return {
+        "where": "private/ (mode 0700)",
+        "quantities": [
+            "training loss, clipped fraction, mean gradient norm before noise",
+            "realised batch sizes, non-finite and undecodable examples",
+            "timings and memory, where the shape of a step depends on its sample",
+            "the data's manifest and index, the sampling key",
+            "held-out losses and captions, unless the recipe declares the held-out data public",
+        ],
+        "statement": (
+            "These quantities are computed from the data without noise. They were written to `private/` and to the "
+            "console only, carry no guarantee and must not be published. None of them was read for this card."
+        ),
+    }
+
+
+def _not_covered(snapshot: LedgerSnapshot) -> dict[str, Any]:
+    points = [
+        "Whether the program did what the ledger says. An audit of the run is the means for that; it is not part of "
+        "this card.",
+        "A ledger forged as a whole: the hash chain finds edits only against a hash kept elsewhere. Keep the hash of "
+        "the last line (section 12) outside of the run folder.",
+        "Time: the time stamps of ledger and metrics tell how long a step took, and so roughly how many examples it "
+        "had, unless every step runs the padded batch of the cap.",
+        "Floating-point noise: it is drawn and added in double precision, but not from a discrete distribution; "
+        "attacks on its rounding are assumed away.",
+        "Other runs and releases on the same data, and choices made after looking at the data (tokenizer, filters, "
+        "recipe).",
+        "Held-out data: losses and captions of it are published only where the recipe declares it public.",
+        "What `private/`, the console or the machines leak by themselves.",
+    ]
+    if not snapshot.state.mirrored:
+        points.insert(2, NO_MIRROR)
+    return {"points": points}
+
+
+NO_MIRROR = "The ledger has no mirror: a rollback of the whole folder would not be detected."
+
+
+def _provenance(snapshot: LedgerSnapshot) -> dict[str, Any]:
+    opened, sessions = snapshot.state.opened, snapshot.of_type("session")
+    return {
+        "commit": opened.get("commit"),
+        "opened_utc": opened["time_utc"],
+        "last_record_utc": snapshot.records[-1]["time_utc"],
+        "closed": snapshot.state.closed,
+        "ledger": {
+            "file": "ledger.jsonl",
+            "format": opened["format"],
+            "lines": snapshot.state.num_lines,
+            "last_line_sha256": snapshot.last_hash,
+            "mirrored_sessions": sum(record["mirror"] for record in sessions),
+        },
+        "sessions": [_session(record) for record in sessions],
+    }
+
+
+def _session(record: dict[str, Any]) -> dict[str, Any]:
+    environment = record.get("environment")
+    environment = environment if isinstance(environment, dict) else {}
+    # The command line stays out: it may name folders that are nobody's business.
+    known = {name: environment.get(name) for name in ("commit", "modified", "python", "packages")}
+    return {"started_utc": record["time_utc"], "mirror": record["mirror"], **known}
+
+
+def _attempts(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
+    state = snapshot.state
+    return {
+        "attempts": {
+            "charged": state.num_charged,
+            "allowed": plan.max_intents,
+            "done": len(snapshot.of_type("done")),
+            "repeats": sum(intent.attempt > 0 for intent in state.intents),
+            "torn_lines": snapshot.num_torn,
+            "torn_lines_charged": state.charged_torn,
+        }
+    }
+
+
+# What an auditor should not overlook
+
+
+def _warnings(snapshot: LedgerSnapshot, plan: PrivacyPlan, card: dict[str, Any]) -> list[str]:
+    numbers, n = card["accounting"], plan.num_examples
+    found = []
+    if plan.target_delta > 1 / n:
+        found.append(f"delta {plan.target_delta:g} is above 1/n = {1 / n:.3g}: it would allow publishing some pairs")
+    if plan.formal_guarantee and numbers["epsilon"] is None:
+        found.append("the accountant finds no finite epsilon at this delta")
+    if not _consistent(numbers):
+        found.append("the claim is not between the PRV lower and the RDP upper bound (both leave out the cap)")
+    if snapshot.unterminated:
+        found.append(
+            "the ledger ends inside a line (a crash, or a write under way); it is charged if it may be an attempt"
+        )
+    if not snapshot.state.mirrored:
+        found.append(NO_MIRROR[0].lower() + NO_MIRROR[1:-1])
+    return found + _code_warnings(card["provenance"], numbers)
+
+
+def _code_warnings(provenance: dict[str, Any], numbers: dict[str, Any]) -> list[str]:
+    found, sessions = [], provenance["sessions"]
+    modified = [str(number) for number, session in enumerate(sessions, start=1) if session["modified"]]
+    if modified:
+        found.append(f"uncommitted changes in session {', '.join(modified)}: the commit does not identify the code")
+    if len({session["commit"] for session in sessions} | {provenance["commit"]}) > 1 and sessions:
+        found.append("the sessions ran different commits of the code, or not all commits are known")
+    if numbers["accountant_at_opening"] not in (None, numbers["accountant"]):
+        found.append(f"planned with {numbers['accountant_at_opening']}, this card uses {numbers['accountant']}")
+    return found
+
+
+def _consistent(numbers: dict[str, Any]) -> bool:
+    """RDP >= claim >= PRV lower, with the slack of RDP's finite list of orders (a thousandth)."""
+    claim, rdp, prv = numbers["epsilon"], numbers["epsilon_rdp"], numbers["epsilon_prv"]
+    if claim is None:
+        return True
+    below_rdp = rdp is None or claim <= rdp * (1 + 1e-3) + 1e-3
+    return below_rdp and (prv is None or prv[0] <= claim)

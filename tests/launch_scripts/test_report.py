@@ -1,0 +1,151 @@
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from privacy.ledger import Ledger
+from privacy.plan import make_plan
+from tests.privacy.ledger_epsilon import recompute
+from trainer.report import build_card
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "424242.125"
+
+
+def _report(run_dir, *arguments):
+    command = [sys.executable, "launch_scripts/report.py", "--run_dir", str(run_dir), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A small finished run: ledger, public metrics and evaluation, a checkpoint, and secrets under private/."""
+    run = tmp_path / "run"
+    for folder in ("private", "evaluation", "checkpoints/step-00000002"):
+        (run / folder).mkdir(parents=True)
+    manifest = json.dumps({"initialisation": {"kind": "random", "seed": 0}, "step": 2}).encode()
+    (run / "checkpoints/step-00000002/manifest.json").write_bytes(manifest)
+    _write_lines(run / "evaluation/heldout.jsonl", {"step": 0, "loss": 8.5}, {"step": 2, "loss": 6.25})
+    _write_lines(run / "metrics.jsonl", {"step": 1, "optimizer/lr": 0.1})
+    for name in ("metrics.jsonl", "heldout.jsonl", "sampling.key"):
+        _write_lines(run / "private" / name, {"step": 1, "train/loss": float(SECRET), "loss": float(SECRET)})
+    _write_ledger(run, manifest)
+    return run
+
+
+def _write_lines(path, *values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+
+
+def _write_ledger(run, manifest, **changes):
+    numbers = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 2, "target_delta": 1e-5}
+    plan = make_plan(**numbers | {"noise_multiplier": 4.0} | changes)
+    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee"}
+    with Ledger.create(run / "ledger.jsonl", fields) as ledger:
+        ledger.start_session({"commit": "c0ffee", "modified": False})
+        for step in (1, 2):
+            ledger.intent(step, 0, [{"name": "gradient", "std": plan.noise_multiplier, "sensitivity": 1.0}])
+            ledger.done(step, 0)
+        ledger.checkpoint(2, "step-00000002", hashlib.sha256(manifest).hexdigest())
+        ledger.close("finished")
+
+
+def test_json_is_one_object_and_equals_the_file(run_dir):
+    before = (run_dir / "ledger.jsonl").read_bytes()
+    done = _report(run_dir, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    card = json.loads(done.stdout)
+    assert card == json.loads((run_dir / "report/privacy_card.json").read_text())
+    charged, epsilon = recompute(run_dir / "ledger.jsonl")
+    assert card["epsilon"] == pytest.approx(epsilon, rel=1e-9) and card["attempts_charged"] == charged == 2
+    assert card["run_dir"] == str(run_dir)
+    assert (card["steps_done"], card["steps_planned"], card["delta"]) == (2, 2, 1e-5)
+    assert card["formal_guarantee"] is True and card["reasons"] == []
+    assert card["utility"]["heldout_loss"] == [{"step": 0, "loss": 8.5}, {"step": 2, "loss": 6.25}]
+    assert card["utility"]["attested"] is False
+    assert card["released"]["last_checkpoint"]["manifest_matches"] is True
+    assert "privacy_card.md" in done.stderr
+    assert (run_dir / "ledger.jsonl").read_bytes() == before
+
+
+def test_human_output_while_a_trainer_holds_the_run(run_dir):
+    with (run_dir / "private/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = _report(run_dir)
+    assert done.returncode == 0, done.stderr
+    for text in ("2 of 2 steps done", "epsilon 0.", "at delta 1e-05", "privacy_card.json", "privacy_card.md"):
+        assert text in done.stdout
+    page = (run_dir / "report/privacy_card.md").read_text()
+    assert "evaluation/heldout.jsonl" in page and "6.2500" in page and "Not attested" in page
+
+
+def test_contract_12_nothing_private_is_read(run_dir):
+    with_private = build_card(run_dir)
+    assert SECRET not in json.dumps(with_private)
+    shutil.rmtree(run_dir / "private")
+    assert build_card(run_dir) == with_private
+
+
+def test_contract_12_private_heldout_is_said_to_be_private(run_dir):
+    (run_dir / "evaluation/heldout.jsonl").unlink()
+    assert _report(run_dir).returncode == 0
+    assert json.loads((run_dir / "report/privacy_card.json").read_text())["utility"]["heldout_loss"] == []
+    assert "it is private" in (run_dir / "report/privacy_card.md").read_text()
+
+
+def test_public_throughput_is_reported_and_broken_lines_are_left_out(run_dir):
+    rates = [{"step": step, "performance/examples_per_second": rate} for step, rate in ((1, 10.0), (2, 30.0))]
+    _write_lines(run_dir / "metrics.jsonl", *rates)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "performance/exam')
+    with (run_dir / "evaluation/heldout.jsonl").open("a") as file:
+        file.write('{"step": 2, "loss": NaN}\n[1]\n')
+    card = build_card(run_dir)
+    assert card["utility"]["throughput"]["median_examples_per_second"] == 20
+    assert len(card["utility"]["throughput"]["by_step"]) == 2
+    assert card["utility"]["heldout_loss"][-1] == {"step": 2, "loss": None}
+    json.dumps(card, allow_nan=False)
+
+
+def test_changed_manifest_is_noticed(run_dir):
+    (run_dir / "checkpoints/step-00000002/manifest.json").write_text('{"initialisation": {"kind": "imported"}}')
+    card = build_card(run_dir)
+    assert card["released"]["last_checkpoint"]["manifest_matches"] is False
+    assert card["public_data"]["attested"] is False
+    assert any("manifest" in line for line in card["warnings"])
+
+
+def test_contract_11_informal_run_prints_no_epsilon(run_dir):
+    (run_dir / "ledger.jsonl").unlink()
+    _write_ledger(run_dir, b"", noise_multiplier=0.0)
+    done = _report(run_dir)
+    assert done.returncode == 0, done.stderr
+    assert "formal_guarantee: false" in done.stdout and "no epsilon is claimed" in done.stdout
+    card = json.loads((run_dir / "report/privacy_card.json").read_text())
+    assert card["epsilon"] is None and card["formal_guarantee"] is False
+
+
+def _one_line(done, code):
+    assert done.returncode == code
+    assert done.stdout == "" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_bad_input_ends_in_one_line(run_dir):
+    _one_line(_report(run_dir / "missing", "--json"), 2)
+    _one_line(_report(run_dir / "private"), 2)
+    _one_line(_report(run_dir, "--no_such_option"), 2)
+
+
+def test_contract_9_broken_ledger_exits_4(run_dir):
+    lines = (run_dir / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    (run_dir / "ledger.jsonl").write_bytes(b"".join(lines[:2] + lines[3:]))
+    _one_line(_report(run_dir, "--json"), 4)
+    assert not (run_dir / "report").exists()

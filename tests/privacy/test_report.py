@@ -1,0 +1,275 @@
+import json
+import os
+
+import pytest
+from dp_accounting import NeighboringRelation
+from dp_accounting.dp_event import SelfComposedDpEvent, TruncatedSubsampledGaussianDpEvent
+from dp_accounting.pld import PLDAccountant
+
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger import Ledger
+from privacy.plan import make_plan
+from privacy.report import NO_MIRROR, privacy_card
+from privacy.report_markdown import rounded_up, to_markdown
+from tests.privacy.ledger_epsilon import recompute
+
+# Large noise and few examples: the accountant answers in a fraction of a second.
+NUMBERS = {
+    "num_examples": 2000,
+    "expected_batch_size": 100,
+    "num_steps": 6,
+    "noise_multiplier": 4.0,
+    "target_delta": 1e-5,
+    "reserved_attempts": 4,
+    "sensitivity_slack": 1e-3,
+}
+HEADINGS = [
+    "Setting and trust boundary",
+    "What is released",
+    "Unit of privacy",
+    "Adjacency",
+    "Mechanism",
+    "Sampling",
+    "Accounting",
+    "Hyper-parameter tuning",
+    "Public pre-training data",
+    "What was logged without noise, and where",
+    "What is not covered",
+    "Code, ledger and sessions",
+    "Utility (not attested)",
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_fsync(monkeypatch):
+    """Durability is not what these tests are about."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+
+
+def _create(tmp_path, mirror=None, **changes):
+    plan = make_plan(**NUMBERS | changes)
+    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "data_hmac": "cd" * 32, "commit": "c0ffee"}
+    return Ledger.create(tmp_path / "ledger.jsonl", fields | {"accountant": "dp-accounting 0.6.0"}, mirror)
+
+
+def _session(ledger, steps, *, done=True):
+    ledger.start_session(
+        {"commit": "c0ffee", "modified": False, "python": "3", "arguments": ["--run_dir", "/secret/place"]}
+    )
+    for step in steps:
+        attempt = ledger.next_attempt(step)
+        std = max(ledger.plan.noise_multiplier, 0.0) * 0.5
+        ledger.intent(step, attempt, [{"name": "gradient", "std": std, "sensitivity": 0.5}])
+        if done:
+            ledger.done(step, attempt)
+
+
+def _crashed_run(tmp_path):
+    """Three steps done, a rollback to step 2, an attempt without an end, a torn intent: six charges, three steps."""
+    with _create(tmp_path) as ledger:
+        _session(ledger, [1, 2, 3])
+        _session(ledger, [3])
+        _session(ledger, [4], done=False)
+        torn = b'{"seq":%d,"type":"int' % ledger.state.num_lines
+    path = tmp_path / "ledger.jsonl"
+    with path.open("ab") as file:
+        file.write(torn)
+    return path
+
+
+def _epsilon(relation, delta, count, interval=1e-4):
+    """dp-accounting alone."""
+    accountant = PLDAccountant(relation, interval)
+    event = TruncatedSubsampledGaussianDpEvent(2000, 100 / 2000, 180, 4.0 / 1.001)
+    accountant.compose(SelfComposedDpEvent(event, count))
+    return accountant.get_epsilon(delta)
+
+
+def _numbers_named(tree, word):
+    """Every number in `tree` below a key that contains `word`."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value) if word in key else _numbers_named(value, word)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _numbers_named(value, word)
+
+
+def _leaves(value):
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+
+
+def test_contract_10_card_equals_an_independent_recomputation(tmp_path):
+    path = _crashed_run(tmp_path)
+    card = privacy_card(path)
+    charged, epsilon = recompute(path)
+    assert card["attempts_charged"] == charged == 6
+    assert card["epsilon"] == pytest.approx(epsilon, rel=1e-9)
+    numbers = card["accounting"]
+    special, one = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
+    assert numbers["epsilon_planned"] == pytest.approx(_epsilon(special, 1e-5, 6), rel=1e-6)
+    assert numbers["epsilon_with_reserve"] == pytest.approx(_epsilon(special, 1e-5, 10), rel=1e-6)
+    assert numbers["epsilon_replace_one"] == pytest.approx(_epsilon(one, 1e-5, 6), rel=1e-3)
+    by_delta = dict(map(tuple, numbers["epsilon_by_delta"]))
+    assert by_delta[1e-5] == card["epsilon"]
+    assert by_delta[1e-7] == pytest.approx(_epsilon(special, 1e-7, 6), rel=2e-3)
+
+
+def test_card_states_what_happened(tmp_path):
+    card = privacy_card(_crashed_run(tmp_path))
+    assert card["steps_done"] == 3 and card["steps_planned"] == 6 and card["delta"] == 1e-5
+    attempts = {"charged": 6, "allowed": 10, "done": 4, "repeats": 1, "torn_lines": 1, "torn_lines_charged": 1}
+    assert card["accounting"]["attempts"] == attempts
+    assert card["formal_guarantee"] is True and card["reasons"] == []
+    assert any("ends inside a line" in line for line in card["warnings"])
+    assert len(card["provenance"]["sessions"]) == 3 and card["provenance"]["commit"] == "c0ffee"
+    assert card["sampling"]["key_commitment_sha256"] == "ab" * 32 and card["sampling"]["matches_accounting"]
+    assert card["mechanism"]["noise_multiplier_accounted"] == 4 / 1.001
+    assert card["mechanism"]["releases"] == [
+        {"name": "gradient", "count": 5, "smallest_noise_multiplier": 4.0, "largest_sensitivity": 0.5}
+    ]
+
+
+def test_accountants_and_neighbours_are_in_order(tmp_path):
+    numbers = privacy_card(_crashed_run(tmp_path))["accounting"]
+    lower, upper = numbers["epsilon_prv"]
+    assert lower <= numbers["epsilon"] <= min(upper * 1.01, numbers["epsilon_rdp"])
+    assert numbers["epsilon"] < numbers["epsilon_replace_one"]
+    assert numbers["epsilon"] < numbers["epsilon_group"]["2"] < numbers["epsilon_group"]["5"]
+    curve = numbers["epsilon_by_attempts"]
+    assert curve[0] == [0, 0.0] and curve[-1] == [6, numbers["epsilon"]]
+    assert all(before[1] <= after[1] for before, after in zip(curve, curve[1:], strict=False))
+    values = [value for _, value in numbers["epsilon_by_delta"]]
+    assert values == sorted(values)
+
+
+def test_more_noise_than_planned_is_credited_in_the_claim_only(tmp_path):
+    with _create(tmp_path) as ledger:
+        ledger.start_session({})
+        for step in (1, 2):
+            ledger.intent(step, 0, [{"name": "gradient", "std": 8.0, "sensitivity": 1.0}])
+            ledger.done(step, 0)
+    card = privacy_card(tmp_path / "ledger.jsonl")
+    assert card["epsilon"] == pytest.approx(recompute(tmp_path / "ledger.jsonl")[1], rel=1e-9)
+    assert card["epsilon"] < card["accounting"]["epsilon_planned"]
+    assert all(value <= card["epsilon"] for _, value in card["accounting"]["epsilon_by_attempts"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"enabled": False, "noise_multiplier": None, "target_epsilon": 7.125}, "disabled"),
+        ({"noise_multiplier": 0.0}, "noise multiplier is 0"),
+        ({"sampling": "shuffle"}, "not Poisson"),
+        ({"informal_reasons": ("streaming | shuffle",)}, "streaming"),
+    ],
+)
+def test_contract_11_no_epsilon_without_a_guarantee(tmp_path, changes, reason):
+    with _create(tmp_path, **changes) as ledger:
+        _session(ledger, [1, 2])
+    card = privacy_card(tmp_path / "ledger.jsonl")
+    assert card["formal_guarantee"] is False and reason in " ".join(card["reasons"])
+    assert card["epsilon"] is None and list(_numbers_named(card, "epsilon")) == []
+    assert "may be published" not in card["released"]["statement"]
+    page = to_markdown(card)
+    assert "No formal guarantee" in page and "epsilon =" not in page and "7.125" not in page
+    assert "PRV" not in page and "RDP" not in page
+
+
+def test_without_privacy_the_number_of_steps_is_known_at_the_end_only(tmp_path):
+    with _create(tmp_path, enabled=False) as ledger:
+        ledger.start_session({})
+        assert privacy_card(tmp_path / "ledger.jsonl")["steps_done"] is None
+        ledger.close("finished")
+    assert privacy_card(tmp_path / "ledger.jsonl")["steps_done"] == 6
+
+
+def test_calibration_target_is_never_shown_for_an_informal_run(tmp_path):
+    with _create(tmp_path, noise_multiplier=None, target_epsilon=2.0, informal_reasons=("relaxed",)):
+        pass
+    card = privacy_card(tmp_path / "ledger.jsonl")
+    assert list(_numbers_named(card, "epsilon")) == []
+
+
+def test_new_ledger_has_spent_nothing(tmp_path):
+    _create(tmp_path).release()
+    card = privacy_card(tmp_path / "ledger.jsonl")
+    assert card["epsilon"] == 0 and card["attempts_charged"] == 0 and card["accounting"]["tan"] is None
+    assert "epsilon = 0.000" in to_markdown(card)
+
+
+def test_contract_9_mirror_is_stated(tmp_path):
+    with _create(tmp_path, tmp_path / "mirror.jsonl") as ledger:
+        _session(ledger, [1])
+    card = privacy_card(tmp_path / "ledger.jsonl")
+    assert card["provenance"]["ledger"]["mirrored_sessions"] == 1
+    assert NO_MIRROR not in to_markdown(card)
+
+
+def test_contract_9_missing_mirror_is_stated(tmp_path):
+    page = to_markdown(privacy_card(_crashed_run(tmp_path)))
+    assert "a rollback of the whole folder would not be detected" in page
+
+
+@pytest.mark.parametrize("delta", [0.01, 1e-13])
+def test_unusual_deltas(tmp_path, delta):
+    with _create(tmp_path, target_delta=delta) as ledger:
+        _session(ledger, [1])
+    card = privacy_card(tmp_path / "ledger.jsonl")
+    page = to_markdown(card)
+    assert card["epsilon"] > 0
+    if delta > 1 / 2000:
+        assert any("above 1/n" in line for line in card["warnings"]) and "**above** 1/n" in page
+    else:
+        assert card["accounting"]["epsilon_prv"] is None and card["accounting"]["epsilon_by_delta"] == []
+        assert "Renyi" in page
+
+
+def test_contract_9_broken_ledger_is_refused(tmp_path):
+    path = _crashed_run(tmp_path)
+    lines = path.read_bytes().split(b"\n")
+    broken = [b"\n".join(lines[:2] + lines[3:]), path.read_bytes().replace(b'"step":1', b'"step":2', 1), b""]
+    for data in broken:
+        path.write_bytes(data)
+        with pytest.raises(PrivacyStateRefused) as error:
+            privacy_card(path)
+        assert error.value.exit_code == 4 and "\n" not in str(error.value)
+
+
+def test_ledger_is_only_read_while_its_writer_holds_it(tmp_path):
+    with _create(tmp_path) as ledger:
+        _session(ledger, [1])
+        path = tmp_path / "ledger.jsonl"
+        before, status = path.read_bytes(), path.stat()
+        assert privacy_card(path)["steps_done"] == 1
+        assert path.read_bytes() == before
+        assert (path.stat().st_mtime_ns, path.stat().st_ino) == (status.st_mtime_ns, status.st_ino)
+        ledger.intent(2, 0, [{"name": "gradient", "std": 4.0, "sensitivity": 1.0}])  # the writer can go on
+
+
+def test_markdown_follows_the_checklist_and_hides_command_lines(tmp_path):
+    card = privacy_card(_crashed_run(tmp_path))
+    page = to_markdown(card)
+    headings = [line.split(". ", 1)[1] for line in page.splitlines() if line.startswith("## ")]
+    assert headings == HEADINGS
+    assert rounded_up(card["epsilon"]) in page and "one image-text pair" in page
+    assert "/secret/place" not in page and "/secret/place" not in json.dumps(card)
+    columns = [line.count("|") for line in page.splitlines() if line.startswith("|")]
+    assert min(columns) >= 3
+
+
+def test_text_from_the_ledger_cannot_forge_the_page(tmp_path):
+    reason = "a | b\n## 99. Forged <b>heading</b>"
+    with _create(tmp_path, informal_reasons=(reason,)):
+        pass
+    page = to_markdown(privacy_card(tmp_path / "ledger.jsonl"))
+    assert "\n## 99" not in page and "<b>" not in page
+
+
+@pytest.mark.parametrize(("value", "text"), [(7.9994, "8.000"), (8.0, "8.000"), (7.0001, "7.001"), (0.0, "0.000")])
+def test_epsilon_is_rounded_up(value, text):
+    assert rounded_up(value) == text

@@ -1,0 +1,137 @@
+"""The whole privacy card of a run folder: the attested part from the ledger, and what other public files add to it.
+
+Nothing under `private/` is opened. What does not come from the ledger names its file, and what attests it, if anything.
+"""
+
+import hashlib
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from privacy.report import privacy_card
+from privacy.report_markdown import to_markdown
+from trainer.errors import ConfigError
+from trainer.files import write_durably
+
+THROUGHPUT = "performance/examples_per_second"
+_MOST_POINTS = 200
+_MANIFEST_FACTS = ("run", "initialisation", "tokenizer_sha256")
+
+
+def build_card(run_dir: Path) -> dict[str, Any]:
+    """The card of `run_dir`, as plain data for JSON.
+
+    Raises:
+        ConfigError: no run folder, or no ledger in it (exit 2).
+        PrivacyStateRefused: the ledger is broken (exit 4).
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"run folder {run_dir} does not exist")
+    ledger = run_dir / "ledger.jsonl"
+    if not ledger.exists():
+        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
+    card = {"run_dir": str(run_dir), "run_name": run_dir.resolve().name, **privacy_card(ledger)}
+    _add_manifest(card, run_dir)
+    card["utility"] = read_utility(run_dir)
+    return card
+
+
+def write_card(run_dir: Path, card: dict[str, Any]) -> tuple[Path, Path]:
+    """Writes report/privacy_card.json and .md whole or not at all; returns their paths."""
+    folder = run_dir / "report"
+    paths = folder / "privacy_card.json", folder / "privacy_card.md"
+    try:
+        folder.mkdir(exist_ok=True)
+        write_durably(paths[0], json.dumps(card, indent=1, allow_nan=False) + "\n")
+        write_durably(paths[1], to_markdown(card))
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot write the privacy card: {error.strerror or error}") from error
+    return paths
+
+
+def read_utility(run_dir: Path) -> dict[str, Any]:
+    """Held-out loss and throughput, as far as the run's public files hold them."""
+    heldout_file, metrics_file = "evaluation/heldout.jsonl", "metrics.jsonl"
+    losses = [{"step": line["step"], "loss": _finite(line.get("loss"))} for line in _json_lines(run_dir / heldout_file)]
+    rates = [
+        {"step": line["step"], "examples_per_second": line[THROUGHPUT]}
+        for line in _json_lines(run_dir / metrics_file)
+        if _finite(line.get(THROUGHPUT)) is not None
+    ]
+    return {
+        "attested": False,
+        "statement": "These numbers come from the files named here, which nothing protects against changes.",
+        "heldout_file": heldout_file if losses else None,
+        "heldout_loss": losses,
+        "throughput": _throughput(metrics_file, rates) if rates else None,
+    }
+
+
+def _throughput(file: str, rates: list[dict[str, Any]]) -> dict[str, Any]:
+    median = statistics.median(rate["examples_per_second"] for rate in rates)
+    stride = math.ceil(len(rates) / _MOST_POINTS)
+    return {"file": file, "median_examples_per_second": median, "by_step": rates[::stride]}
+
+
+def _add_manifest(card: dict[str, Any], run_dir: Path) -> None:
+    """Ties the last checkpoint to the ledger by its hash, and takes from its manifest what the model started from."""
+    last = card["released"]["last_checkpoint"]
+    if last is None or not isinstance(last["name"], str):
+        return
+    # The name alone: a ledger must not lead us out of the checkpoints.
+    path = run_dir / "checkpoints" / Path(last["name"]).name / "manifest.json"
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return  # deleted or moved elsewhere, which is anybody's right
+    last["manifest_matches"] = hashlib.sha256(content).hexdigest() == last["manifest_sha256"]
+    if not last["manifest_matches"]:
+        card["warnings"].append(f"the manifest of checkpoint {last['name']} is not the one that the ledger recorded")
+    card["public_data"] |= _initialisation(content, path.relative_to(run_dir), last["manifest_matches"])
+
+
+def _initialisation(content: bytes, file: Path, attested: bool) -> dict[str, Any]:
+    try:
+        manifest = json.loads(content)
+        facts = {name: manifest[name] for name in _MANIFEST_FACTS if name in manifest}
+    except (ValueError, TypeError):
+        return {}
+    if "initialisation" not in facts:
+        return {}
+    return {
+        "file": file.as_posix(),
+        "attested": attested,
+        "facts": facts,
+        "statement": _from_scratch(facts) + " The tokenizer counts as public: no private caption may have shaped it.",
+    }
+
+
+def _from_scratch(facts: dict[str, Any]) -> str:
+    kind = facts.get("initialisation")
+    kind = kind.get("kind") if isinstance(kind, dict) else kind
+    if kind == "random":
+        return "None: the model was initialised at random."
+    return "The model was not initialised at random: the data behind its initial weights is outside of the claim."
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """Lines that are objects with a whole `step`; a line torn by a crash is no reason to withhold the rest."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and type(value.get("step")) is int:
+            found.append(value)
+    return found
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None  # type: ignore[arg-type]
