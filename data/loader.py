@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +99,7 @@ class Loader:
         self._pin_memory = pin_memory
         self.data_wait = 0.0
 
-    def steps(self, plans: Iterator[StepPlan]) -> Iterator[tuple[StepPlan, Iterator[Batch]]]:
+    def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
         """Pairs every plan with its micro-batches, in order.
 
         Micro-batches of a step that the caller leaves unread are passed over when the next step is asked for. Closing

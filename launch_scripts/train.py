@@ -30,7 +30,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.toml", help="what to train")
     parser.add_argument("--engine", choices=("deepspeed", "local"), default="deepspeed", help="how to shard")
     parser.add_argument("--run_dir", type=Path, help="run folder; default runs/RECIPE")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it; the environment says it
+    parser.add_argument(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # the launcher adds it; the environment says it
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single recipe keys")
     return parser.parse_args(arguments)
 

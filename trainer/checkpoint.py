@@ -5,8 +5,9 @@
         rank-00000-of-00002.safetensors   "<tensor>|<parameter>|<offset>" -> fp32 values; no pickle
     checkpoints/LATEST                    name of the newest whole one
 
-A checkpoint is written to a temporary name, fsynced and renamed, so a name without a dot is a whole checkpoint. It holds noised
-quantities only: weights and optimizer moments, never a sum before noise.
+A checkpoint is written to a name with a leading dot, fsynced and renamed, and gets such a name again before it is
+deleted, so a name without one is a whole checkpoint. It holds noised quantities only: weights and optimizer moments, never
+a sum before noise.
 """
 
 import hashlib
@@ -60,7 +61,8 @@ def save_checkpoint(folder: Path, engine: Engine, step: int, facts: Mapping[str,
 
 
 def _fresh(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
+    for leftover in temporary.parent.glob(".step-*"):  # of a crash
+        shutil.rmtree(leftover)
     temporary.mkdir(parents=True)
 
 
@@ -79,13 +81,19 @@ def _publish(temporary: Path, target: Path, manifest: Mapping[str, Any], keep: i
     text = json.dumps(manifest, indent=1, sort_keys=True)
     write_durably(temporary / MANIFEST, text)
     if target.exists():  # the same step, saved again after a rollback
-        shutil.rmtree(target)
+        _remove(target)
     temporary.rename(target)
     fsync_path(target.parent)
     write_durably(target.parent / LATEST, target.name + "\n")
     for old in sorted(p for p in target.parent.glob("step-*") if p.name < target.name)[: -(keep - 1) or None]:
-        shutil.rmtree(old)
+        _remove(old)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _remove(checkpoint: Path) -> None:
+    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
+    checkpoint.rename(hidden)
+    shutil.rmtree(hidden)
 
 
 def _sha256(path: Path) -> str:
@@ -104,6 +112,21 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return path
 
 
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:  # ValueError: no JSON, no UTF-8
+        raise ConfigError(f"{path} is no checkpoint: {error}") from error
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise ConfigError(f"{path} is no checkpoint: {MANIFEST} states no format")
+    if manifest["format"] != FORMAT:
+        raise ConfigError(f"{path}: checkpoint format {manifest['format']} is unknown; {FORMAT} was expected")
+    for key in ("step", "parameters", "files"):
+        if key not in manifest:
+            raise ConfigError(f"{path} is no checkpoint: {MANIFEST} lacks {key}")
+    return manifest
+
+
 class Checkpoint:
     """A checkpoint on disk, checked against its manifest's hashes.
 
@@ -113,12 +136,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self.manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{path} is no checkpoint: {error}") from error
-        if self.manifest.get("format") != FORMAT:
-            raise ConfigError(f"{path}: checkpoint format {self.manifest.get('format')} is unknown; {FORMAT} was expected")
+        self.manifest = _read_manifest(path)
         self._where: dict[tuple[str, str], list[tuple[int, Path]]] = {}
         for name, digest in self.manifest["files"].items():
             self._index(path / name, digest)
@@ -165,7 +183,8 @@ class Checkpoint:
         wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if {n: p.shape for n, p in wanted.items()} != self.shapes:
             differing = sorted(
-                n for n in wanted.keys() | self.shapes.keys()
+                n
+                for n in wanted.keys() | self.shapes.keys()
                 if n not in wanted or n not in self.shapes or wanted[n].shape != self.shapes[n]
             )
             raise ConfigError(f"{self.path} does not fit the model; the first difference is {differing[0]}")
@@ -176,8 +195,10 @@ class Checkpoint:
     def restore(self, engine: Engine) -> None:
         """Sets master weights and moments of a wrapped engine, whose module has these weights already."""
         rank = distributed.rank()
-        pieces = engine.layout.owned_by(rank) if not engine.replicated else [
-            Piece(name, 0, shape.numel()) for name, shape in engine.shapes.items()
-        ]
+        pieces = (
+            engine.layout.owned_by(rank)
+            if not engine.replicated
+            else [Piece(name, 0, shape.numel()) for name, shape in engine.shapes.items()]
+        )
         kinds = sorted({kind for kind, _ in self._where})
         engine.load_state({p: {k: self.part(k, p) for k in kinds} for p in pieces}, num_steps=self.step)

@@ -1,7 +1,8 @@
 """A run's configuration: one frozen tree, loaded from a TOML recipe and `section.key=value` overrides.
 
-Every key has one owner. What the machine decides (ZeRO stage, offload, dtype) is in ds_configs/*.json and nowhere here; what
-the experiment means is here and nowhere there. Nothing changes a configuration after loading; derived values are properties.
+Every key has one owner. What the machine decides (ZeRO stage, offload, dtype) is in ds_configs/*.json and nowhere here;
+what the experiment means is here and nowhere there. Nothing changes a configuration after loading; derived values are
+properties.
 """
 
 import json
@@ -37,7 +38,7 @@ class DataSection(Section):
     """Tar shards: a folder, a glob, a brace range or a comma list; relative to the project root."""
     tokenizer: str = "data/tokenizer/tokenizer.json"
     index: str | None = None
-    """Folder made by `prepare.py index`; without it the index is built in the run folder's private part at the first start."""
+    """Folder made by `prepare.py index`; without it the first start builds one in the run folder's private part."""
     image_size: int = Field(224, ge=1)
     num_tokens: int = Field(40, ge=3)
     """Caption length after padding or truncation, begin and end tokens included."""
@@ -104,7 +105,7 @@ class ScheduleSection(Section):
     warmup_steps: int = Field(0, ge=0)
     decay: Literal["cosine", "constant"] = "cosine"
     decay_steps: int | None = Field(None, ge=1)
-    """Step at which a cosine would reach the final rate; default: the last step. Longer than training stops it midway."""
+    """Step at which a cosine reaches the final rate; default: the last step. Longer than training stops it midway."""
     final_fraction: float = Field(0.0, ge=0, le=1)
 
     @model_validator(mode="after")
@@ -121,7 +122,7 @@ class TrainSection(Section):
     seed: int = 0
     """Of the initial weights, which are public. No secret and no noise comes from it."""
     checkpoint_every: int | None = Field(None, ge=1)
-    """Steps between checkpoints; a crash repeats, and is charged for, the steps since the last. Default: 1 % of the steps."""
+    """Steps between checkpoints; a crash repeats, and is charged for, the steps since the last. Default: 1 % of all."""
     keep_checkpoints: int = Field(2, ge=1)
     log_every: int = Field(1, ge=1)
 

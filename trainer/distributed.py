@@ -88,9 +88,13 @@ def start(ranks: Ranks) -> torch.device:
     device = torch.device("cuda", ranks.local_rank % max(torch.cuda.device_count(), 1)) if use_cuda else None
     if device is not None:
         torch.cuda.set_device(device)
-    store = dist.TCPStore(
-        ranks.address, ranks.port if ranks.world_size > 1 else 0, ranks.world_size, is_master=ranks.is_main
-    ) if "TORCHELASTIC_RUN_ID" not in os.environ else None
+    store = (
+        dist.TCPStore(
+            ranks.address, ranks.port if ranks.world_size > 1 else 0, ranks.world_size, is_master=ranks.is_main
+        )
+        if "TORCHELASTIC_RUN_ID" not in os.environ
+        else None
+    )
     _export(ranks)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
@@ -144,13 +148,17 @@ def world_size() -> int:
 def broadcast_object(value: T) -> T:
     """Rank 0's value on every rank."""
     payload = _broadcast_bytes(pickle.dumps(value) if rank() == 0 else b"")
-    return pickle.loads(payload) if rank() != 0 else value  # noqa: S301  (from rank 0 of this very job)
+    return pickle.loads(payload) if rank() != 0 else value
 
 
 def _broadcast_bytes(payload: bytes) -> bytes:
     size = torch.tensor([len(payload)])
     dist.broadcast(size, 0)
-    buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(int(size), dtype=torch.uint8)
+    buffer = (
+        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if payload
+        else torch.empty(int(size), dtype=torch.uint8)
+    )
     dist.broadcast(buffer, 0)
     return buffer.numpy().tobytes()
 
@@ -160,15 +168,15 @@ def on_main(function: Callable[[], T]) -> T:
 
     The acknowledgement of contract 9: no rank goes on before rank 0's write is durable.
     """
-    outcome: tuple[bool, object] = (True, None)
     if rank() == 0:
         try:
-            outcome = (True, function())
+            result = function()
         except Exception as error:
             broadcast_object((False, (str(error), getattr(error, "exit_code", 1))))
             raise
-        return broadcast_object(outcome)[1]  # type: ignore[return-value]
-    ok, value = broadcast_object(outcome)
+        broadcast_object((True, result))
+        return result
+    ok, value = broadcast_object((True, None))
     if not ok:
         assert isinstance(value, tuple)
         raise RemoteError(*value)

@@ -1,6 +1,7 @@
-"""ds_configs/*.json: what the machine decides. Loading refuses every key that is the recipe's; resolving writes those keys
-out in full, because DeepSpeed's defaults change (gradient_clipping went from 0 to 1.0 in 0.19.3) and unknown top-level keys
-pass it silently.
+"""ds_configs/*.json: what the machine decides.
+
+Loading refuses every key that is the recipe's; resolving writes those keys out in full, because DeepSpeed's defaults
+change (gradient_clipping went from 0 to 1.0 in 0.19.3) and unknown top-level keys pass it silently.
 """
 
 import json
@@ -34,8 +35,8 @@ RECIPE_KEYS = {
 }
 """Keys that do not belong here, and the recipe key that means the same."""
 
-MACHINE_KEYS = {"zero_optimization", "bf16", "fp16", "activation_checkpointing", "aio", "comms_logger", "flops_profiler",
-                "wall_clock_breakdown", "memory_breakdown"}  # fmt: skip
+MACHINE_KEYS = {"zero_optimization", "bf16", "fp16", "activation_checkpointing", "aio", "comms_logger",
+                "flops_profiler", "wall_clock_breakdown", "memory_breakdown"}  # fmt: skip
 
 ZERO_KEYS = {"stage", "offload_optimizer", "offload_param", "contiguous_gradients", "overlap_comm", "reduce_scatter",
              "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size", "sub_group_size",
@@ -62,7 +63,7 @@ def load_machine_settings(path: Path) -> MachineSettings:
         ConfigError: no such file, no JSON, "auto", a key of the recipe's, an unknown key, fp16; names file and key.
     """
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except OSError as error:
         raise ConfigError(f"ds_config {path}: {error.strerror}; see ds_configs/ for the shipped ones") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -72,17 +73,17 @@ def load_machine_settings(path: Path) -> MachineSettings:
     _check_keys(path, raw)
     zero = raw.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    if stage not in (1, 2, 3):
+    if type(stage) is not int or stage not in (1, 2, 3):
         raise ConfigError(f"ds_config {path}: zero_optimization.stage must be 1, 2 or 3, not {stage!r}")
-    bf16 = _section(path, raw, "bf16")
-    unknown = set(bf16) - {"enabled"}
+    unknown = set(_section(path, raw, "bf16")) - {"enabled"}
     if unknown:
         raise ConfigError(f"ds_config {path}: unknown key bf16.{min(unknown)}")
+    offloads = [_section(path, zero, key, "zero_optimization.") for key in ("offload_optimizer", "offload_param")]
     return MachineSettings(
         path=str(path),
         stage=stage,
-        compute_dtype=torch.bfloat16 if bf16.get("enabled", False) else torch.float32,
-        offloads=any(zero.get(k, {}).get("device", "none") != "none" for k in ("offload_optimizer", "offload_param")),
+        compute_dtype=torch.bfloat16 if _is_enabled(path, raw, "bf16") else torch.float32,
+        offloads=any(offload.get("device", "none") != "none" for offload in offloads),
         raw=raw,
     )
 
@@ -99,7 +100,7 @@ def _check_keys(path: Path, raw: Mapping[str, Any]) -> None:
     for key in _section(path, raw, "zero_optimization"):
         if key not in ZERO_KEYS:
             raise ConfigError(f"ds_config {path}: unknown key zero_optimization.{key}")
-    if _section(path, raw, "fp16").get("enabled", False):
+    if _is_enabled(path, raw, "fp16"):
         raise ConfigError(
             f"ds_config {path}: fp16 is refused: its loss scale skips steps depending on single examples; use bf16"
         )
@@ -110,18 +111,36 @@ def _check_keys(path: Path, raw: Mapping[str, Any]) -> None:
         )
 
 
-def _section(path: Path, raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Python keeps the last of two equal keys and says nothing."""
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"ds_config {path} has the key {key} twice")
+    return dict(pairs)
+
+
+def _section(path: Path, raw: Mapping[str, Any], key: str, prefix: str = "") -> Mapping[str, Any]:
     section = raw.get(key, {})
     if not isinstance(section, dict):
-        raise ConfigError(f"ds_config {path}: {key} must be an object")
+        raise ConfigError(f"ds_config {path}: {prefix}{key} must be an object")
     return section
 
 
+def _is_enabled(path: Path, raw: Mapping[str, Any], key: str) -> bool:
+    enabled = _section(path, raw, key).get("enabled", False)
+    if not isinstance(enabled, bool):
+        raise ConfigError(f"ds_config {path}: {key}.enabled must be true or false, not {enabled!r}")
+    return enabled
+
+
 def _find_auto(value: Any, where: str) -> str:
+    """Dotted place of the first "auto", or an empty string."""
     if value == "auto":
         return where
-    if isinstance(value, dict):
-        return next(filter(None, (_find_auto(v, f"{where}.{k}".lstrip(".")) for k, v in value.items())), "")
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return next(filter(None, (_find_auto(v, f"{where}.{k}".lstrip(".")) for k, v in items)), "")
     return ""
 
 

@@ -76,7 +76,9 @@ def _norm(shards: Sequence[GradShard]) -> float:
 
 def _total(stats: Sequence[MicroBatchStats], num_undecodable: int) -> dict[str, float]:
     """Sums of the micro-batch statistics over this step and all ranks; private."""
-    mine: list[Tensor] = [torch.stack([value.double() for value in column]).sum().cpu() for column in zip(*stats, strict=True)]
+    mine: list[Tensor] = [
+        torch.stack([value.double() for value in column]).sum().cpu() for column in zip(*stats, strict=True)
+    ]
     totals = distributed.all_reduce_sum(torch.stack([*mine, torch.tensor(float(num_undecodable), dtype=torch.float64)]))
     return dict(zip((*MicroBatchStats._fields, "num_undecodable"), totals.tolist(), strict=True))
 
@@ -87,7 +89,8 @@ def fit(run: "Run") -> int:
     reporter = StepReporter(run)
     requests = StopRequests(run.folder.stop)
     steps = run.loader.steps(run.batches.plans(run.first_step, num_steps))
-    step, saved = run.first_step - 1, run.first_step - 1
+    step = run.first_step - 1
+    saved = step if step > 0 else None  # a run that ends before its first step still leaves a model
     outcome = DONE
     if step == 0 and run.heldout is not None:
         reporter.heldout(step)

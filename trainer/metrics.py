@@ -22,7 +22,7 @@ class MetricsWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         self._lines = (folder / "metrics.jsonl").open("a")
-        self._board: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._board: Any = SummaryWriter(str(folder / "tensorboard"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""

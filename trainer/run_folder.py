@@ -77,7 +77,7 @@ def _git(*arguments: str) -> str:
     """Empty outside of a checkout: a copied source tree is no error."""
     root = Path(__file__).resolve().parents[1]
     try:
-        return subprocess.run(  # noqa: S603
+        return subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=30
         ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):

@@ -62,9 +62,7 @@ def train(
         if ranks.is_main:
             print(f"{run_dir} is finished: all {config.train.num_steps} steps are done; nothing to do", flush=True)
         return DONE
-    engine = build_engine(
-        engine_name, model, config.optimizer, machine, device, config.train.micro_batch_size
-    )
+    engine = build_engine(engine_name, model, config.optimizer, machine, device, config.train.micro_batch_size)
     if resumed is not None:
         resumed.restore(engine)
     max_grad_norm = config.privacy.max_grad_norm if config.privacy.enabled else float("inf")
@@ -78,7 +76,11 @@ def train(
         clipped=ClippedSum(engine.module, max_grad_norm, shapes=engine.shapes),
         noise=noise or SystemNoise(),
         batches=LogicalBatches(
-            ledger.plan.sampler, ledger.plan.expected_batch_size, ledger.key, nonce, ledger.attempts,
+            ledger.plan.sampler,
+            ledger.plan.expected_batch_size,
+            ledger.key,
+            nonce,
+            ledger.attempts,
             config.train.micro_batch_size,
         ),
         loader=Loader(
@@ -189,10 +191,13 @@ def _announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings
     plan = run.plan
     count = sum(shape.numel() for shape in run.engine.shapes.values())
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
-    print(f"{run.config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks, {sharding}, {run.engine.compute_dtype}")
     print(
-        f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q = {plan.sample_rate:.4g}), C = {plan.max_grad_norm:g}, "
-        f"sigma = {plan.noise_multiplier:.4f}, {plan.num_steps} steps and {plan.reserved_attempts} reserved attempts"
+        f"{run.config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks, {sharding}, {run.engine.compute_dtype}"
+    )
+    print(
+        f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q = {plan.sample_rate:.4g}), "
+        f"C = {plan.max_grad_norm:g}, sigma = {plan.noise_multiplier:.4f}, "
+        f"{plan.num_steps} steps and {plan.reserved_attempts} reserved attempts"
     )
     for warning in plan.warnings:
         print(f"warning: {warning}")
@@ -210,7 +215,9 @@ def _announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings
 
 def _conclude(run: Run, outcome: int) -> None:
     epsilon = run.ledger.epsilon()
-    claim = f"epsilon {epsilon:.4f} at delta {run.plan.target_delta:g}" if epsilon is not None else "no formal guarantee"
+    claim = (
+        f"epsilon {epsilon:.4f} at delta {run.plan.target_delta:g}" if epsilon is not None else "no formal guarantee"
+    )
     said = {
         DONE: f"done: {run.plan.num_steps} steps, {claim}",
         BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {claim}",

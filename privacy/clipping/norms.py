@@ -54,7 +54,8 @@ class NormTally:
 
     @classmethod
     def zeros(cls, batch_size: int, device: torch.device, dtype: torch.dtype) -> "NormTally":
-        return cls(*(torch.zeros(batch_size, device=device, dtype=dtype) for _ in range(3)))
+        squared_B, error_B, gross_B = torch.zeros(3, batch_size, device=device, dtype=dtype)
+        return cls(squared_B, error_B, gross_B)
 
     def add(self, contributions: list[Contribution]) -> None:
         """Adds one parameter: the norm of the sum of its contributions."""

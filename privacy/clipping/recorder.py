@@ -105,7 +105,7 @@ class Recorder:
     def _tap(self, output: Tensor, call: _Call) -> Tensor:
         assert self._root is not None
         self._calls.append(call)
-        return _Tap.apply(output, self._root, call)  # type: ignore[no-any-return, no-untyped-call]
+        return _Tap.apply(output, self._root, call)
 
     def _record(self, claim: Claim) -> Callable[..., Tensor | None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:

@@ -56,7 +56,7 @@ def run_ranks(target: str, world_size: int, timeout: float = 180, **arguments: A
                 process.kill()
         for rank, process in enumerate(processes):
             assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{outputs[rank][-4000:]}"
-        return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world_size)]  # noqa: S301
+        return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
 def _main(target: str, folder: str) -> None:
@@ -66,7 +66,7 @@ def _main(target: str, folder: str) -> None:
 
     torch.set_num_threads(1)
     module, function = target.split(":")
-    arguments = pickle.loads((Path(folder) / "arguments").read_bytes())  # noqa: S301
+    arguments = pickle.loads((Path(folder) / "arguments").read_bytes())
     ranks = distributed.discover_ranks(os.environ)
     device = distributed.start(ranks)
     result = getattr(importlib.import_module(module), function)(device, **arguments)

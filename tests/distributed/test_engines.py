@@ -104,9 +104,7 @@ def a_run(engine: Any, clipped: ClippedSum, noise: Any, sigma: float, expected_b
         train=SimpleNamespace(num_steps=100), optimizer=OPTIMIZER, schedule=ScheduleSection(decay="constant")
     )
     plan = SimpleNamespace(noise_multiplier=sigma, expected_batch_size=expected_batch_size)
-    return SimpleNamespace(
-        engine=engine, clipped=clipped, noise=noise, plan=plan, config=config, ledger=NoLedger()
-    )
+    return SimpleNamespace(engine=engine, clipped=clipped, noise=noise, plan=plan, config=config, ledger=NoLedger())
 
 
 def build(device: torch.device, name: str, stage: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -125,7 +123,9 @@ def whole_parameters(engine: Any) -> dict[str, Tensor]:
     return {name: values.view(engine.shapes[name]) for name, values in out.items()}
 
 
-def rank_clipped_sums(device: torch.device, name: str, stage: int, counts: tuple[int, ...], c: float) -> dict[str, Tensor]:
+def rank_clipped_sums(
+    device: torch.device, name: str, stage: int, counts: tuple[int, ...], c: float
+) -> dict[str, Tensor]:
     engine = build(device, name, stage)
     clipped = ClippedSum(engine.module, c, shapes=engine.shapes)
     for batch in micro_batches(pairs(), counts):
@@ -155,7 +155,11 @@ def rank_three_steps(device: torch.device, name: str, stage: int, counts: tuple[
     for step in (1, 2, 3):
         train_step(run, step, iter(micro_batches(pairs(), counts)))
     # Raw replicas, compared without a collective that would hide a difference.
-    raw = None if stage == 3 and name == "deepspeed" else {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    raw = (
+        None
+        if stage == 3 and name == "deepspeed"
+        else {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    )
     return whole_parameters(engine), raw
 
 
@@ -181,7 +185,7 @@ def rank_noise(device: torch.device, name: str, stage: int, sigma: float, steps:
     run = a_run(engine, ClippedSum(engine.module, 0.5, shapes=engine.shapes), noise, sigma, 4)
     for step in range(1, steps + 1):
         train_step(run, step, iter(micro_batches(pairs(), (0, 0))))
-    return torch.cat(noise.draws).numpy(), [p for p in engine.layout.owned_by(distributed.rank())]
+    return torch.cat(noise.draws).numpy(), list(engine.layout.owned_by(distributed.rank()))
 
 
 @pytest.mark.parametrize(("name", "stage"), ENGINES)

@@ -14,17 +14,25 @@ RECIPE = "tests/e2e/tiny.toml"
 TRAIN = "launch_scripts/train.py"
 
 
-def train_arguments(run_dir: Path, *more: str, ds_config: str = "ds_configs/zero3.json", recipe: str = RECIPE) -> list[str]:
+def train_arguments(
+    run_dir: Path, *more: str, ds_config: str = "ds_configs/zero3.json", recipe: str = RECIPE
+) -> list[str]:
     return ["--ds_config", ds_config, "--recipe", recipe, "--run_dir", str(run_dir), *more]
 
 
-def launch(arguments: list[str], *, script: str = TRAIN, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    arguments: list[str], *, script: str = TRAIN, timeout: float = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """`deepspeed --num_gpus 2 SCRIPT ARGUMENTS`."""
     deepspeed = str(Path(sys.executable).parent / "deepspeed")
-    return _run([deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), script, *arguments], timeout, environment)
+    return _run(
+        [deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), script, *arguments], timeout, environment
+    )
 
 
-def alone(arguments: list[str], *, script: str = TRAIN, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+def alone(
+    arguments: list[str], *, script: str = TRAIN, timeout: float = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """The same in one process, without a launcher."""
     return _run([sys.executable, script, *arguments], timeout, environment)
 
@@ -41,7 +49,9 @@ def _run(command: list[str], timeout: float, environment: dict[str, str]) -> sub
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def start_ranks(arguments: list[str], world_size: int, log: Path, *, script: str = TRAIN, **environment: str) -> list[subprocess.Popen[bytes]]:
+def start_ranks(
+    arguments: list[str], world_size: int, log: Path, *, script: str = TRAIN, **environment: str
+) -> list[subprocess.Popen[bytes]]:
     """Two ranks without a launcher that would react to their death; output goes to `log`."""
     port = str(free_port())
     with log.open("ab") as output:

@@ -103,7 +103,9 @@ def test_the_same_command_on_a_finished_run_says_so(finished: Path) -> None:
     ],
 )
 def test_frozen_privacy_fields(finished: Path, override: str, word: str) -> None:
-    refused(train_arguments(finished, *(["train.num_steps=2"] if "num_steps" not in override else []), override), 2, word)
+    refused(
+        train_arguments(finished, *(["train.num_steps=2"] if "num_steps" not in override else []), override), 2, word
+    )
 
 
 def copied(finished: Path, tmp_path: Path) -> Path:
@@ -197,5 +199,3 @@ def test_an_error_under_the_launcher_keeps_its_exit_code(tmp_path: Path) -> None
     assert result.returncode == 2
     assert result.stderr.count("error: ") == 1
     assert "Traceback" not in result.stderr
-
-

@@ -78,7 +78,9 @@ def check_nothing_is_shared(run_dir: Path) -> None:
 
 def kill_and_finish(folder: Path, kills: int, seed: int) -> None:
     run_dir = folder / "run"
-    assert run_with_kills(run_dir, kills, reserve=2 * kills + 2, seed=seed) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+    assert run_with_kills(run_dir, kills, reserve=2 * kills + 2, seed=seed) == 0, run_dir.with_suffix(
+        ".log"
+    ).read_text()[-3000:]
     state = read_ledger(run_dir / "ledger.jsonl")
     check_chain(run_dir)
     check_nothing_is_shared(run_dir)
@@ -116,5 +118,3 @@ def test_contract_9_ten_kills(tmp_path: Path, seed: int) -> None:
     kill_and_finish(tmp_path / "a", kills=10, seed=seed)
     (tmp_path / "b").mkdir()
     kill_without_reserve(tmp_path / "b", kills=10, seed=seed)
-
-

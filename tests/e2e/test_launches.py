@@ -1,5 +1,6 @@
 """The launcher as a user calls it: every ZeRO stage, and no crash at exit."""
 
+import itertools
 import json
 import os
 import signal
@@ -92,7 +93,10 @@ def test_contract_12_private_quantities_stay_private(tmp_path: Path) -> None:
     assert launch(train_arguments(run_dir)).returncode == 0
     assert (run_dir / "private").stat().st_mode & 0o777 == 0o700
     assert (run_dir / "private" / "sampling.key").stat().st_mode & 0o777 == 0o600
-    private = set(json.loads((run_dir / "private" / "metrics.jsonl").read_text().splitlines()[-1])) - {"step", "time_unix"}
+    private = set(json.loads((run_dir / "private" / "metrics.jsonl").read_text().splitlines()[-1])) - {
+        "step",
+        "time_unix",
+    }
     public = "".join(
         p.read_text(errors="replace") for p in run_dir.rglob("*") if p.is_file() and "private" not in p.parts
     )
@@ -115,7 +119,7 @@ def test_tensorboard_shows_what_matters(tmp_path: Path) -> None:
         assert {"privacy/epsilon", "optimizer/lr", "heldout/loss"} <= set(tags)
         epsilons = get(port, "scalars/scalars", run=".", tag="privacy/epsilon")
         assert [point[1] for point in epsilons] == [1, 2, 3, 4]
-        assert all(0 < a[2] < b[2] for a, b in zip(epsilons, epsilons[1:], strict=False))
+        assert all(0 < a[2] < b[2] for a, b in itertools.pairwise(epsilons))
         assert [point[1] for point in get(port, "scalars/scalars", run=".", tag="heldout/loss")] == [0, 4]
         assert "heldout/captions" in get(port, "images/tags")["."]
         assert any("heldout/captions" in tag for tag in get(port, "text/tags")["."])

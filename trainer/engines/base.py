@@ -55,7 +55,9 @@ class ShardLayout:
             end = 0
             for start, stop in sorted(found):
                 if start != end:
-                    raise RuntimeError(f"shard layout: {name} is owned {'twice' if start < end else 'by nobody'} at {end}")
+                    raise RuntimeError(
+                        f"shard layout: {name} is owned {'twice' if start < end else 'by nobody'} at {end}"
+                    )
                 end = stop
             if end != shapes[name].numel():
                 raise RuntimeError(f"shard layout: {name} is owned by nobody from {end} on")
@@ -89,7 +91,7 @@ class Engine(Protocol):
 
     module: nn.Module
     """Forward goes through it; sharded engines gather weights in its module hooks."""
-    shapes: Mapping[str, torch.Size]
+    shapes: dict[str, torch.Size]
     """Full shapes of the trainable parameters."""
     layout: ShardLayout
     replicated: bool

@@ -44,9 +44,11 @@ class DeepSpeedEngine:
         micro_batch_size: int,
     ) -> None:
         if machine.offloads:
-            raise ConfigError(f"ds_config {machine.path}: offload is not supported yet; remove offload_optimizer/_param")
+            raise ConfigError(
+                f"ds_config {machine.path}: offload is not supported yet; remove offload_optimizer/_param"
+            )
         _skip_shared_memory_op()
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._parameters: dict[str, Any] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.shapes = {name: p.shape for name, p in self._parameters.items()}
         groups = parameter_groups(self._parameters.items(), self.shapes, optimizer.weight_decay)
         config = resolve(machine, micro_batch_size=micro_batch_size, world_size=distributed.world_size())

@@ -15,7 +15,10 @@ def per_example_gradients(
         loss = task(**{k: v[i : i + 1] for k, v in inputs.items()}).sum()
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         out.append(
-            {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), gradients, strict=True)}
+            {
+                n: torch.zeros_like(p) if g is None else g
+                for (n, p), g in zip(parameters.items(), gradients, strict=True)
+            }
         )
     return out
 

@@ -47,7 +47,8 @@ def tiny(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float64
     torch.manual_seed(seed)
     model = Tiny(tied=tied).to(dtype)
     inputs = {
-        "images_BCHW": torch.randn(7, 3, 8, 8, dtype=dtype) * torch.logspace(-1, 1, 7, dtype=dtype)[:, None, None, None],
+        "images_BCHW": torch.randn(7, 3, 8, 8, dtype=dtype)
+        * torch.logspace(-1, 1, 7, dtype=dtype)[:, None, None, None],
         "tokens_BL": torch.randint(0, 11, (7, 6)),
     }
     return model, inputs
@@ -79,7 +80,9 @@ def test_float32_is_as_good_as_a_float32_loop() -> None:
     model.load_state_dict({k: v.float() for k, v in exact_model.state_dict().items()})
     inputs = {k: v.float() if v.is_floating_point() else v for k, v in exact_inputs.items()}
     exact_model.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
-    exact = oracle.clipped_sum(exact_model, exact_model, {**exact_inputs, "images_BCHW": inputs["images_BCHW"].double()}, c)
+    exact = oracle.clipped_sum(
+        exact_model, exact_model, {**exact_inputs, "images_BCHW": inputs["images_BCHW"].double()}, c
+    )
     loop_error = oracle.relative_error(oracle.clipped_sum(model, model, inputs, c), exact)
     assert oracle.relative_error(clipped(model, inputs, c), exact) <= 2 * loop_error
 

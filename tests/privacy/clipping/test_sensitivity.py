@@ -107,7 +107,9 @@ LAYERS = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "layer", "tokens", "d", "p"), LAYERS, ids=[row[0] for row in LAYERS])
-def test_contract_4_cancelling_activations(name: str, layer: type, tokens: int, d: int, p: int, dtype: torch.dtype) -> None:
+def test_contract_4_cancelling_activations(
+    name: str, layer: type, tokens: int, d: int, p: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     model = WeightedOutput(layer()).to(dtype)
     for seed in range(30):
