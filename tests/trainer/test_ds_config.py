@@ -1,0 +1,186 @@
+"""Which side owns which key, and what DeepSpeed is told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.config import load_config
+from trainer.ds_config import RECIPE_KEYS, MachineSettings, load_machine_settings, resolve
+from trainer.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "machine.json"
+
+
+def load(file: Path, content: Any) -> MachineSettings:
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return load_machine_settings(file)
+
+
+def refusal(file: Path, content: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(file, content)
+    line = str(caught.value)
+    assert caught.value.exit_code == 2 and str(file) in line and "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize("key", sorted(RECIPE_KEYS))
+@pytest.mark.parametrize("value", [1, {"enabled": True}], ids=["number", "object"])
+def test_recipe_owned_keys_are_refused_by_name(file: Path, key: str, value: Any) -> None:
+    line = refusal(file, {**ZERO2, key: value})
+    assert f"{key} belongs to the recipe" in line and RECIPE_KEYS[key] in line
+
+
+def test_every_recipe_key_that_is_named_exists() -> None:
+    config = load_config(ROOT / "recipes" / "quickstart.toml")
+    for owner in RECIPE_KEYS.values():
+        if not owner.startswith("nothing"):
+            section, _, key = owner.strip("[]").partition(".")
+            assert hasattr(getattr(config, section), key) if key else hasattr(config, section)
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ({"zero_optimization": "auto"}, "zero_optimization"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": "auto"}}},
+            "zero_optimization.offload_param.pin_memory",
+        ),
+        ({**ZERO2, "bf16": {"enabled": "auto"}}, "bf16.enabled"),
+        ({**ZERO2, "aio": {"sizes": [1, {"deep": "auto"}]}}, "aio.sizes.1.deep"),
+        ({**ZERO2, "comms_logger": {"prof_ops": ["auto"]}}, "comms_logger.prof_ops.0"),
+    ],
+)
+def test_auto_is_refused_wherever_it_is(file: Path, content: Any, where: str) -> None:
+    line = refusal(file, content)
+    assert f'{where} is "auto"' in line
+
+
+@pytest.mark.parametrize("content", ["", "{", "stage: 2", '{"bf16": {"enabled": tru}}', "\xff"])
+def test_no_json(file: Path, content: str) -> None:
+    assert "is no JSON" in refusal(file, content)
+
+
+def test_not_utf8_and_no_file(file: Path) -> None:
+    file.write_bytes(b'{"\xff": 1}')
+    with pytest.raises(ConfigError, match="is no JSON"):
+        load_machine_settings(file)
+    with pytest.raises(ConfigError, match="see ds_configs/"):
+        load_machine_settings(file.with_name("absent.json"))
+
+
+@pytest.mark.parametrize("content", [[], "3", "null", '"zero"'])
+def test_no_object(file: Path, content: Any) -> None:
+    assert "JSON object" in refusal(file, content)
+
+
+def test_a_key_twice(file: Path) -> None:
+    """Python's reader would silently keep the last one."""
+    assert "bf16 twice" in refusal(file, '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}, "bf16": {}}')
+    assert "stage twice" in refusal(file, '{"zero_optimization": {"stage": 2, "stage": 3}}')
+
+
+def test_unknown_keys(file: Path) -> None:
+    """DeepSpeed itself ignores the first two."""
+    assert "unknown key gradient_cliping" in refusal(file, {**ZERO2, "gradient_cliping": 0.0})
+    assert "unknown key zero_optimisation" in refusal(file, {**ZERO2, "zero_optimisation": {}})
+    assert "unknown key zero_optimization.stages" in refusal(file, {"zero_optimization": {"stage": 2, "stages": 1}})
+    assert "unknown key bf16.immediate" in refusal(file, {**ZERO2, "bf16": {"enabled": True, "immediate": True}})
+
+
+@pytest.mark.parametrize("stage", [0, 4, -1, "3", 2.0, True, None])
+def test_stage(file: Path, stage: Any) -> None:
+    assert "zero_optimization.stage must be 1, 2 or 3" in refusal(file, {"zero_optimization": {"stage": stage}})
+
+
+def test_no_stage(file: Path) -> None:
+    for content in ({}, {"zero_optimization": {}}, {"bf16": {"enabled": True}}):
+        assert "zero_optimization.stage must be" in refusal(file, content)
+
+
+def test_sections_must_be_objects(file: Path) -> None:
+    assert "zero_optimization must be an object" in refusal(file, {"zero_optimization": 3})
+    assert "bf16 must be an object" in refusal(file, {**ZERO2, "bf16": True})
+    assert "fp16 must be an object" in refusal(file, {**ZERO2, "fp16": True})
+    offload = {"zero_optimization": {"stage": 3, "offload_param": "cpu"}}
+    assert "zero_optimization.offload_param must be an object" in refusal(file, offload)
+
+
+def test_switches_are_true_or_false(file: Path) -> None:
+    """ "false" in quotes would count as true."""
+    assert "bf16.enabled must be true or false" in refusal(file, {**ZERO2, "bf16": {"enabled": "false"}})
+    assert "fp16.enabled must be true or false" in refusal(file, {**ZERO2, "fp16": {"enabled": 0}})
+
+
+def test_fp16_is_refused(file: Path) -> None:
+    assert "fp16 is refused" in refusal(file, {**ZERO2, "fp16": {"enabled": True}})
+    assert load(file, {**ZERO2, "fp16": {"enabled": False}}).compute_dtype == torch.float32
+
+
+def test_activation_checkpointing_is_refused(file: Path) -> None:
+    line = refusal(file, {**ZERO2, "activation_checkpointing": {"partition_activations": False}})
+    assert "activation_checkpointing" in line and "micro_batch_size" in line
+
+
+@pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
+def test_offload_is_noticed(file: Path, part: str) -> None:
+    assert load(file, {"zero_optimization": {"stage": 3, part: {"device": "cpu"}}}).offloads
+    assert not load(file, {"zero_optimization": {"stage": 3, part: {"device": "none"}}}).offloads
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_shipped_files_say_what_their_names_say(path: Path) -> None:
+    machine = load_machine_settings(path)
+    assert machine.stage == int(path.stem.removeprefix("zero")[0])
+    assert machine.compute_dtype == (torch.bfloat16 if "bf16" in path.stem else torch.float32)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_resolves_on_every_machine(recipe: Path, path: Path, world_size: int) -> None:
+    machine, micro_batch_size = load_machine_settings(path), load_config(recipe).train.micro_batch_size
+    resolved = resolve(machine, micro_batch_size=micro_batch_size, world_size=world_size)
+    # Written, not left to a default: DeepSpeed's own became 1.0 in 0.19.3 (contract 14).
+    assert resolved["gradient_clipping"] == 0.0
+    assert resolved["train_batch_size"] == micro_batch_size * world_size
+    assert resolved["train_micro_batch_size_per_gpu"] == micro_batch_size
+    assert resolved["gradient_accumulation_steps"] == 1
+    assert resolved["fp16"] == {"enabled": False}
+    assert resolved["bf16"] == {"enabled": machine.compute_dtype == torch.bfloat16}
+    assert resolved["zero_optimization"]["stage"] == machine.stage
+    for monitor in ("tensorboard", "wandb", "csv_monitor"):
+        assert resolved[monitor] == {"enabled": False}
+    assert json.loads(json.dumps(resolved)) == resolved
+
+
+def test_resolving_changes_nothing_of_the_machine(file: Path) -> None:
+    machine = load(file, {**ZERO2, "wall_clock_breakdown": True, "fp16": {"enabled": False, "loss_scale": 0}})
+    before = json.dumps(machine.raw)
+    assert resolve(machine, micro_batch_size=4, world_size=2)["wall_clock_breakdown"] is True
+    assert json.dumps(machine.raw) == before
+
+
+def test_deepspeed_reads_the_resolved_keys() -> None:
+    """DeepSpeed's own reader agrees; what it would do with an absent key is its business, so none may be absent."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    machine = load_machine_settings(ROOT / "ds_configs" / "zero3_bf16.json")
+    read = DeepSpeedConfig(resolve(machine, micro_batch_size=4, world_size=1))
+    assert read.gradient_clipping == 0.0
+    assert read.zero_config.stage == 3 and read.bfloat16_config.enabled and not read.float16_config.enabled
+    assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (4, 1)
+    assert read.prescale_gradients is False and read.gradient_predivide_factor == 1.0
