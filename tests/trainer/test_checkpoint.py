@@ -1,0 +1,306 @@
+"""Checkpoints: bit-equal back, whatever the number of pieces; whole or refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer import checkpoint
+from trainer.checkpoint import Checkpoint, checkpoint_name, newest_checkpoint, save_checkpoint
+from trainer.config import OptimizerSection
+from trainer.ds_config import load_machine_settings
+from trainer.engines.base import GradShard, Piece, ShardState, even_layout
+from trainer.engines.local import LocalEngine
+from trainer.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIMIZER = OptimizerSection(peak_lr=1e-2, weight_decay=0.1)
+KINDS = ("exp_avg", "exp_avg_sq", "param")
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def new_model(seed: int = 0, width: int = 7) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, width), nn.LayerNorm(width), nn.Linear(width, 3))
+
+
+def new_engine(model: nn.Module, dtype: str = "") -> LocalEngine:
+    machine = load_machine_settings(ROOT / "ds_configs" / f"zero1{dtype}.json")
+    return LocalEngine(model, OPTIMIZER, machine, torch.device("cpu"))
+
+
+def take_steps(engine: LocalEngine, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        generator = torch.Generator().manual_seed(step)
+        shards = [
+            GradShard(p.name, p.offset, torch.randn(p.length, generator=generator, dtype=torch.float64))
+            for p in engine.layout.owned_by(0)
+        ]
+        engine.step(shards, lr=1e-2)
+
+
+def contents(engine: LocalEngine) -> dict[tuple[str, Piece], Tensor]:
+    return {(kind, s.piece): v.clone() for s in engine.state() for kind, v in s.tensors.items()}
+
+
+def assert_same(a: LocalEngine, b: LocalEngine) -> None:
+    left, right = contents(a), contents(b)
+    assert left.keys() == right.keys() and len(left) == 3 * len(a.shapes)
+    for key in left:
+        assert torch.equal(left[key], right[key]), key
+    for name, weight in a.module.state_dict().items():
+        assert torch.equal(weight, b.module.state_dict()[name]), name
+
+
+def resume(path: Path, dtype: str = "") -> LocalEngine:
+    """As a start does it: weights before the engine is built, the rest after."""
+    found = Checkpoint(path)
+    model = new_model(seed=99)
+    found.load_weights(model)
+    engine = new_engine(model, dtype)
+    found.restore(engine)
+    return engine
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoints"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def saved(folder: Path) -> Path:
+    """The checkpoint of three steps."""
+    engine = new_engine(new_model())
+    take_steps(engine, 1, 3)
+    save_checkpoint(folder, engine, 3, {"formal_guarantee": True}, keep=2)
+    return folder / checkpoint_name(3)
+
+
+@pytest.mark.parametrize("dtype", ["", "_bf16"])
+def test_resumed_equals_uninterrupted_to_the_bit(folder: Path, dtype: str) -> None:
+    engine = new_engine(new_model(), dtype)
+    take_steps(engine, 1, 3)
+    save_checkpoint(folder, engine, 3, {}, keep=2)
+    resumed = resume(folder / checkpoint_name(3), dtype)
+    assert_same(resumed, engine)
+    take_steps(engine, 4, 6)
+    take_steps(resumed, 4, 6)
+    assert_same(resumed, engine)
+
+
+def test_before_the_first_step(folder: Path) -> None:
+    engine = new_engine(new_model())
+    save_checkpoint(folder, engine, 0, {}, keep=1)
+    resumed = resume(folder / checkpoint_name(0))
+    take_steps(engine, 1, 2)
+    take_steps(resumed, 1, 2)
+    assert_same(resumed, engine)
+
+
+def test_saving_leaves_the_engine_alone(folder: Path) -> None:
+    engine, other = new_engine(new_model()), new_engine(new_model())
+    take_steps(engine, 1, 2)
+    take_steps(other, 1, 2)
+    save_checkpoint(folder, engine, 2, {}, keep=1)
+    take_steps(engine, 3, 4)
+    take_steps(other, 3, 4)
+    assert_same(engine, other)
+
+
+def split_in(world_size: int, folder: Path, engine: LocalEngine) -> Path:
+    """What `world_size` ranks would have written of this engine."""
+    whole = {s.piece.name: s.tensors for s in engine.state()}
+    temporary, target = folder / ".split.tmp", folder / checkpoint_name(3)
+    temporary.mkdir()
+    files = {}
+    for rank, pieces in enumerate(even_layout(engine.shapes, world_size).pieces):
+        name = f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+        states = [
+            ShardState(p, {k: v[p.offset : p.offset + p.length] for k, v in whole[p.name].items()}) for p in pieces
+        ]
+        files[name] = checkpoint._write_pieces(temporary / name, states)
+    shapes = {name: list(shape) for name, shape in engine.shapes.items()}
+    manifest = {"format": checkpoint.FORMAT, "step": 3, "parameters": shapes, "files": files}
+    checkpoint._publish(temporary, target, manifest, keep=1)
+    return target
+
+
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_pieces_of_other_world_sizes(folder: Path, world_size: int) -> None:
+    engine = new_engine(new_model())
+    take_steps(engine, 1, 3)
+    path = split_in(world_size, folder, engine)
+    assert len(list(path.glob("rank-*"))) == world_size
+    assert_same(resume(path), engine)
+    found, weight = Checkpoint(path), dict(engine.module.named_parameters())["0.weight"].detach()
+    assert torch.equal(found.full("param", "0.weight"), weight)
+    for offset in range(0, weight.numel(), 4):  # across the borders of pieces
+        piece = Piece("0.weight", offset, min(9, weight.numel() - offset))
+        assert torch.equal(found.part("param", piece), weight.view(-1)[offset : offset + piece.length])
+
+
+def test_a_hole_between_pieces(folder: Path) -> None:
+    engine = new_engine(new_model())
+    take_steps(engine, 1, 3)
+    path = split_in(3, folder, engine)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["rank-00001-of-00003.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match="lacks a part of"):
+        resume(path)
+
+
+def test_contents(saved: Path, folder: Path) -> None:
+    manifest = json.loads((saved / "manifest.json").read_text())
+    assert manifest["step"] == 3 and manifest["formal_guarantee"] is True
+    assert manifest["parameters"]["0.weight"] == [7, 5]
+    assert sorted(p.name for p in saved.iterdir()) == ["manifest.json", "rank-00000-of-00001.safetensors"]
+    assert (folder / "LATEST").read_text() == "step-00000003\n"
+    assert newest_checkpoint(folder) == saved
+    assert Checkpoint(saved).step == 3
+
+
+def test_no_pickle(saved: Path) -> None:
+    """Loading a pickle runs code. safetensors: 8 bytes of header length, then a JSON header, then raw numbers."""
+    for file in saved.glob("*.safetensors"):
+        content = file.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        assert {key.split("|")[0] for key in header} == set(KINDS)
+        assert all(entry["dtype"] == "F32" for entry in header.values())
+        assert 8 + size + max(entry["data_offsets"][1] for entry in header.values()) == len(content)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_bit,
+        Path.unlink,
+        lambda path: path.write_bytes(path.read_bytes()[:-4]),
+        lambda path: path.write_bytes(b""),
+    ],
+    ids=["bit", "missing", "short", "empty"],
+)
+def test_damaged_pieces(saved: Path, damage: Callable[[Path], object]) -> None:
+    file = saved / "rank-00000-of-00001.safetensors"
+    damage(file)
+    with pytest.raises(ConfigError, match="missing or damaged") as caught:
+        Checkpoint(saved)
+    assert file.name in str(caught.value) and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "{}", '{"format": 1}', '{"format": 1, "step": 3, "parameters": {}}', "\udcff"]
+)
+def test_damaged_manifest(saved: Path, text: str) -> None:
+    (saved / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=r"checkpoint"):
+        Checkpoint(saved)
+
+
+def test_another_format(saved: Path) -> None:
+    manifest = json.loads((saved / "manifest.json").read_text())
+    (saved / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
+    with pytest.raises(ConfigError, match="format 2 is unknown"):
+        Checkpoint(saved)
+
+
+def test_another_model(saved: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not fit the model; the first difference is 0\.bias"):
+        Checkpoint(saved).load_weights(new_model(width=8))
+    with pytest.raises(ConfigError, match=r"the first difference is 3\.bias"):
+        Checkpoint(saved).load_weights(new_model().append(nn.Linear(3, 3)))
+
+
+def test_frozen_parameters_stay_as_they_are(folder: Path) -> None:
+    model = new_model()
+    model[0].weight.requires_grad_(False)
+    engine = new_engine(model)
+    take_steps(engine, 1, 1)
+    save_checkpoint(folder, engine, 1, {}, keep=1)
+    found = Checkpoint(folder / checkpoint_name(1))
+    assert "0.weight" not in found.shapes
+    other = new_model(seed=5)
+    other[0].weight.requires_grad_(False)
+    before = other[0].weight.clone()
+    found.load_weights(other)
+    assert torch.equal(other[0].weight, before) and torch.equal(other[0].bias, model[0].bias)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_keeps_the_newest(folder: Path, keep: int) -> None:
+    engine = new_engine(new_model())
+    for step in (2, 4, 6, 8, 9):
+        take_steps(engine, step, step)
+        save_checkpoint(folder, engine, step, {}, keep=keep)
+        newest = newest_checkpoint(folder)
+        assert newest is not None and Checkpoint(newest).step == step
+    kept = [checkpoint_name(step) for step in (2, 4, 6, 8, 9)[-keep:]]
+    assert sorted(p.name for p in folder.iterdir()) == ["LATEST", *kept]
+
+
+def test_leftovers_of_a_crash(folder: Path, saved: Path) -> None:
+    """A half-written checkpoint is never taken for one, and the next save clears it away."""
+    half = folder / ".step-00000004.tmp"
+    half.mkdir()
+    (half / "rank-00000-of-00001.safetensors").write_bytes(b"half")
+    assert newest_checkpoint(folder) == saved
+    engine = resume(saved)
+    take_steps(engine, 4, 5)
+    save_checkpoint(folder, engine, 5, {}, keep=3)
+    assert_same(resume(folder / checkpoint_name(5)), engine)
+    assert sorted(p.name for p in folder.iterdir()) == ["LATEST", "step-00000003", "step-00000005"]
+
+
+def test_a_crash_between_the_name_and_latest(folder: Path, saved: Path) -> None:
+    """LATEST still names the one before; saving the same step again replaces the orphan."""
+    engine = resume(saved)
+    take_steps(engine, 4, 4)
+    shutil.copytree(saved, folder / checkpoint_name(4))
+    assert newest_checkpoint(folder) == saved
+    save_checkpoint(folder, engine, 4, {}, keep=2)
+    assert_same(resume(folder / checkpoint_name(4)), engine)
+
+
+@pytest.mark.parametrize("failing", ["_write_pieces", "write_durably"])
+def test_a_crash_while_saving(folder: Path, saved: Path, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint, failing, fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_checkpoint(folder, new_engine(new_model()), 4, {}, keep=1)
+    assert newest_checkpoint(folder) == saved and Checkpoint(saved).step == 3
+    assert not (folder / checkpoint_name(4)).exists()
+
+
+def test_latest_points_nowhere(folder: Path, saved: Path) -> None:
+    shutil.rmtree(saved)
+    with pytest.raises(ConfigError, match="step-00000003, which is not there"):
+        newest_checkpoint(folder)
+
+
+def test_no_checkpoint_yet(folder: Path) -> None:
+    assert newest_checkpoint(folder) is None
+    with pytest.raises(ConfigError, match="is no checkpoint"):
+        Checkpoint(folder)
+
+
+def test_the_digest_is_that_of_the_manifest(folder: Path) -> None:
+    import hashlib
+
+    digest = save_checkpoint(folder, new_engine(new_model()), 1, {}, keep=1)
+    assert digest == hashlib.sha256((folder / checkpoint_name(1) / "manifest.json").read_bytes()).hexdigest()
