@@ -158,7 +158,7 @@ def test_slack_and_joint_release():
 
 @pytest.mark.parametrize("cap", [None, 240])
 def test_table_bounds_every_count_and_is_monotone(cap):
-    group = ReleaseGroup(0.05, 1.0, 1, 3000, cap)
+    group = ReleaseGroup(0.05, 2.0, 1, 3000, cap)
     table = EpsilonTable(group, 1e-5, 53, 50)
     values = [table.epsilon(count) for count in range(54)]
     assert values[0] == 0 and all(a <= b for a, b in itertools.pairwise(values))

@@ -62,6 +62,7 @@ def test_a_cap_that_costs_is_calibrated_with_it():
     assert epsilon_pld([plain], 1e-5) < result.epsilon - 1e-3
 
 
+@pytest.mark.full
 def test_small_noise_is_clamped_unless_allowed():
     group = ReleaseGroup(0.001, 0, 1)
     result = calibrate_noise_multiplier(group, 1e-5, 10.0)
