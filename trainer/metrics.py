@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -21,7 +21,7 @@ class MetricsWriter:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._lines = (folder / "metrics.jsonl").open("a")
+        self._lines = _open_for_appending(folder / "metrics.jsonl")
         self._board: Any = SummaryWriter(str(folder / "tensorboard"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -43,8 +43,17 @@ class MetricsWriter:
         self._board.close()
 
 
+def _open_for_appending(path: Path) -> TextIO:
+    """Ends the torn line that a killed process may have left, so that it does not swallow the next one."""
+    torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+    file = path.open("a")
+    if torn:
+        file.write("\n")
+    return file
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl`; a torn last line, from a killed process, is left out."""
+    """The whole lines of `metrics.jsonl`; those torn by a kill are left out."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
