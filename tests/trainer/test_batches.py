@@ -1,0 +1,129 @@
+"""Members, keys and micro-batch counts of every rank, against the sampler asked as a whole."""
+
+import math
+
+import numpy as np
+import pytest
+
+from data.loader import StepPlan
+from privacy.keys import SamplingKey
+from privacy.sampling import PoissonSampler, default_cap, example_keys
+from trainer import batches as module
+from trainer import distributed
+from trainer.batches import LogicalBatches, timings_are_public
+
+NUM_EXAMPLES = 503
+NONCE = bytes(range(16))
+KEY = SamplingKey(bytes(32))
+
+
+def logical_batches(expected: int, cap: int | None, attempts: dict[int, int] | None = None) -> LogicalBatches:
+    sampler = PoissonSampler.with_expected_batch(NUM_EXAMPLES, expected, cap)
+    return LogicalBatches(sampler, expected, KEY, NONCE, attempts or {}, micro_batch_size=4)
+
+
+def plans_of_all(made: LogicalBatches, world_size: int, step: int, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """Every rank's plan of one step, without other processes: each rank's decisions are handed to the others."""
+    coin_key = made.key.coin_key(made.nonce, made.attempt(step))
+    bounds = [(NUM_EXAMPLES * r // world_size, NUM_EXAMPLES * (r + 1) // world_size) for r in range(world_size)]
+    decided = [made.sampler.decide(coin_key, step, *b) for b in bounds]
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "world_size", lambda: world_size)
+        for rank in range(world_size):
+            patch.setattr(distributed, "rank", lambda rank=rank: rank)
+
+            def gather(mine, rank=rank):  # type: ignore[no-untyped-def]
+                assert np.array_equal(mine.ids, decided[rank].ids), "a rank decides its own slice"
+                return decided
+
+            patch.setattr(module, "_gather", gather)
+            (plan,) = made.plans(step, step)
+            found.append(plan)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize(("expected", "cap"), [(40, None), (40, default_cap(40)), (40, 35), (1, 9), (503, 503)])
+def test_members_do_not_depend_on_the_world(
+    world_size: int, expected: int, cap: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = logical_batches(expected, cap)
+    for step in (1, 2, 3):
+        found = plans_of_all(made, world_size, step, monkeypatch)
+        members = made.sampler.members(KEY.coin_key(NONCE, 0), step)
+        assert np.array_equal(np.concatenate([plan.example_ids for plan in found]), members)
+        keys = example_keys(KEY.example_key(NONCE, 0), step, members)
+        assert np.array_equal(np.concatenate([plan.example_keys for plan in found]), keys)
+        sizes = [len(plan.example_ids) for plan in found]
+        assert max(sizes) - min(sizes) <= 1
+        (count,) = {plan.num_micro_batches for plan in found}
+        assert count >= 1 and max(sizes) <= 4 * count
+        assert {plan.step for plan in found} == {step}
+
+
+def test_a_retry_takes_new_coins_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = plans_of_all(logical_batches(40, None), 2, 5, monkeypatch)
+    again = plans_of_all(logical_batches(40, None, {5: 1}), 2, 5, monkeypatch)
+    other = plans_of_all(logical_batches(40, None, {4: 1}), 2, 5, monkeypatch)
+    assert not np.array_equal(first[0].example_ids, again[0].example_ids)
+    assert not set(first[0].example_keys.tolist()) & set(again[0].example_keys.tolist())
+    assert np.array_equal(first[0].example_ids, other[0].example_ids), "another step's attempts do not matter"
+
+
+def test_another_session_takes_new_coins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restored copy of the run folder never repeats coins."""
+    sampler = PoissonSampler.with_expected_batch(NUM_EXAMPLES, 40, None)
+    made = [LogicalBatches(sampler, 40, KEY, nonce, {}, 4) for nonce in (NONCE, bytes(16))]
+    first, second = (plans_of_all(m, 1, 1, monkeypatch)[0] for m in made)
+    assert not np.array_equal(first.example_ids, second.example_ids)
+
+
+@pytest.mark.parametrize(
+    ("expected", "cap", "public"),
+    [
+        (1_310_720, default_cap(1_310_720), True),
+        (25_600, default_cap(25_600), True),  # exactly 5 %
+        (25_599, default_cap(25_599), False),
+        (256, default_cap(256), False),
+        (256, None, False),
+        (100, 105, True),
+        (100, 106, False),
+        (503, 503, True),
+    ],
+)
+def test_timings_are_public(expected: int, cap: int | None, public: bool) -> None:
+    assert timings_are_public(expected, cap) is public
+
+
+def test_public_timings_mean_equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch size varies; the number of micro-batches is that of the cap."""
+    made = logical_batches(100, 105)
+    found = [plan for step in range(1, 13) for plan in plans_of_all(made, 2, step, monkeypatch)]
+    assert len({len(plan.example_ids) for plan in found}) > 2
+    assert {plan.num_micro_batches for plan in found} == {math.ceil(math.ceil(105 / 2) / 4)}
+
+
+def test_private_timings_do_not_pad_to_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = logical_batches(40, default_cap(40))
+    for step in range(1, 13):
+        plan = plans_of_all(made, 1, step, monkeypatch)[0]
+        assert plan.num_micro_batches == max(1, math.ceil(len(plan.example_ids) / 4))
+
+
+def test_an_empty_batch_is_one_micro_batch_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = logical_batches(1, None)
+    empty = [s for s in range(1, 40) if len(made.sampler.members(KEY.coin_key(NONCE, 0), s)) == 0]
+    assert empty, "with B = 1 a third of the batches are empty"
+    for plan in plans_of_all(made, 3, empty[0], monkeypatch):
+        assert plan.num_micro_batches == 1 and len(plan.example_ids) == 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_plans_are_drawn_when_pulled() -> None:
+    """In the real process group of one rank: the loader pulls ahead no further than it prefetches."""
+    made = logical_batches(40, default_cap(40))
+    pulled = made.plans(3, 10**12)
+    plans = [next(pulled), next(pulled)]
+    assert [plan.step for plan in plans] == [3, 4]
+    assert np.array_equal(plans[1].example_ids, made.sampler.members(KEY.coin_key(NONCE, 0), 4))

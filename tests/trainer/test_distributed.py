@@ -1,0 +1,68 @@
+"""Who am I, by each launcher's environment. (Talking to other ranks: tests/distributed.)"""
+
+import pytest
+
+from trainer.distributed import Ranks, discover_ranks
+from trainer.errors import ConfigError
+
+ADDRESS = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
+LAUNCHERS = {
+    "torchrun": {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"},
+    "openmpi": {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"},
+    "mpich": {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8"},
+    "slurm": {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(launcher: str) -> None:
+    found = discover_ranks({"HOME": "/root", **LAUNCHERS[launcher], **ADDRESS})
+    assert found == Ranks(rank=5, local_rank=1, world_size=8, address="node0", port=1234)
+    assert not found.is_main
+
+
+def test_one_process() -> None:
+    assert discover_ranks({}) == Ranks(0, 0, 1, "127.0.0.1", 29500)
+    assert discover_ranks({"WORLD_SIZE": "8"}) == Ranks(), "half of a launcher is none"
+    assert discover_ranks({"MASTER_ADDR": "node0"}).is_main
+
+
+def test_one_rank_needs_no_address() -> None:
+    assert discover_ranks({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}).address == "127.0.0.1"
+
+
+def test_the_inner_launcher_wins() -> None:
+    """`deepspeed` inside of a Slurm allocation starts the ranks; the allocation's variables are those of the shell."""
+    shell = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+    assert discover_ranks({**shell, **LAUNCHERS["torchrun"], **ADDRESS}).rank == 5
+    assert discover_ranks({**shell, **LAUNCHERS["openmpi"], **ADDRESS}).rank == 5
+
+
+def test_a_port_by_default() -> None:
+    assert discover_ranks({**LAUNCHERS["slurm"], "MASTER_ADDR": "node0"}).port == 29500
+
+
+def test_local_rank_by_default() -> None:
+    """Without it every rank is taken to be on one machine."""
+    assert discover_ranks({"RANK": "3", "WORLD_SIZE": "4", **ADDRESS}).local_rank == 3
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_several_ranks_need_an_address(launcher: str) -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not set") as caught:
+        discover_ranks(LAUNCHERS[launcher])
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("value", ["", "x", "1.5"])
+def test_garbage(launcher: str, position: int, value: str) -> None:
+    name = list(LAUNCHERS[launcher])[position]
+    with pytest.raises(ConfigError, match=name):
+        discover_ranks({**LAUNCHERS[launcher], **ADDRESS, name: value})
+
+
+def test_a_port_that_is_none() -> None:
+    with pytest.raises(ConfigError):
+        discover_ranks({**LAUNCHERS["torchrun"], "MASTER_ADDR": "node0", "MASTER_PORT": "http"})
