@@ -1,0 +1,200 @@
+"""The shape of the project: imports go one way, heavy packages stay behind their doors, files stay readable."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LOWER = {"privacy", "models", "data"}
+MAY_IMPORT = {
+    "privacy": set[str](),
+    "models": set[str](),
+    "data": set[str](),
+    "trainer": LOWER,
+    "evaluation": LOWER | {"trainer"},
+    "launch_scripts": LOWER | {"trainer", "evaluation"},
+    "benchmarks": LOWER | {"trainer", "evaluation"},
+}
+"""Our packages that a package may import, beside itself. Type-only imports are free."""
+PACKAGES = [name for name in MAY_IMPORT if any((ROOT / name).rglob("*.py"))]
+TESTS = "tests"
+
+ONLY_IN = {
+    "deepspeed": ("trainer/engines/",),
+    "fairscale": ("trainer/engines/",),
+    "tensorboard": ("trainer/metrics.py",),
+    "torch.utils.tensorboard": ("trainer/metrics.py",),
+    "mpi4py": ("data/", "launch_scripts/prepare.py"),
+    "torchvision": (),  # it does not import beside a CPU build of torch
+}
+"""Where a package may be imported in what runs; tests are free."""
+MAX_LINES = 400
+LONGER = {"tests/privacy/test_ledger.py"}
+
+
+def python_files(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert found
+    return found
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(tree: ast.AST, *, at_import_time: bool = False) -> Iterator[str]:
+    """Dotted names of imported modules, without what stands under `if TYPE_CHECKING`.
+
+    Args:
+        at_import_time: leave out what stands inside of functions.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in line {node.lineno}"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in node.orelse:
+                yield from imports(ast.Module([other], []), at_import_time=at_import_time)
+        elif not (at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+            yield from imports(node, at_import_time=at_import_time)
+
+
+def is_part_of(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def test_the_walk_sees_what_it_should() -> None:
+    tree = ast.parse(
+        "import a.b\nfrom c import d\nif TYPE_CHECKING:\n    import e\nelse:\n    import f\n"
+        "def g():\n    import h\n    if TYPE_CHECKING:\n        import i\nclass J:\n    from k import l\n"
+        "try:\n    import m\nexcept ImportError:\n    import n\n"
+    )
+    assert set(imports(tree)) == {"a.b", "c", "c.d", "f", "h", "k", "k.l", "m", "n"}
+    assert set(imports(tree, at_import_time=True)) == {"a.b", "c", "c.d", "f", "k", "k.l", "m", "n"}
+    assert is_part_of("torch.utils.tensorboard.writer", "torch.utils.tensorboard")
+    assert not is_part_of("tensorboardX", "tensorboard")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_one_way(package: str) -> None:
+    allowed = MAY_IMPORT[package] | {package}
+    ours = set(MAY_IMPORT) | {TESTS}
+    for path in python_files(package):
+        for name in imports(parsed(path)):
+            top = name.partition(".")[0]
+            assert top not in ours or top in allowed, f"{relative(path)} imports {name}"
+
+
+@pytest.mark.parametrize("guarded", ONLY_IN)
+def test_packages_behind_doors(guarded: str) -> None:
+    for path in python_files(*PACKAGES):
+        if not relative(path).startswith(ONLY_IN[guarded] or ("-",)):
+            found = [name for name in imports(parsed(path)) if is_part_of(name, guarded)]
+            assert not found, f"{relative(path)} imports {found[0]}"
+
+
+@pytest.mark.parametrize("guarded", ["tensorboard", "torch.utils.tensorboard", "mpi4py", "opacus", "transformers"])
+def test_imported_when_used(guarded: str) -> None:
+    """Inside of functions only. (Engine modules may import theirs: each is imported only for its engine.)"""
+    for path in python_files(*PACKAGES):
+        found = [name for name in imports(parsed(path), at_import_time=True) if is_part_of(name, guarded)]
+        assert not found, f"{relative(path)} imports {found[0]} at import time"
+
+
+def test_engine_modules_are_imported_for_their_engine() -> None:
+    wrapped = [p for p in python_files("trainer/engines") if p.stem in ("deepspeed", "fairscale", "fsdp")]
+    assert wrapped
+    names = {f"trainer.engines.{path.stem}" for path in wrapped}
+    for path in python_files(*PACKAGES):
+        found = [name for name in imports(parsed(path), at_import_time=True) if name in names]
+        assert not found, f"{relative(path)} imports {found[0]} at import time"
+
+
+def modules_after(code: str, **environment: str) -> dict[str, str]:
+    """sys.modules of a fresh interpreter after `code`, with their files."""
+    listing = "{n: getattr(m, '__file__', None) or '' for n, m in list(sys.modules.items())}"
+    script = f"{code}\nimport json, sys\nprint(json.dumps({listing}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_starting_imports_no_heavy_package() -> None:
+    """What training does not use does not cost start-up time, and a missing one breaks nothing."""
+    loaded = modules_after("import trainer.train")
+    assert "trainer.loop" in loaded and "torch" in loaded
+    for name in (
+        "deepspeed",
+        "fairscale",
+        "tensorboard",
+        "mpi4py",
+        "opacus",
+        "transformers",
+        "torchvision",
+        "webdataset",
+    ):
+        assert name not in loaded
+
+
+@pytest.mark.parametrize("script", ["train", "plan", "prepare"])
+def test_packages_are_ours(script: str) -> None:
+    """The names are generic. The launcher puts launch_scripts/ first on the path; an installed `models` must not win."""
+    loaded = modules_after(
+        f"import os, sys\nos.chdir('/')\nsys.path[:0] = [{str(ROOT / 'launch_scripts')!r}]\n"
+        f"import {script}\nimport models, privacy, data, trainer, evaluation"
+    )
+    for name in ("models", "privacy", "data", "trainer", "evaluation"):
+        assert Path(loaded[name]) == ROOT / name / "__init__.py"
+
+
+def test_every_package_has_an_init() -> None:
+    """Without one it is a namespace package, and an installed package of that name wins."""
+    for package in PACKAGES:
+        if package not in ("launch_scripts", "benchmarks"):
+            for path in python_files(package):
+                assert (path.parent / "__init__.py").is_file(), relative(path.parent)
+
+
+def test_files_stay_readable_in_one_sitting() -> None:
+    for path in python_files(*PACKAGES, TESTS):
+        lines = path.read_text().count("\n")
+        assert lines <= MAX_LINES or relative(path) in LONGER, f"{relative(path)} has {lines} lines"
+
+
+def test_no_error_is_swallowed() -> None:
+    """`contextlib.suppress` says which errors are meant to be; `except: pass` hides the others too."""
+    for path in python_files(*PACKAGES):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ExceptHandler):
+                is_bare = node.type is None
+                does_nothing = all(isinstance(statement, ast.Pass) for statement in node.body)
+                assert not is_bare and not does_nothing, f"{relative(path)}:{node.lineno} swallows errors"
+
+
+def test_gradient_clipping_is_written_and_read_back() -> None:
+    """Contract 14; what the resolver writes is asserted in tests/trainer/test_ds_config.py."""
+    for path in sorted((ROOT / "ds_configs").glob("*.json")):
+        assert "gradient_clipping" not in json.loads(path.read_text()), "it is the resolver's"
+    source = (ROOT / "trainer/engines/deepspeed.py").read_text()
+    assert '"gradient_clipping": (engine.gradient_clipping(), 0.0)' in source
