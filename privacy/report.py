@@ -15,7 +15,7 @@ from typing import Any
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger_format import TORN_MARK, LedgerState, hash_line, noise_multiplier_of, read_state
 from privacy.plan import PrivacyPlan
-from privacy.report_numbers import accounting_numbers
+from privacy.report_numbers import LARGEST_DETAILED_EPSILON, accounting_numbers
 
 CARD_FORMAT = 1
 
@@ -214,7 +214,8 @@ _SAMPLING = (
     "True Poisson sampling: in every attempt each example takes part independently with probability q, decided by "
     "AES-256-CTR coins under a secret key, a fresh nonce per start of the program and the attempt's number, so that no "
     "retry repeats a sample. This is the scheme that the accountant assumes: nothing is shuffled. Batches above the "
-    "cap, where there is one, are cut down uniformly, and the claim is charged for it. The ledger committed to the key before its first use."
+    "cap, where there is one, are cut down uniformly, and the claim is charged for it. The ledger committed to the "
+    "key before its first use."
 )
 
 
@@ -322,6 +323,8 @@ def _warnings(snapshot: LedgerSnapshot, plan: PrivacyPlan, card: dict[str, Any])
         found.append(f"delta {plan.target_delta:g} is above 1/n = {1 / n:.3g}: it would allow publishing some pairs")
     if plan.formal_guarantee and numbers["epsilon"] is None:
         found.append("the accountant finds no finite epsilon at this delta")
+    if (numbers["epsilon"] or 0.0) > LARGEST_DETAILED_EPSILON:
+        found.append("so large an epsilon protects nothing in practice; curves and other neighbours are left out")
     if not _consistent(numbers):
         found.append("the claim is not between the PRV lower and the RDP upper bound (both leave out the cap)")
     if snapshot.unterminated:

@@ -18,8 +18,8 @@ GROUP_SIZES = (2, 5)
 # Guidance beside the claim: on coarser grids these are still upper bounds (within 0.1 %) at a tenth of the time.
 _GROUP_INTERVAL = 5e-3
 _CURVE_POINTS = 64
-# The PRV grid grows with epsilon; beyond this no bracket is worth minutes.
-_LARGEST_PRV_EPSILON = 50.0
+# Beyond this nothing is protected, and the grids of curves, groups and PRV would grow into minutes and gigabytes.
+LARGEST_DETAILED_EPSILON = 50.0
 
 
 def accounting_numbers(state: LedgerState, plan: PrivacyPlan) -> dict[str, Any]:
@@ -56,9 +56,11 @@ def accounting_numbers(state: LedgerState, plan: PrivacyPlan) -> dict[str, Any]:
         "epsilon_planned": _finite(plan.epsilon_planned),
         "epsilon_with_reserve": _finite(plan.epsilon_with_reserve),
         "epsilon_rdp": _finite(accounting.epsilon_rdp(groups, delta)),
-        "epsilon_by_attempts": _epsilon_by_attempts(plan, state.num_charged, claim),
         "tan": _finite(accounting.tan(groups)),
     }
+    if claim > LARGEST_DETAILED_EPSILON:
+        return numbers
+    numbers["epsilon_by_attempts"] = _epsilon_by_attempts(plan, state.num_charged, claim)
     # Below that delta the claim is by RDP, and the others are not trusted.
     return numbers | _pld_numbers(groups, delta, claim) if delta >= PLD_SMALLEST_DELTA else numbers
 
@@ -66,17 +68,16 @@ def accounting_numbers(state: LedgerState, plan: PrivacyPlan) -> dict[str, Any]:
 def _pld_numbers(groups: Sequence[ReleaseGroup], delta: float, claim: float) -> dict[str, Any]:
     by_delta = {other: accounting.epsilon_pld(groups, other, COARSE_INTERVAL) for other in OTHER_DELTAS}
     by_delta[delta] = claim
-    numbers: dict[str, Any] = {
+    lower, _, upper = accounting.epsilon_prv(groups, delta)
+    return {
         "epsilon_replace_one": _finite(accounting.epsilon_replace_one(groups, delta, COARSE_INTERVAL)),
         "epsilon_group": {
             str(size): _finite(accounting.epsilon_group(groups, delta, size, _GROUP_INTERVAL)) for size in GROUP_SIZES
         },
         "epsilon_by_delta": [[other, _finite(by_delta[other])] for other in sorted(by_delta, reverse=True)],
+        "epsilon_prv": [lower, upper],
+        "prv_accountant": _version("prv-accountant"),
     }
-    if claim <= _LARGEST_PRV_EPSILON:
-        lower, _, upper = accounting.epsilon_prv(groups, delta)
-        numbers |= {"epsilon_prv": [lower, upper], "prv_accountant": _version("prv-accountant")}
-    return numbers
 
 
 def _epsilon_by_attempts(plan: PrivacyPlan, num_charged: int, claim: float) -> list[list[float | None]]:

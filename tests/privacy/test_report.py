@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 
@@ -142,7 +143,7 @@ def test_accountants_and_neighbours_are_in_order(tmp_path):
     assert numbers["epsilon"] < numbers["epsilon_group"]["2"] < numbers["epsilon_group"]["5"]
     curve = numbers["epsilon_by_attempts"]
     assert curve[0] == [0, 0.0] and curve[-1] == [6, numbers["epsilon"]]
-    assert all(before[1] <= after[1] for before, after in zip(curve, curve[1:], strict=False))
+    assert all(before[1] <= after[1] for before, after in itertools.pairwise(curve))
     values = [value for _, value in numbers["epsilon_by_delta"]]
     assert values == sorted(values)
 
@@ -215,18 +216,31 @@ def test_contract_9_missing_mirror_is_stated(tmp_path):
     assert "a rollback of the whole folder would not be detected" in page
 
 
-@pytest.mark.parametrize("delta", [0.01, 1e-13])
-def test_unusual_deltas(tmp_path, delta):
-    with _create(tmp_path, target_delta=delta) as ledger:
+def test_delta_above_one_over_n_is_noted(tmp_path):
+    with _create(tmp_path, target_delta=0.01) as ledger:
         _session(ledger, [1])
     card = privacy_card(tmp_path / "ledger.jsonl")
+    assert any("above 1/n" in line for line in card["warnings"]) and "**above** 1/n" in to_markdown(card)
+
+
+@pytest.mark.parametrize("cap", [None, "default"])
+def test_tiny_delta_is_by_rdp_and_infinite_where_the_cap_overflows(tmp_path, cap):
+    with _create(tmp_path, target_delta=1e-13, cap=cap) as ledger:
+        _session(ledger, [1])
+    card = privacy_card(tmp_path / "ledger.jsonl")
+    assert (card["epsilon"] is None) == (cap == "default")
+    assert card["accounting"]["epsilon_prv"] is None and card["accounting"]["epsilon_by_delta"] == []
     page = to_markdown(card)
-    assert card["epsilon"] > 0
-    if delta > 1 / 2000:
-        assert any("above 1/n" in line for line in card["warnings"]) and "**above** 1/n" in page
-    else:
-        assert card["accounting"]["epsilon_prv"] is None and card["accounting"]["epsilon_by_delta"] == []
-        assert "Renyi" in page
+    assert "Renyi" in page and ("no finite epsilon" in page) == (cap == "default")
+
+
+def test_hopeless_epsilon_is_quick_and_said_to_be_hopeless(tmp_path):
+    with _create(tmp_path, noise_multiplier=0.1, allow_small_noise=True) as ledger:
+        _session(ledger, [1])
+    card = privacy_card(tmp_path / "ledger.jsonl")
+    assert card["epsilon"] > 50 and card["accounting"]["epsilon_by_attempts"] == []
+    assert any("protects nothing" in line for line in card["warnings"])
+    assert "epsilon" in to_markdown(card)
 
 
 def test_contract_9_broken_ledger_is_refused(tmp_path):
