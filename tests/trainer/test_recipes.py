@@ -1,0 +1,148 @@
+"""The shipped recipes: published hyper-parameters, shapes that fit, and a sigma that gives what the comment says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from models.captioner import Captioner
+from models.config import captioner_config
+from privacy.accounting import COARSE_INTERVAL, epsilon_pld, epsilon_rdp
+from privacy.calibration import MIN_NOISE_MULTIPLIER
+from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.plan import PrivacyPlan, make_plan
+from trainer.config import RunConfig, load_config
+from trainer.optimizer import learning_rate
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+DPCAP = [path for path in RECIPES if path.stem.startswith("dpcap_")]
+DPCAP_EXAMPLES = 233_804_767
+README = (ROOT / "recipes" / "README.md").read_text()
+
+PARAMETERS = {"dpcap_tiny": 59.4, "dpcap_small": 115.7, "dpcap_base": 189.8, "dpcap_large": 407.4}  # millions
+
+
+def plan_of(config: RunConfig, num_examples: int) -> PrivacyPlan:
+    """The plan that training would make on so many examples."""
+    privacy = config.privacy
+    return make_plan(
+        num_examples=num_examples,
+        expected_batch_size=privacy.expected_batch_size,
+        num_steps=config.train.num_steps,
+        noise_multiplier=privacy.noise_multiplier,
+        target_delta=privacy.target_delta,
+        max_grad_norm=privacy.max_grad_norm,
+        sensitivity_slack=SENSITIVITY_SLACK,
+        reserved_attempts=privacy.reserved_attempts,
+    )
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_name_and_first_comment(path: Path) -> None:
+    """The first line is a command that names an existing ds_config and this very recipe."""
+    lines = path.read_text().splitlines()
+    assert load_config(path).name == path.stem
+    assert lines[0].startswith("# deepspeed ") and "launch_scripts/train.py" in lines[0]
+    ds_config = re.search(r"--ds_config (\S+)", lines[0])
+    assert ds_config is not None and (ROOT / ds_config[1]).is_file()
+    assert f"--recipe recipes/{path.name}" in lines[0] or path.stem == "quickstart"
+    assert lines[1].startswith("# ") and path.stem in README
+
+
+def test_all_sizes_are_there() -> None:
+    assert {path.stem for path in DPCAP} == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("path", DPCAP, ids=lambda p: p.stem)
+def test_published_hyper_parameters(path: Path) -> None:
+    config = load_config(path)
+    assert config.model.size == path.stem
+    assert config.privacy.expected_batch_size == 1_310_720 and config.privacy.max_grad_norm == 1.0
+    assert config.privacy.enabled and config.privacy.reserved_attempts is None
+    assert config.privacy.target_epsilon is None
+    assert config.train.num_steps == 5708
+    assert config.schedule.warmup_steps == 2000 and config.schedule.decay_steps == 10_000
+    assert config.schedule.decay == "cosine" and config.schedule.final_fraction == 0
+    assert config.optimizer.name == "adamw" and config.optimizer.peak_lr == 5.12e-4
+    assert config.optimizer.peak_lr == pytest.approx(1e-7 * 1_310_720 / 256, rel=1e-12)
+    assert config.optimizer.betas == (0.9, 0.95) and config.optimizer.eps == 1e-8
+    assert config.optimizer.weight_decay == 0.005
+    assert config.data.image_size == 224 and config.data.num_tokens == 40
+    last = learning_rate(5708, config.train.num_steps, config.optimizer.peak_lr, config.schedule)
+    assert last / config.optimizer.peak_lr == pytest.approx(0.557, abs=1e-3)
+
+
+@pytest.mark.parametrize("path", DPCAP, ids=lambda p: p.stem)
+def test_the_model_fits_its_data(path: Path) -> None:
+    """BERT's vocabulary is the configuration's default; the parameters are those of the table."""
+    import torch
+
+    config = load_config(path)
+    shape = captioner_config(
+        config.model.size,
+        **config.model.overrides,
+        image_size=config.data.image_size,
+        num_tokens=config.data.num_tokens,
+    )
+    assert shape.decoder.embedding_std == 1.0 and shape.vocab_size == 30522
+    with torch.device("meta"):
+        model = Captioner(shape)
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    assert count == pytest.approx(PARAMETERS[path.stem], abs=0.05)
+    assert f"({PARAMETERS[path.stem]}M parameters)" in path.read_text()
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| `{path.stem}`")]
+    assert f"| {PARAMETERS[path.stem]}M |" in row and f"| {config.train.micro_batch_size} |" in row
+
+
+def test_the_four_differ_in_size_only() -> None:
+    def rest(path: Path) -> dict[str, object]:
+        tree = load_config(path).model_dump()
+        del tree["name"], tree["model"]["size"], tree["train"]["micro_batch_size"]
+        return tree
+
+    assert all(rest(path) == rest(DPCAP[0]) for path in DPCAP)
+
+
+def test_sigma_without_the_cap() -> None:
+    """The cheap side of the claim; the cap costs a few millionths here. All four share one plan (see above)."""
+    plan = plan_of(load_config(DPCAP[0]), DPCAP_EXAMPLES)
+    assert plan.formal_guarantee and plan.warnings == () and plan.reserved_attempts == 58
+    assert plan.target_delta <= 1 / DPCAP_EXAMPLES
+    assert MIN_NOISE_MULTIPLIER < plan.noise_multiplier < 0.728, "PLD allows less noise than the published RDP"
+    group = plan.release_group(plan.max_intents).without_cap()
+    assert epsilon_pld([group], plan.target_delta, COARSE_INTERVAL) == pytest.approx(8.0, abs=3e-3)
+    assert epsilon_rdp([group], plan.target_delta) > 8.0
+
+
+@pytest.mark.full
+def test_sigma_with_the_cap() -> None:
+    plan = plan_of(load_config(DPCAP[0]), DPCAP_EXAMPLES)
+    assert plan.epsilon_planned is not None and plan.epsilon_with_reserve is not None
+    assert 7.999 <= plan.epsilon_with_reserve <= 8.0
+    text = DPCAP[0].read_text()
+    assert f"epsilon is {plan.epsilon_with_reserve:.4f}, without a crash {plan.epsilon_planned:.4f}" in text
+    assert f"| {plan.noise_multiplier} | {plan.epsilon_planned:.4f} | {plan.epsilon_with_reserve:.4f} |" in README
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("delta", [4.277e-9, None])
+def test_sigma_is_what_calibration_finds(delta: float | None) -> None:
+    plan = make_plan(
+        num_examples=DPCAP_EXAMPLES,
+        expected_batch_size=1_310_720,
+        num_steps=5708,
+        target_epsilon=8.0,
+        target_delta=delta,
+        sensitivity_slack=SENSITIVITY_SLACK,
+    )
+    assert str(plan.noise_multiplier) in DPCAP[0].read_text() and str(plan.noise_multiplier) in README
+
+
+@pytest.mark.full
+def test_published_sigma() -> None:
+    config = load_config(DPCAP[0], ["privacy.noise_multiplier=0.728"])
+    plan = plan_of(config, DPCAP_EXAMPLES)
+    assert f"it is {plan.epsilon_planned:.4f}, with the reserve {plan.epsilon_with_reserve:.4f}" in DPCAP[
+        0
+    ].read_text().replace("\n# ", " ")
