@@ -49,14 +49,14 @@ def main() -> int:
 
 
 def _summary(run_dir: Path, card: dict) -> dict:
-    heldout = card["utility"]["heldout_loss"]
+    losses = [entry["loss"] for entry in card["utility"]["heldout_loss"] or []]  # empty where held-out data are private
     return {
         "run_dir": str(run_dir),
         "steps": card["steps_done"],
         "epsilon": card["epsilon"],
         "delta": card["delta"],
-        "heldout_loss_before": heldout[0]["loss"],
-        "heldout_loss_after": heldout[-1]["loss"],
+        "heldout_loss_before": losses[0] if losses else None,
+        "heldout_loss_after": losses[-1] if losses else None,
         "formal_guarantee": card["formal_guarantee"],
     }
 

@@ -54,6 +54,7 @@ class Ledger:
         self._files: list[_AppendOnly] = []
         self._broken: str | None = None
         self._nonce: bytes | None = None
+        self._session_time: str | None = None
         try:
             self._load()
         except BaseException:
@@ -168,6 +169,7 @@ class Ledger:
     def start_session(self, environment: Mapping[str, Any], nonce: bytes | None = None) -> bytes:
         """Records a start of the program and returns its 16 fresh bytes, durable before any coin depends on them."""
         nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
+        self._session_time = None
         fields = {"nonce": nonce.hex(), "mirror": self.mirror is not None, "environment": dict(environment)}
         self._append("session", fields)
         self._nonce = nonce
@@ -215,11 +217,17 @@ class Ledger:
 
     def _append(self, kind: str, fields: Mapping[str, Any]) -> None:
         try:
-            line = encode_line(self._state.num_lines, kind, _now(), self._state.hashes[-1], fields)
+            line = encode_line(self._state.num_lines, kind, self._time(kind), self._state.hashes[-1], fields)
             self._state.check(line)
         except (LineRefused, ValueError, TypeError) as error:
             raise PrivacyStateRefused(f"{self.path}: refused to write `{kind}`: {error}") from error
         self._write(line + b"\n", line)
+
+    def _time(self, kind: str) -> str:
+        """Now; but the lines of a step carry their session's time, because durations may be private (contract 12)."""
+        if kind not in ("intent", "done", "checkpoint"):
+            self._session_time = _now()
+        return self._session_time or _now()
 
     def _write(self, data: bytes, line: bytes) -> None:
         """Appends `data`, which ends `line`, to ledger and mirror, and only then takes the line in."""

@@ -16,9 +16,13 @@ import numpy as np
 
 
 class MetricsWriter:
-    """JSON lines and TensorBoard in one folder."""
+    """JSON lines and TensorBoard in one folder.
 
-    def __init__(self, folder: Path) -> None:
+    With `times` off nothing says when a step happened: durations follow the realised batch size, which is private where the
+    capped batch is not padded to. TensorBoard then shows the step number where it would show the time.
+    """
+
+    def __init__(self, folder: Path, *, times: bool = True) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._lines = _open_for_appending(folder / "metrics.jsonl")
@@ -26,17 +30,21 @@ class MetricsWriter:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
-        self._lines.write(json.dumps({"step": step, "time_unix": round(time.time(), 3), **values}) + "\n")
+        when = {"time_unix": round(time.time(), 3)} if self._times else {}
+        self._lines.write(json.dumps({"step": step, **when, **values}) + "\n")
         self._lines.flush()
         for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+            self._board.add_scalar(name, value, step, walltime=self._walltime(step))
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        self._board.add_text(name, markdown, step)
+        self._board.add_text(name, markdown, step, walltime=self._walltime(step))
 
     def picture(self, step: int, name: str, image_HWC: np.ndarray) -> None:
-        self._board.add_image(name, image_HWC, step, dataformats="HWC")
+        self._board.add_image(name, image_HWC, step, dataformats="HWC", walltime=self._walltime(step))
         self._board.flush()
+
+    def _walltime(self, step: int) -> float:
+        return time.time() if self._times else float(step)
 
     def close(self) -> None:
         self._lines.close()

@@ -25,7 +25,8 @@ class StepReporter:
         self._is_main = run.is_main
         self._public_timings = timings_are_public(run.plan.expected_batch_size, run.plan.cap)
         if self._is_main:
-            self._public, self._private = MetricsWriter(run.folder.root), MetricsWriter(run.folder.private)
+            self._public = MetricsWriter(run.folder.root, times=self._public_timings)
+            self._private = MetricsWriter(run.folder.private)
             self._progress = ProgressLine(run.first_step - 1, run.config.train.num_steps)
 
     def close(self) -> None:
