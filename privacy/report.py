@@ -256,8 +256,8 @@ def _not_covered(snapshot: LedgerSnapshot) -> dict[str, Any]:
         "this card.",
         "A ledger forged as a whole: the hash chain finds edits only against a hash kept elsewhere. Keep the hash of "
         "the last line (section 12) outside of the run folder.",
-        "Time: the time stamps of ledger and metrics tell how long a step took, and so roughly how many examples it "
-        "had, unless every step runs the padded batch of the cap.",
+        "Time: unless every step runs the padded batch of the cap, its duration tells roughly how many examples it had. "
+        "Ledger and public metrics then carry no time of single steps, but the modification times of files do.",
         "Floating-point noise: it is drawn and added in double precision, but not from a discrete distribution; "
         "attacks on its rounding are assumed away.",
         "Other runs and releases on the same data, and choices made after looking at the data (tokenizer, filters, "

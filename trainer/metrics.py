@@ -25,6 +25,7 @@ class MetricsWriter:
     def __init__(self, folder: Path, *, times: bool = True) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._times = times
         self._lines = _open_for_appending(folder / "metrics.jsonl")
         self._board: Any = SummaryWriter(str(folder / "tensorboard"))
 
