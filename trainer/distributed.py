@@ -40,12 +40,13 @@ class Ranks:
         return self.rank == 0
 
 
-# (marker, rank, local rank, world size) by launcher; the first whose variables are all set decides.
+# (rank, local rank, world size, marker) by launcher; the first whose rank, size and marker are set decides. Slurm sets its
+# ranks in the batch script's own shell too; only a process that srun started has a step.
 _LAUNCHERS = (
-    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "PMI_RANK"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID"),
 )
 
 
@@ -55,24 +56,33 @@ def discover_ranks(environ: Mapping[str, str]) -> Ranks:
     Raises:
         ConfigError: several ranks but no MASTER_ADDR, or a variable that is no number.
     """
-    for rank, local_rank, world_size in _LAUNCHERS:
-        if rank in environ and world_size in environ:
-            try:
-                size = int(environ[world_size])
-                return Ranks(
-                    rank=int(environ[rank]),
-                    local_rank=int(environ.get(local_rank, environ[rank])),
-                    world_size=size,
-                    address=_address(environ, size),
-                    port=int(environ.get("MASTER_PORT", "29500")),
-                )
-            except ValueError as error:
-                raise ConfigError(f"launcher variables {rank}, {local_rank}, {world_size}: {error}") from error
+    for rank, local_rank, world_size, marker in _LAUNCHERS:
+        if rank in environ and world_size in environ and marker in environ:
+            return _ranks(environ, rank, local_rank, world_size)
     return Ranks()
 
 
+def _ranks(environ: Mapping[str, str], rank: str, local_rank: str, world_size: str) -> Ranks:
+    try:
+        size = int(environ[world_size])
+        found = Ranks(
+            rank=int(environ[rank]),
+            local_rank=int(environ.get(local_rank, environ[rank])),
+            world_size=size,
+            address=_address(environ, size),
+            port=int(environ.get("MASTER_PORT", "29500")),
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"launcher variables {rank}, {local_rank}, {world_size}: {error}") from error
+    if not 0 <= found.rank < found.world_size or found.local_rank < 0:
+        raise ConfigError(f"launcher variables {rank}={found.rank}, {world_size}={found.world_size}: no such rank")
+    return found
+
+
 def _address(environ: Mapping[str, str], world_size: int) -> str:
-    if "MASTER_ADDR" in environ:
+    if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"]
     if world_size > 1:
         raise ConfigError("several ranks were started, but MASTER_ADDR is not set: export the host name of rank 0")

@@ -10,7 +10,7 @@ LAUNCHERS = {
     "torchrun": {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"},
     "openmpi": {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"},
     "mpich": {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8"},
-    "slurm": {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"},
+    "slurm": {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"},
 }
 
 
@@ -61,6 +61,17 @@ def test_garbage(launcher: str, position: int, value: str) -> None:
     name = list(LAUNCHERS[launcher])[position]
     with pytest.raises(ConfigError, match=name):
         discover_ranks({**LAUNCHERS[launcher], **ADDRESS, name: value})
+
+
+def test_the_shell_of_a_batch_script_is_no_rank() -> None:
+    """Slurm sets its ranks there as well, but only srun starts them."""
+    assert discover_ranks({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}) == Ranks()
+
+
+@pytest.mark.parametrize("rank", ["8", "-1"])
+def test_a_rank_outside_of_the_world(rank: str) -> None:
+    with pytest.raises(ConfigError, match="no such rank"):
+        discover_ranks({"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "8", **ADDRESS})
 
 
 def test_a_port_that_is_none() -> None:
