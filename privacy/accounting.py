@@ -14,13 +14,13 @@ import functools
 import logging
 import math
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import dp_accounting
 from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
@@ -30,7 +30,6 @@ from privacy.errors import PrivacyConfigError
 PLD_SMALLEST_DELTA = 1e-12
 FINE_INTERVAL = 1e-4
 COARSE_INTERVAL = 1e-3
-_TABLE_POINTS = 64
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,43 @@ def _epsilon_pld(
         raise PrivacyConfigError(f"PLD is not reported below delta {PLD_SMALLEST_DELTA}; use the RDP accountant there")
     if any(group.noise_multiplier == 0 for group in groups):
         return math.inf
-    accountant = PLDAccountant(relation, interval)
-    accountant.compose(dp_event.ComposedDpEvent([group.event() for group in groups]))
-    return float(accountant.get_epsilon(delta))
+    return float(loss_distribution(groups, interval, relation).get_epsilon_for_delta(delta)) if groups else 0.0
+
+
+def loss_distribution(
+    groups: Groups, interval: float, relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+) -> PrivacyLossDistribution:
+    """The distribution of the privacy loss of all groups together, discretised upwards; at least one is not empty."""
+    whole: PrivacyLossDistribution | None = None
+    for group in _active(groups):
+        part = one_step_distribution(group.times(1), interval, relation).self_compose(group.count)
+        whole = part if whole is None else whole.compose(part)
+    assert whole is not None
+    return whole
+
+
+# One step of a run is asked for again and again (calibration, table, claim), and with a cap it costs seconds.
+@functools.lru_cache(maxsize=4)
+def one_step_distribution(
+    group: ReleaseGroup, interval: float, relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+) -> PrivacyLossDistribution:
+    """The distribution of one release of `group`, whose count is ignored."""
+    if group.cap is None:
+        return privacy_loss_distribution.from_gaussian_mechanism(
+            standard_deviation=group.noise_multiplier,
+            value_discretization_interval=interval,
+            sampling_prob=group.sample_rate,
+            neighboring_relation=relation,
+        )
+    assert group.num_examples is not None  # checked by ReleaseGroup
+    return privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
+        dataset_size=group.num_examples,
+        sampling_probability=group.sample_rate,
+        truncated_batch_size=group.cap,
+        noise_multiplier=group.noise_multiplier,
+        value_discretization_interval=interval,
+        neighboring_relation=relation,
+    )
 
 
 def epsilon_group(groups: Groups, delta: float, k: int, interval: float = FINE_INTERVAL) -> float:
@@ -181,10 +214,10 @@ def overflow_probability(groups: Groups) -> float:
 
 def epsilon_rdp_capped(groups: Groups, delta: float) -> float:
     """RDP epsilon with the cap's overflow charged in delta; inf when the overflow alone exceeds `delta`."""
-    return _with_overflow(lambda left: epsilon_rdp(groups, left), overflow_probability(groups), delta)
+    return with_overflow(lambda left: epsilon_rdp(groups, left), overflow_probability(groups), delta)
 
 
-def _with_overflow(uncapped: Callable[[float], float], tau: float, delta: float) -> float:
+def with_overflow(uncapped: Callable[[float], float], tau: float, delta: float) -> float:
     """Epsilon of the capped run from the epsilon curve of the uncapped one, `uncapped(delta)`.
 
     The two runs differ with probability at most tau (on both neighbours), so (eps, d)-DP of the uncapped run gives
@@ -252,94 +285,6 @@ def tan(groups: Groups) -> float:
         for group in _active(groups)
     )
     return 1 / math.sqrt(eta_squared) if eta_squared else math.inf
-
-
-class EpsilonTable:
-    """Epsilon after k charged intents of one frozen schedule, computed once and then looked up in microseconds.
-
-    At grid points the value is a PLD upper bound for exactly that k; between two grid points it is the value of the
-    next one, so a query never understates. `num_steps` and `max_intents` are grid points at the fine discretisation.
-    """
-
-    def __init__(
-        self,
-        group: ReleaseGroup,
-        delta: float,
-        max_intents: int,
-        num_steps: int | None = None,
-        progress: Callable[[float], None] | None = None,
-    ) -> None:
-        self._group, self._delta = group, delta
-        fine = {max_intents, max_intents if num_steps is None else num_steps}
-        self._counts = sorted(_grid(max_intents) | fine)
-        evaluate = _composer(group, delta)
-        values = []
-        for done, count in enumerate(self._counts):
-            values.append(epsilon([group.times(count)], delta) if count in fine else evaluate(count))
-            if progress is not None:
-                progress((done + 1) / len(self._counts))
-        # Epsilon grows with k, so a later (finer) bound that is smaller also holds for every earlier k.
-        for index in range(len(values) - 2, -1, -1):
-            values[index] = min(values[index], values[index + 1])
-        self._values = values
-
-    def epsilon(self, num_charged: int) -> float:
-        """Upper bound on the epsilon of the first `num_charged` intents; exact but slow beyond `max_intents`."""
-        if num_charged <= 0:
-            return 0.0
-        index = bisect_left(self._counts, num_charged)
-        return self._values[index] if index < len(self._values) else self.exact(num_charged)
-
-    def exact(self, num_charged: int) -> float:
-        """The fine PLD value for this very count: the number for reports (seconds at a million-example batch)."""
-        return epsilon([self._group.times(num_charged)], self._delta)
-
-
-def _grid(max_intents: int) -> set[int]:
-    """All counts up to 64; beyond that 64 equal strides and the powers of two, so that the start is fine too."""
-    even = {math.ceil(max_intents * point / _TABLE_POINTS) for point in range(1, _TABLE_POINTS + 1)}
-    return even | {2**power for power in range(max_intents.bit_length()) if 2**power <= max_intents}
-
-
-def _composer(group: ReleaseGroup, delta: float) -> Callable[[int], float]:
-    """count -> epsilon, sharing the one-step distribution, on the coarse discretisation (still an upper bound).
-
-    Where charging the overflow of the cap in delta costs next to nothing that is done, because the distribution with
-    the cap is ten times as long. Otherwise (a million-example batch at delta 1e-9) that one is used.
-    """
-    if delta < PLD_SMALLEST_DELTA or group.noise_multiplier == 0:
-        return lambda count: epsilon([group.times(count)], delta)
-    plain, capped = _one_step(group.without_cap()), functools.cache(lambda: _one_step(group))
-
-    def evaluate(count: int) -> float:
-        tau = overflow_probability([group.times(count)])
-        composed = plain.self_compose(count)
-        bound = _with_overflow(lambda left: float(composed.get_epsilon_for_delta(left)), tau, delta)
-        if tau * (1 + math.exp(min(bound, 700.0))) <= 0.01 * delta:
-            return bound
-        return min(bound, float(capped().self_compose(count).get_epsilon_for_delta(delta)))
-
-    return evaluate
-
-
-def _one_step(group: ReleaseGroup) -> privacy_loss_distribution.PrivacyLossDistribution:
-    relation = NeighboringRelation.REPLACE_SPECIAL
-    if group.cap is None:
-        return privacy_loss_distribution.from_gaussian_mechanism(
-            standard_deviation=group.noise_multiplier,
-            value_discretization_interval=COARSE_INTERVAL,
-            sampling_prob=group.sample_rate,
-            neighboring_relation=relation,
-        )
-    assert group.num_examples is not None  # checked by ReleaseGroup
-    return privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
-        dataset_size=group.num_examples,
-        sampling_probability=group.sample_rate,
-        truncated_batch_size=group.cap,
-        noise_multiplier=group.noise_multiplier,
-        value_discretization_interval=COARSE_INTERVAL,
-        neighboring_relation=relation,
-    )
 
 
 def accountant_version() -> str:

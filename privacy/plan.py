@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
-from privacy.accounting import EpsilonTable, ReleaseGroup, effective_noise_multiplier, epsilon
+from privacy.accounting import ReleaseGroup, effective_noise_multiplier, epsilon
 from privacy.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
+from privacy.epsilon_table import EpsilonTable
 from privacy.errors import PrivacyConfigError
 from privacy.sampling import PoissonSampler, default_cap
 
@@ -117,11 +119,14 @@ class PrivacyPlan:
         """Epsilon when the whole reserve is used: the most that this run can spend."""
         return self.epsilon_after(self.max_intents)
 
-    def epsilon_table(self, progress: Callable[[float], None] | None = None) -> EpsilonTable | None:
+    def epsilon_table(
+        self, progress: Callable[[float], None] | None = None, cache: Path | None = None
+    ) -> EpsilonTable | None:
         """Look-up of epsilon by charged intents; build it once, on one rank. None without a formal guarantee."""
         if not self.formal_guarantee:
             return None
-        return EpsilonTable(self.release_group(1), self.target_delta, self.max_intents, self.num_steps, progress)
+        one = self.release_group(1)
+        return EpsilonTable(one, self.target_delta, self.max_intents, self.num_steps, progress, cache)
 
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""

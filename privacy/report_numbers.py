@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from privacy import accounting
-from privacy.accounting import COARSE_INTERVAL, PLD_SMALLEST_DELTA, EpsilonTable, ReleaseGroup
+from privacy.accounting import COARSE_INTERVAL, PLD_SMALLEST_DELTA, ReleaseGroup
+from privacy.epsilon_table import EpsilonTable
 from privacy.ledger_format import LedgerState
 from privacy.plan import PrivacyPlan
 

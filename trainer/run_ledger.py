@@ -5,11 +5,12 @@ the frozen one) on rank 0, and every rank gets the same.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from data.tar_index import ExampleTable
-from privacy.accounting import EpsilonTable
 from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.epsilon_table import EpsilonTable
 from privacy.keys import SamplingKey
 from privacy.ledger import Ledger
 from privacy.ledger_format import read_ledger
@@ -23,8 +24,11 @@ from trainer.run_folder import RunFolder, environment
 class RunLedger:
     """Collective wrapper of the ledger; every method is called on all ranks unless it says otherwise."""
 
-    def __init__(self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, attempts: Mapping[int, int]) -> None:
+    def __init__(
+        self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, attempts: Mapping[int, int], table: Path
+    ) -> None:
         self._ledger = ledger  # on rank 0 only
+        self._table_cache = table
         self.key = key
         self.plan = plan
         self.attempts = dict(attempts)
@@ -45,7 +49,7 @@ class RunLedger:
         """Records this start and returns its nonce; on rank 0 the epsilon table is computed too."""
         nonce = distributed.on_main(lambda: self._on_main.start_session(_versions()))
         if self._ledger is not None:
-            self._table = self.plan.epsilon_table()
+            self._table = self.plan.epsilon_table(cache=self._table_cache)
         return nonce
 
     def intent(self, step: int, *, name: str, std: float, sensitivity: float) -> None:
@@ -108,10 +112,12 @@ def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, 
         return {"plan": plan, "attempts": dict(ledger.state.attempts), "commitment": key.commitment()}
 
     found = distributed.on_main(open_on_main)
+    cache = folder.private / "epsilon-table.json"
     if opened:
         ledger, key = opened[0]
-        return RunLedger(ledger, key, found["plan"], found["attempts"])
-    return RunLedger(None, SamplingKey.load(folder.key, found["commitment"]), found["plan"], found["attempts"])
+        return RunLedger(ledger, key, found["plan"], found["attempts"], cache)
+    key = SamplingKey.load(folder.key, found["commitment"])
+    return RunLedger(None, key, found["plan"], found["attempts"], cache)
 
 
 def _versions() -> dict[str, Any]:

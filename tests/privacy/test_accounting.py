@@ -5,9 +5,8 @@ import time
 import pytest
 from scipy import stats
 
-from privacy import accounting
+from privacy import accounting, epsilon_table
 from privacy.accounting import (
-    EpsilonTable,
     ReleaseGroup,
     effective_noise_multiplier,
     epsilon,
@@ -20,6 +19,7 @@ from privacy.accounting import (
     overflow_probability,
     tan,
 )
+from privacy.epsilon_table import EpsilonTable
 from privacy.errors import PrivacyConfigError
 from privacy.sampling import default_cap
 
@@ -175,7 +175,7 @@ def test_table_bounds_every_count_and_is_monotone(cap):
 
 
 def test_table_uses_the_capped_distribution_where_overflow_is_not_negligible(monkeypatch):
-    monkeypatch.setattr(accounting, "_TABLE_POINTS", 3)
+    monkeypatch.setattr(epsilon_table, "_TABLE_POINTS", 3)
     group = ReleaseGroup(0.05, 1.0, 1, 3000, 185)  # about three deviations
     table = EpsilonTable(group, 1e-5, 30)
     assert table.epsilon(10) == pytest.approx(epsilon_pld([group.times(10)], 1e-5, 1e-3), rel=1e-6)
@@ -212,3 +212,22 @@ def test_prv_retries_on_a_finer_mesh_and_says_when_it_cannot(monkeypatch):
     with pytest.raises(accounting.CrossCheckUnavailable):
         epsilon_prv([DPCAP], DELTA)
     assert len(meshes) == 3 and meshes == sorted(meshes, reverse=True)
+
+
+def test_table_is_kept_in_a_file_that_fits_one_schedule_only(tmp_path, monkeypatch):
+    cache, group = tmp_path / "epsilon-table.json", ReleaseGroup(0.05, 2.0, 1)
+    first = EpsilonTable(group, 1e-5, 40, 30, cache=cache)
+    computed = []
+    monkeypatch.setattr(EpsilonTable, "_compute", lambda *_: computed.append(1) or first._values)
+    again = EpsilonTable(group, 1e-5, 40, 30, cache=cache)
+    assert not computed and [again.epsilon(k) for k in range(41)] == [first.epsilon(k) for k in range(41)]
+    for change in ({"delta": 2e-5}, {"num_steps": 29}, {"group": ReleaseGroup(0.05, 2.1, 1)}):
+        EpsilonTable(**{"group": group, "delta": 1e-5, "max_intents": 40, "num_steps": 30, "cache": cache} | change)
+    assert len(computed) == 3
+    EpsilonTable(group, 1e-5, 40, 30, cache=cache)
+    text = cache.read_text()
+    for damaged in (text[:-40], text.replace('"values": [0.', '"values": [0.0'), "[]", ""):
+        cache.write_text(damaged)
+        EpsilonTable(group, 1e-5, 40, 30, cache=cache)
+    assert len(computed) == 8
+    EpsilonTable(group, 1e-5, 40, 30, cache=tmp_path / "missing" / "epsilon-table.json")  # nowhere to write: no error
