@@ -61,13 +61,23 @@ class OuterProducts:
         """(B, p, d)."""
         return torch.bmm(_wide(self.g_BTp).transpose(1, 2), _wide(self.a_BTd))
 
-    def gross_norm(self) -> Tensor:
-        """(B,) sum_t |a_t| |g_t|: what the norm would be if no two tokens cancelled; scales every rounding error."""
-        return (_wide(self.a_BTd).norm(dim=2) * _wide(self.g_BTp).norm(dim=2)).sum(1)
+    def norm(self) -> tuple[Tensor, Tensor]:
+        """(B,) squared norm, and gross norm sum_t |a_t| |g_t|.
+
+        The gross norm is what the norm would be if no two tokens cancelled; it scales every rounding error.
+        """
+        if self.prefers_instantiation:
+            lengths_BT = _wide(self.a_BTd).norm(dim=2) * _wide(self.g_BTp).norm(dim=2)
+            return self.instantiate().square().flatten(1).sum(1), lengths_BT.sum(1)
+        return _ghost_norm(_wide(self.a_BTd), _wide(self.g_BTp))
 
     def add_weighted(self, weight_B: Tensor, total: Tensor) -> None:
         """total (p, d) += sum_b weight_b grad_b."""
-        a, g = _wide(self.a_BTd), _wide(self.g_BTp) * weight_B[:, None, None]
+        a, g = _wide(self.a_BTd), _wide(self.g_BTp)
+        if a.shape[2] < g.shape[2]:  # the factor goes into the smaller operand, which is copied
+            a = a * weight_B[:, None, None]
+        else:
+            g = g * weight_B[:, None, None]
         total.addmm_(g.flatten(0, 1).t(), a.flatten(0, 1))
 
     def without(self, excluded_B: Tensor) -> "OuterProducts":
@@ -89,8 +99,8 @@ class Rows:
     def sum_terms(self) -> int:
         return self.ids_BT.numel()
 
-    def gross_norm(self) -> Tensor:
-        return _wide(self.g_BTp).norm(dim=2).sum(1)
+    def norm(self) -> tuple[Tensor, Tensor]:
+        return inner(self, self), _wide(self.g_BTp).norm(dim=2).sum(1)
 
     def add_weighted(self, weight_B: Tensor, total: Tensor) -> None:
         g = _wide(self.g_BTp) * weight_B[:, None, None]
@@ -114,8 +124,9 @@ class Dense:
     def sum_terms(self) -> int:
         return len(self.grad_B)
 
-    def gross_norm(self) -> Tensor:
-        return self.grad_B.flatten(1).norm(dim=1)
+    def norm(self) -> tuple[Tensor, Tensor]:
+        squared_B = self.grad_B.square().flatten(1).sum(1)
+        return squared_B, squared_B.sqrt()
 
     def add_weighted(self, weight_B: Tensor, total: Tensor) -> None:
         total.view(-1).addmv_(self.grad_B.flatten(1).t(), weight_B)
@@ -128,8 +139,9 @@ Contribution = OuterProducts | Rows | Dense
 
 
 def dense_sum_over_tokens(g_BTp: Tensor) -> Dense:
-    """A bias gradient: sum_t g_t."""
-    return Dense(g_BTp.sum(1, dtype=_accumulate_dtype(g_BTp)))
+    """A bias gradient: sum_t g_t. As a product with ones, which on CPU is many times faster than `sum`."""
+    g_BTp = _wide(g_BTp)
+    return Dense(torch.bmm(g_BTp.new_ones(len(g_BTp), 1, g_BTp.shape[1]), g_BTp).squeeze(1))
 
 
 def _zeroed(tensor: Tensor, excluded_B: Tensor) -> Tensor:
@@ -141,12 +153,36 @@ def _gram(x_BTd: Tensor, y_BSd: Tensor) -> Tensor:
     return torch.bmm(_wide(x_BTd), _wide(y_BSd).transpose(1, 2))
 
 
+def _ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norm sum_{s,t} (a_s . a_t) (g_s . g_t) and gross norm of sum_t g_t (x) a_t, both (B,).
+
+    Both Gram matrices are symmetric: of two halves of the tokens only three of the four blocks are computed, a quarter of
+    the work less. Their diagonals hold the squared lengths that the gross norm needs.
+    """
+    tokens = a_BTd.shape[1]
+    if tokens < _TOKENS_WORTH_HALVING:
+        return _diagonal_block(a_BTd, g_BTp)
+    half = tokens // 2
+    first, second = slice(0, half), slice(half, tokens)
+    squared_1, gross_1 = _diagonal_block(a_BTd[:, first], g_BTp[:, first])
+    squared_2, gross_2 = _diagonal_block(a_BTd[:, second], g_BTp[:, second])
+    across = (_gram(a_BTd[:, first], a_BTd[:, second]) * _gram(g_BTp[:, first], g_BTp[:, second])).flatten(1).sum(1)
+    return squared_1 + squared_2 + 2 * across, gross_1 + gross_2
+
+
+_TOKENS_WORTH_HALVING = 64
+
+
+def _diagonal_block(a_BTd: Tensor, g_BTp: Tensor) -> tuple[Tensor, Tensor]:
+    gram_a, gram_g = _gram(a_BTd, a_BTd), _gram(g_BTp, g_BTp)
+    lengths_BT = (gram_a.diagonal(dim1=1, dim2=2) * gram_g.diagonal(dim1=1, dim2=2)).clamp_min(0).sqrt()
+    return (gram_a * gram_g).flatten(1).sum(1), lengths_BT.sum(1)
+
+
 def inner(x: Contribution, y: Contribution) -> Tensor:
     """(B,) Frobenius inner product of two contributions to the same parameter."""
     match x, y:
         case OuterProducts(), OuterProducts():
-            if x is y and x.prefers_instantiation:
-                return x.instantiate().square().flatten(1).sum(1)
             return (_gram(x.a_BTd, y.a_BTd) * _gram(x.g_BTp, y.g_BTp)).flatten(1).sum(1)
         case Rows(), Rows():
             same_BTS = x.ids_BT[:, :, None] == y.ids_BT[:, None, :]

@@ -59,8 +59,7 @@ class NormTally:
 
     def add(self, contributions: list[Contribution]) -> None:
         """Adds one parameter: the norm of the sum of its contributions."""
-        squared_B, gross_B = _squared_norm(contributions), sum(c.gross_norm() for c in contributions)
-        assert isinstance(gross_B, Tensor)
+        squared_B, gross_B = _norm(contributions)
         terms = max(c.norm_terms for c in contributions)
         self.squared_B += squared_B
         self.error_B += 2 * rounding(terms, squared_B.dtype) * gross_B.square()
@@ -75,11 +74,12 @@ class NormTally:
         return torch.maximum(squared_B.sqrt(), bound_B / (1 + SENSITIVITY_SLACK))
 
 
-def _squared_norm(contributions: list[Contribution]) -> Tensor:
-    total = inner(contributions[0], contributions[0])
-    for i, x in enumerate(contributions):
-        if i > 0:
-            total = total + inner(x, x)
+def _norm(contributions: list[Contribution]) -> tuple[Tensor, Tensor]:
+    """Squared norm of the sum, and the sum of gross norms, which bounds the gross norm of the sum."""
+    squared_B, gross_B = contributions[0].norm()
+    for i, x in enumerate(contributions[1:], 1):
+        own_B, own_gross_B = x.norm()
+        squared_B, gross_B = squared_B + own_B, gross_B + own_gross_B
         for y in contributions[:i]:
-            total = total + 2 * inner(x, y)
-    return total
+            squared_B = squared_B + 2 * inner(x, y)
+    return squared_B, gross_B
