@@ -2,23 +2,32 @@
 
     sum_i  c_i g_i,     c_i = min(1, C / |g_i|),     |g_i| over all trainable parameters together (flat clipping)
 
-after Abadi et al. 2016 (arXiv 1607.00133), computed by book-keeping (Bu et al. 2022, arXiv 2210.00038) without any weight
-gradient that is thrown away: one forward, one backward for activation gradients, then norms and weighted sums from what the
-layers recorded. Nothing is communicated; the accumulators are fp32 (fp64 for an fp64 model) and belong to this process.
+after Abadi et al. 2016 (arXiv 1607.00133), without any weight gradient that is thrown away. Two modes give the same sum:
+
+* `bookkeeping` (Bu et al. 2022, arXiv 2210.00038): one forward, one backward for activation gradients, then norms and
+  weighted sums from the inputs and output gradients that all layers kept.
+* `two_pass`: one forward and backward for the norms, a second one for the weighted sums; each layer's tensors are used and
+  freed as soon as its gradient is known, so activation checkpointing keeps its memory benefit. The second pass must repeat
+  the first to the last bit, or the norm that divides is not that of what is summed: see `check_repeatable`.
+
+Nothing is communicated; the accumulators are fp32 (fp64 for an fp64 model) and belong to this process.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
+from privacy.clipping.functions import ClippingFunction, flat
 from privacy.clipping.norms import NormTally
-from privacy.clipping.recorder import Recorder
+from privacy.clipping.recorder import Call, Recorder, Task
+from privacy.errors import PrivacyConfigError
 
-Task = Callable[..., Tensor]
+Mode = Literal["bookkeeping", "two_pass"]
+Parts = list[Contribution]
 
 
 class MicroBatchStats(NamedTuple):
@@ -41,27 +50,38 @@ class ClippedSum:
         model: every trainable parameter must be covered by a clipping rule.
         max_grad_norm: C, the L2 bound of one example's contribution; `inf` switches clipping off (tests, non-private runs).
         shapes: full parameter shapes by name, where the model holds them in shards.
+        mode: see the module docstring.
+        function: how a norm becomes a factor, and over which parameters; flat clipping with constant C by default.
 
     Raises:
         PrivacyConfigError: a parameter or layer cannot be clipped; the message names it.
     """
 
-    def __init__(self, model: nn.Module, max_grad_norm: float, *, shapes: Mapping[str, torch.Size] | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        max_grad_norm: float,
+        *,
+        shapes: Mapping[str, torch.Size] | None = None,
+        mode: Mode = "bookkeeping",
+        function: Callable[[list[str], float], ClippingFunction] = flat,
+    ):
         if not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive, not {max_grad_norm}")
         shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
-        self._max_grad_norm = max_grad_norm
+        self._mode = mode
         self._recorder = Recorder(claims(model, shapes))
         self._sums = {
             name: torch.zeros(shapes[name], device=p.device, dtype=_sum_dtype(p.dtype))
             for name, p in model.named_parameters()
             if p.requires_grad
         }
+        self._function = function(list(self._sums), max_grad_norm)
 
     @property
     def sensitivity(self) -> float:
         """L2 change of the sum when one example is added or removed, before the slack for rounding."""
-        return self._max_grad_norm
+        return self._function.sensitivity
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, this process's part of the clipped sum)."""
@@ -83,52 +103,127 @@ class ClippedSum:
             inputs: tensors with B rows.
             is_padding_B: bool; True rows contribute exactly zero.
         """
-        with torch.enable_grad(), self._recorder.recording(len(is_padding_B)) as root:
-            loss_B = task(**inputs)
-            if loss_B.shape != is_padding_B.shape:
-                raise RuntimeError(f"the task must return one loss per example, not {tuple(loss_B.shape)}")
-            torch.autograd.grad(loss_B.sum(), [root], allow_unused=True)
         with torch.no_grad():
-            return self._add(self._recorder.contributions(), loss_B.detach(), is_padding_B)
+            if self._mode == "bookkeeping":
+                return self._in_one_pass(task, inputs, is_padding_B)
+            return self._in_two_passes(task, inputs, is_padding_B)
 
-    def _add(
-        self, contributions: dict[str, list[Contribution]], loss_B: Tensor, is_padding_B: Tensor
-    ) -> MicroBatchStats:
+    def check_repeatable(self, task: Task, inputs: Mapping[str, Tensor]) -> None:
+        """Two passes over the same inputs must agree to the last bit (contract 6); call it before `two_pass` training.
+
+        Raises:
+            PrivacyConfigError: they differ: nondeterministic kernels, or dropout.
+        """
+        batch_size = len(next(iter(inputs.values())))
+        with torch.no_grad():
+            first, again = (self._tally(task, inputs, batch_size)[1] for _ in range(2))
+        if any(not torch.equal(a.squared_B, b.squared_B) for a, b in zip(first, again, strict=True)):
+            raise PrivacyConfigError(
+                "two_pass clipping is refused: the same forward and backward gave different gradients; "
+                "use deterministic kernels, or bookkeeping"
+            )
+
+    def _in_one_pass(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
+        kept: dict[str, Parts] = {}
+
+        def keep(call: Call) -> None:
+            for name, part in call.contributions():
+                kept.setdefault(name, []).append(part)
+
+        loss_B = self._recorder.differentiate(task, inputs, len(is_padding_B), lambda _: keep)
+        tallies = self._new_tallies(loss_B)
+        for name, parts in kept.items():
+            tallies[self._function.group_of[name]].add(parts)
+        factors = self._factors(tallies, loss_B, is_padding_B)
+        for name, parts in kept.items():
+            self._accumulate(name, parts, factors)
+        return factors.stats(loss_B, is_padding_B)
+
+    def _in_two_passes(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
+        loss_B, tallies = self._tally(task, inputs, len(is_padding_B))
+        factors = self._factors(tallies, loss_B, is_padding_B)
+        accumulate = _ByParameter(lambda name, parts: self._accumulate(name, parts, factors))
+        self._recorder.differentiate(task, inputs, len(is_padding_B), accumulate.start)
+        accumulate.finish()
+        return factors.stats(loss_B, is_padding_B)
+
+    def _tally(self, task: Task, inputs: Mapping[str, Tensor], batch_size: int) -> tuple[Tensor, list[NormTally]]:
+        """The norm pass: loss_B and norms, nothing kept."""
+        first = next(iter(self._sums.values()))
+        tallies = self._new_tallies(first.new_zeros(batch_size))
+        add = _ByParameter(lambda name, parts: tallies[self._function.group_of[name]].add(parts))
+        loss_B = self._recorder.differentiate(task, inputs, batch_size, add.start)
+        add.finish()
+        return loss_B, tallies
+
+    def _new_tallies(self, loss_B: Tensor) -> list[NormTally]:
         dtype = next(iter(self._sums.values())).dtype
-        tally = NormTally.zeros(len(loss_B), loss_B.device, dtype)
-        for parts in contributions.values():
-            tally.add(parts)
-        norm_B = tally.safe_norm()
-        is_finite_B = norm_B.isfinite() & loss_B.isfinite()
-        excluded_B = is_padding_B | ~is_finite_B
-        weight_B = (self._max_grad_norm / norm_B).clamp(max=1).masked_fill(excluded_B, 0)
-        self._accumulate(contributions, weight_B, ~is_finite_B)
-        return _stats(loss_B, norm_B, weight_B, is_padding_B, is_finite_B)
+        return [NormTally.zeros(len(loss_B), loss_B.device, dtype) for _ in self._function.bounds]
 
-    def _accumulate(
-        self, contributions: dict[str, list[Contribution]], weight_B: Tensor, is_nonfinite_B: Tensor
-    ) -> None:
-        # A zero weight does not silence a NaN (0 * NaN is NaN), so the rare bad rows are blanked first.
-        blank = bool(is_nonfinite_B.any())
-        for name, parts in contributions.items():
-            for part in parts:
-                total = self._sums[name]
-                matrix = total.view(total.shape[0], -1) if total.dim() > 1 else total
-                (part.without(is_nonfinite_B) if blank else part).add_weighted(weight_B, matrix)
+    def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> "_Factors":
+        norms = [tally.safe_norm() for tally in tallies]
+        is_finite_B = torch.stack(norms).isfinite().all(0) & loss_B.isfinite()
+        excluded_B = is_padding_B | ~is_finite_B
+        weights = [
+            self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
+            for norm_B, bound in zip(norms, self._function.bounds, strict=True)
+        ]
+        # A zero weight does not silence a NaN (0 * NaN is NaN), so the rare bad rows are blanked before they are summed.
+        return _Factors(norms, weights, is_finite_B, blank=bool((~is_finite_B).any()))
+
+    def _accumulate(self, name: str, parts: Parts, factors: "_Factors") -> None:
+        total, weight_B = self._sums[name], factors.weights[self._function.group_of[name]]
+        matrix = total.view(total.shape[0], -1) if total.dim() > 1 else total
+        for part in parts:
+            (part.without(~factors.is_finite_B) if factors.blank else part).add_weighted(weight_B, matrix)
+
+
+class _Factors(NamedTuple):
+    """Clip factors of one micro-batch, by group of parameters."""
+
+    norms: list[Tensor]
+    weights: list[Tensor]
+    is_finite_B: Tensor
+    blank: bool
+
+    def stats(self, loss_B: Tensor, is_padding_B: Tensor) -> MicroBatchStats:
+        counted_B = ~is_padding_B & self.is_finite_B
+        norm_B = torch.stack(self.norms).square().sum(0).sqrt()
+        is_clipped_B = (torch.stack(self.weights) < 1).any(0)
+        return MicroBatchStats(
+            loss_sum=loss_B.float().masked_fill(~counted_B, 0).sum(),
+            num_examples=(~is_padding_B).sum(),
+            num_clipped=(counted_B & is_clipped_B).sum(),
+            num_nonfinite=(~is_padding_B & ~self.is_finite_B).sum(),
+            norm_sum=norm_B.masked_fill(~counted_B, 0).sum(),
+        )
+
+
+class _ByParameter:
+    """A sink that hands over a parameter's contributions as soon as the last of its calls is there, usually the only one."""
+
+    def __init__(self, use: Callable[[str, Parts], None]) -> None:
+        self._use = use
+        self._waiting: dict[str, Parts] = {}
+        self._num_calls: Mapping[str, int] = {}
+
+    def start(self, num_calls: Mapping[str, int]) -> Callable[[Call], None]:
+        self._num_calls = num_calls
+        return self._take
+
+    def _take(self, call: Call) -> None:
+        for name, part in call.contributions():
+            parts = self._waiting.setdefault(name, [])
+            parts.append(part)
+            if len(parts) == self._num_calls[name]:
+                self._use(name, self._waiting.pop(name))
+
+    def finish(self) -> None:
+        """Parameters of which not every call has a gradient, because the loss does not depend on it."""
+        for name, parts in self._waiting.items():
+            self._use(name, parts)
+        self._waiting = {}
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _stats(
-    loss_B: Tensor, norm_B: Tensor, weight_B: Tensor, is_padding_B: Tensor, is_finite_B: Tensor
-) -> MicroBatchStats:
-    counted_B = ~is_padding_B & is_finite_B
-    return MicroBatchStats(
-        loss_sum=loss_B.float().masked_fill(~counted_B, 0).sum(),
-        num_examples=(~is_padding_B).sum(),
-        num_clipped=(counted_B & (weight_B < 1)).sum(),
-        num_nonfinite=(~is_padding_B & ~is_finite_B).sum(),
-        norm_sum=norm_B.masked_fill(~counted_B, 0).sum(),
-    )

@@ -1,16 +1,20 @@
-"""Records, for one micro-batch, the input and the output gradient of every layer with trainable parameters.
+"""Hands over, for one micro-batch, the input and the output gradient of every layer with trainable parameters.
 
-Each claimed layer's output passes through `_Tap`, an identity that remembers the gradient on its way back. The backward pass
-is `torch.autograd.grad(loss.sum(), [root])` for a dummy leaf `root` that every tap depends on, so no weight gradient is
-computed, no `.grad` is touched and no engine hook fires: sharded engines gather their weights in their own module hooks as
-in any forward and backward, and never see a gradient. (Parameters keep requires_grad; torch skips what root does not need.)
+Each claimed layer's output passes through `_Tap`, an identity that reports the gradient on its way back, together with the
+layer's input. The backward pass is `torch.autograd.grad(loss.sum(), [root])` for a dummy leaf `root` that every tap depends
+on, so no weight gradient is computed, no `.grad` is touched and no engine hook fires: sharded engines gather their weights in
+their own module hooks as in any forward and backward, and never see a gradient. (Parameters keep requires_grad; torch skips
+what root does not need.)
+
+The tap keeps the layer's input as autograd keeps its own tensors, so under non-reentrant activation checkpointing it is
+recomputed with the rest; a tap that only the recomputation makes is never run backward and reports nothing.
 
 A raw parameter of shape (1, ...) is shadowed, for the time of its owner's forward, by a tapped copy of shape (B, ...): an
 entry in the instance's `__dict__` goes before the module's parameters in attribute lookup.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,21 +26,26 @@ from privacy.clipping.contributions import Contribution, Dense
 from privacy.clipping.coverage import Claim
 from privacy.clipping.rules import RULES
 
+Task = Callable[..., Tensor]
 
-@dataclass
-class _Call:
-    """One call of a claimed layer."""
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a claimed layer, with its gradient.
+
+    Attributes:
+        local_name: of a raw parameter; empty for a layer with a rule.
+        input: None for a raw parameter.
+    """
 
     claim: Claim
-    local_name: str  # of a raw parameter; empty for a layer with a rule
+    local_name: str
     input: Tensor | None
-    output_gradient: Tensor | None = None
+    output_gradient: Tensor
 
     def contributions(self) -> Iterator[tuple[str, Contribution]]:
-        """(canonical name, contribution); nothing when the loss does not depend on this call."""
+        """(canonical parameter name, contribution) for each trainable parameter of the layer."""
         gradient = self.output_gradient
-        if gradient is None:
-            return
         if self.input is None:
             wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
             yield self.claim.parameters[self.local_name], Dense(gradient.to(wide))
@@ -49,24 +58,30 @@ class _Call:
 
 class _Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, root: Tensor, call: _Call) -> Tensor:
-        ctx.call = call
+    def forward(
+        ctx: Any, output: Tensor, root: Tensor, x: Tensor | None, recorder: "Recorder", claim: Claim, local_name: str
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.recorder, ctx.claim, ctx.local_name = recorder, claim, local_name
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.call.output_gradient = gradients[0].detach()
-        return gradients[0], None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        call = Call(ctx.claim, ctx.local_name, None if x is None else x.detach(), gradients[0].detach())
+        ctx.recorder.report(call)
+        return gradients[0], None, None, None, None, None
 
 
 class Recorder:
-    """Hooks on the claimed layers of a model; active only inside `recording`."""
+    """Hooks on the claimed layers of a model; active only inside `differentiate`."""
 
     def __init__(self, claims: list[Claim]):
         self._claims = claims
-        self._calls: list[_Call] = []
         self._root: Tensor | None = None
         self._batch_size = 0
+        self._num_calls: Counter[str] = Counter()
+        self._sink: Callable[[Call], None] | None = None
         self._handles: list[RemovableHandle] = []
         for claim in claims:
             if claim.is_raw:
@@ -79,33 +94,46 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
 
-    @contextmanager
-    def recording(self, batch_size: int) -> Iterator[Tensor]:
-        """Yields the root leaf; every claimed call inside is recorded."""
+    def differentiate(
+        self,
+        task: Task,
+        inputs: Mapping[str, Tensor],
+        batch_size: int,
+        make_sink: Callable[[Mapping[str, int]], Callable[[Call], None]],
+    ) -> Tensor:
+        """One forward and one backward of `task(**inputs)`; returns loss_B, detached.
+
+        Args:
+            make_sink: called between forward and backward with the number of calls by parameter name; what it returns
+                receives every call as soon as its gradient is known, last layer first.
+        """
         device = next(p.device for c in self._claims for p in c.module.parameters(recurse=False))
         self._root = torch.zeros((), device=device, requires_grad=True)
         self._batch_size = batch_size
-        self._calls = []
+        self._num_calls.clear()
         try:
-            yield self._root
+            with torch.enable_grad():
+                loss_B = task(**inputs)
+                if loss_B.shape != (batch_size,):
+                    raise RuntimeError(f"the task must return one loss per example, not shape {tuple(loss_B.shape)}")
+                self._sink = make_sink(dict(self._num_calls))
+                torch.autograd.grad(loss_B.sum(), [self._root], allow_unused=True)
+            return loss_B.detach()
         finally:
-            self._root = None
+            self._root = self._sink = None
             for claim in self._claims:
                 _unshadow_all(claim)
 
-    def contributions(self) -> dict[str, list[Contribution]]:
-        """All contributions of the recorded micro-batch by canonical parameter name; forgets the record."""
-        found: dict[str, list[Contribution]] = {}
-        for call in self._calls:
-            for name, contribution in call.contributions():
-                found.setdefault(name, []).append(contribution)
-        self._calls = []
-        return found
+    def report(self, call: Call) -> None:
+        """A tap saw its gradient."""
+        assert self._sink is not None
+        with torch.no_grad():
+            self._sink(call)
 
-    def _tap(self, output: Tensor, call: _Call) -> Tensor:
+    def _tap(self, output: Tensor, x: Tensor | None, claim: Claim, local_name: str) -> Tensor:
         assert self._root is not None
-        self._calls.append(call)
-        return _Tap.apply(output, self._root, call)
+        self._num_calls.update([claim.parameters[local_name]] if local_name else claim.parameters.values())
+        return _Tap.apply(output, self._root, x, self, claim, local_name)
 
     def _record(self, claim: Claim) -> Callable[..., Tensor | None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
@@ -117,7 +145,7 @@ class Recorder:
                     f"layer {claim.path} ({type(module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, "
                     f"but the first dimension of both must be the {self._batch_size} examples of the micro-batch"
                 )
-            return self._tap(output, _Call(claim, "", x.detach()))
+            return self._tap(output, x.detach(), claim, "")
 
         return hook
 
@@ -129,7 +157,7 @@ class Recorder:
                 parameter = module._parameters[local]
                 assert parameter is not None
                 copy = parameter.detach().expand(self._batch_size, *parameter.shape[1:])
-                module.__dict__[local] = self._tap(copy, _Call(claim, local, None))
+                module.__dict__[local] = self._tap(copy, None, claim, local)
 
         return hook
 

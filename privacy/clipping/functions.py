@@ -1,0 +1,65 @@
+"""Clipping functions: how a per-example norm becomes a factor, and over which parameters the norm is taken.
+
+Each reports its own sensitivity, which is what the noise is scaled by; nobody retypes a constant.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Normaliser = Literal["clip", "normalise"]
+
+STABILITY = 0.01
+"""gamma of automatic clipping: the norm is divided by |g| + gamma, so that tiny gradients keep tiny contributions."""
+
+
+@dataclass(frozen=True)
+class ClippingFunction:
+    """Factors for groups of parameters.
+
+    Attributes:
+        group_of: parameter name -> index of its group.
+        bounds: L2 bound of each group's part of one example's contribution.
+        kind: "clip" gives min(1, C / |g|); "normalise" gives C / (|g| + gamma).
+    """
+
+    group_of: Mapping[str, int]
+    bounds: tuple[float, ...]
+    kind: Normaliser = "clip"
+
+    @property
+    def sensitivity(self) -> float:
+        """L2 bound of one example's whole contribution."""
+        return math.hypot(*self.bounds)
+
+    def weight(self, norm_B: Tensor, bound: float) -> Tensor:
+        """(B,) factor for each example; the norm times it is at most `bound`."""
+        if self.kind == "normalise":
+            return bound / (norm_B + STABILITY)
+        return (bound / norm_B).clamp(max=1)
+
+
+def flat(names: list[str], max_grad_norm: float) -> ClippingFunction:
+    """One norm over all parameters, constant bound C (Abadi et al. 2016): the default."""
+    return ClippingFunction(dict.fromkeys(names, 0), (max_grad_norm,))
+
+
+def automatic(names: list[str], max_grad_norm: float) -> ClippingFunction:
+    """One norm over all parameters, every gradient normalised to length below C (Bu et al. 2023, arXiv 2206.07136)."""
+    return ClippingFunction(dict.fromkeys(names, 0), (max_grad_norm,), "normalise")
+
+
+def per_layer(names: list[str], max_grad_norm: float) -> ClippingFunction:
+    """One norm per layer, bound C / sqrt(number of layers) each, so that the whole is bounded by C again."""
+    return grouped(names, max_grad_norm, depth=None)
+
+
+def grouped(names: list[str], max_grad_norm: float, *, depth: int | None = 1) -> ClippingFunction:
+    """One norm per group of equal name prefix, e.g. depth 1: "encoder", "decoder"; None: one per layer."""
+    prefixes = [name.rpartition(".")[0] if depth is None else ".".join(name.split(".")[:depth]) for name in names]
+    index = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}
+    bound = max_grad_norm / math.sqrt(len(index))
+    return ClippingFunction({n: index[p] for n, p in zip(names, prefixes, strict=True)}, (bound,) * len(index))

@@ -1,0 +1,122 @@
+"""Two passes give what one gives, checkpointed or not; other clipping functions keep the sensitivity that they report."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from privacy.clipping import ClippedSum
+from privacy.clipping.functions import ClippingFunction, automatic, flat, grouped, per_layer
+from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.errors import PrivacyConfigError
+from tests.privacy.clipping import oracle
+from tests.privacy.clipping.test_oracle import tiny
+
+
+class Blocks(nn.Module):
+    """A few residual blocks, optionally checkpointed (non-reentrant)."""
+
+    def __init__(self, *, checkpointed: bool, width: int = 16, depth: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpointed = checkpointed
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+        return x.square().mean((1, 2))
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_activation_checkpointing_changes_nothing(mode: str, checkpointed: bool) -> None:
+    model = Blocks(checkpointed=checkpointed).double()
+    inputs = {"x": torch.randn(6, 5, 16, dtype=torch.float64) * torch.arange(1, 7)[:, None, None]}
+    plain = Blocks(checkpointed=False).double()
+    c = oracle.median_norm(plain, plain, inputs)
+    total = ClippedSum(model, c, mode=mode)  # type: ignore[arg-type]
+    total.add_micro_batch(model, inputs, torch.zeros(6, dtype=torch.bool))
+    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(plain, plain, inputs, c)) < 1e-12
+
+
+def test_two_passes_keep_no_layer_inputs() -> None:
+    """While the second half of the backward runs, the first half's tensors are gone: the sink is called layer by layer."""
+    model = Blocks(checkpointed=True)
+    order: list[str] = []
+    total = ClippedSum(model, 1.0, mode="two_pass")
+    accumulate = total._accumulate
+    total._accumulate = lambda name, parts, factors: (order.append(name), accumulate(name, parts, factors))[1]  # type: ignore[method-assign]
+    total.add_micro_batch(model, {"x": torch.randn(2, 5, 16)}, torch.zeros(2, dtype=torch.bool))
+    blocks = [int(name.split(".")[1]) for name in order]
+    assert blocks == sorted(blocks, reverse=True) and len(order) == len(list(model.parameters()))
+
+
+def test_a_partly_unused_shared_layer_is_summed_in_both_modes() -> None:
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4).double()
+
+    def task(x: Tensor) -> Tensor:
+        shared(x * 2)  # called, but the loss does not see it
+        return shared(x).square().sum(1)
+
+    inputs = {"x": torch.randn(3, 4, dtype=torch.float64)}
+    for mode in ("bookkeeping", "two_pass"):
+        total = ClippedSum(shared, 0.5, mode=mode)  # type: ignore[arg-type]
+        total.add_micro_batch(task, inputs, torch.zeros(3, dtype=torch.bool))
+        total.detach()
+        assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(shared, task, inputs, 0.5)) < 1e-12
+
+
+def test_contract_6_two_pass_refuses_a_model_that_does_not_repeat() -> None:
+    model = nn.Linear(4, 4)
+    noise = itertools.count()
+
+    def task(x: Tensor) -> Tensor:
+        return (model(x) * (1 + next(noise))).sum(1)
+
+    inputs = {"x": torch.randn(3, 4)}
+    with pytest.raises(PrivacyConfigError, match="two_pass"):
+        ClippedSum(model, 1.0, mode="two_pass").check_repeatable(task, inputs)
+    ClippedSum(model, 1.0, mode="two_pass").check_repeatable(lambda x: model(x).sum(1), inputs)
+
+
+@pytest.mark.parametrize("function", [flat, automatic, per_layer, grouped])
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+def test_each_function_keeps_the_sensitivity_it_reports(
+    function: Callable[[list[str], float], ClippingFunction], mode: str
+) -> None:
+    c = 0.3
+    model, inputs = tiny(tied=False)
+    for i in range(7):
+        one = {k: v[i : i + 1] for k, v in inputs.items()}
+        total = ClippedSum(model, c, function=function, mode=mode)  # type: ignore[arg-type]
+        assert total.sensitivity == pytest.approx(c)
+        total.add_micro_batch(model, one, torch.zeros(1, dtype=torch.bool))
+        total.detach()
+        assert oracle.norm(dict(total.sums())) <= total.sensitivity * (1 + SENSITIVITY_SLACK)
+
+
+def test_per_layer_and_automatic_against_the_loop() -> None:
+    c = 0.3
+    model, inputs = tiny(tied=False)
+    examples = oracle.per_example_gradients(model, model, inputs)
+    for function in (automatic, per_layer):
+        chosen = function([n for n, p in model.named_parameters() if p.requires_grad], c)
+        expected: dict[str, Tensor] = {}
+        for g in examples:
+            for name, value in g.items():
+                members = [m for m in g if chosen.group_of[m] == chosen.group_of[name]]
+                norm = torch.tensor([oracle.norm({m: g[m] for m in members})], dtype=torch.float64)
+                weight = float(chosen.weight(norm, chosen.bounds[chosen.group_of[name]]))
+                expected[name] = expected.get(name, torch.zeros_like(value)) + weight * value
+        total = ClippedSum(model, c, function=function)
+        total.add_micro_batch(model, inputs, torch.zeros(7, dtype=torch.bool))
+        total.detach()
+        assert oracle.relative_error(dict(total.sums()), expected) < 1e-9
