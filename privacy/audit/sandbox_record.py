@@ -1,0 +1,120 @@
+"""What a sandbox run leaves for the audit of the mechanism: plain arrays, in one fixed order of coordinates.
+
+Shapes: T noisy steps, S silent steps (the same code with a noise source that returns zeros), D coordinates of all trainable
+parameters, N examples, every one of them a canary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+NO_CANARY = -1
+
+
+@dataclass(frozen=True)
+class SandboxPlan:
+    """What the audited run states about its mechanism, and the sandbox's own sampling."""
+
+    noise_multiplier: float
+    max_grad_norm: float
+    sensitivity_slack: float
+    target_delta: float
+    num_examples: int
+    expected_batch_size: int
+    sample_rate: float
+
+    @property
+    def noise_std(self) -> float:
+        """Of the noised sum, per coordinate."""
+        return self.noise_multiplier * self.max_grad_norm
+
+
+@dataclass(frozen=True)
+class SandboxRecord:
+    """See the module docstring.
+
+    Attributes:
+        parameters: (name, first coordinate, coordinate after the last).
+        canary_D: the example whose clipped gradient may touch a coordinate, else NO_CANARY.
+        owner_D: the rank that owns it.
+        weights: (S + T + 1, D) master weights before the first and after each step; the step rule is w -= released.
+        draws: (S + T, D) what the noise source returned for each coordinate, NaN where it was not asked.
+        num_draws: (S + T,) how many numbers it was asked for, over all ranks.
+        members: per step, the examples that the sampler chose.
+        present_N: secret coins: whether an example is in the data at all.
+        hostile_N: examples with NaN, Inf or enormous gradients, which may contribute anything up to C.
+        replica_digests: per step, each rank's digest of its whole replica; None where no rank holds one.
+        silent_steps: S.
+        retried: (first, second) indices of two attempts at the same step.
+    """
+
+    plan: SandboxPlan
+    world_size: int
+    parameters: tuple[tuple[str, int, int], ...]
+    canary_D: NDArray[np.int64]
+    owner_D: NDArray[np.int64]
+    weights: Floats
+    draws: Floats
+    num_draws: NDArray[np.int64]
+    members: tuple[NDArray[np.int64], ...]
+    present_N: NDArray[np.bool_]
+    hostile_N: NDArray[np.bool_]
+    silent_steps: int
+    retried: tuple[int, int]
+    replica_digests: tuple[tuple[str, ...], ...] | None = None
+    facts: dict[str, str | int | float] = field(default_factory=dict)
+
+    @cached_property
+    def released(self) -> Floats:
+        """(S + T, D): the released sums as the weights show them, times the public batch size."""
+        return -np.diff(self.weights, axis=0) * self.plan.expected_batch_size
+
+    @property
+    def silent(self) -> Floats:
+        return self.released[: self.silent_steps]
+
+    @property
+    def noisy(self) -> Floats:
+        return self.released[self.silent_steps :]
+
+    @cached_property
+    def quiet(self) -> NDArray[np.bool_]:
+        """Coordinates that no gradient touches: there a noisy step shows noise alone."""
+        return self.canary_D == NO_CANARY
+
+    @cached_property
+    def noise(self) -> Floats:
+        """(T, quiet coordinates) standardised by what the run states: N(0, 1) if it is true."""
+        return self.noisy[:, self.quiet] / self.plan.noise_std
+
+    @cached_property
+    def realised(self) -> Floats:
+        """Realised batch sizes, examples that are in the data, per step."""
+        return np.array([int(self.present_N[ids].sum()) for ids in self.members], dtype=float)
+
+    @cached_property
+    def inclusion(self) -> NDArray[np.bool_]:
+        """(S + T, N): chosen by the sampler and in the data."""
+        chosen = np.zeros((len(self.members), self.plan.num_examples), dtype=bool)
+        for step, ids in enumerate(self.members):
+            chosen[step, ids] = True
+        return chosen & self.present_N
+
+    def contributions(self) -> Floats:
+        """(S, N) L2 norm of what each example added to the silent sums; canaries own disjoint coordinates."""
+        owned = ~self.quiet
+        norms = np.zeros((self.silent_steps, self.plan.num_examples))
+        for step in range(self.silent_steps):
+            squares = np.bincount(self.canary_D[owned], self.silent[step, owned] ** 2, minlength=self.plan.num_examples)
+            norms[step] = np.sqrt(squares)
+        return norms
+
+    @property
+    def resolution(self) -> float:
+        """Largest error of `released` that storing weights in fp32 can cause."""
+        return float(np.abs(self.weights).max()) * 2.0**-23 * self.plan.expected_batch_size

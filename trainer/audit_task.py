@@ -1,0 +1,139 @@
+"""A task of canaries: each example's gradient is a chosen direction, and no two examples share a coordinate.
+
+Small layers of every kind that the clipping rules know, a loss that is linear in the weights, so that gradients stay what
+they are while the weights wander, and amplitudes far above C, so that clipping decides everything that an example adds.
+Some canaries live in one layer, some in all layers at once (flat clipping), some in a layer that is called twice (their two
+contributions add up before the norm is taken), and some are hostile: NaN, infinite, enormous.
+
+Shapes: B examples, G gains (one per place in the model).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data.batch import Batch
+
+EMBEDDING = 64  # rows and columns
+WIDTH = 32
+QUIET = (64, 128)  # a matrix that no gradient touches: noise alone
+PLACES = ("embedding", "matrix", "matrix_again", "offset", "norm", "conv", "raw")
+AMPLITUDE = 8.0  # times C
+
+
+class CanaryModel(nn.Module):
+    """All weights start at zero, so that they keep their resolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(EMBEDDING, EMBEDDING)
+        self.matrix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.offset = nn.Linear(1, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.conv = nn.Conv2d(1, WIDTH, 1, bias=False)
+        self.raw = nn.Parameter(torch.zeros(1, WIDTH))
+        self.quiet = nn.Linear(*QUIET, bias=False)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.zero_()
+
+    def forward(self, gains_BG: Tensor, rows_B: Tensor, columns_B: Tensor) -> Tensor:
+        """loss_B = sum over places of gain * one coordinate of the place's output."""
+        batch_size, dtype = len(rows_B), gains_BG.dtype
+        inside_B = rows_B % WIDTH
+        one_hot_BK = nn.functional.one_hot(columns_B % WIDTH, WIDTH).to(dtype)
+        zero_B1 = torch.zeros(batch_size, 1, dtype=dtype, device=gains_BG.device)
+        outputs = (
+            _pick(self.embedding(rows_B), columns_B),
+            _pick(self.matrix(one_hot_BK), inside_B),
+            _pick(self.matrix(one_hot_BK), inside_B),
+            _pick(self.offset(zero_B1), inside_B),
+            _pick(self.norm(zero_B1.expand(-1, WIDTH)), inside_B),
+            _pick(self.conv(torch.ones_like(zero_B1)[:, :, None, None]).flatten(1), inside_B),
+            _pick(self.raw.expand(batch_size, -1), inside_B),
+        )
+        return (gains_BG * torch.stack(outputs, dim=1)).sum(dim=1)
+
+
+def _pick(output_BK: Tensor, index_B: Tensor) -> Tensor:
+    return output_BK.gather(1, index_B[:, None])[:, 0]
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """The sandbox's data set.
+
+    Attributes:
+        gains_NG, rows_N, columns_N: the task's inputs, one row per example.
+        hostile_N: whether an example has a NaN, infinite or enormous gradient.
+    """
+
+    gains_NG: np.ndarray
+    rows_N: np.ndarray
+    columns_N: np.ndarray
+    hostile_N: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows_N)
+
+    @cached_property
+    def coordinates(self) -> list[tuple[int, str, int]]:
+        """(example, parameter, flat index within it) of every coordinate that a gradient touches."""
+        found = []
+        for example in range(len(self)):
+            row, column = int(self.rows_N[example]), int(self.columns_N[example])
+            inside = row % WIDTH
+            places = {
+                "embedding": ("embedding.weight", row * EMBEDDING + column),
+                "matrix": ("matrix.weight", inside * WIDTH + column % WIDTH),
+                "matrix_again": ("matrix.weight", inside * WIDTH + column % WIDTH),
+                "offset": ("offset.bias", inside),
+                "norm": ("norm.bias", inside),
+                "conv": ("conv.weight", inside),
+                "raw": ("raw", inside),
+            }
+            touched = {places[p] for p, gain in zip(PLACES, self.gains_NG[example], strict=True) if gain != 0}
+            found += [(example, name, index) for name, index in sorted(touched)]
+        return found
+
+    def batch(self, ids: np.ndarray, present_N: np.ndarray, size: int) -> Batch:
+        """A micro-batch; an example that is not in the data is zeroed out, as the adjacency has it."""
+        rows = np.zeros(size, dtype=np.int64)
+        rows[: len(ids)] = ids
+        is_padding = np.ones(size, dtype=bool)
+        is_padding[: len(ids)] = ~present_N[ids]
+        inputs = {
+            "gains_BG": torch.from_numpy(self.gains_NG[rows]),
+            "rows_B": torch.from_numpy(self.rows_N[rows]),
+            "columns_B": torch.from_numpy(self.columns_N[rows]),
+        }
+        return Batch(inputs, torch.from_numpy(is_padding))
+
+
+def make_canaries(num_single: int, max_grad_norm: float) -> Canaries:
+    """`num_single` canaries of one embedding coordinate each, six in every other place, six spread ones, three hostile ones."""
+    loud = AMPLITUDE * max_grad_norm
+    kinds: list[tuple[dict[str, float], int, int]] = [
+        ({"embedding": loud}, i // EMBEDDING, i % EMBEDDING) for i in range(num_single)
+    ]
+    for place in ("offset", "norm", "conv", "raw"):
+        kinds += [({place: loud}, i, i) for i in range(6)]
+    kinds += [({"matrix": loud}, i, 0) for i in range(6)]
+    # Each call alone stays below C: only their sum has to be clipped.
+    kinds += [({"matrix": 0.9 * max_grad_norm, "matrix_again": 0.9 * max_grad_norm}, i, 1) for i in range(6)]
+    # Each place alone stays below C too.
+    spread = dict.fromkeys(PLACES, 0.9 * max_grad_norm)
+    kinds += [(spread, 32 + i, 2) for i in range(8, 14)]
+    hostile = [float("nan"), 1e38, 1e15 * max_grad_norm]
+    first_hostile = len(kinds)
+    kinds += [(dict.fromkeys(PLACES, gain), 32 + i, 2) for i, gain in zip((16, 17, 18), hostile, strict=True)]
+    gains = np.array([[kind.get(place, 0.0) for place in PLACES] for kind, _, _ in kinds], dtype=np.float32)
+    return Canaries(
+        gains,
+        np.array([row for _, row, _ in kinds]),
+        np.array([column for _, _, column in kinds]),
+        np.arange(len(kinds)) >= first_hostile,
+    )
