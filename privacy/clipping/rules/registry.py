@@ -1,0 +1,72 @@
+"""The table of rules, and helpers that rules share."""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from privacy.clipping.contributions import Contribution
+from privacy.errors import PrivacyConfigError
+
+Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Contribution]]
+
+RULES: dict[type[nn.Module], Rule] = {}
+
+_LAZY: dict[tuple[str, str], Rule] = {}
+
+
+def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
+    """Registers `function(module, x, g) -> {local parameter name: contribution}` for these types, not their subclasses.
+
+    x is the first input of the call, (B, ...); g the gradient with respect to its output, (B, ...). The rule may name
+    parameters that are frozen: they are left out.
+    """
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(kinds, function))
+        return function
+
+    return register
+
+
+def lazy_rule(module_name: str, class_name: str) -> Callable[[Rule], Rule]:
+    """Like `rule`, for a class of an optional library: it counts as soon as somebody else has imported that library."""
+
+    def register(function: Rule) -> Rule:
+        _LAZY[module_name, class_name] = function
+        return function
+
+    return register
+
+
+def register_lazily() -> None:
+    """Looks for the classes of `lazy_rule` among the imported modules; a rule that was registered by hand stays."""
+    for (module_name, class_name), function in _LAZY.items():
+        kind = getattr(sys.modules.get(module_name), class_name, None)
+        if kind is not None:
+            RULES.setdefault(kind, function)
+
+
+def require_batch(module: nn.Module, x: Tensor, dims: int) -> None:
+    """Refuses an input without a batch dimension: its first dimension would be taken for the examples."""
+    if x.dim() < dims:
+        raise PrivacyConfigError(
+            f"{type(module).__name__} was called on a tensor of shape {tuple(x.shape)} without a batch dimension; "
+            "per-example clipping needs the examples in the first dimension"
+        )
+
+
+def tokens(x: Tensor) -> Tensor:
+    """(B, ..., d) -> (B, T, d)."""
+    return x.reshape(len(x), -1, x.shape[-1]) if x.numel() else x.new_zeros(len(x), 0, x.shape[-1])
+
+
+def wide(x: Tensor) -> Tensor:
+    """fp32, or fp64 for fp64: what per-example gradients are computed in."""
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def summed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """x summed over dims; unlike torch, over none of them if dims is empty."""
+    return x.sum(dims) if dims else x
