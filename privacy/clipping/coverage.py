@@ -61,7 +61,9 @@ def refuse_unsupported(module: nn.Module, path: str) -> None:
     """Raises `PrivacyConfigError` if the module, in its present mode, cannot be trained per example."""
     reason = unsupported_reason(module)
     if reason is not None:
-        raise PrivacyConfigError(f"layer {path or 'root'} ({type(module).__name__}) is refused: {reason}")
+        own = [f"{path}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+        what = f"{type(module).__name__}, trains {', '.join(own)}" if own else type(module).__name__
+        raise PrivacyConfigError(f"layer {path or 'root'} ({what}) is refused: {reason}")
 
 
 def _claims(model: nn.Module, canonical: Mapping[int, str]) -> Iterator[Claim]:

@@ -9,8 +9,9 @@ what root does not need.)
 The tap keeps the layer's input as autograd keeps its own tensors, so under non-reentrant activation checkpointing it is
 recomputed with the rest; a tap that only the recomputation makes is never run backward and reports nothing.
 
-A raw parameter of shape (1, ...) is shadowed, for the time of its owner's forward, by a tapped copy of shape (B, ...): an
-entry in the instance's `__dict__` goes before the module's parameters in attribute lookup.
+A raw parameter is shadowed, for the time of its owner's forward, by a stand-in with one tapped copy per example (raw.py): an
+entry in the instance's `__dict__` goes before the module's parameters in attribute lookup. The output of a layer that is
+called once for all examples (position ids of shape (1, T)) is replaced by such a stand-in too.
 """
 
 from collections import Counter
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from privacy.clipping.contributions import Contribution, Dense
-from privacy.clipping.coverage import Claim
+from privacy.clipping.coverage import Claim, refuse_unsupported
+from privacy.clipping.raw import per_example
 from privacy.clipping.rules import RULES
 
 Task = Callable[..., Tensor]
@@ -85,7 +87,7 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         for claim in claims:
             if claim.is_raw:
-                self._handles.append(claim.module.register_forward_pre_hook(self._shadow(claim)))
+                self._handles.append(claim.module.register_forward_pre_hook(self._shadow(claim), with_kwargs=True))
                 self._handles.append(claim.module.register_forward_hook(self._unshadow(claim), always_call=True))
             else:
                 self._handles.append(claim.module.register_forward_hook(self._record(claim), with_kwargs=True))
@@ -140,6 +142,8 @@ class Recorder:
             if self._root is None:
                 return None
             x = args[0] if args else next(iter(kwargs.values()))
+            if len(x) == len(output) == 1 != self._batch_size and not x.requires_grad:
+                return self._shared(output, x, claim)
             if len(output) != self._batch_size or len(x) != self._batch_size:
                 raise RuntimeError(
                     f"layer {claim.path} ({type(module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, "
@@ -149,15 +153,22 @@ class Recorder:
 
         return hook
 
+    def _shared(self, output: Tensor, x: Tensor, claim: Claim) -> Tensor:
+        """The output of a call with one row for all examples: as if every example had made the call for itself."""
+        size = self._batch_size
+        rows = output.detach().expand(size, *output.shape[1:])
+        return per_example(self._tap(rows, x.detach().expand(size, *x.shape[1:]), claim, "").unsqueeze(1), claim.path)
+
     def _shadow(self, claim: Claim) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._root is None:
                 return
+            refuse_unsupported(module, claim.path)
             for local in claim.parameters:
                 parameter = module._parameters[local]
                 assert parameter is not None
-                copy = parameter.detach().expand(self._batch_size, *parameter.shape[1:])
-                module.__dict__[local] = self._tap(copy, None, claim, local)
+                copies = self._tap(parameter.detach().expand(self._batch_size, *parameter.shape), None, claim, local)
+                module.__dict__[local] = per_example(copies, claim.parameters[local], [*args, *kwargs.values()])
 
         return hook
 
