@@ -22,7 +22,7 @@ from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp import RdpAccountant
-from scipy import stats
+from scipy import optimize, stats
 
 from privacy.errors import PrivacyConfigError
 
@@ -94,9 +94,36 @@ def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
 
 def epsilon(groups: Groups, delta: float) -> float:
     """The claimed epsilon at `delta`: PLD with the cap, or RDP below delta 1e-12 (cap overflow charged in delta)."""
+    groups = _active(groups)
+    if groups and all(group.sample_rate == 1 and group.cap is None for group in groups):
+        return epsilon_gaussian(groups, delta)
     if delta < PLD_SMALLEST_DELTA:
         return epsilon_rdp_capped(groups, delta)
     return epsilon_pld(groups, delta)
+
+
+def epsilon_gaussian(groups: Groups, delta: float) -> float:
+    """Exact epsilon without any sampling: all releases together are one Gaussian with mu^2 = sum of count / sigma^2.
+
+    delta(eps) = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu) (Balle and Wang 2018, theorem 8), for any delta.
+    """
+    _check_delta(delta)
+    groups = _active(groups)
+    if any(group.noise_multiplier == 0 for group in groups):
+        return math.inf
+    mu = math.sqrt(math.fsum(group.count / group.noise_multiplier**2 for group in groups))
+    if mu == 0:
+        return 0.0
+
+    def log_excess(value: float) -> float:
+        first = float(stats.norm.logcdf(mu / 2 - value / mu))
+        second = value + float(stats.norm.logcdf(-mu / 2 - value / mu))
+        return (first + math.log(-math.expm1(second - first)) if second < first else -math.inf) - math.log(delta)
+
+    if log_excess(0.0) <= 0:
+        return 0.0
+    high = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1
+    return float(optimize.brentq(log_excess, 0.0, high, xtol=1e-12, rtol=1e-12)) * (1 + 1e-9)
 
 
 def epsilon_pld(groups: Groups, delta: float, interval: float = FINE_INTERVAL) -> float:

@@ -82,6 +82,8 @@ def calibrate_noise_multiplier(
 
 def _stages(group: ReleaseGroup, delta: float) -> list[tuple[str, Callable[[ReleaseGroup], float]]]:
     confirm = ("confirm", lambda group: epsilon([group], delta))
+    if group.sample_rate == 1 and group.cap is None:
+        return [confirm]  # a closed form
     if delta < PLD_SMALLEST_DELTA:
         return [("coarse", lambda group: epsilon_rdp([group], delta)), confirm]
     stages = [

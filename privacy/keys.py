@@ -102,6 +102,10 @@ class SamplingKey:
         """AES-256 key of the per-example keys (augmentation, dropout, masking) of one attempt."""
         return self._derive(b"example keys v1\0" + _context(session_nonce, attempt))
 
+    def schedule_key(self) -> bytes:
+        """AES-256 key of a schedule that is the same in every session and attempt (privacy/alternatives.py)."""
+        return self._derive(b"epoch schedule v1\0")
+
     def _derive(self, info: bytes) -> bytes:
         return HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=info).derive(self._secret)
 

@@ -183,17 +183,30 @@ class Ledger:
             PrivacyStateRefused: out of order, less noise than planned, or the ledger cannot be written.
         """
         self._require_session()
-        self.require_budget()
+        self.require_budget(step)
         self._append("intent", {"step": step, "attempt": attempt, "releases": [dict(item) for item in releases]})
 
-    def require_budget(self) -> None:
-        """BudgetSpent (exit 3) when one more intent would pass the plan's steps plus reserve.
+    def require_budget(self, step: int) -> None:
+        """BudgetSpent (exit 3) when one more intent, for `step`, would pass the plan's steps plus reserve.
 
-        A run without a formal guarantee has no budget.
+        Shuffled data allow as many replays as the reserve has: a replay costs a whole epoch's release there, whatever
+        the number of steps still unused. A run without a formal guarantee has no budget.
         """
-        allowed = self._max_intents
-        if self._is_formal and self.num_charged >= allowed:
-            raise BudgetSpent(f"the privacy budget is spent: {self.num_charged} of {allowed} intents are charged")
+        spent = self.budget_spent(step)
+        if spent is not None:
+            raise BudgetSpent(f"the privacy budget is spent: {spent}")
+
+    def budget_spent(self, step: int) -> str | None:
+        """What is spent when the next intent, for `step`, would pass the budget; None while it would not."""
+        if not self._plan.formal_guarantee:
+            return None
+        charged, allowed = self.num_charged, self._plan.max_intents
+        if charged >= allowed:
+            return f"{charged} of {allowed} intents are charged"
+        replays, reserved = self._state.num_replays, self._plan.reserved_attempts
+        if self._plan.sampling == "shuffle" and replays + (self.next_attempt(step) > 0) > reserved:
+            return f"{replays} of {reserved} replays of shuffled batches are charged"
+        return None
 
     def done(self, step: int, attempt: int, params_digest: str | None = None) -> None:
         """The update of the last intent is applied; `params_digest` may hash the (noised, hence public) parameters."""
@@ -247,8 +260,7 @@ class Ledger:
         self._files.append(ledger)
         data = ledger.read()
         self._state, tail = read_state(data, str(self.path))
-        plan = self._state.plan
-        self._max_intents, self._is_formal = plan.max_intents, plan.formal_guarantee
+        self._plan = self._state.plan
         self._join_mirror(data)
         if tail:
             self._write(TORN_MARK + b"\n", tail + TORN_MARK)

@@ -106,6 +106,16 @@ class LedgerState:
         """Intents, done or not, and torn lines that may have been intents."""
         return len(self.intents) + self.charged_torn
 
+    @property
+    def last_step(self) -> int:
+        """The highest step that was ever attempted."""
+        return max(self.attempts, default=0)
+
+    @property
+    def num_replays(self) -> int:
+        """Intents beyond the first of their step; a torn line counts as one."""
+        return self.num_charged - len(self.attempts)
+
     def next_attempt(self, step: int) -> int:
         """0 for a step never tried, else one more than its latest attempt."""
         return self.attempts[step]
@@ -113,6 +123,8 @@ class LedgerState:
     def charged_groups(self) -> list[ReleaseGroup]:
         """Everything charged, for the accountant, from the ledger alone; torn lines at the planned noise."""
         plan = self.plan
+        if plan.sampling == "shuffle":
+            return [plan.shuffled_group(self.last_step, self.num_replays)] if self.num_charged else []
         counts: Counter[float] = Counter()
         for intent in self.intents:
             counts[_merged(intent.noise_multiplier, plan.noise_multiplier)] += 1
@@ -128,7 +140,7 @@ class LedgerState:
     def epsilon(self) -> float | None:
         """Epsilon of everything charged at the plan's delta; None when the plan makes no formal claim."""
         plan = self.plan
-        return epsilon(self.charged_groups(), plan.target_delta) if plan.formal_guarantee else None
+        return epsilon(self.charged_groups(), plan.accounted_delta) if plan.formal_guarantee else None
 
     def check(self, line: bytes) -> dict[str, Any] | None:
         """The record of the next line, or None for a torn line; LineRefused when it is not legal here."""

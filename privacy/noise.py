@@ -1,17 +1,34 @@
 """Gaussian noise for the shard that this process owns: fp64, drawn once, from fresh entropy of the operating system.
 
 Why fp64: single-precision normals have bounded support (5.77 standard deviations on CPU, 6.76 on CUDA). An output beyond the
-edge is possible only if an example is present, which alone costs more delta than a delta of 1e-9 allows. Why not torch's
-CPU generator: it is a Mersenne twister that keeps 32 bits of its seed, so two of 65,000 draws would share a stream.
-Nothing here is ever stored or derived from a seed or a step number, so no noise can come twice (contract 7).
+edge is possible only if an example is present, which alone costs more delta than a delta of 1e-9 allows. Every finite
+generator has such an edge; ours are far out, and what is left is computed (`noise_tail_delta`) and charged in delta.
+Why not torch's CPU generator: it is a Mersenne twister that keeps 32 bits of its seed, so two of 65,000 draws would
+share a stream. Nothing here is ever stored or derived from a seed or a step number, so no noise can come twice (contract 7).
+
+Stated assumptions: Philox ("system") and AES-256-CTR ("aes_ctr") are indistinguishable from random; the gaps between
+neighbouring doubles of a noised sum (Mironov 2012) tell nothing, which is argued from their size, not proven.
 """
 
+import math
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from scipy import stats
 from torch import Tensor
+
+NOISE_SOURCES = ("system", "aes_ctr")
+_CHUNK = 1 << 18
+# Box-Muller from a 63-bit uniform (k + 1/2) 2^-63 ends at sqrt(2 * 64 ln 2); numpy's ziggurat, whose tail adds up to
+# sqrt(2 * 53 ln 2) to 3.654, at 12.2.
+BOX_MULLER_EDGE = math.sqrt(2 * 64 * math.log(2))
+EDGES = {"system": BOX_MULLER_EDGE, "aes_ctr": BOX_MULLER_EDGE}
+# The bound below grows with the square root of the number of parameters; no model comes near this one.
+MOST_PARAMETERS = 1 << 36
 
 
 class NoiseSource(Protocol):
@@ -23,14 +40,80 @@ class NoiseSource(Protocol):
 
 
 class SystemNoise:
-    """Noise keyed by fresh operating-system entropy at every call."""
+    """Noise keyed by fresh operating-system entropy at every call: Philox, on CPU through numpy's ziggurat."""
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         if device.type == "cuda":
             generator = torch.Generator(device).manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
-            return torch.randn(count, generator=generator, device=device, dtype=torch.float64)
+
+            def words(number: int) -> Tensor:
+                return torch.empty(number, dtype=torch.int64, device=device).random_(generator=generator)
+
+            return box_muller(words, count, device)
         philox = np.random.Philox(key=int.from_bytes(os.urandom(16), "little"))
         return torch.from_numpy(np.random.Generator(philox).standard_normal(count)).to(device)
+
+
+class AesCtrNoise:
+    """A cryptographic stream: AES-256-CTR under a fresh key from the operating system at every call, then Box-Muller."""
+
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        # One key never gives more than 2^64 blocks, so the counter starts at zero.
+        stream = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
+
+        def words(number: int) -> Tensor:
+            raw = torch.frombuffer(bytearray(stream.update(bytes(8 * number))), dtype=torch.int64)
+            return raw.bitwise_and_(0x7FFF_FFFF_FFFF_FFFF).to(device)
+
+        return box_muller(words, count, device)
+
+
+def noise_source(name: str) -> NoiseSource:
+    """The source of `privacy.noise_source`."""
+    return AesCtrNoise() if name == "aes_ctr" else SystemNoise()
+
+
+def box_muller(words: Callable[[int], Tensor], count: int, device: torch.device) -> Tensor:
+    """(count,) standard normals in float64 from uniform integers (Box and Muller 1958).
+
+    Args:
+        words: number -> (number,) int64, uniform in [0, 2^63).
+    """
+    out = torch.empty(count, dtype=torch.float64, device=device)
+    # On CPU in pieces that stay in the cache; on CUDA bounded memory only.
+    piece = _CHUNK if device.type == "cpu" else 64 * _CHUNK
+    for start in range(0, count, piece):
+        size = min(piece, count - start)
+        half = (size + 1) // 2
+        drawn = words(2 * half)
+        # In (0, 1]; near zero, where the tail is made, a double resolves every one of the 2^63 values.
+        uniforms = drawn.double().add_(0.5).mul_(2.0**-63)
+        radius = uniforms[:half].log_().mul_(-2.0).sqrt_()
+        angle = uniforms[half:].mul_(2 * math.pi)
+        pair = torch.cat([radius * angle.cos(), radius * angle.sin()])
+        out[start : start + size] = pair[:size]
+    return out
+
+
+def noise_tail_delta(source: str, noise_multiplier: float, num_inclusions: float) -> float:
+    """Delta that the bounded support of a source costs: P(some output that is impossible without the example).
+
+    With the example, coordinate i of the release is moved by a_i / sigma, where the a_i have norm at most 1; without it
+    no output lies beyond the edge e. Both densities are cut Gaussians, so inside of the edge the privacy loss is that
+    of the Gaussian; an outside output costs its probability, sum_i g(a_i) with g(a) = Q(e - a / sigma) - Q(e) and
+    Q the upper tail. For e - 1 / sigma > 1, g(a) <= g'(0) a + (g(1) - g'(0)) a^2 (the remainder over a^2 grows), and
+    |a|_1 <= sqrt(d), so the sum is at most g'(0) sqrt(d) + g(1). Each such step needs the example to be in it.
+
+    Args:
+        noise_multiplier: sigma as accounted.
+        num_inclusions: expected number of steps with the example, q times the number of releases.
+    """
+    edge = EDGES[source]
+    if edge - 1 / noise_multiplier <= 1:
+        return min(1.0, num_inclusions)
+    slope = float(stats.norm.pdf(edge)) / noise_multiplier
+    single = float(stats.norm.sf(edge - 1 / noise_multiplier))
+    return num_inclusions * (slope * math.sqrt(MOST_PARAMETERS) + single)
 
 
 def add_noise(values: Tensor, std: float, source: NoiseSource) -> None:

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from privacy.accounting import ReleaseGroup, effective_noise_multiplier, epsilon
+from privacy.alternatives import BallsInBinsSampler, ShuffleSampler, shuffle_participations
 from privacy.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from privacy.epsilon_table import EpsilonTable
 from privacy.errors import PrivacyConfigError
-from privacy.sampling import PoissonSampler, default_cap
+from privacy.noise import NOISE_SOURCES, noise_tail_delta
+from privacy.sampling import PoissonSampler, Sampler, default_cap
 
 ADJACENCY = "zero_out"
+SAMPLING = ("poisson", "shuffle", "balls_in_bins")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,10 @@ class PrivacyPlan:
         target_epsilon: what sigma was calibrated to, or None when sigma was given.
         cap: largest batch, charged; None samples without a cap.
         enabled: False trains without any privacy.
-        sampling: "poisson", the only scheme with a formal claim here.
+        sampling: "poisson", "shuffle" or "balls_in_bins" (privacy/alternatives.py).
+        shuffle_as_gaussian: says explicitly that shuffled data are accounted without any amplification, as a Gaussian with
+            mu = sqrt(k_max) / sigma, k_max = ceil(epochs) + replays; without it a shuffled run makes no claim.
+        noise_source: "system" or "aes_ctr" (privacy/noise.py).
         informal_reasons: why the run makes no formal claim, as told by the caller (contract, point 11).
         warnings: lines to print; no part of the plan's identity.
     """
@@ -51,6 +57,8 @@ class PrivacyPlan:
     cap: int | None
     enabled: bool = True
     sampling: str = "poisson"
+    shuffle_as_gaussian: bool = False
+    noise_source: str = "system"
     informal_reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -58,19 +66,27 @@ class PrivacyPlan:
         _check(self)
 
     @cached_property
-    def sampler(self) -> PoissonSampler:
+    def sampler(self) -> Sampler:
         """The sampler whose rate and cap this plan is accounted with."""
+        if self.sampling == "shuffle":
+            return ShuffleSampler(self.num_examples, self.expected_batch_size)
+        if self.sampling == "balls_in_bins":
+            return BallsInBinsSampler(self.num_examples, self.expected_batch_size, self.cap or self.num_examples)
+        return self._poisson
+
+    @cached_property
+    def _poisson(self) -> PoissonSampler:
         return PoissonSampler.with_expected_batch(self.num_examples, self.expected_batch_size, self.cap)
 
     @property
     def sample_rate(self) -> float:
-        """q as accounted: floor(B 2^64 / n) / 2^64, rounded up."""
-        return self.sampler.sample_rate
+        """q = floor(B 2^64 / n) / 2^64, rounded up; what the accountant is charged with where sampling is Poisson."""
+        return self._poisson.sample_rate
 
     @property
     def max_batch_size(self) -> int:
         """The most examples that a step may hold: what buffers and micro-batch counts are sized for."""
-        return self.num_examples if self.cap is None else self.cap
+        return self.num_examples if self.sampler.cap is None else self.sampler.cap
 
     @property
     def max_intents(self) -> int:
@@ -90,8 +106,10 @@ class PrivacyPlan:
             own.append("privacy is disabled (privacy.enabled = false)")
         elif self.noise_multiplier == 0:
             own.append("the noise multiplier is 0")
-        if self.sampling != "poisson":
-            own.append(f"sampling is {self.sampling!r}, not Poisson")
+        if self.sampling == "shuffle" and not self.shuffle_as_gaussian:
+            own.append("sampling is 'shuffle', not Poisson, and shuffle_as_gaussian is not set")
+        if self.sampling == "balls_in_bins":
+            own.append("sampling is 'balls_in_bins', not Poisson: experimental, without a certified accountant")
         return (*own, *self.informal_reasons)
 
     @property
@@ -100,14 +118,38 @@ class PrivacyPlan:
         return not self.reasons
 
     def release_group(self, count: int) -> ReleaseGroup:
-        """`count` intents of this plan, as the accountant sees them."""
+        """`count` intents of this plan, as the accountant sees them.
+
+        Shuffled, these are the releases that one example can be in when the first `num_steps` intents are all
+        different steps and the others replays; a run in progress asks its ledger, which knows the replays.
+        """
+        if self.sampling == "shuffle":
+            return self.shuffled_group(min(count, self.num_steps), max(0, count - self.num_steps))
         return ReleaseGroup(self.sample_rate, self.effective_noise_multiplier, count, self.num_examples, self.cap)
+
+    def shuffled_group(self, last_step: int, replays: int) -> ReleaseGroup:
+        """Releases of one example after steps 1..last_step of shuffled epochs: no amplification (rate 1)."""
+        most = shuffle_participations(self.num_examples, self.expected_batch_size, last_step, replays)
+        return ReleaseGroup(1.0, self.effective_noise_multiplier, most)
+
+    @cached_property
+    def noise_tail_delta(self) -> float:
+        """What the bounded support of the noise source costs in delta, over all `max_intents` (privacy/noise.py)."""
+        if self.noise_multiplier == 0:
+            return 0.0
+        one = self.release_group(self.max_intents)
+        return noise_tail_delta(self.noise_source, one.noise_multiplier, one.sample_rate * one.count)
+
+    @property
+    def accounted_delta(self) -> float:
+        """The delta that is left for the accountant: `target_delta` less `noise_tail_delta`."""
+        return self.target_delta - self.noise_tail_delta
 
     def epsilon_after(self, count: int) -> float | None:
         """Exact epsilon of `count` charged intents (about 3 s with a cap); None without a formal guarantee."""
         if not self.formal_guarantee:
             return None
-        return epsilon([self.release_group(count)], self.target_delta)
+        return epsilon([self.release_group(count)], self.accounted_delta)
 
     @cached_property
     def epsilon_planned(self) -> float | None:
@@ -122,11 +164,14 @@ class PrivacyPlan:
     def epsilon_table(
         self, progress: Callable[[float], None] | None = None, cache: Path | None = None
     ) -> EpsilonTable | None:
-        """Look-up of epsilon by charged intents; build it once, on one rank. None without a formal guarantee."""
-        if not self.formal_guarantee:
+        """Look-up of epsilon by charged intents; build it once, on one rank.
+
+        None without a formal guarantee, and for shuffled data, whose epsilon is a closed form of what the ledger says.
+        """
+        if not self.formal_guarantee or self.sampling == "shuffle":
             return None
         one = self.release_group(1)
-        return EpsilonTable(one, self.target_delta, self.max_intents, self.num_steps, progress, cache)
+        return EpsilonTable(one, self.accounted_delta, self.max_intents, self.num_steps, progress, cache)
 
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""
@@ -135,7 +180,7 @@ class PrivacyPlan:
             "informal_reasons": list(self.informal_reasons),
             "sample_rate": self.sample_rate,
             # As text: 64-bit integers do not survive JSON readers that use doubles.
-            "sampling_threshold": str(self.sampler.threshold),
+            "sampling_threshold": str(self._poisson.threshold),
             "adjacency": ADJACENCY,
             "formal_guarantee": self.formal_guarantee,
         }
@@ -167,6 +212,8 @@ def make_plan(
     cap: int | Literal["default"] | None = "default",
     enabled: bool = True,
     sampling: str = "poisson",
+    shuffle_as_gaussian: bool = False,
+    noise_source: str = "system",
     informal_reasons: Sequence[str] = (),
     allow_small_noise: bool = False,
     resume: Mapping[str, Any] | None = None,
@@ -178,7 +225,8 @@ def make_plan(
         noise_multiplier, target_epsilon: exactly one of them (neither is needed when `enabled` is False).
         target_delta: default 1 / (2 n).
         reserved_attempts: default max(2, ceil(1 % of the steps)).
-        cap: "default" is ceil(B + 8 sqrt(B)); None samples without a cap.
+        cap: "default" is ceil(B + 8 sqrt(B)); None samples without a cap. Shuffled batches need none.
+        sampling, shuffle_as_gaussian, noise_source: as in PrivacyPlan.
         informal_reasons: whatever else voids the formal guarantee (shuffled streaming, a relaxed option, ...).
         allow_small_noise: allows sigma below 0.3.
         resume: the `plan` of an existing ledger: sigma is then taken from there instead of being calibrated again,
@@ -203,9 +251,11 @@ def make_plan(
         target_delta=delta,
         reserved_attempts=reserve,
         target_epsilon=target_epsilon,
-        cap=_resolve_cap(cap, expected_batch_size, num_examples),
+        cap=None if sampling == "shuffle" else _resolve_cap(cap, expected_batch_size, num_examples),
         enabled=enabled,
         sampling=sampling,
+        shuffle_as_gaussian=shuffle_as_gaussian,
+        noise_source=noise_source,
         informal_reasons=tuple(informal_reasons),
     )
     sigma, notes = draft.noise_multiplier, _warnings(draft)
@@ -231,7 +281,7 @@ def _calibrated(
 ) -> tuple[float, list[str]]:
     result = calibrate_noise_multiplier(
         draft.release_group(draft.max_intents),
-        draft.target_delta,
+        draft.accounted_delta,
         target,
         sensitivity_slack=draft.sensitivity_slack,
         allow_small_noise=allow_small_noise,
@@ -286,6 +336,17 @@ def _check(plan: PrivacyPlan) -> None:
         raise PrivacyConfigError(f"target_epsilon must be positive, not {plan.target_epsilon:g}")
     if plan.cap is not None and plan.cap < 1:
         raise PrivacyConfigError(f"cap must be positive, not {plan.cap}")
+    if plan.sampling not in SAMPLING:
+        raise PrivacyConfigError(f"sampling must be one of {', '.join(SAMPLING)}, not {plan.sampling!r}")
+    if plan.shuffle_as_gaussian and plan.sampling != "shuffle":
+        raise PrivacyConfigError(f"shuffle_as_gaussian is for sampling 'shuffle', not {plan.sampling!r}")
+    if plan.noise_source not in NOISE_SOURCES:
+        raise PrivacyConfigError(f"noise_source must be one of {', '.join(NOISE_SOURCES)}, not {plan.noise_source!r}")
+    if plan.accounted_delta <= 0:
+        raise PrivacyConfigError(
+            f"target_delta {plan.target_delta:g} is below the tail that the noise source cannot reach "
+            f"({plan.noise_tail_delta:.2g})"
+        )
     effective_noise_multiplier(plan.noise_multiplier, plan.sensitivity_slack)  # refuses a slack above 1e-3
 
 

@@ -13,19 +13,42 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
 from privacy.errors import PrivacyConfigError
+from privacy.keys import SamplingKey
 
 Ids = NDArray[np.int64]
 Values = NDArray[np.uint64]
 
 # Examples decided at once: 2 MiB of key stream stays in the cache and bounds the memory of any slice.
-_CHUNK = 1 << 18
+CHUNK = 1 << 18
+
+
+class Sampler(Protocol):
+    """What decides who is in a step; privacy/alternatives.py holds the ones that are not Poisson."""
+
+    @property
+    def num_examples(self) -> int: ...
+
+    @property
+    def cap(self) -> int | None:
+        """The largest batch, if there is one."""
+        ...
+
+    def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
+        """The key that `decide` and `members` need for one attempt."""
+        ...
+
+    def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided: ...
+
+    def members(self, coin_key: bytes, step: int) -> Ids: ...
+
+    def merge(self, slices: Sequence[Decided]) -> Ids: ...
 
 
 class Decided(NamedTuple):
@@ -71,6 +94,10 @@ class PoissonSampler:
         """Q / 2^64 as a float, rounded up: the rate that the accountant is charged with."""
         return _rounded_up(Fraction(self.threshold, 2**64))
 
+    def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
+        """Fresh coins for every start of the program and every attempt."""
+        return key.coin_key(session_nonce, attempt)
+
     def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
         """Decides the examples of [start, stop) for `step`; memory is that of one chunk plus the result."""
         stop = self.num_examples if stop is None else stop
@@ -78,10 +105,10 @@ class PoissonSampler:
             raise PrivacyConfigError(f"slice [{start}, {stop}) lies outside of [0, {self.num_examples})")
         last = np.uint64(self.threshold - 1)
         ids, values = [], []
-        for first, coins in _coins(coin_key, step, start, stop):
-            hits = np.flatnonzero(coins <= last)
+        for first, drawn in coins(coin_key, step, start, stop):
+            hits = np.flatnonzero(drawn <= last)
             ids.append(hits + first)
-            values.append(coins[hits])
+            values.append(drawn[hits])
         return Decided(np.concatenate([np.empty(0, np.int64), *ids]), np.concatenate([np.empty(0, np.uint64), *values]))
 
     def members(self, coin_key: bytes, step: int) -> Ids:
@@ -135,17 +162,17 @@ def example_keys(example_key: bytes, step: int, ids: Ids) -> Values:
     return np.frombuffer(stream, dtype="<u8")[::2].astype(np.uint64)
 
 
-def _coins(coin_key: bytes, step: int, start: int, stop: int) -> Iterator[tuple[int, Values]]:
+def coins(coin_key: bytes, step: int, start: int, stop: int) -> Iterator[tuple[int, Values]]:
     """Yields (id of the first, values) over [start, stop); one CTR stream, so blocks are never computed twice."""
     if not 0 <= step < 2**64:
         raise PrivacyConfigError(f"step must be in [0, 2^64), not {step}")
     counter = step.to_bytes(8, "big") + (start // 2).to_bytes(8, "big")
     encryptor = Cipher(algorithms.AES(_checked(coin_key)), modes.CTR(counter)).encryptor()
-    zeros = bytes(8 * min(_CHUNK, stop - start + 2))
+    zeros = bytes(8 * min(CHUNK, stop - start + 2))
     stream = bytearray(len(zeros) + 15)
     position = start - start % 2
     while position < stop:
-        count = min(_CHUNK, stop - position + (stop - position) % 2)
+        count = min(CHUNK, stop - position + (stop - position) % 2)
         encryptor.update_into(memoryview(zeros)[: 8 * count], stream)
         values = np.frombuffer(stream, dtype="<u8", count=count)
         skip = max(0, start - position)

@@ -1,10 +1,12 @@
 import dataclasses
 import json
+import math
 
 import pytest
 
-from privacy.accounting import ReleaseGroup, epsilon_pld
+from privacy.accounting import ReleaseGroup, epsilon, epsilon_pld
 from privacy.errors import PrivacyConfigError
+from privacy.noise import noise_tail_delta
 from privacy.plan import PrivacyPlan, make_plan, require_equal
 
 BASE = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 150, "noise_multiplier": 3.0}
@@ -29,7 +31,7 @@ def test_defaults_of_the_contract():
 def test_contract_4_the_accountant_is_charged_with_the_slack():
     plan = _plan(sensitivity_slack=1e-3, cap=None)
     assert plan.effective_noise_multiplier == 3.0 / 1.001
-    assert plan.epsilon_planned == epsilon_pld([ReleaseGroup(plan.sample_rate, 3.0 / 1.001, 150)], plan.target_delta)
+    assert plan.epsilon_planned == epsilon_pld([ReleaseGroup(plan.sample_rate, 3.0 / 1.001, 150)], plan.accounted_delta)
     assert plan.epsilon_planned < plan.epsilon_with_reserve
     assert plan.release_group(7).count == 7
 
@@ -64,6 +66,10 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"sensitivity_slack": 2e-3}, "sensitivity_slack"),
         ({"reserved_attempts": -1}, "reserved_attempts"),
         ({"cap": 0}, "cap"),
+        ({"sampling": "streamed"}, "sampling must be one of"),
+        ({"shuffle_as_gaussian": True}, "is for sampling 'shuffle'"),
+        ({"noise_source": "urandom"}, "noise_source must be one of"),
+        ({"target_delta": 1e-17}, "tail that the noise source cannot reach"),
     ],
 )
 def test_bad_plans_are_refused_in_one_line(changes, message):
@@ -90,6 +96,7 @@ def test_warnings():
         ({"enabled": False, "noise_multiplier": "left out", "target_epsilon": 8.0}, "disabled"),
         ({"enabled": False}, "disabled"),
         ({"sampling": "shuffle"}, "not Poisson"),
+        ({"sampling": "balls_in_bins"}, "experimental"),
         ({"informal_reasons": ["TAN simulation"]}, "TAN simulation"),
     ],
 )
@@ -126,3 +133,27 @@ def test_resume_takes_sigma_from_the_ledger_and_not_from_another_calibration():
     plan = _plan(noise_multiplier="left out", target_epsilon=8.0, resume=frozen)
     assert plan.noise_multiplier == 2.5
     assert _plan(resume=frozen).noise_multiplier == 3.0  # given explicitly: the comparison will refuse it
+
+
+def test_contract_7_the_tail_of_the_noise_source_is_charged_in_delta():
+    plan = _plan(noise_multiplier=1.0, target_delta=1e-13)
+    assert plan.noise_tail_delta == noise_tail_delta("system", 1.0, plan.sample_rate * plan.max_intents)
+    assert 0 < plan.noise_tail_delta < 1e-13 and plan.accounted_delta == 1e-13 - plan.noise_tail_delta
+    assert plan.epsilon_planned == epsilon([plan.release_group(150)], plan.accounted_delta)
+    assert _plan(noise_multiplier=0.0).noise_tail_delta == 0
+
+
+def test_shuffled_data_are_a_plain_gaussian_when_that_is_said():
+    plan = _plan(sampling="shuffle", shuffle_as_gaussian=True, num_steps=150, reserved_attempts=4)
+    assert plan.formal_guarantee and plan.cap is None and plan.max_batch_size == 60
+    # 150 steps of 50 an epoch: three epochs, and every replay may hit the same example.
+    assert plan.release_group(150).count == 3 and plan.release_group(154).count == 7
+    gaussian = math.sqrt(3) / 3.0
+    assert plan.epsilon_planned == pytest.approx(
+        epsilon([ReleaseGroup(1.0, 1 / gaussian, 1)], plan.target_delta), rel=1e-6
+    )
+    assert plan.epsilon_planned > 8 * _plan(cap=None).epsilon_planned
+    assert plan.epsilon_table() is None
+    assert PrivacyPlan.from_frozen(json.loads(json.dumps(plan.frozen_fields()))) == plan
+    target = _plan(sampling="shuffle", shuffle_as_gaussian=True, noise_multiplier="left out", target_epsilon=2.0)
+    assert 2.0 - 1e-3 <= target.epsilon_with_reserve <= 2.0
