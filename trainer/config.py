@@ -71,10 +71,20 @@ class PrivacySection(Section):
     target_delta: float | None = Field(None, gt=0, lt=1)
     """Default 1 / (2n)."""
     max_grad_norm: float = Field(1.0, gt=0)
+    clipping_function: Literal["flat", "automatic", "per_layer", "grouped"] = "flat"
+    """Flat with constant C; normalised gradients (Bu et al. 2023); one norm per layer, or per top-level part of the model."""
+    clipping_mode: Literal["bookkeeping", "two_pass"] = "bookkeeping"
+    """One backward, or two with less memory; the sum is the same. May change between starts."""
     reserved_attempts: int | None = Field(None, ge=0)
     """Attempts that the budget keeps for crashed steps; default max(2, 1 % of the steps)."""
     allow_small_noise: bool = False
     """Permits a noise multiplier below 0.3."""
+    sampling: Literal["poisson", "shuffle", "balls_in_bins"] = "poisson"
+    """Only Poisson is amplified with a proof; the other two are read epoch by epoch (privacy/alternatives.py)."""
+    shuffle_as_gaussian: bool = False
+    """Accounts shuffled data without amplification, mu = sqrt(ceil(epochs) + replays) / sigma; else they claim nothing."""
+    noise_source: Literal["system", "aes_ctr"] = "system"
+    """Philox keyed by the operating system, or a cryptographic stream."""
     ledger_mirror: str | None = None
     """A second location for the ledger, best on another file system: it detects a rollback of the whole run folder."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from data.batch import Batch
 from data.errors import DataError
 from data.examples import CaptionExample
 from data.loader import Loader
@@ -16,15 +17,17 @@ from data.tokenizer import CaptionTokenizer
 from models.captioner import Captioner, build_captioner
 from models.config import CaptionerConfig, captioner_config
 from privacy.clipping import ClippedSum
+from privacy.clipping.functions import FUNCTIONS
 from privacy.clipping.selfcheck import check_against_autograd
-from privacy.noise import NoiseSource, SystemNoise
+from privacy.noise import NoiseSource, noise_source
 from trainer.batches import LogicalBatches
 from trainer.checkpoint import Checkpoint, newest_checkpoint
 from trainer.config import EngineName, RunConfig, to_toml
 from trainer.distributed import Ranks, on_main
 from trainer.ds_config import MachineSettings
 from trainer.engines import build_engine
-from trainer.heldout import Heldout
+from trainer.engines.base import Engine
+from trainer.heldout import Heldout, to_device
 from trainer.loop import BUDGET_SPENT, DONE, STOPPED_EARLY, fit
 from trainer.run import Run, resolve_path
 from trainer.run_folder import RunFolder
@@ -65,7 +68,6 @@ def train(
     engine = build_engine(engine_name, model, config.optimizer, machine, device, config.train.micro_batch_size)
     if resumed is not None:
         resumed.restore(engine)
-    max_grad_norm = config.privacy.max_grad_norm if config.privacy.enabled else float("inf")
     nonce = ledger.start_session()
     run = Run(
         config=config,
@@ -73,8 +75,8 @@ def train(
         plan=ledger.plan,
         ledger=ledger,
         engine=engine,
-        clipped=ClippedSum(engine.module, max_grad_norm, shapes=engine.shapes),
-        noise=noise or SystemNoise(),
+        clipped=_clipped_sum(config, model_config, engine),
+        noise=noise or noise_source(ledger.plan.noise_source),
         batches=LogicalBatches(
             ledger.plan.sampler,
             ledger.plan.expected_batch_size,
@@ -103,6 +105,21 @@ def train(
     if ranks.is_main:
         _conclude(run, outcome)
     return outcome
+
+
+def _clipped_sum(config: RunConfig, model_config: CaptionerConfig, engine: Engine) -> ClippedSum:
+    privacy = config.privacy
+    clipped = ClippedSum(
+        engine.module,
+        privacy.max_grad_norm if privacy.enabled else float("inf"),
+        shapes=engine.shapes,
+        mode=privacy.clipping_mode,
+        function=FUNCTIONS[privacy.clipping_function if privacy.enabled else "flat"],
+    )
+    if privacy.clipping_mode == "two_pass":
+        inputs = _synthetic_inputs(model_config)
+        clipped.check_repeatable(engine.module, to_device(Batch(inputs, torch.zeros(2, dtype=torch.bool)), engine))
+    return clipped
 
 
 def _take(folder: RunFolder) -> None:

@@ -4,7 +4,7 @@ Each reports its own sensitivity, which is what the noise is scaled by; nobody r
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,3 +63,12 @@ def grouped(names: list[str], max_grad_norm: float, *, depth: int | None = 1) ->
     index = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}
     bound = max_grad_norm / math.sqrt(len(index))
     return ClippingFunction({n: index[p] for n, p in zip(names, prefixes, strict=True)}, (bound,) * len(index))
+
+
+FUNCTIONS: Mapping[str, Callable[[list[str], float], ClippingFunction]] = {
+    "flat": flat,
+    "automatic": automatic,
+    "per_layer": per_layer,
+    "grouped": grouped,
+}
+"""By the name that recipes use."""

@@ -80,6 +80,17 @@ def test_contract_11_and_12_a_run_without_noise_says_so(tmp_path: Path) -> None:
     assert "epsilon" not in (run_dir / "metrics.jsonl").read_text()
 
 
+def test_two_pass_and_per_layer_clipping_from_the_recipe(tmp_path: Path) -> None:
+    more = ["privacy.clipping_mode=two_pass", "privacy.clipping_function=per_layer"]
+    result = launch(train_arguments(tmp_path / "run", *more))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert all(
+        line["releases"] == [{"name": "gradient", "sensitivity": pytest.approx(1.0), "std": pytest.approx(1.0)}]
+        for line in ledger_lines(tmp_path / "run")
+        if line["type"] == "intent"
+    )
+
+
 def test_privacy_can_be_switched_off(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     off = ["privacy.enabled=false", "train.num_steps=3"]
