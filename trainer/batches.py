@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from data.loader import StepPlan
 from privacy.keys import SamplingKey
-from privacy.sampling import Decided, PoissonSampler, assign, example_keys, slice_bounds
+from privacy.sampling import Decided, Sampler, assign, example_keys, slice_bounds
 from trainer import distributed
 
 LARGEST_PUBLIC_OVERHEAD = 0.05
@@ -36,7 +36,7 @@ class LogicalBatches:
         attempts: number of earlier attempts of a step, from the ledger; a retry takes new coins.
     """
 
-    sampler: PoissonSampler
+    sampler: Sampler
     expected_batch_size: int
     key: SamplingKey
     nonce: bytes
@@ -55,7 +55,7 @@ class LogicalBatches:
     def _plan(self, step: int) -> StepPlan:
         rank, world_size = distributed.rank(), distributed.world_size()
         attempt = self.attempt(step)
-        coin_key = self.key.coin_key(self.nonce, attempt)
+        coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
         start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
         members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
         ids = assign(members, world_size, rank)

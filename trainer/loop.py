@@ -96,7 +96,7 @@ def fit(run: "Run") -> int:
         reporter.heldout(step)
     try:
         while step < num_steps:
-            outcome = _may_go_on(run, requests)
+            outcome = _may_go_on(run, step, requests)
             if outcome != DONE:
                 break
             started = time.monotonic()
@@ -116,10 +116,10 @@ def fit(run: "Run") -> int:
     return outcome
 
 
-def _may_go_on(run: "Run", requests: StopRequests) -> int:
-    """DONE, or the exit code to stop with; equal on all ranks."""
+def _may_go_on(run: "Run", step: int, requests: StopRequests) -> int:
+    """DONE, or the exit code to stop with after `step` steps; equal on all ranks."""
     mine = STOPPED_EARLY if requests.pending() else DONE
-    if run.plan.formal_guarantee and run.ledger.num_charged >= run.plan.max_intents:
+    if run.ledger.budget_is_spent(step + 1):
         mine = max(mine, BUDGET_SPENT)
     codes = torch.tensor([mine == BUDGET_SPENT, mine == STOPPED_EARLY], dtype=torch.int64)
     dist.all_reduce(codes, op=dist.ReduceOp.MAX)

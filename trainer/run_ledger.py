@@ -45,6 +45,10 @@ class RunLedger:
         """Charged attempts; 0 on ranks other than 0, and without privacy, where nothing is claimed."""
         return self._ledger.num_charged if self._ledger is not None else 0
 
+    def budget_is_spent(self, step: int) -> bool:
+        """Whether an intent for `step` would pass the budget; False on ranks other than 0."""
+        return self._ledger is not None and self._ledger.budget_spent(step) is not None
+
     def start_session(self) -> bytes:
         """Records this start and returns its nonce; on rank 0 the epsilon table is computed too."""
         nonce = distributed.on_main(lambda: self._on_main.start_session(_versions()))
@@ -83,8 +87,10 @@ class RunLedger:
 
     def epsilon(self, num_charged: int | None = None) -> float | None:
         """Epsilon of everything charged so far, or of `num_charged` attempts; on rank 0. None without a guarantee."""
-        if self._table is None:
+        if self._ledger is None or not self.plan.formal_guarantee:
             return None
+        if self._table is None:  # shuffled: a closed form, which needs to know which intents were replays
+            return self._ledger.epsilon() if num_charged is None else self.plan.epsilon_after(num_charged)
         return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
 
 
@@ -141,5 +147,8 @@ def _make_plan(folder: RunFolder, privacy: PrivacySection, num_steps: int, num_e
         reserved_attempts=privacy.reserved_attempts,
         enabled=privacy.enabled,
         allow_small_noise=privacy.allow_small_noise,
+        sampling=privacy.sampling,
+        shuffle_as_gaussian=privacy.shuffle_as_gaussian,
+        noise_source=privacy.noise_source,
         resume=frozen,
     )
