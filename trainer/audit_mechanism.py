@@ -75,8 +75,18 @@ def sandbox_record(
     program: Sequence[str] = PROGRAM,
 ) -> SandboxRecord:
     """Runs the sandbox in a folder of its own, which is deleted. Tests start another `program`."""
-    canaries = make_canaries(num_single, plan.max_grad_norm)
-    settings = SandboxSettings(
+    settings = make_settings(plan, engine, ds_config, num_single, silent_steps, noisy_steps)
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        (Path(folder) / "settings.json").write_text(settings.to_json())
+        _run_ranks([sys.executable, *program, folder], ranks, timeout)
+        return read_record(settings, Path(folder), ranks)
+
+
+def make_settings(
+    plan: PrivacyPlan, engine: EngineName, ds_config: Path, num_single: int, silent_steps: int, noisy_steps: int
+) -> SandboxSettings:
+    """Settings with fresh secret coins."""
+    return SandboxSettings(
         noise_multiplier=plan.noise_multiplier,
         max_grad_norm=plan.max_grad_norm,
         target_delta=plan.target_delta,
@@ -86,13 +96,15 @@ def sandbox_record(
         noisy_steps=noisy_steps,
         engine=engine,
         ds_config=str(ds_config),
-        present=[bool(secrets.randbits(1)) for _ in range(len(canaries))],
+        present=[bool(secrets.randbits(1)) for _ in range(len(make_canaries(num_single, plan.max_grad_norm)))],
     )
-    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        (Path(folder) / "settings.json").write_text(settings.to_json())
-        _run_ranks([sys.executable, *program, folder], ranks, timeout)
-        tapes = [_load(Path(folder) / f"rank-{rank}.npz") for rank in range(ranks)]
-    facts = {"sandbox": f"{ranks} ranks, engine {engine}, {silent_steps} silent and {noisy_steps} noisy steps"}
+
+
+def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxRecord:
+    """The record of the sandbox whose ranks wrote to `folder`."""
+    tapes = [_load(folder / f"rank-{rank}.npz") for rank in range(ranks)]
+    steps = f"{settings.silent_steps} silent and {settings.noisy_steps} noisy steps"
+    facts = {"sandbox": f"{ranks} ranks, engine {settings.engine}, {steps}, q = {settings.sample_rate}, flat clipping"}
     return _assemble(settings, tapes, facts)
 
 

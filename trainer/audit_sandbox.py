@@ -92,9 +92,8 @@ class WatchedNoise:
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         draw = self._source.standard_normal(count, device)
-        draw = torch.zeros_like(draw) if self.silent else draw
         self._step.append(draw.detach().cpu().double().clone())
-        return draw
+        return torch.zeros_like(draw) if self.silent else draw
 
     def take(self) -> np.ndarray:
         """Everything drawn since the last call."""
@@ -123,7 +122,9 @@ class _Tape:
         self._engine, self._noise = engine, noise
         self._pieces = list(engine.layout.owned_by(distributed.rank()))
         self._count = sum(piece.length for piece in self._pieces)
-        self._weights, self._draws, self._num_draws = [self._owned()], [], []
+        self._weights: list[np.ndarray] = [self._owned()]
+        self._draws: list[np.ndarray] = []
+        self._num_draws: list[int] = []
         self._ids: list[np.ndarray] = []
         self._digests: list[str] = []
 

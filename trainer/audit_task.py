@@ -34,7 +34,7 @@ class CanaryModel(nn.Module):
         self.offset = nn.Linear(1, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.conv = nn.Conv2d(1, WIDTH, 1, bias=False)
-        self.raw = nn.Parameter(torch.zeros(1, WIDTH))
+        self.positions = _Raw()
         self.quiet = nn.Linear(*QUIET, bias=False)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -53,13 +53,24 @@ class CanaryModel(nn.Module):
             _pick(self.offset(zero_B1), inside_B),
             _pick(self.norm(zero_B1.expand(-1, WIDTH)), inside_B),
             _pick(self.conv(torch.ones_like(zero_B1)[:, :, None, None]).flatten(1), inside_B),
-            _pick(self.raw.expand(batch_size, -1), inside_B),
+            _pick(self.positions(zero_B1.expand(-1, WIDTH)), inside_B),
         )
         return (gains_BG * torch.stack(outputs, dim=1)).sum(dim=1)
 
 
 def _pick(output_BK: Tensor, index_B: Tensor) -> Tensor:
-    return output_BK.gather(1, index_B[:, None])[:, 0]
+    return (output_BK * nn.functional.one_hot(index_B, output_BK.shape[1])).sum(dim=1)
+
+
+class _Raw(nn.Module):
+    """A parameter that is used without a layer, as class tokens and positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(torch.zeros(1, WIDTH))
+
+    def forward(self, x_BK: Tensor) -> Tensor:
+        return x_BK + self.raw
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,7 @@ class Canaries:
                 "offset": ("offset.bias", inside),
                 "norm": ("norm.bias", inside),
                 "conv": ("conv.weight", inside),
-                "raw": ("raw", inside),
+                "raw": ("positions.raw", inside),
             }
             touched = {places[p] for p, gain in zip(PLACES, self.gains_NG[example], strict=True) if gain != 0}
             found += [(example, name, index) for name, index in sorted(touched)]

@@ -6,6 +6,8 @@ weights after each step, and what only a sandbox can know besides: who was a mem
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from privacy.audit import statistics as st
@@ -221,8 +223,10 @@ def independence_checks(record: SandboxRecord) -> list[Check]:
     shards = [shard for shard in shards if shard.shape[1]]
     if len(shards) > 1:
         width = min(shard.shape[1] for shard in shards)
-        rows = np.stack([shard[:, :width].ravel() for shard in shards])
-        checks.append(_correlation("noise_across_ranks", *st.pairwise_correlation_p(rows), "two ranks' shards"))
+        pairs = itertools.combinations([shard[:, :width] for shard in shards], 2)
+        largest, p = zip(*(st.lagged_correlation_p(a, b) for a, b in pairs), strict=True)
+        between = "two ranks' shards in the same step, at any shift"
+        checks.append(_correlation("noise_across_ranks", max(largest), st.bonferroni(p), between))
     return checks
 
 
@@ -252,7 +256,8 @@ def source_checks(record: SandboxRecord) -> list[Check]:
         return checks
     difference = float(np.abs(record.noise - draws[:, record.quiet]).max())
     tolerance = 4 * record.resolution / record.plan.noise_std + 1e-6
-    duplicates, disguised = st.count_duplicates(draws), st.single_precision_fraction(draws)
+    # The numbers of silent steps did not reach the weights, but they must not come again either.
+    duplicates, disguised = st.count_duplicates(record.draws), st.single_precision_fraction(draws)
     return [
         *checks,
         fact(
@@ -265,7 +270,7 @@ def source_checks(record: SandboxRecord) -> list[Check]:
         fact(
             "draws_are_new",
             duplicates <= 2,
-            f"{duplicates} of {draws.size} numbers equal an earlier one bit by bit (chance gives less than 1e-3)",
+            f"{duplicates} of {record.draws.size} numbers equal an earlier one bit by bit (chance gives less than 1e-3)",
             statistic=duplicates,
             threshold=2,
         ),

@@ -43,7 +43,7 @@ class SandboxRecord:
         canary_D: the example whose clipped gradient may touch a coordinate, else NO_CANARY.
         owner_D: the rank that owns it.
         weights: (S + T + 1, D) master weights before the first and after each step; the step rule is w -= released.
-        draws: (S + T, D) what the noise source returned for each coordinate, NaN where it was not asked.
+        draws: (S + T, D) what the noise source drew for each coordinate (in silent steps too), NaN where it was not asked.
         num_draws: (S + T,) how many numbers it was asked for, over all ranks.
         members: per step, the examples that the sampler chose.
         present_N: secret coins: whether an example is in the data at all.

@@ -1,0 +1,112 @@
+"""The audit of the mechanism: a correct one passes, and each deliberate mistake is found by the checks meant for it."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from privacy.audit.mechanism import audit_mechanism
+from privacy.audit.report import AuditReport
+from privacy.plan import PrivacyPlan, make_plan
+from tests.distributed.ranks import ROOT, run_ranks
+from tests.trainer.broken_mechanisms import ALL, NEED_TWO_RANKS, broken
+from trainer import distributed
+from trainer.audit_mechanism import make_settings, mechanism_audit, read_record
+from trainer.audit_sandbox import run_sandbox
+
+FOUND_BY = {
+    "noise_divided_by_world_size": {"noise_variance", "draws_reach_the_weights", "attack_rates"},
+    "same_seed_on_all_ranks": {"noise_across_ranks", "draws_are_new"},
+    "noise_before_the_reduction": {"noise_variance", "one_draw_per_coordinate"},
+    "reduction_averages": {"divisor", "signal_in"},
+    "clip_forgotten_for_one_layer": {"sensitivity"},
+    "clip_each_layer_by_itself": {"sensitivity"},
+    "replayed_noise": {"noise_across_steps", "draws_are_new"},
+    "members_reused_at_a_retry": {"retry_overlap"},
+    "members_of_the_first_step_again": {"step_overlap"},
+    "twice_the_sample_rate": {"inclusion_frequency"},
+    "divisor_is_the_realised_batch": {"divisor", "noise_follows_batch"},
+    "sigma_of_another_recipe": {"noise_variance"},
+    "one_layer_without_noise": {"noise_variance_per_parameter"},
+    "single_precision_noise": {"double_precision"},
+}
+
+
+def plan(**changed: float) -> PrivacyPlan:
+    fields = {"noise_multiplier": 1.1, "max_grad_norm": 1.0} | changed
+    return make_plan(
+        num_examples=3000, expected_batch_size=256, num_steps=120, target_delta=1e-5, sensitivity_slack=1e-3, **fields
+    )  # type: ignore[arg-type]
+
+
+def audit(
+    device: torch.device, bugs: tuple[str, ...], steps: int = 20, engine: str = "local", **changed: float
+) -> dict[str, AuditReport]:
+    """One sandbox after the other on the ranks of this process group; reports on rank 0."""
+    reports = {}
+    for bug in bugs:
+        folder = Path(distributed.on_main(lambda: tempfile.mkdtemp()))
+        settings = distributed.broadcast_object(
+            make_settings(plan(**changed), engine, ROOT / "ds_configs" / "zero3.json", 512, 4, steps)  # type: ignore[arg-type]
+        )
+        with broken(bug) as source:
+            run_sandbox(settings, device, folder, source)
+        distributed.gather_objects(None)
+        if distributed.rank() == 0:
+            reports[bug] = audit_mechanism(read_record(settings, folder, distributed.world_size()))
+    return reports
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, AuditReport]:
+    """Everything that needs two ranks, in one start of them."""
+    return run_ranks(f"{__name__}:audit", 2, bugs=("none", *NEED_TWO_RANKS))[0]
+
+
+def require_found(report: AuditReport, bug: str) -> None:
+    assert report.verdict == "violated" and report.exit_code == 5
+    assert FOUND_BY[bug] <= set(report.failed()), report.to_text()
+
+
+def test_every_mistake_is_expected_somewhere() -> None:
+    assert set(FOUND_BY) == set(ALL)
+
+
+def test_a_correct_mechanism_passes_on_two_ranks(two_ranks: dict[str, AuditReport]) -> None:
+    report = two_ranks["none"]
+    assert report.verdict == "consistent", report.to_text()
+    assert 0 < report.false_alarm_rate < 1e-3
+
+
+@pytest.mark.parametrize("changed", [{}, {"noise_multiplier": 0.5, "max_grad_norm": 0.1}, {"max_grad_norm": 30.0}])
+def test_a_correct_mechanism_passes(one_rank: torch.device, changed: dict[str, float]) -> None:
+    report = audit(one_rank, ("none",), **changed)["none"]
+    assert report.verdict == "consistent", report.to_text()
+
+
+@pytest.mark.parametrize("bug", NEED_TWO_RANKS)
+def test_a_mistake_of_several_ranks_is_found(two_ranks: dict[str, AuditReport], bug: str) -> None:
+    require_found(two_ranks[bug], bug)
+
+
+@pytest.mark.parametrize("bug", [bug for bug in ALL if bug not in NEED_TWO_RANKS])
+def test_a_mistake_is_found(one_rank: torch.device, bug: str) -> None:
+    require_found(audit(one_rank, (bug,))[bug], bug)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("engine", "stage"), [("local", 3), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)])
+def test_every_engine_passes_at_full_size(tmp_path: Path, engine: str, stage: int) -> None:
+    from privacy.ledger import Ledger
+
+    fields = {"plan": plan().frozen_fields(), "key_commitment": "0" * 64}
+    Ledger.create(tmp_path / "ledger.jsonl", fields).release()
+    report = mechanism_audit(tmp_path, engine=engine, ds_config=ROOT / "ds_configs" / f"zero{stage}.json")  # type: ignore[arg-type]
+    assert report.verdict == "consistent", report.to_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bug", ALL)
+def test_every_mistake_is_found_at_full_size(bug: str) -> None:
+    require_found(run_ranks(f"{__name__}:audit", 2, bugs=(bug,), steps=50)[0][bug], bug)
