@@ -1,11 +1,13 @@
-"""Before training: do the clipping rules see the whole gradient of this model?
+"""Before training: do the clipping rules see the whole gradient of this model, and book it to the right example?
 
 Coverage (contract 3) knows who owns a parameter, not how the forward uses it: a weight that is read without calling its layer
-would silently miss that part of its gradient. With clipping switched off the clipped sum must equal torch's own gradient, so
-one backward on made-up inputs finds out.
+would silently miss that part of its gradient, and a layer called on a tensor whose first dimension is not the examples would
+book it to the wrong one. With clipping switched off and some rows declared padding, the clipped sum must equal torch's own
+gradient of the other rows' losses; a few backwards on made-up inputs find out. Two batch sizes are tried, so that no other
+dimension (tokens, channels) can pass for the examples in both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,29 +19,65 @@ TOLERANCE = 1e-3
 
 
 def check_against_autograd(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Compares, on an unsharded model and synthetic inputs, the unclipped sum with `backward`.
+    """Compares, on an unsharded model and synthetic inputs, the unclipped sum over some examples with `backward`.
 
     Args:
         model: returns loss_B when called with `**inputs`; its `.grad` fields are left empty.
-        inputs: made up, never private data.
+        inputs: two or more examples that differ, made up, never private data.
 
     Raises:
-        PrivacyConfigError: naming the parameter whose gradient differs most.
+        PrivacyConfigError: naming the parameter whose gradient differs most; or the loss of an example depends on the others.
     """
-    batch_size = len(next(iter(inputs.values())))
+    num_examples = len(next(iter(inputs.values())))
+    if num_examples < 2:
+        raise ValueError("the self-check needs at least two made-up examples")
     clipped = ClippedSum(model, float("inf"))
-    clipped.add_micro_batch(model, inputs, torch.zeros(batch_size, dtype=torch.bool, device=_device(inputs)))
-    clipped.detach()
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad(model(**inputs).sum(), list(parameters.values()), allow_unused=True)
-    scale = max(float(g.norm()) for g in gradients if g is not None)
-    for (name, total), gradient in zip(clipped.sums(), gradients, strict=True):
-        difference = float((total if gradient is None else total - gradient).norm())
-        if not difference <= TOLERANCE * scale:
-            raise PrivacyConfigError(
-                f"the clipping rules miss a part of the gradient of {name} (difference {difference:.1e} of {scale:.1e}): "
-                "is the parameter used without calling the layer that owns it?"
-            )
+    try:
+        first, again = (
+            _check(model, clipped, {name: x[rows] for name, x in inputs.items()}, counted)
+            for rows, counted in _cases(num_examples)
+        )
+    finally:
+        clipped.detach()
+    if not torch.allclose(first, again, rtol=TOLERANCE, atol=TOLERANCE):
+        raise PrivacyConfigError(
+            "the loss of an example changes with the other examples of its micro-batch, or with chance: every example's loss "
+            "must depend on that example alone, and dropout must be off"
+        )
+
+
+def _cases(num_examples: int) -> Iterator[tuple[list[int], list[bool]]]:
+    """(rows of the inputs, whether each counts): the first alone, then, in a batch with one row more, all others."""
+    rows = list(range(num_examples))
+    yield rows, [i == 0 for i in rows]
+    yield [*rows, 1], [i > 0 for i in [*rows, 1]]
+
+
+def _check(model: nn.Module, clipped: ClippedSum, inputs: Mapping[str, Tensor], counted: list[bool]) -> Tensor:
+    """Compares one sum; returns the first example's loss."""
+    counted_B = torch.tensor(counted, device=_device(inputs))
+    clipped.zero_()
+    clipped.add_micro_batch(model, inputs, ~counted_B)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    loss_B = model(**inputs)
+    gradients = torch.autograd.grad(loss_B[counted_B].sum(), parameters, allow_unused=True)
+    scale = max((float(g.norm()) for g in gradients if g is not None), default=0.0)
+    differences = _differences(clipped, gradients)
+    name, worst = max(differences, key=lambda pair: pair[1] if pair[1] == pair[1] else float("inf"))
+    if not worst <= TOLERANCE * scale:
+        raise PrivacyConfigError(
+            f"the clipping rules do not see the gradient of {name} as torch does (difference {worst:.1e} of {scale:.1e}): "
+            "is the parameter used without calling the layer that owns it, is the first dimension of every layer's input the "
+            "examples, and does every loss depend on its own example alone?"
+        )
+    return loss_B[0].detach()
+
+
+def _differences(clipped: ClippedSum, gradients: Sequence[Tensor | None]) -> list[tuple[str, float]]:
+    return [
+        (name, float((total if gradient is None else total - gradient).norm()))
+        for (name, total), gradient in zip(clipped.sums(), gradients, strict=True)
+    ]
 
 
 def _device(inputs: Mapping[str, Tensor]) -> torch.device:
