@@ -102,6 +102,7 @@ def fit(run: "Run") -> int:
             started = time.monotonic()
             plan, micro_batches = next(steps)
             step = plan.step
+            run.members.note(plan, run.batches.attempt(step))
             record = train_step(run, step, micro_batches)
             reporter.step(step, record, time.monotonic() - started)
             if step % run.checkpoint_interval == 0 or step == num_steps:

@@ -9,6 +9,7 @@ from privacy.clipping import ClippedSum
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
 from trainer import distributed
+from trainer.audit_members import MembersLog
 from trainer.batches import LogicalBatches
 from trainer.config import RunConfig
 from trainer.engines.base import Engine
@@ -34,6 +35,7 @@ class Run:
     clipped: ClippedSum
     noise: NoiseSource
     batches: LogicalBatches
+    members: MembersLog
     loader: Loader
     heldout: Heldout | None
     first_step: int

@@ -20,6 +20,7 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.functions import FUNCTIONS
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.noise import NoiseSource, noise_source
+from trainer.audit_members import MembersLog
 from trainer.batches import LogicalBatches
 from trainer.checkpoint import Checkpoint, newest_checkpoint
 from trainer.config import EngineName, RunConfig, to_toml
@@ -85,6 +86,7 @@ def train(
             ledger.attempts,
             config.train.micro_batch_size,
         ),
+        members=MembersLog(folder.private, ledger.key, nonce),
         loader=Loader(
             table,
             _make_example(config, root, train=True),
