@@ -18,7 +18,7 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -51,7 +51,9 @@ class Ledger:
 
     def __init__(self, path: Path, mirror: Path | None) -> None:
         self.path, self.mirror = path, mirror
-        self._files: list[_AppendOnly] = []
+        self.on_session: Callable[[], None] | None = None
+        """Called once the `session` record is durable, before the nonce is handed out (privacy/shared_ledger.py)."""
+        self._files: list[AppendOnly] = []
         self._broken: str | None = None
         self._nonce: bytes | None = None
         self._session_time: str | None = None
@@ -73,7 +75,7 @@ class Ledger:
         if mirror_path is not None and mirror_path.exists():
             raise PrivacyStateRefused(f"{mirror_path}: a mirror without its ledger {path}: the ledger was removed")
         try:
-            line = encode_line(0, "open", _now(), NO_PREVIOUS, {"format": FORMAT_VERSION, **open_fields})
+            line = encode_line(0, "open", now(), NO_PREVIOUS, {"format": FORMAT_VERSION, **open_fields})
             LedgerState().check(line)
             publish_new(path, line + b"\n", 0o644)
         except FileExistsError as error:
@@ -172,6 +174,8 @@ class Ledger:
         self._session_time = None
         fields = {"nonce": nonce.hex(), "mirror": self.mirror is not None, "environment": dict(environment)}
         self._append("session", fields)
+        if self.on_session is not None:
+            self.on_session()
         self._nonce = nonce
         return nonce
 
@@ -239,8 +243,8 @@ class Ledger:
     def _time(self, kind: str) -> str:
         """Now; but the lines of a step carry their session's time, because durations may be private (contract 12)."""
         if kind not in ("intent", "done", "checkpoint"):
-            self._session_time = _now()
-        return self._session_time or _now()
+            self._session_time = now()
+        return self._session_time or now()
 
     def _write(self, data: bytes, line: bytes) -> None:
         """Appends `data`, which ends `line`, to ledger and mirror, and only then takes the line in."""
@@ -256,7 +260,7 @@ class Ledger:
     # Opening
 
     def _load(self) -> None:
-        ledger = _AppendOnly(self.path, "ledger")
+        ledger = AppendOnly(self.path, "ledger")
         self._files.append(ledger)
         data = ledger.read()
         self._state, tail = read_state(data, str(self.path))
@@ -277,7 +281,7 @@ class Ledger:
             if self._state.mirrored:
                 raise PrivacyStateRefused(f"{self.mirror}: the mirror of {self.path} is gone")
             _create_empty(self.mirror)
-        mirror = _AppendOnly(self.mirror, "mirror")
+        mirror = AppendOnly(self.mirror, "mirror")
         self._files.append(mirror)
         held = mirror.read()
         if not data.startswith(held):
@@ -287,7 +291,7 @@ class Ledger:
             mirror.append(data[len(held) :])
 
 
-class _AppendOnly:
+class AppendOnly:
     """One file that only grows, and only by us."""
 
     def __init__(self, path: Path, what: str) -> None:
@@ -354,5 +358,5 @@ def _create_empty(path: Path) -> None:
         raise PrivacyStateRefused(f"{path}: cannot create the mirror: {error.strerror or error}") from error
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

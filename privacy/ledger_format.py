@@ -148,7 +148,7 @@ class LedgerState:
             if not self.hashes or self.closed:
                 raise LineRefused("a torn line where no line can be written")
             return None
-        record = _parse(line)
+        record = parse_line(line)
         if record["seq"] != self.num_lines:
             raise LineRefused(f"sequence number {record['seq']} where {self.num_lines} must follow")
         if record["previous"] != (self.hashes[-1] if self.hashes else NO_PREVIOUS):
@@ -230,7 +230,7 @@ def _merged(sigma: float, planned: float) -> float:
     return math.floor(sigma * 10.0**digits) / 10.0**digits
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def parse_line(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
         header = [record.pop(name) for name in _HEADER]

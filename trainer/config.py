@@ -85,6 +85,10 @@ class PrivacySection(Section):
     """Accounts shuffled data without amplification, mu = sqrt(ceil(epochs) + replays) / sigma; else they claim nothing."""
     noise_source: Literal["system", "aes_ctr"] = "system"
     """Philox keyed by the operating system, or a cryptographic stream."""
+    shared_ledger: str | None = None
+    """The data owner's ledger over all runs on these data (launch_scripts/shared_ledger.py); the run reserves its budget."""
+    fixed_in_advance: bool = False
+    """The owner's word that this run was fixed before any output of the other runs was seen; else an RDP filter adds it."""
     ledger_mirror: str | None = None
     """A second location for the ledger, best on another file system: it detects a rollback of the whole run folder."""
 

@@ -15,7 +15,7 @@ from privacy.keys import SamplingKey
 from privacy.ledger import Ledger
 from privacy.ledger_format import read_ledger
 from privacy.plan import PrivacyPlan, make_plan
-from privacy.run_state import open_run_state
+from privacy.run_state import SharedTerms, open_run_state
 from trainer import distributed
 from trainer.config import PrivacySection
 from trainer.run_folder import RunFolder, environment
@@ -105,6 +105,7 @@ def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, 
 
     def open_on_main() -> dict[str, Any]:
         plan = _make_plan(folder, privacy, num_steps, len(table))
+        owners = privacy.shared_ledger
         ledger, key = open_run_state(
             folder.ledger,
             folder.key,
@@ -112,6 +113,7 @@ def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, 
             data_manifest=table.manifest_digest(),
             open_fields={"commit": _versions()["commit"]},
             mirror=privacy.ledger_mirror,
+            shared=None if owners is None else SharedTerms(owners, folder.root.name, privacy.fixed_in_advance),
             has_checkpoint=any(folder.checkpoints.glob("step-*")),
         )
         opened.append((ledger, key))

@@ -1,0 +1,52 @@
+"""How several runs on the same data compose: PLD when all were fixed in advance, an RDP filter when one was not.
+
+A run whose parameters were chosen after outputs of another were seen is adaptive: PLD and the usual choice of the best
+order afterwards no longer hold. An RDP filter of one order, fixed before the first run, does (Feldman and Zrnic 2021, arXiv
+2008.11193, theorem 4.3): runs may be added as long as the sum of their RDP at that order stays within the budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dp_accounting import NeighboringRelation
+from dp_accounting.rdp import RdpAccountant
+
+from privacy.accounting import ReleaseGroup, epsilon, overflow_probability
+
+_ORDERS = [1.1, 1.25, 1.5, 1.75, *(2 + step / 4 for step in range(25)), *range(9, 65), 80, 96, 128, 192, 256, 512]
+
+
+def filter_order(epsilon_total: float, delta: float) -> float:
+    """The order with the largest capacity for releases whose RDP is linear in the order (as a Gaussian's is).
+
+    It maximises (epsilon - log(1 / delta) / (alpha - 1)) / alpha: a function of the budget alone, hence fixed in advance.
+    """
+    return max(_ORDERS, key=lambda order: (epsilon_total - math.log(1 / delta) / (order - 1)) / order)
+
+
+def filtered_epsilon(groups: Sequence[ReleaseGroup], delta: float, order: float, ceiling: float) -> float:
+    """Epsilon at `delta` from the RDP of all groups at this one order; inf when the caps' overflow leaves no delta.
+
+    Args:
+        ceiling: the total budget, at which the overflow is charged in delta (privacy.accounting.with_overflow).
+    """
+    left = delta - overflow_probability(groups) * (1 + math.exp(min(ceiling, 700.0)))
+    if left <= 0 or any(group.noise_multiplier == 0 for group in groups):
+        return math.inf
+    accountant = RdpAccountant([order], NeighboringRelation.REPLACE_SPECIAL)
+    for group in groups:
+        accountant.compose(group.without_cap().event())
+    return float(accountant.get_epsilon(left))
+
+
+def total_epsilon(
+    groups: Sequence[ReleaseGroup], delta: float, *, adaptive: bool, order: float, ceiling: float
+) -> float:
+    """Epsilon of all runs together. Once one run is adaptive the filter covers all of them, earlier ones included."""
+    if not groups:
+        return 0.0
+    if adaptive:
+        return filtered_epsilon(groups, delta, order, ceiling)
+    return epsilon(groups, delta)

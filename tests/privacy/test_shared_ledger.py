@@ -1,0 +1,204 @@
+import fcntl
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from privacy.accounting import epsilon
+from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger import Ledger
+from privacy.plan import make_plan
+from privacy.rdp_filter import filter_order, filtered_epsilon, total_epsilon
+from privacy.run_state import SharedTerms, open_run_state
+from privacy.shared_ledger import SharedLedger
+
+ROOT = Path(__file__).resolve().parents[2]
+DELTA = 1e-5
+
+
+def _plan(sigma=2.0, **changes):
+    own = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 60, "noise_multiplier": sigma}
+    return make_plan(**own | {"target_delta": DELTA, "cap": None} | changes)
+
+
+def _open(folder, shared, plan=None, **terms):
+    folder.mkdir(exist_ok=True)
+    joined = None if shared is None else SharedTerms(shared.path, folder.name, **terms)
+    return open_run_state(
+        folder / "ledger.jsonl", folder / "sampling.key", plan or _plan(), data_manifest=b"x", shared=joined
+    )[0]
+
+
+@pytest.fixture
+def shared(tmp_path):
+    return SharedLedger.create(tmp_path / "owner.jsonl", epsilon=2.0, delta=DELTA)
+
+
+def test_runs_fixed_in_advance_compose_by_pld(shared, tmp_path):
+    group = _plan().release_group(_plan().max_intents)
+    for number in range(1, 4):
+        _open(tmp_path / f"run{number}", shared, fixed_in_advance=True).release()
+        assert shared.read().epsilon() == pytest.approx(epsilon([group.times(number * group.count)], DELTA), rel=1e-4)
+    assert shared.summary()["accounting"] == "pld"
+
+
+def test_a_run_chosen_after_outputs_goes_through_the_rdp_filter(shared, tmp_path):
+    _open(tmp_path / "a", shared).release()
+    before = shared.read().epsilon()
+    _open(tmp_path / "b", shared).release()
+    state, group = shared.read(), _plan().release_group(62)
+    assert state.epsilon() == filtered_epsilon([group, group], state.opened["delta"] - 2 * _plan().noise_tail_delta,
+                                               state.opened["rdp_order"], 2.0)  # fmt: skip
+    assert state.epsilon() > epsilon([group.times(124)], DELTA) > before
+    rows = shared.siblings(state.reservations and next(iter(state.reservations)))
+    assert [(row["name"], row["is_this_run"], row["chosen_after_outputs"]) for row in rows] == [
+        ("a", True, False),
+        ("b", False, True),
+    ]
+    assert rows[0]["epsilon"] == rows[1]["epsilon"] == pytest.approx(_plan().epsilon_with_reserve)
+
+
+def test_no_room_is_exit_3_and_never_fitting_exit_2(shared, tmp_path):
+    with pytest.raises(PrivacyConfigError, match="never fits"):
+        _open(tmp_path / "huge", shared, _plan(0.5))
+    number = 0
+    with pytest.raises(BudgetSpent, match="would be reserved") as refused:  # noqa: PT012
+        for number in range(20):
+            _open(tmp_path / f"run{number}", shared, _plan(1.0), fixed_in_advance=True).release()
+    assert refused.value.exit_code == 3
+    assert 2 <= number < 20 and shared.read().epsilon() <= 2.0
+    assert len(shared.read().reservations) == number
+    # The refused run can be tried again when nothing has changed, and is refused again; it never had a session.
+    with pytest.raises(BudgetSpent):
+        _open(tmp_path / f"run{number}", shared, _plan(1.0), fixed_in_advance=True)
+    assert Ledger.open(tmp_path / f"run{number}" / "ledger.jsonl").state.nonces == []
+
+
+def test_a_resume_reserves_once_and_cannot_change_its_terms(shared, tmp_path):
+    for _ in range(3):
+        with _open(tmp_path / "run", shared) as ledger:
+            ledger.start_session({})
+    assert len(shared.read().reservations) == 1
+    with pytest.raises(PrivacyConfigError, match="not the shared ledger"):
+        _open(tmp_path / "run", None)
+    other = SharedLedger.create(tmp_path / "other.jsonl", epsilon=2.0, delta=DELTA)
+    with pytest.raises(PrivacyConfigError, match="not the shared ledger"):
+        _open(tmp_path / "run", other)
+
+
+def test_a_copied_run_folder_cannot_go_on_beside_the_original(shared, tmp_path):
+    with _open(tmp_path / "run", shared) as ledger:
+        ledger.start_session({})
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with _open(tmp_path / "run", shared) as ledger:
+        ledger.start_session({})
+    with pytest.raises(PrivacyStateRefused, match="another copy"):
+        _open(tmp_path / "copy", shared)
+    _open(tmp_path / "run", shared).release()
+
+
+def test_same_unit_and_adjacency_and_a_formal_guarantee(tmp_path):
+    shared = SharedLedger.create(tmp_path / "owner.jsonl", epsilon=2.0, delta=DELTA, unit="one person")
+    with pytest.raises(PrivacyConfigError, match="unit of privacy is 'one person'"):
+        shared.reserve("a" * 64, "run", _plan())
+    with pytest.raises(PrivacyConfigError, match="without a formal guarantee"):
+        shared.reserve("a" * 64, "run", _plan(sampling="shuffle"), unit="one person")
+    for bad in (
+        {"epsilon": 0.0, "delta": DELTA},
+        {"epsilon": math.inf, "delta": DELTA},
+        {"epsilon": 1.0, "delta": 1.0},
+    ):
+        with pytest.raises(PrivacyConfigError):
+            SharedLedger.create(tmp_path / "bad.jsonl", **bad)
+    with pytest.raises(PrivacyConfigError, match="cannot create"):
+        SharedLedger.create(shared.path, epsilon=1.0, delta=DELTA)
+
+
+def test_edited_lines_are_refused_and_torn_ones_are_charged_nothing(shared):
+    shared.reserve("a" * 64, "run", _plan())
+    shared.reserve("b" * 64, "other", _plan())
+    good = shared.path.read_bytes()
+    lines = good.split(b"\n")
+    for damaged in (
+        good.replace(b'"epsilon":2.0', b'"epsilon":9.0'),
+        good.replace(b'"count":62', b'"count":61'),
+        b"\n".join([lines[0], lines[2], lines[1], b""]),
+        b"\n".join([lines[1], b""]),
+        b"\n".join([*lines[:3], lines[2], b""]),
+        b"",
+    ):
+        shared.path.write_bytes(damaged)
+        with pytest.raises(PrivacyStateRefused, match="line"):
+            shared.read()
+    for cut in range(len(lines[0]) + len(lines[1]) + 3, len(good) - 1, 37):
+        shared.path.write_bytes(good[:cut])
+        assert list(shared.read().reservations) == ["a" * 64]
+        shared.reserve("c" * 64, "later", _plan())
+        assert list(shared.read().reservations) == ["a" * 64, "c" * 64]
+
+
+def test_a_full_or_read_only_disk_reserves_nothing(shared, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[: len(data) // 2]))
+    with pytest.raises(PrivacyStateRefused, match="bytes were written"):
+        shared.reserve("a" * 64, "run", _plan())
+    monkeypatch.undo()
+    assert not shared.read().reservations
+    with pytest.raises(PrivacyStateRefused, match="cannot open"):
+        SharedLedger(shared.path.with_name("missing.jsonl")).read()
+
+
+def _reserve_many(path, first):
+    for number in range(first, first + 5):
+        SharedLedger(path).reserve(f"{number:064x}", "run", _plan(20.0), fixed_in_advance=True)
+
+
+def test_the_lock_keeps_concurrent_runs_apart(shared):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_reserve_many, args=(shared.path, first)) for first in (0, 100)]
+    with shared.path.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for process in processes:
+            process.start()
+        processes[0].join(2)
+        assert not shared.path.read_bytes().count(b"reserve")
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert len(shared.read().reservations) == 10
+
+
+def test_the_filter_bounds_pld_from_above_and_counts_everything():
+    group = _plan().release_group(60)
+    order = filter_order(2.0, DELTA)
+    for runs in ([group], [group, group.times(10)]):
+        by_filter = total_epsilon(runs, DELTA, adaptive=True, order=order, ceiling=2.0)
+        assert total_epsilon(runs, DELTA, adaptive=False, order=order, ceiling=2.0) < by_filter < math.inf
+    assert total_epsilon([], DELTA, adaptive=True, order=order, ceiling=2.0) == 0
+    silent = _plan(0.0, sampling="poisson").release_group(1)
+    assert filtered_epsilon([silent], DELTA, order, 2.0) == math.inf
+    capped = make_plan(num_examples=3000, expected_batch_size=60, num_steps=60, noise_multiplier=2.0, cap=70)
+    assert filtered_epsilon([capped.release_group(60)], DELTA, order, 2.0) == math.inf
+    # The order is a function of the budget, near 1 + 2 log(1 / delta) / epsilon for a Gaussian.
+    assert 5 < filter_order(2.0, 1e-5) < 20 and filter_order(8.0, 4e-9) < filter_order(1.0, 4e-9)
+
+
+def test_command(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, "launch_scripts/shared_ledger.py", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    path = tmp_path / "owner.jsonl"
+    assert run("create", str(path), "--target_epsilon", "3", "--delta", "1e-6").returncode == 0
+    SharedLedger(path).reserve("a" * 64, "first", _plan())
+    shown = run("show", str(path), "--json")
+    assert json.loads(shown.stdout)["runs"][0]["name"] == "first" and shown.stdout.count("\n") == 1
+    assert "first: epsilon" in run("show", str(path)).stdout
+    again = run("create", str(path), "--target_epsilon", "3", "--delta", "1e-6")
+    assert again.returncode == 2 and again.stderr.startswith("error: ") and again.stderr.count("\n") == 1
