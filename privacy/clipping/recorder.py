@@ -50,7 +50,8 @@ class Call:
         gradient = self.output_gradient
         if self.input is None:
             wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-            yield self.claim.parameters[self.local_name], Dense(gradient.to(wide))
+            rows = gradient.to(wide)  # a scalar parameter is a vector of one
+            yield self.claim.parameters[self.local_name], Dense(rows[:, None] if rows.dim() == 1 else rows)
             return
         found = RULES[type(self.claim.module)](self.claim.module, self.input, gradient)
         for local, contribution in found.items():

@@ -1,0 +1,245 @@
+"""Parameters that a forward reads itself: exact against a loop of single examples, or refused, but never wrong.
+
+Everywhere B = T = d = 4 examples, tokens and channels, so that nothing can be told by its size.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from privacy.clipping import ClippedSum
+from privacy.clipping.raw import PerExample
+from privacy.errors import PrivacyConfigError
+from tests.privacy.clipping import oracle
+
+B = T = D = 4
+
+
+class Model(nn.Module):
+    """x -> Linear -> forward(p, x) -> Linear -> loss, where p is a raw parameter."""
+
+    def __init__(self, shape: tuple[int, ...], use: Callable[["Model", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(D, D), nn.Linear(D, 3)
+        self.inner = Inner(shape, use)
+        self.register_buffer("table", torch.randn(T, D))
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        y = self.inner(self.before(x) * w[:, None, None])
+        return self.after(y).tanh().flatten(1).sum(1) * w
+
+
+class Inner(nn.Module):
+    def __init__(self, shape: tuple[int, ...], use: Callable[["Inner", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.p, self.q = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(1, 1, D))
+        self.register_buffer("table", torch.randn(T, D))
+        self.register_buffer("mask", torch.rand(T, 1) < 0.5)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def make(shape: tuple[int, ...], use: Callable[[Inner, Tensor], Tensor]) -> tuple[Model, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Model(shape, use).double()
+    return model, {"x": torch.randn(B, T, D).double(), "w": torch.logspace(-1, 1, B).double()}
+
+
+def changed_in_place(m: Inner, x: Tensor) -> Tensor:
+    y = x * 2
+    y += m.p
+    return y
+
+
+def masked(m: Inner, x: Tensor) -> Tensor:
+    """A mask of the batch (known only by its shape) meets an expanded token: the idiom of masked image models."""
+    tokens = m.p.expand(len(x), T, -1)
+    mask = (x.detach()[..., :1] > 0).to(x.dtype).type_as(tokens)
+    return x * (1 - mask) + tokens * mask
+
+
+EXACT: dict[str, tuple[tuple[int, ...], Callable[[Inner, Tensor], Tensor]]] = {
+    "vector": ((D,), lambda m, x: x * m.p),
+    "reflected": ((D,), lambda m, x: 1.0 - m.p * x),
+    "scalar": ((), lambda m, x: x * m.p.exp().clamp(max=3)),
+    "one": ((1,), lambda m, x: x / (1 + m.p.square())),
+    "positions": ((T, D), lambda m, x: x + m.p),
+    "positions_with_batch": ((1, T, D), lambda m, x: torch.add(x, m.p, alpha=2)),
+    "row_for_tokens": ((1, D), lambda m, x: x + m.p),
+    "column": ((T, 1), lambda m, x: x * m.p),
+    "row_as_tokens": ((1, D), lambda m, x: x + m.p.expand(T, D)),
+    "class_token": ((1, 1, D), lambda m, x: torch.cat([m.p.expand(len(x), -1, -1), x], 1)),
+    "class_token_repeated": ((1, 1, D), lambda m, x: torch.cat((x, m.p.repeat(len(x), 2, 1)), dim=1)),
+    "class_token_sum": ((1, 1, D), lambda m, x: torch.cat([(m.p + m.q).expand(len(x), -1, -1), x], 1)),
+    "sum_of_expanded": ((1, 1, D), lambda m, x: torch.cat([m.p.expand(len(x), -1, -1) + m.q, x], 1)),
+    "vector_token": ((D,), lambda m, x: torch.cat([m.p[None, None].expand(len(x), 1, D), x], 1)),
+    "prompt": ((3, D), lambda m, x: torch.cat([m.p.unsqueeze(0).expand(len(x), -1, -1), x], dim=1)),
+    "prompt_repeated": ((3, D), lambda m, x: torch.concat([m.p.repeat(len(x), 1, 1), x], 1)),
+    "long_positions": ((1, T + 3, D), lambda m, x: x + m.p[:, :T]),
+    "gathered": ((7, D), lambda m, x: x + m.p[torch.tensor([2, 0, 2, 5])]),
+    "split_positions": ((1, T + 1, D), lambda m, x: torch.cat([m.q + m.p[:, :1], m.p[:, 1:]], 1)[:, 1:] + x),
+    "table": ((D,), lambda m, x: x + m.table * m.p),
+    "table_twice": ((D,), lambda m, x: x + m.table * m.p + (m.table + m.p)[None]),
+    "transposed": ((D, T), lambda m, x: x + m.p.t() + m.p.transpose(0, 1) + m.p.permute(1, 0)),
+    "reshaped": ((2, 2, D), lambda m, x: x + m.p.flatten(0, 1) + m.p.view(T, D) + m.p.reshape(-1, D)),
+    "squeezed": ((1, D, 1), lambda m, x: x + m.p.squeeze(-1).squeeze(0)),
+    "where": ((D,), lambda m, x: torch.where(m.mask, m.p, x)),
+    "masked": ((1, 1, D), masked),
+    "lerp": ((D,), lambda m, x: torch.lerp(x, m.table.expand_as(x), m.p.sigmoid())),
+    "in_place": ((T, D), changed_in_place),
+    "converted": ((D,), lambda m, x: x * m.p.float().to(x.dtype) + m.p.to(x) * x),
+    "dropout_off": ((D,), lambda m, x: x + nn.functional.dropout(m.p, 0.0)),
+    "stacked": ((D,), lambda m, x: x + torch.stack([m.p, m.p * 2, m.table[0], m.p], 0)),
+    "stacked_with_batch": ((1, D), lambda m, x: torch.stack([x[:, 0], m.p.expand(len(x), D)], 1)),
+    "used_twice": ((D,), lambda m, x: (x * m.p).tanh() * m.p),
+    "channel_first": ((D, 1), lambda m, x: (x.transpose(1, 2) * m.p).transpose(1, 2)),
+    "head_scale": ((2, 1, 1), lambda m, x: (x.view(len(x), T, 2, 2).transpose(1, 2) * m.p).transpose(1, 2).flatten(2)),
+    "first_token": ((D,), lambda m, x: (x[:, 0] + m.p)[:, None] + x),
+    "no_gradient": ((D,), lambda m, x: x * m.p.detach() + m.p),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact(name: str) -> None:
+    model, inputs = make(*EXACT[name])
+    c = oracle.median_norm(model, model, inputs)
+    expected = oracle.clipped_sum(model, model, inputs, c)
+    assert expected["inner.p"].norm() > 0
+    for micro in (B, 1, 3):
+        total = ClippedSum(model, c)
+        for start in range(0, B, micro):
+            part = {k: v[start : start + micro] for k, v in inputs.items()}
+            total.add_micro_batch(model, part, torch.zeros(len(part["x"]), dtype=torch.bool))
+        total.detach()
+        assert oracle.relative_error(dict(total.sums()), expected) <= 1e-9
+
+
+REFUSED: dict[str, tuple[tuple[int, ...], Callable[[Inner, Tensor], Tensor]]] = {
+    "matmul": ((D, D), lambda m, x: x @ m.p),
+    "linear": ((D, D), lambda m, x: nn.functional.linear(x, m.p)),
+    "layer_norm": ((D,), lambda m, x: nn.functional.layer_norm(x, (D,), m.p)),
+    "softmax": ((D,), lambda m, x: x * m.p.softmax(0)),
+    "sequence_first": ((D,), lambda m, x: (x[:, :3].transpose(0, 1) * m.p).transpose(0, 1)),
+    "folded": ((D,), lambda m, x: (x.flatten(0, 1) * m.p).view_as(x)),
+    "batch_aligned_with_channels": ((D,), lambda m, x: x + (x[:, 0, 0] * m.p)[:, None, None]),
+    "batch_aligned_with_tokens": ((T, 1, 1), lambda m, x: x * m.p),
+    "by_example": ((B, D), lambda m, x: torch.cat([x, m.p[:, None]], 1)),
+    "in_place": ((D,), lambda m, x: x + m.p.exp().mul_(2)),
+    "out": ((D,), lambda m, x: torch.mul(x, m.p, out=torch.empty_like(x))),
+    "boolean_index": ((T, D), lambda m, x: x + m.p[m.mask[:, 0]].sum(0)),
+    "dropout": ((D,), lambda m, x: x + nn.functional.dropout(m.p, 0.5)),
+    "batch_mean": ((D,), lambda m, x: x + m.p * x.mean()),
+    "values": ((), lambda m, x: x * m.p if m.p > 0 else x),
+    "item": ((), lambda m, x: x * m.p.item()),
+    "interpolated": ((1, 1, D), lambda m, x: x + nn.functional.interpolate(m.p, size=D)),
+    "iterated": ((2, D), lambda m, x: x + sum(row for row in m.p)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_contract_3_refused_by_name(name: str) -> None:
+    model, inputs = make(*REFUSED[name])
+    total = ClippedSum(model, 1.0)
+    with pytest.raises(PrivacyConfigError, match=r"inner\.p"):
+        total.add_micro_batch(model, inputs, torch.zeros(B, dtype=torch.bool))
+    assert "p" not in model.inner.__dict__
+    assert all((value == 0).all() for _, value in total.sums())
+
+
+class Trunk(nn.Module):
+    """A frozen trunk: its features carry no gradient, so only the layer's own argument tells what the batch is."""
+
+    def __init__(self, *, hide: bool) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(D, D).requires_grad_(False)
+        self.scale = Inner((D,), (lambda m, x: (x + 0) * m.p + m.q) if hide else (lambda m, x: x * m.p + m.q))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.trunk(x)).square().flatten(1).sum(1)
+
+
+def test_a_raw_parameter_after_a_frozen_trunk() -> None:
+    torch.manual_seed(0)
+    model, inputs = Trunk(hide=False).double(), {"x": torch.randn(B, T, D).double()}
+    total = ClippedSum(model, 5.0)
+    total.add_micro_batch(model, inputs, torch.zeros(B, dtype=torch.bool))
+    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, inputs, 5.0)) <= 1e-9
+
+
+def test_without_evidence_it_is_refused_and_an_input_that_requires_a_gradient_is_evidence() -> None:
+    torch.manual_seed(0)
+    model, x = Trunk(hide=True).double(), torch.randn(B, T, D).double()
+    total = ClippedSum(model, 5.0)
+    with pytest.raises(PrivacyConfigError, match=r"scale\.p"):
+        total.add_micro_batch(model, {"x": x}, torch.zeros(B, dtype=torch.bool))
+    total.add_micro_batch(model, {"x": x.requires_grad_()}, torch.zeros(B, dtype=torch.bool))
+    expected = oracle.clipped_sum(model, model, {"x": x.detach()}, 5.0)
+    assert oracle.relative_error(dict(total.sums()), expected) <= 1e-9
+
+
+class Positions(nn.Module):
+    """Position embeddings looked up once for all examples."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.use = nn.Embedding(9, D), nn.Embedding(T, D), use
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.use(self.tokens(ids), self.positions(torch.arange(ids.shape[1])[None]))
+        return x.tanh().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, p: x + p,
+        lambda x, p: x * p[0],
+        lambda x, p: x - p.expand(len(x), -1, -1),
+        lambda x, p: x + p.squeeze(0),
+    ],
+)
+def test_position_ids_with_one_row(use: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, inputs = Positions(use).double(), {"ids": torch.randint(0, 9, (B, T))}
+    c = oracle.median_norm(model, model, inputs)
+    total = ClippedSum(model, c)
+    total.add_micro_batch(model, inputs, torch.zeros(B, dtype=torch.bool))
+    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, inputs, c)) <= 1e-9
+
+
+def test_a_layer_on_position_embeddings_with_one_row_is_refused() -> None:
+    layer = nn.Linear(D, D)
+    model = Positions(lambda x, p: x + layer(p))
+    with pytest.raises(PrivacyConfigError, match="positions"):
+        ClippedSum(model, 1.0).add_micro_batch(
+            model, {"ids": torch.zeros(B, T).long()}, torch.zeros(B, dtype=torch.bool)
+        )
+
+
+def test_the_stand_in_says_what_it_is() -> None:
+    seen: list[Tensor] = []
+
+    def look(m: Inner, x: Tensor) -> Tensor:
+        seen.append(m.p)
+        assert (m.p.shape, m.p.dtype, m.p.device, m.p.dim(), m.p.numel(), len(m.p)) == (
+            (3, D),
+            x.dtype,
+            x.device,
+            2,
+            3 * D,
+            3,
+        )
+        assert m.p.requires_grad and m.p.is_floating_point() and m.p.size(1) == D
+        with torch.no_grad():
+            assert not isinstance(m.p.sum(), PerExample)
+            assert torch.equal(m.p + 0, m._parameters["p"])
+        return x + m.p[0]
+
+    model, inputs = make((3, D), look)
+    ClippedSum(model, 1.0).add_micro_batch(model, inputs, torch.zeros(B, dtype=torch.bool))
+    assert repr(seen[0]) == "PerExample(inner.p, shape=(3, 4))"
+    assert type(model.inner.p) is nn.Parameter
