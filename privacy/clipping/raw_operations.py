@@ -217,9 +217,9 @@ def _permute(func: Any, args: Any, kwargs: Any) -> PerExample:
 @_handles([*_methods("transpose swapaxes swapdims", Tensor, torch)])
 def _transpose(func: Any, args: Any, kwargs: Any) -> PerExample:
     x, (i, j) = args[0], _numbers(args, kwargs)
-    dims = list(range(x.dim()))
+    dims = list(range(max(x.dim(), 1)))
     dims[i], dims[j] = dims[j], dims[i]
-    return x.permute(dims)
+    return x.permute(dims) if x.dim() > 0 else x
 
 
 @_handles([*_methods("t", Tensor, torch), Tensor.T.__get__, Tensor.mT.__get__])  # type: ignore[attr-defined]

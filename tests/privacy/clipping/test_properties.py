@@ -1,0 +1,310 @@
+"""Properties over random shapes, sharing, order of registration, padding, splits and frozen parameters (hypothesis)."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from privacy.clipping import ClippedSum
+from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.errors import PrivacyConfigError
+from tests.privacy.clipping import oracle
+
+FEW = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    derandomize=True,
+)
+MANY = settings(FEW, max_examples=2000)
+
+small = st.integers(1, 5)
+
+
+def make_layer(kind: str, width: int, generator: torch.Generator) -> nn.Module:
+    """A layer of (B, T, width) -> (B, T, width)."""
+    match kind:
+        case "linear":
+            layer: nn.Module = nn.Linear(width, width)
+        case "linear_without_bias":
+            layer = nn.Linear(width, width, bias=False)
+        case "layer_norm":
+            layer = nn.LayerNorm(width)
+        case "rms_norm":
+            layer = nn.RMSNorm(width)
+        case "scale":
+            layer = Scale(width)
+        case "conv":
+            layer = Middle(nn.Conv1d(width, width, 3, padding=1))
+        case _:
+            layer = Middle(nn.GroupNorm(1, width))
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    return layer
+
+
+KINDS = ["linear", "linear_without_bias", "layer_norm", "rms_norm", "scale", "conv", "group_norm"]
+
+
+class Scale(nn.Module):
+    """Raw parameters of three shapes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma, self.shift, self.power = (nn.Parameter(torch.ones(s)) for s in ((width,), (1, 1, width), ()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma + self.shift * self.power
+
+
+class Middle(nn.Module):
+    """A layer that wants channels in the middle."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Random(nn.Module):
+    """Token embedding, layers in any order with repetitions, a head that may share the embedding's weight."""
+
+    def __init__(self, kinds: list[str], order: list[int], registration: list[int], tied: bool, width: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        layers = [make_layer(kind, width, generator) for kind in kinds]
+        self.order = [i % len(layers) for i in order]
+        for i in sorted(range(len(layers)), key=lambda i: registration[i % len(registration)]):
+            self.add_module(f"layer{i}", layers[i])
+        linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        if tied and len(linears) > 1:
+            linears[1].weight = linears[0].weight
+        self.head, self.tokens = nn.Linear(width, 6, bias=False), nn.Embedding(6, width)
+        with torch.no_grad():
+            self.tokens.weight.copy_(torch.randn(6, width, generator=generator))
+            self.head.weight.copy_(torch.randn(6, width, generator=generator))
+        if tied:
+            self.head.weight = self.tokens.weight
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        x = self.tokens(ids) * scale[:, None, None]
+        for i in self.order:
+            x = x + self.get_submodule(f"layer{i}")(x).tanh()
+        return self.head(x).square().mean((1, 2))
+
+
+models = st.builds(
+    Random,
+    st.lists(st.sampled_from(KINDS), min_size=1, max_size=4),
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    st.permutations(range(4)),
+    st.booleans(),
+    st.integers(2, 5),
+)
+
+
+def data(batch: int, tokens: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 6, (batch, tokens), generator=generator)
+    return {"ids": ids, "scale": torch.logspace(-1, 1, batch).double()}
+
+
+def summed(
+    model: nn.Module, inputs: dict[str, Tensor], c: float, sizes: list[int], padding: Tensor
+) -> dict[str, Tensor]:
+    total, start = ClippedSum(model, c), 0
+    while start < len(padding):
+        rows = slice(start, start + sizes[start % len(sizes)])
+        total.add_micro_batch(model, {k: v[rows] for k, v in inputs.items()}, padding[rows])
+        start = rows.stop
+    total.detach()
+    return dict(total.sums())
+
+
+def check_random_model(
+    model: Random, batch: int, tokens: int, sizes: list[int], is_padding: list[bool], is_frozen: list[bool]
+) -> None:
+    """Equal to the loop over the examples that are no padding, whatever is frozen and however the batch is split."""
+    model = model.double()
+    parameters = list(model.parameters())
+    for i, p in enumerate(parameters):
+        p.requires_grad_(not is_frozen[i % len(is_frozen)])
+    assume(any(p.requires_grad for i in model.order for p in model.get_submodule(f"layer{i}").parameters()))
+    model.unused.requires_grad_(True)
+    inputs = data(batch, tokens, seed=batch + 10 * tokens)
+    padding = torch.tensor([is_padding[i % len(is_padding)] for i in range(batch)])
+    kept = {k: v[~padding] for k, v in inputs.items()}
+    assume(not padding.all())
+    c = max(oracle.median_norm(model, model, kept), 1e-3)
+    expected = oracle.clipped_sum(model, model, kept, c)
+    actual = summed(model, inputs, c, sizes, padding)
+    assert actual.keys() == expected.keys()
+    assert (oracle.flat(actual) - oracle.flat(expected)).norm() <= 1e-9 * max(float(oracle.flat(expected).norm()), c)
+
+
+def check_sensitivity(model: Random, batch: int, tokens: int, exponent: int) -> None:
+    """In fp32, one example of any size moves the sum by at most C (1 + r)."""
+    model, inputs = (
+        model.float(),
+        {k: v.float() if v.is_floating_point() else v for k, v in data(batch, tokens, 3).items()},
+    )
+    inputs["scale"][-1] = 10.0**exponent
+    alone = torch.arange(batch) < batch - 1
+    total = summed(model, inputs, 0.1, [batch], alone)
+    assert oracle.flat(total).isfinite().all()
+    assert oracle.flat(total).norm() <= 0.1 * (1 + SENSITIVITY_SLACK)
+
+
+# A random use of a raw parameter: some operations on the stand-in, then one that meets the batch, then one more.
+ON_PARAMETER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "first": lambda p, table: p[:1],
+    "none": lambda p, table: p[None],
+    "last": lambda p, table: p[..., None],
+    "drop": lambda p, table: p[0],
+    "squeeze": lambda p, table: p.squeeze(0),
+    "swap": lambda p, table: p.transpose(0, -1),
+    "flat": lambda p, table: p.flatten(),
+    "expand": lambda p, table: p.expand(len(table), *p.shape[1:]),
+    "expand_new": lambda p, table: p.expand(len(table), *p.shape),
+    "repeat": lambda p, table: p.repeat(len(table), *[1] * (p.dim() - 1)),
+    "exp": lambda p, table: (p / 4).exp(),
+    "table": lambda p, table: p * table,
+    "column": lambda p, table: p + table[:, :1],
+    "row": lambda p, table: table[0] - p,
+    "twice": lambda p, table: torch.cat([p, p * 2], 0)[: len(p)],
+    "twice_last": lambda p, table: torch.cat([p, p * 2], -1)[..., : p.shape[-1]],
+    "square": lambda p, table: p.reshape(p.shape) * p,
+}
+MEETS_BATCH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda p, x: x + p,
+    "times": lambda p, x: p * x,
+    "pooled": lambda p, x: x[:, 0] * p,
+    "scalar": lambda p, x: x[:, 0, 0] + p,
+    "prepend": lambda p, x: torch.cat([p, x], 1),
+    "append_channels": lambda p, x: torch.cat([x, p], 2),
+    "fold": lambda p, x: x.flatten(0, 1) * p,
+    "sequence_first": lambda p, x: x.transpose(0, 1) * p,
+    "heads": lambda p, x: x[:, None] - p,
+}
+
+
+class RandomUse(nn.Module):
+    def __init__(self, shape: list[int], before: list[str], meeting: str, tokens: int, width: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.linear = nn.Linear(width, width)
+        self.inner = Uses(torch.randn(shape, generator=generator), torch.randn(tokens, width, generator=generator))
+        self.inner.before, self.inner.meeting = before, meeting
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(self.linear(x).tanh())
+        if len(y) != len(x):
+            raise IndexError("the examples are no longer first")
+        return (y.sin() * y).reshape(len(x), -1).sum(1)
+
+
+class Uses(nn.Module):
+    before: list[str]
+    meeting: str
+
+    def __init__(self, p: Tensor, table: Tensor) -> None:
+        super().__init__()
+        self.p = nn.Parameter(p)
+        self.register_buffer("table", table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        p: Tensor = self.p
+        for name in self.before:
+            p = ON_PARAMETER[name](p, self.table)
+        return MEETS_BATCH[self.meeting](p, x)
+
+
+outcomes = {"exact": 0, "refused": 0}
+
+
+def check_exact_or_refused(
+    shape: list[int], before: list[str], meeting: str, batch: int, tokens: int, width: int
+) -> None:
+    """The gradient of each example alone is that of a batch of this example and others, or the use is refused.
+
+    The reference is the gradient of loss i in the same batch, not of example i in a batch of one: some of these programs fail
+    for a batch of one, because they expand to a fixed number of rows.
+    """
+    model = RandomUse(shape, before, meeting, tokens, width).double()
+    x = torch.randn(batch, tokens, width, generator=torch.Generator().manual_seed(1)).double()
+    parameters = dict(model.named_parameters())
+    try:
+        loss_B = model(x)
+        rows = [torch.autograd.grad(v, list(parameters.values()), retain_graph=True, allow_unused=True) for v in loss_B]
+    except (RuntimeError, IndexError, TypeError):
+        assume(False)
+    # Only programs in which example i's loss depends on example i alone are promised anything.
+    jacobian = torch.autograd.functional.jacobian(model, x).flatten(2).abs().sum(2)
+    assume(float((jacobian * (1 - torch.eye(batch))).sum()) == 0)
+    total = ClippedSum(model, float("inf"))
+    for i in range(batch):
+        total.zero_()
+        try:
+            total.add_micro_batch(model, {"x": x}, torch.arange(batch) != i)
+        except PrivacyConfigError:
+            outcomes["refused"] += 1
+            return
+        for (name, actual), expected in zip(total.sums(), rows[i], strict=True):
+            assert torch.allclose(actual, torch.zeros_like(actual) if expected is None else expected, atol=1e-9), name
+    outcomes["exact"] += 1
+
+
+def with_budget(
+    check: Callable[..., None], **strategies: st.SearchStrategy
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    given_ = given(**strategies)
+    return FEW(given_(check)), MANY(given_(check))
+
+
+RANDOM_MODEL = {
+    "model": models,
+    "batch": st.integers(1, 9),
+    "tokens": small,
+    "sizes": st.lists(st.sampled_from([1, 3, 8, 9]), min_size=1, max_size=3),
+    "is_padding": st.lists(st.booleans(), min_size=1, max_size=4),
+    "is_frozen": st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=4),
+}
+SENSITIVITY = {"model": models, "batch": st.integers(1, 4), "tokens": small, "exponent": st.integers(-30, 38)}
+USE = {
+    "shape": st.lists(st.sampled_from([1, 1, 3, 4]), max_size=3),
+    "before": st.lists(st.sampled_from(list(ON_PARAMETER)), max_size=4),
+    "meeting": st.sampled_from(list(MEETS_BATCH)),
+    "batch": st.sampled_from([1, 3, 4]),
+    "tokens": st.sampled_from([3, 4]),
+    "width": st.sampled_from([3, 4]),
+}
+
+
+def test_random_models_equal_the_loop() -> None:
+    with_budget(check_random_model, **RANDOM_MODEL)[0]()
+
+
+def test_contract_4_random_models_stay_below_the_bound() -> None:
+    with_budget(check_sensitivity, **SENSITIVITY)[0]()
+
+
+def test_random_uses_of_a_raw_parameter_are_exact_or_refused() -> None:
+    outcomes.update(exact=0, refused=0)
+    settings(FEW, max_examples=300)(given(**USE)(check_exact_or_refused))()
+    assert outcomes["exact"] >= 50  # it is no test of refusals
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("check", "strategies"),
+    [(check_random_model, RANDOM_MODEL), (check_sensitivity, SENSITIVITY), (check_exact_or_refused, USE)],
+)
+def test_many(check: Callable[..., None], strategies: dict[str, st.SearchStrategy]) -> None:
+    with_budget(check, **strategies)[1]()
