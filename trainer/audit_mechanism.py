@@ -8,20 +8,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from privacy.audit.mechanism import audit_mechanism
 from privacy.audit.report import AuditReport
 from privacy.audit.sandbox_record import NO_CANARY, SandboxPlan, SandboxRecord
+from privacy.clipping.functions import FUNCTIONS
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.ledger_format import read_ledger
 from privacy.plan import PrivacyPlan
 from trainer.audit_sandbox import SandboxSettings
-from trainer.audit_task import make_canaries
-from trainer.config import EngineName
+from trainer.audit_task import AMPLITUDE, PARTIAL, make_canaries
+from trainer.config import EngineName, load_config
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,10 +49,28 @@ def mechanism_audit(
         SandboxFailed: a rank died.
     """
     plan = read_plan(run_dir)
+    function, mode = _clipping(run_dir)
     recorded = run_dir / "ds_config.json"
     machine = ds_config or (recorded if recorded.exists() else ROOT / "ds_configs" / "zero3.json")
-    record = sandbox_record(plan, engine=engine, ds_config=machine.resolve(), ranks=ranks, timeout=timeout)
+    record = sandbox_record(
+        plan,
+        engine=engine,
+        ds_config=machine.resolve(),
+        ranks=ranks,
+        clipping_function=function,
+        clipping_mode=mode,
+        timeout=timeout,
+    )
     return audit_mechanism(record)
+
+
+def _clipping(run_dir: Path) -> tuple[str, str]:
+    """Function and mode of the run's recipe; the defaults where the folder holds none."""
+    recipe = run_dir / "config.toml"
+    if not recipe.exists():
+        return "flat", "bookkeeping"
+    privacy = load_config(recipe).privacy
+    return privacy.clipping_function, privacy.clipping_mode
 
 
 def read_plan(run_dir: Path) -> PrivacyPlan:
@@ -71,11 +92,17 @@ def sandbox_record(
     num_single: int = 1024,
     silent_steps: int = 8,
     noisy_steps: int = 50,
+    clipping_function: str = "flat",
+    clipping_mode: str = "bookkeeping",
     timeout: float = 600,
     program: Sequence[str] = PROGRAM,
 ) -> SandboxRecord:
     """Runs the sandbox in a folder of its own, which is deleted. Tests start another `program`."""
-    settings = make_settings(plan, engine, ds_config, num_single, silent_steps, noisy_steps)
+    settings = replace(
+        make_settings(plan, engine, ds_config, num_single, silent_steps, noisy_steps),
+        clipping_function=clipping_function,
+        clipping_mode=clipping_mode,
+    )
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         (Path(folder) / "settings.json").write_text(settings.to_json())
         _run_ranks([sys.executable, *program, folder], ranks, timeout)
@@ -96,6 +123,9 @@ def make_settings(
         noisy_steps=noisy_steps,
         engine=engine,
         ds_config=str(ds_config),
+        noise_source=plan.noise_source,
+        clipping_function="flat",
+        clipping_mode="bookkeeping",
         present=[bool(secrets.randbits(1)) for _ in range(len(make_canaries(num_single, plan.max_grad_norm)))],
     )
 
@@ -104,7 +134,9 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
     """The record of the sandbox whose ranks wrote to `folder`."""
     tapes = [_load(folder / f"rank-{rank}.npz") for rank in range(ranks)]
     steps = f"{settings.silent_steps} silent and {settings.noisy_steps} noisy steps"
-    facts = {"sandbox": f"{ranks} ranks, engine {settings.engine}, {steps}, q = {settings.sample_rate}, flat clipping"}
+    ranks_and_steps = f"{ranks} ranks, engine {settings.engine}, {steps}, q = {settings.sample_rate}, "
+    clipping = f"{settings.clipping_function} clipping ({settings.clipping_mode})"
+    facts = {"sandbox": ranks_and_steps + clipping}
     return _assemble(settings, tapes, facts)
 
 
@@ -176,6 +208,7 @@ def _assemble(settings: SandboxSettings, tapes: list[dict[str, Any]], facts: dic
             plan.num_examples,
             plan.expected_batch_size,
             plan.sample_rate,
+            *_canary_norms(settings, list(sizes)),
         ),
         world_size=len(tapes),
         parameters=tuple((name, starts[name], starts[name] + size) for name, size in sizes.items()),
@@ -192,6 +225,16 @@ def _assemble(settings: SandboxSettings, tapes: list[dict[str, Any]], facts: dic
         replica_digests=None if "" in digests[0] else digests,
         facts=facts,
     )
+
+
+def _canary_norms(settings: SandboxSettings, names: list[str]) -> tuple[float, float]:
+    """What a single-coordinate canary contributes after clipping, and the least that any canary does."""
+    function = FUNCTIONS[settings.clipping_function](names, settings.max_grad_norm)
+    bound = min(function.bounds)
+    whole, partial = AMPLITUDE * settings.max_grad_norm, PARTIAL * settings.max_grad_norm
+    norms = torch.tensor([whole, 2 * partial], dtype=torch.float64)
+    norms = torch.minimum(function.weight(norms, bound) * norms, torch.tensor(bound))
+    return float(norms[0]), float(norms.min())
 
 
 def _members(tapes: list[dict[str, Any]]) -> tuple[np.ndarray, ...]:

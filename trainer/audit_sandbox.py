@@ -25,11 +25,12 @@ from torch import Tensor
 
 from data.loader import StepPlan
 from privacy.clipping import ClippedSum
+from privacy.clipping.functions import FUNCTIONS
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.keys import SamplingKey
 from privacy.ledger import Ledger
-from privacy.noise import NoiseSource, SystemNoise
+from privacy.noise import NoiseSource, noise_source
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.run_state import open_run_state
 from trainer import distributed
@@ -58,6 +59,9 @@ class SandboxSettings:
     noisy_steps: int
     engine: EngineName
     ds_config: str
+    noise_source: str
+    clipping_function: str
+    clipping_mode: str
     present: list[bool]
 
     def canaries(self) -> Canaries:
@@ -75,6 +79,7 @@ class SandboxSettings:
             max_grad_norm=self.max_grad_norm,
             sensitivity_slack=SENSITIVITY_SLACK,
             informal_reasons=("it is a sandbox of an audit",),
+            noise_source=self.noise_source,
             allow_small_noise=True,
         )
 
@@ -175,7 +180,14 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
     optimizer = OptimizerSection(peak_lr=enormous, betas=(0.0, 0.0), eps=enormous)
     machine = load_machine_settings(Path(settings.ds_config))
     engine = build_engine(settings.engine, model, optimizer, machine, device, MICRO_BATCH_SIZE)
-    clipped, noise = ClippedSum(engine.module, plan.max_grad_norm, shapes=engine.shapes), WatchedNoise(source)
+    noise = WatchedNoise(source)
+    clipped = ClippedSum(
+        engine.module,
+        plan.max_grad_norm,
+        shapes=engine.shapes,
+        mode=settings.clipping_mode,  # type: ignore[arg-type]
+        function=FUNCTIONS[settings.clipping_function],
+    )
     tape = _Tape(engine, noise)
 
     def attempts(first: int, last: int, ledger: RunLedger, killed_at: int | None) -> None:
@@ -237,7 +249,7 @@ def main(arguments: list[str], source: NoiseSource | None = None) -> None:
     torch.set_num_threads(1)
     settings = SandboxSettings(**json.loads((folder / "settings.json").read_text()))
     device = distributed.start(distributed.discover_ranks(os.environ))
-    run_sandbox(settings, device, folder, source or SystemNoise())
+    run_sandbox(settings, device, folder, source or noise_source(settings.noise_source))
     distributed.finish(0)
 
 

@@ -22,6 +22,8 @@ WIDTH = 32
 QUIET = (64, 128)  # a matrix that no gradient touches: noise alone
 PLACES = ("embedding", "matrix", "matrix_again", "offset", "norm", "conv", "raw")
 AMPLITUDE = 8.0  # times C
+PARTIAL = 0.9
+"""Of C: below the bound by itself, for canaries of which only the whole has to be clipped."""
 
 
 class CanaryModel(nn.Module):
@@ -134,9 +136,9 @@ def make_canaries(num_single: int, max_grad_norm: float) -> Canaries:
         kinds += [({place: loud}, i, i) for i in range(6)]
     kinds += [({"matrix": loud}, i, 0) for i in range(6)]
     # Each call alone stays below C: only their sum has to be clipped.
-    kinds += [({"matrix": 0.9 * max_grad_norm, "matrix_again": 0.9 * max_grad_norm}, i, 1) for i in range(6)]
+    kinds += [({"matrix": PARTIAL * max_grad_norm, "matrix_again": PARTIAL * max_grad_norm}, i, 1) for i in range(6)]
     # Each place alone stays below C too.
-    spread = dict.fromkeys(PLACES, 0.9 * max_grad_norm)
+    spread = dict.fromkeys(PLACES, PARTIAL * max_grad_norm)
     kinds += [(spread, 32 + i, 2) for i in range(8, 14)]
     hostile = [float("nan"), 1e38, 1e15 * max_grad_norm]
     first_hostile = len(kinds)

@@ -30,7 +30,8 @@ def likelihood_ratio_scores(x_TN: Floats, sample_rate: float, noise_multiplier: 
     """sum_t log(1 - q + q exp((x_t - 1/2) / sigma^2)): how much likelier each canary is in the data than not.
 
     Args:
-        x_TN: noised sums along the canaries' directions, in units of C.
+        x_TN: noised sums along the canaries' directions, in units of what a canary contributes.
+        noise_multiplier: standard deviation of the noise in the same unit.
     """
     exponent = (x_TN - 0.5) / noise_multiplier**2
     with np.errstate(divide="ignore"):
@@ -82,8 +83,8 @@ def attack_checks(record: SandboxRecord) -> list[Check]:
     """Rates of the attack, its signal, and the lower bounds on epsilon."""
     plan, (ids, x_TN) = record.plan, _one_coordinate_canaries(record)
     present = record.present_N[ids]
-    expected = ExpectedAttack.simulate(len(x_TN), plan.sample_rate, plan.noise_multiplier)
-    scores = likelihood_ratio_scores(x_TN, plan.sample_rate, plan.noise_multiplier)
+    expected = ExpectedAttack.simulate(len(x_TN), plan.sample_rate, _relative_noise(record))
+    scores = likelihood_ratio_scores(x_TN, plan.sample_rate, _relative_noise(record))
     guesses = one_run.Guesses.from_scores(scores, present, expected.low, expected.high)
     return [
         _rates(scores, present, expected),
@@ -94,11 +95,16 @@ def attack_checks(record: SandboxRecord) -> list[Check]:
 
 
 def _one_coordinate_canaries(record: SandboxRecord) -> tuple[NDArray[np.int64], Floats]:
-    """(examples whose gradient has a single coordinate, (T, number) their noised sums in units of C)."""
+    """(examples whose gradient has a single coordinate, (T, number) their noised sums in canary norms)."""
     owned = np.flatnonzero(~record.quiet)
     ids, first, counts = np.unique(record.canary_D[owned], return_index=True, return_counts=True)
     keep = (counts == 1) & ~record.hostile_N[ids]
-    return ids[keep], record.noisy[:, owned[first[keep]]] / record.plan.max_grad_norm
+    return ids[keep], record.noisy[:, owned[first[keep]]] / record.plan.canary_norm
+
+
+def _relative_noise(record: SandboxRecord) -> float:
+    """sigma, relative to what a canary contributes: the same as the plan's with flat clipping."""
+    return record.plan.noise_std / record.plan.canary_norm
 
 
 def _rates(scores: Floats, present: NDArray[np.bool_], expected: ExpectedAttack) -> Check:
@@ -123,15 +129,15 @@ def _rates(scores: Floats, present: NDArray[np.bool_], expected: ExpectedAttack)
 
 
 def _signal(record: SandboxRecord, x: Floats, *, inside: bool) -> Check:
-    """Mean noised sum of canaries: q C for those in the data, 0 for the others."""
-    q, sigma = record.plan.sample_rate, record.plan.noise_multiplier
+    """Mean noised sum of canaries: q times their norm for those in the data, 0 for the others."""
+    q, sigma = record.plan.sample_rate, _relative_noise(record)
     mean, variance = (q, sigma**2 + q * (1 - q)) if inside else (0.0, sigma**2)
     z = (float(x.mean()) - mean) / np.sqrt(variance / x.size) if x.size else 0.0
     return random_check(
         f"signal_{'in' if inside else 'out'}",
         float(st.normal_p(z)),
-        f"canaries {'in' if inside else 'kept out of'} the data show a mean of {x.mean() if x.size else 0:.4f} C, "
-        f"{mean:.4f} C expected",
+        f"canaries {'in' if inside else 'kept out of'} the data show a mean of {x.mean() if x.size else 0:.4f} canary norms, "
+        f"{mean:.4f} expected",
         statistic=float(x.mean()) if x.size else 0.0,
     )
 
@@ -150,7 +156,7 @@ def _bounds(
     limits = [replace(guesses, correct=_whole(mean + side * reach, guesses.guesses)) for side in (-1, 1)]
     low, high = (one_run.epsilon_one_run(case, delta, CONFIDENCE) for case in limits)
     found = one_run.epsilon_one_run(guesses, delta, CONFIDENCE)
-    sigma = plan.noise_multiplier / (1 + plan.sensitivity_slack)
+    sigma = _relative_noise(record) / (1 + plan.sensitivity_slack)
     true = epsilon_rdp([ReleaseGroup(plan.sample_rate, sigma, len(record.noisy))], delta)
     refuted = one_run.epsilon_one_run(guesses, delta, 1 - CHECK_ALPHA) > true
     # Half a guess of continuity: the count is whole.

@@ -78,16 +78,15 @@ def sensitivity_checks(record: SandboxRecord) -> list[Check]:
 
 def _strength(record: SandboxRecord, norms: np.ndarray, included: np.ndarray) -> Check:
     """Contributions of clipped canaries lie at C: neither scaled by the batch nor by the number of ranks."""
-    found = norms[included] / record.plan.max_grad_norm
+    plan, found = record.plan, norms[included]
     if not found.size:
         return undecided("divisor", "no canary was included in a silent step")
-    low, high = float(found.min()), float(found.max())
-    floor = 1 - 5 * record.plan.sensitivity_slack - 1e-3
+    low, high, floor = float(found.min()), float(found.max()), 0.98 * plan.smallest_norm
     return fact(
         "divisor",
-        low >= floor and high <= 2 - floor,
-        f"clipped canaries contribute between {low:.5f} C and {high:.5f} C after multiplication with the public batch "
-        f"size {record.plan.expected_batch_size}",
+        low >= floor and high <= plan.max_grad_norm / 0.98,
+        f"canaries contribute between {low:.5g} and {high:.5g} after multiplication with the public batch size "
+        f"{plan.expected_batch_size}; clipping to C = {plan.max_grad_norm:g} alone leaves at least {plan.smallest_norm:.5g}",
         statistic=low,
         threshold=floor,
     )
@@ -122,7 +121,7 @@ def sampling_checks(record: SandboxRecord) -> list[Check]:
         ),
         random_check(
             "inclusion_per_example",
-            st.counts_dispersion_p(times, len(counts), q),
+            st.binomial_counts_p(times, len(counts), q),
             "how often each canary was chosen is spread as Binomial(attempts, q)",
         ),
         random_check(

@@ -18,7 +18,12 @@ NO_CANARY = -1
 
 @dataclass(frozen=True)
 class SandboxPlan:
-    """What the audited run states about its mechanism, and the sandbox's own sampling."""
+    """What the audited run states about its mechanism, and the sandbox's own sampling.
+
+    Attributes:
+        canary_norm: what one of the many single-coordinate canaries contributes after clipping: C with flat clipping.
+        smallest_norm: the least that any honest canary contributes.
+    """
 
     noise_multiplier: float
     max_grad_norm: float
@@ -27,6 +32,8 @@ class SandboxPlan:
     num_examples: int
     expected_batch_size: int
     sample_rate: float
+    canary_norm: float
+    smallest_norm: float
 
     @property
     def noise_std(self) -> float:

@@ -58,26 +58,25 @@ def overlap_p(overlap: ArrayLike, size: int, first: ArrayLike, second: ArrayLike
     return two_sided(lower, upper)
 
 
-def counts_dispersion_p(counts: ArrayLike, trials: int, probability: float) -> float:
-    """Are many Binomial(trials, probability) counts as spread out as they should be?
+def binomial_counts_p(counts: ArrayLike, trials: int, probability: float) -> float:
+    """Are many counts spread as independent Binomial(trials, probability) ones are?
 
-    Fisher's index of dispersion with known mean: X = sum (k - Tq)^2 / (Tq(1-q)), mean N. Its variance follows from the
-    binomial's fourth moment, Var = N (2 + (1 - 6 q (1-q)) / (T q (1-q))); normal approximation, hence many counts.
+    The number of counts that are at least j is itself Binomial(N, P(count >= j)): one exact test for each j, corrected
+    for their number. Sees a wrong rate, examples that are chosen too often or never, and coins that depend on each
+    other from attempt to attempt.
     """
-    k = np.asarray(counts, dtype=float)
-    spread = trials * probability * (1 - probability)
-    if not spread:
-        return 1.0 if (k == trials * probability).all() else 0.0
-    x = float(((k - trials * probability) ** 2).sum() / spread)
-    variance = k.size * (2 + (1 - 6 * probability * (1 - probability)) / spread)
-    return _skewed_p((x - k.size) / math.sqrt(variance), variance, k.size)
+    k = np.asarray(counts)
+    edges = np.arange(1, trials + 2)
+    reach = stats.binom.sf(edges - 1, trials, probability)  # P(count >= j)
+    # Edges fixed by the distribution alone; the last one catches everything beyond.
+    edges = edges[(reach * k.size > 1e-9) & ((1 - reach) * k.size > 1e-9) | (edges == 1)]
+    edges = np.unique([*edges, int(edges.max()) + 1])
+    return bonferroni(binomial_p(_at_least(k, edges), k.size, stats.binom.sf(edges - 1, trials, probability)))
 
 
-def _skewed_p(z: float, variance: float, mean: float) -> float:
-    """P of a sum of squares by a gamma of equal mean and variance, so that its long upper tail is not an alarm."""
-    shape, scale = mean**2 / variance, variance / mean
-    value = mean + z * math.sqrt(variance)
-    return float(two_sided(stats.gamma.cdf(value, shape, scale=scale), stats.gamma.sf(value, shape, scale=scale)))
+def _at_least(counts: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
+    histogram = np.bincount(counts, minlength=int(edges.max()) + 1)
+    return histogram[::-1].cumsum()[::-1][edges]
 
 
 def kolmogorov_p(z: ArrayLike) -> float:

@@ -1,7 +1,6 @@
 """Deliberate mistakes, each one that has been made in real trainers, to be found by the audit of the mechanism."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -175,7 +174,7 @@ def clip_each_layer_by_itself() -> Patches:
     def function(names: list[str], bound: float) -> ClippingFunction:
         return _EachOnItsOwn({name: i for i, name in enumerate(names)}, (bound,) * len(names))
 
-    return [(audit_sandbox, "ClippedSum", functools.partial(ClippedSum, function=function))]
+    return [(audit_sandbox, "FUNCTIONS", {"flat": function})]
 
 
 # Mistakes in the sampling

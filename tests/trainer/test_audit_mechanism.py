@@ -1,6 +1,7 @@
 """The audit of the mechanism: a correct one passes, and each deliberate mistake is found by the checks meant for it."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,15 +42,16 @@ def plan(**changed: float) -> PrivacyPlan:
 
 
 def audit(
-    device: torch.device, bugs: tuple[str, ...], steps: int = 20, engine: str = "local", **changed: float
+    device: torch.device, bugs: tuple[str, ...], steps: int = 20, clipping: str = "flat", **changed: float
 ) -> dict[str, AuditReport]:
     """One sandbox after the other on the ranks of this process group; reports on rank 0."""
     reports = {}
     for bug in bugs:
         folder = Path(distributed.on_main(lambda: tempfile.mkdtemp()))
         settings = distributed.broadcast_object(
-            make_settings(plan(**changed), engine, ROOT / "ds_configs" / "zero3.json", 512, 4, steps)  # type: ignore[arg-type]
+            make_settings(plan(**changed), "local", ROOT / "ds_configs" / "zero3.json", 512, 4, steps)
         )
+        settings = replace(settings, clipping_function=clipping)
         with broken(bug) as source:
             run_sandbox(settings, device, folder, source)
         distributed.gather_objects(None)
@@ -82,6 +84,12 @@ def test_a_correct_mechanism_passes_on_two_ranks(two_ranks: dict[str, AuditRepor
 @pytest.mark.parametrize("changed", [{}, {"noise_multiplier": 0.5, "max_grad_norm": 0.1}, {"max_grad_norm": 30.0}])
 def test_a_correct_mechanism_passes(one_rank: torch.device, changed: dict[str, float]) -> None:
     report = audit(one_rank, ("none",), **changed)["none"]
+    assert report.verdict == "consistent", report.to_text()
+
+
+@pytest.mark.parametrize("clipping", ["automatic", "per_layer", "grouped"])
+def test_other_clipping_functions_pass(one_rank: torch.device, clipping: str) -> None:
+    report = audit(one_rank, ("none",), clipping=clipping)["none"]
     assert report.verdict == "consistent", report.to_text()
 
 

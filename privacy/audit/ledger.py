@@ -1,0 +1,322 @@
+"""Does the ledger hold together, and does everything that the run folder claims follow from it?
+
+The chain and epsilon are computed here a second time, from the raw lines and dp-accounting alone; the ledger's own reader
+(privacy/ledger_format.py) is asked as well, for the legal order of records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import dp_accounting
+from dp_accounting.pld import PLDAccountant
+
+from privacy.audit.report import AuditReport, Check, fact, undecided
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger_format import LedgerState, read_state
+from privacy.noise import noise_tail_delta
+
+TORN = b" #torn"
+TOLERANCE = 1e-3
+"""Relative, between two epsilons of different discretisations. Claiming more than the truth is never a violation."""
+
+
+@dataclass(frozen=True)
+class EpsilonClaim:
+    """`file` says that epsilon was `epsilon` (None: that there is none) after `charged` attempts."""
+
+    file: str
+    charged: int
+    epsilon: float | None
+
+
+@dataclass(frozen=True)
+class CheckpointClaim:
+    """What a checkpoint's manifest remembers of the ledger; `digest` is the SHA-256 of the manifest itself."""
+
+    name: str
+    step: int
+    seq: int | None
+    line_hash: str | None
+    digest: str
+    charged: int | None
+    formal_guarantee: bool | None
+
+
+@dataclass(frozen=True)
+class FolderClaims:
+    """What the other files of a run folder say.
+
+    Attributes:
+        furthest_step: file -> the highest step that it shows; none may be beyond the ledger.
+        mirror: the bytes of the ledger's mirror; None when there is none or it cannot be read.
+    """
+
+    epsilons: Sequence[EpsilonClaim] = ()
+    checkpoints: Sequence[CheckpointClaim] = ()
+    furthest_step: Mapping[str, int] = field(default_factory=dict)
+    mirror: bytes | None = None
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The raw lines, parsed without the ledger's reader; a torn line is None."""
+
+    lines: list[bytes]
+    tail: bytes
+    records: list[dict[str, Any] | None]
+
+    @classmethod
+    def of(cls, data: bytes) -> _Reading:
+        *lines, tail = data.split(b"\n")
+        return cls(lines, tail, [_parsed(line) for line in lines])
+
+    @cached_property
+    def hashes(self) -> list[str]:
+        return [hashlib.sha256(line).hexdigest() for line in self.lines]
+
+    def of_type(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record is not None and record.get("type") == kind]
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return self.of_type("open")[0]["plan"]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def audit_ledger(data: bytes, claims: FolderClaims) -> AuditReport:
+    """All checks of one ledger's bytes, and of the claims of the files around it."""
+    reading = _Reading.of(data)
+    chain = _chain(reading)
+    try:
+        state, tail = read_state(data, "ledger.jsonl")
+    except PrivacyStateRefused as error:
+        return AuditReport.of("ledger", [chain, fact("legal_order", False, str(error))])
+    if tail:  # a write under way, or a crash: charged as its repair would be
+        state.absorb(tail + TORN)
+    checks = [
+        chain,
+        fact("legal_order", True, f"{len(reading.lines)} lines are in legal order and canonical form"),
+        _clock(reading),
+        _nonces(reading),
+        _releases(reading),
+        _budget(state),
+        *_epsilons(reading, state, claims.epsilons),
+        *_checkpoints(reading, state, claims.checkpoints),
+        _nothing_beyond(state, claims.furthest_step),
+        _mirror(state, data, claims.mirror),
+    ]
+    facts = {"attempts_charged": state.num_charged, "formal_guarantee": state.plan.formal_guarantee}
+    return AuditReport.of("ledger", checks, **facts)
+
+
+def _chain(reading: _Reading) -> Check:
+    """Every record names its place and the SHA-256 of the line before."""
+    for index, (line, record) in enumerate(zip(reading.lines, reading.records, strict=True)):
+        previous = reading.hashes[index - 1] if index else "0" * 64
+        if line.endswith(TORN):
+            continue
+        if record is None or record.get("seq") != index or record.get("previous") != previous:
+            return fact("chain", False, f"line {index + 1} does not continue the chain of hashes", line=index + 1)
+    torn = f"; the last {len(reading.tail)} bytes are an unfinished line" if reading.tail else ""
+    return fact("chain", bool(reading.lines), f"{len(reading.lines)} lines are chained by their hashes{torn}")
+
+
+def _clock(reading: _Reading) -> Check:
+    times = [record["time_utc"] for record in reading.records if record is not None]
+    back = sum(later < earlier for earlier, later in itertools.pairwise(times))
+    if back:
+        return undecided("clock", f"time goes back {back} times: a clock was set, or records were moved")
+    return fact("clock", True, "time never goes back")
+
+
+def _nonces(reading: _Reading) -> Check:
+    nonces = [session["nonce"] for session in reading.of_type("session")]
+    repeated = len(nonces) - len(set(nonces))
+    sentence = f"{repeated} of {len(nonces)} sessions repeat the nonce of an earlier one"
+    return fact("session_nonces", repeated == 0, sentence, statistic=repeated, threshold=0)
+
+
+def _joint(releases: Sequence[Mapping[str, float]]) -> float:
+    """Noise multiplier of several Gaussian releases of one sample: 1 / sqrt(sum (sensitivity / std)^2)."""
+    return 1 / math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 if r["std"] else math.inf for r in releases))
+
+
+def _releases(reading: _Reading) -> Check:
+    """Every intent states the planned noise, for the sensitivity that is C."""
+    plan, intents = reading.plan, reading.of_type("intent")
+    sigmas = [_joint(intent["releases"]) for intent in intents]
+    low = [sigma for sigma in sigmas if sigma < plan["noise_multiplier"] * (1 - 1e-9)]
+    other = [
+        release["sensitivity"]
+        for intent in intents
+        for release in intent["releases"]
+        if len(intent["releases"]) == 1 and not math.isclose(release["sensitivity"], plan["max_grad_norm"])
+    ]
+    smallest = min(sigmas, default=plan["noise_multiplier"])
+    return fact(
+        "releases",
+        not low and not other,
+        f"{len(intents)} intents state a noise multiplier of at least {smallest:.6g} (planned {plan['noise_multiplier']:.6g}); "
+        f"{len(other)} state another sensitivity than C = {plan['max_grad_norm']:g}",
+        statistic=smallest,
+        threshold=plan["noise_multiplier"],
+    )
+
+
+def _budget(state: LedgerState) -> Check:
+    plan = state.plan
+    allowed = plan.max_intents
+    good = state.num_charged <= allowed or not plan.formal_guarantee
+    sentence = f"{state.num_charged} attempts are charged; steps plus reserve allow {allowed}"
+    return fact("budget", good, sentence, statistic=state.num_charged, threshold=allowed)
+
+
+# Epsilon
+
+
+def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonClaim]) -> list[Check]:
+    plan = state.plan
+    if not plan.formal_guarantee:
+        claimed = [claim.file for claim in claims if claim.epsilon is not None]
+        reasons = "; ".join(plan.reasons)
+        sentence = f"the run makes no formal claim ({reasons}); files that state an epsilon: {claimed or 'none'}"
+        return [fact("no_claim", not claimed, sentence)]
+    own = state.epsilon()
+    assert own is not None
+    if plan.sampling != "poisson":
+        checks = [
+            undecided("epsilon", f"epsilon {own:.6g}; sampling by {plan.sampling!r} is not recomputed independently")
+        ]
+        return [*checks, *_claims(state, claims, None)]
+    sigmas = Counter(_joint(intent["releases"]) for intent in reading.of_type("intent"))
+    sigmas[plan.noise_multiplier] += state.charged_torn
+    again = recompute_epsilon(reading.plan, sigmas)
+    close = math.isclose(own, again, rel_tol=TOLERANCE, abs_tol=1e-6)
+    sentence = f"epsilon {again:.6g} by an independent PLD computation, {own:.6g} by the ledger's accountant"
+    return [
+        fact("epsilon", close, sentence, statistic=own, threshold=again, epsilon=again, delta=plan.target_delta),
+        *_claims(state, claims, reading.plan),
+    ]
+
+
+def recompute_epsilon(plan: Mapping[str, Any], sigmas: Mapping[float, int]) -> float:
+    """Epsilon of `sigmas` (noise multiplier -> releases) from the raw fields of an `open` record, by PLD.
+
+    Zero-out adjacency, Poisson sampling with the recorded threshold and cap, sigma reduced by the slack, delta reduced by
+    what the noise generator's finite tails cost.
+    """
+    rate, slack = int(plan["sampling_threshold"]) / 2**64, 1 + plan["sensitivity_slack"]
+    events = []
+    for sigma, count in sigmas.items():
+        if plan["cap"] is None:
+            one = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma / slack))
+        else:
+            one = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(
+                plan["num_examples"], rate, plan["cap"], sigma / slack
+            )
+        if count:
+            events.append(dp_accounting.SelfComposedDpEvent(one, count))
+    if not events:
+        return 0.0
+    intents = plan["num_steps"] + plan["reserved_attempts"]
+    tail = noise_tail_delta(plan.get("noise_source", "system"), plan["noise_multiplier"] / slack, rate * intents)
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+    accountant.compose(dp_accounting.ComposedDpEvent(events))
+    return float(accountant.get_epsilon(plan["target_delta"] - tail))
+
+
+def _claims(state: LedgerState, claims: Sequence[EpsilonClaim], plan: Mapping[str, Any] | None) -> list[Check]:
+    """No file claims less than the truth, or more charges than there are."""
+    if not claims:
+        return [undecided("claims", "no other file of the run folder states an epsilon")]
+    bad = [f"{c.file}: {c.charged} attempts" for c in claims if c.charged > state.num_charged]
+    true: dict[int, float] = {}
+    for claim in claims:
+        if plan is None or claim.charged > state.num_charged or claim.epsilon is None:
+            continue
+        if claim.charged not in true:
+            true[claim.charged] = recompute_epsilon(plan, {plan["noise_multiplier"]: claim.charged})
+        if claim.epsilon < true[claim.charged] * (1 - TOLERANCE):
+            bad.append(
+                f"{claim.file}: {claim.epsilon:.6g} after {claim.charged}, where it is {true[claim.charged]:.6g}"
+            )
+    sentence = (
+        f"{len(claims)} statements about epsilon were compared with the ledger; wrong: {'; '.join(bad) or 'none'}"
+    )
+    return [fact("claims", not bad, sentence, statistic=len(bad), threshold=0)]
+
+
+# Other files
+
+
+def _checkpoints(reading: _Reading, state: LedgerState, claims: Sequence[CheckpointClaim]) -> list[Check]:
+    """Each manifest remembers a line of this very ledger, the charges up to it, and is known to the ledger."""
+    if not claims:
+        return [fact("checkpoints", True, "there is no checkpoint to compare with")]
+    recorded = {(record["step"], record["digest"]) for record in reading.of_type("checkpoint")}
+    steps = {step for step, _ in recorded}
+    bad: list[str] = []
+    unknown: list[str] = []
+    for claim in claims:
+        problem = _checkpoint_problem(reading, state, claim)
+        if problem:
+            bad.append(f"{claim.name} {problem}")
+        elif (claim.step, claim.digest) not in recorded and state.plan.enabled:
+            # A crash between the checkpoint and its record leaves one that the ledger does not know.
+            (bad if claim.step in steps else unknown).append(f"{claim.name} is not the one that the ledger recorded")
+    sentence = f"{len(claims)} checkpoints were compared with the ledger; wrong: {'; '.join(bad) or 'none'}"
+    if unknown and not bad:
+        return [undecided("checkpoints", f"{sentence}; without a record: {'; '.join(unknown)}")]
+    return [fact("checkpoints", not bad, sentence, statistic=len(bad), threshold=0)]
+
+
+def _checkpoint_problem(reading: _Reading, state: LedgerState, claim: CheckpointClaim) -> str | None:
+    if claim.formal_guarantee is not None and claim.formal_guarantee != state.plan.formal_guarantee:
+        return "says something else about the formal guarantee"
+    if claim.seq is None or claim.line_hash is None:
+        return "remembers no line of the ledger"
+    if claim.seq >= len(reading.hashes) or reading.hashes[claim.seq] != claim.line_hash:
+        return f"remembers another line {claim.seq + 1}: the ledger was rolled back or replaced"
+    charged = read_state(b"\n".join(reading.lines[: claim.seq + 1]) + b"\n", "ledger.jsonl")[0].num_charged
+    if claim.charged is not None and claim.charged != charged:
+        return f"states {claim.charged} charged attempts where the ledger had {charged}"
+    if state.plan.enabled and claim.step > state.last_done_step:
+        return f"is of step {claim.step}, which the ledger never finished"
+    return None
+
+
+def _nothing_beyond(state: LedgerState, furthest: Mapping[str, int]) -> Check:
+    """No released file shows a step that was not charged."""
+    if not state.plan.enabled:
+        return fact("nothing_uncharged", True, "trained without privacy: nothing is charged")
+    beyond = [f"{file} shows step {step}" for file, step in furthest.items() if step > state.last_done_step]
+    sentence = f"the ledger's last finished step is {state.last_done_step}; beyond it: {'; '.join(beyond) or 'nothing'}"
+    return fact("nothing_uncharged", not beyond, sentence)
+
+
+def _mirror(state: LedgerState, data: bytes, mirror: bytes | None) -> Check:
+    if not state.mirrored:
+        return fact("mirror", True, "the ledger has no mirror: a rollback of the whole run folder cannot be detected")
+    if mirror is None:
+        return undecided("mirror", "the ledger has a mirror, which could not be read")
+    # Ledger first, then mirror: between the two writes the mirror is a prefix, and never more.
+    good = data.startswith(mirror)
+    return fact(
+        "mirror", good, "the mirror is " + ("a prefix of the ledger" if good else "longer or different: a rollback")
+    )
