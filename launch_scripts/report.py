@@ -2,8 +2,8 @@
 
     python launch_scripts/report.py --run_dir runs/quickstart [--json]
 
-Writes RUN_DIR/report/privacy_card.json and privacy_card.md. Works while the run goes on: it takes no lock and changes
-nothing else. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
+Writes RUN_DIR/report/privacy_card.json, .md and .html (one file with plots, nothing external). Works while the run goes
+on: it takes no lock and changes nothing else. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from privacy.report_markdown import rounded_up  # noqa: E402
+from privacy.report_text import rounded_up  # noqa: E402
 from trainer.cli import run_command  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 from trainer.report import build_card, write_card  # noqa: E402

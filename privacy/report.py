@@ -15,7 +15,8 @@ from typing import Any
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger_format import TORN_MARK, LedgerState, hash_line, noise_multiplier_of, read_state
 from privacy.plan import PrivacyPlan
-from privacy.report_numbers import LARGEST_DETAILED_EPSILON, accounting_numbers
+from privacy.report_numbers import accounting_numbers
+from privacy.report_warnings import NO_MIRROR, card_warnings
 
 CARD_FORMAT = 1
 
@@ -81,18 +82,18 @@ def privacy_card(path: Path | str) -> dict[str, Any]:
         "warnings": [],
         "setting": _setting(),
         "released": _released(snapshot),
-        "unit_of_privacy": _unit(plan),
+        "unit_of_privacy": _unit(snapshot, plan),
         "adjacency": _adjacency(),
         "mechanism": _mechanism(snapshot, plan),
         "sampling": _sampling(snapshot, plan),
         "accounting": numbers | _attempts(snapshot, plan),
-        "tuning": _tuning(),
+        "tuning": _tuning(snapshot),
         "public_data": _public_data(),
         "logged_without_noise": _logged_without_noise(),
         "not_covered": _not_covered(snapshot),
         "provenance": _provenance(snapshot),
     }
-    card["warnings"] = _warnings(snapshot, plan, card)
+    card["warnings"] = card_warnings(plan, card, unterminated=snapshot.unterminated, mirrored=snapshot.state.mirrored)
     return card
 
 
@@ -138,15 +139,22 @@ _RELEASED = (
 _NOTHING_CLAIMED = "This run makes no formal claim: treat everything that it wrote as if it were the training data."
 
 
-def _unit(plan: PrivacyPlan) -> dict[str, Any]:
+def _unit(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
     return {
         "unit": "one image-text pair",
         "num_examples": plan.num_examples,
         "statement": (
             "Where there is a guarantee, a person or a picture that occurs in several pairs has only the weaker group "
-            "epsilon of section 7, not that of the headline. Near-duplicates were not removed unless stated elsewhere."
+            "epsilon of section 7, not that of the headline."
         ),
+        "deduplication": _stated(snapshot, "deduplication"),
     }
+
+
+def _stated(snapshot: LedgerSnapshot, name: str) -> dict[str, Any]:
+    """What the `open` record says about `name`; other files may fill it in where the ledger is silent."""
+    text = snapshot.state.opened.get(name)
+    return {"text": text, "file": "ledger.jsonl", "attested": True} if text else {"text": None}
 
 
 def _adjacency() -> dict[str, Any]:
@@ -168,6 +176,7 @@ def _mechanism(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
         "sensitivity_slack": plan.sensitivity_slack,
         "noise_multiplier": plan.noise_multiplier,
         "noise_multiplier_accounted": plan.effective_noise_multiplier,
+        "noise_source": plan.noise_source,
         "expected_batch_size": plan.expected_batch_size,
         "releases": _releases(snapshot),
         "statement": _MECHANISM if plan.enabled else "Privacy was disabled: no clipping and no noise.",
@@ -203,11 +212,22 @@ def _sampling(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
         "sample_rate": plan.sample_rate,
         "expected_batch_size": plan.expected_batch_size,
         "cap": plan.cap,
-        "matches_accounting": plan.sampling == "poisson",
+        "matches_accounting": plan.sampling == "poisson" or plan.shuffle_as_gaussian,
         "key_commitment_sha256": opened["key_commitment"],
         "data_hmac_sha256": opened.get("data_hmac"),
-        "statement": _SAMPLING if plan.sampling == "poisson" else f"The scheme is {plan.sampling!r}, not Poisson.",
+        "statement": _sampling_statement(plan),
     }
+
+
+def _sampling_statement(plan: PrivacyPlan) -> str:
+    if plan.sampling == "poisson":
+        return _SAMPLING
+    if plan.shuffle_as_gaussian:
+        return (
+            "Shuffled epochs: every example takes part in one step of each epoch. The claim uses no amplification by "
+            "sampling at all. A retry repeats its batch and is charged as one more release."
+        )
+    return f"The scheme is {plan.sampling!r}, not Poisson."
 
 
 _SAMPLING = (
@@ -219,13 +239,16 @@ _SAMPLING = (
 )
 
 
-def _tuning() -> dict[str, Any]:
+def _tuning(snapshot: LedgerSnapshot) -> dict[str, Any]:
     return {
         "included": False,
         "statement": (
-            "Not included unless stated. The epsilon is that of this one run; other runs on the same data, among them "
-            "those that chose its hyper-parameters, compose with it."
+            "The cost of choosing hyper-parameters is not included in epsilon. The epsilon is that of this one run; other "
+            "runs on the same data, among them those that chose its hyper-parameters, compose with it."
         ),
+        "stated": _stated(snapshot, "tuning"),
+        # The hash of its first line; its content, where it can be read, comes from that other file.
+        "shared_ledger": {"identity": snapshot.state.opened.get("shared_ledger"), "summary": None},
     }
 
 
@@ -252,8 +275,7 @@ def _logged_without_noise() -> dict[str, Any]:
 
 def _not_covered(snapshot: LedgerSnapshot) -> dict[str, Any]:
     points = [
-        "Whether the program did what the ledger says. An audit of the run is the means for that; it is not part of "
-        "this card.",
+        "Whether the program did what the ledger says. An audit of the run is the means for that (section 13).",
         "A ledger forged as a whole: the hash chain finds edits only against a hash kept elsewhere. Keep the hash of "
         "the last line (section 12) outside of the run folder.",
         "Time: unless every step runs the padded batch of the cap, its duration tells roughly how many examples it had. "
@@ -268,9 +290,6 @@ def _not_covered(snapshot: LedgerSnapshot) -> dict[str, Any]:
     if not snapshot.state.mirrored:
         points.insert(2, NO_MIRROR)
     return {"points": points}
-
-
-NO_MIRROR = "The ledger has no mirror: a rollback of the whole folder would not be detected."
 
 
 def _provenance(snapshot: LedgerSnapshot) -> dict[str, Any]:
@@ -311,47 +330,3 @@ def _attempts(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
             "torn_lines_charged": state.charged_torn,
         }
     }
-
-
-# What an auditor should not overlook
-
-
-def _warnings(snapshot: LedgerSnapshot, plan: PrivacyPlan, card: dict[str, Any]) -> list[str]:
-    numbers, n = card["accounting"], plan.num_examples
-    found = []
-    if plan.target_delta > 1 / n:
-        found.append(f"delta {plan.target_delta:g} is above 1/n = {1 / n:.3g}: it would allow publishing some pairs")
-    if plan.formal_guarantee and numbers["epsilon"] is None:
-        found.append("the accountant finds no finite epsilon at this delta")
-    if (numbers["epsilon"] or 0.0) > LARGEST_DETAILED_EPSILON:
-        found.append("so large an epsilon protects nothing in practice; curves and other neighbours are left out")
-    if not _consistent(numbers):
-        found.append("the claim is not between the PRV lower and the RDP upper bound (both leave out the cap)")
-    if snapshot.unterminated:
-        found.append(
-            "the ledger ends inside a line (a crash, or a write under way); it is charged if it may be an attempt"
-        )
-    if not snapshot.state.mirrored:
-        found.append(NO_MIRROR[0].lower() + NO_MIRROR[1:-1])
-    return found + _code_warnings(card["provenance"], numbers)
-
-
-def _code_warnings(provenance: dict[str, Any], numbers: dict[str, Any]) -> list[str]:
-    found, sessions = [], provenance["sessions"]
-    modified = [str(number) for number, session in enumerate(sessions, start=1) if session["modified"]]
-    if modified:
-        found.append(f"uncommitted changes in session {', '.join(modified)}: the commit does not identify the code")
-    if len({session["commit"] for session in sessions} | {provenance["commit"]}) > 1 and sessions:
-        found.append("the sessions ran different commits of the code, or not all commits are known")
-    if numbers["accountant_at_opening"] not in (None, numbers["accountant"]):
-        found.append(f"planned with {numbers['accountant_at_opening']}, this card uses {numbers['accountant']}")
-    return found
-
-
-def _consistent(numbers: dict[str, Any]) -> bool:
-    """RDP >= claim >= PRV lower, with the slack of RDP's finite list of orders (a thousandth)."""
-    claim, rdp, prv = numbers["epsilon"], numbers["epsilon_rdp"], numbers["epsilon_prv"]
-    if claim is None:
-        return True
-    below_rdp = rdp is None or claim <= rdp * (1 + 1e-3) + 1e-3
-    return below_rdp and (prv is None or prv[0] <= claim)

@@ -2,65 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-Card = dict[str, Any]
-_ROUNDING_GUARD = 1e-9
+from privacy.report_markdown_others import audit, public_data, tuning, utility
+from privacy.report_text import (
+    Card,
+    bullets,
+    cell,
+    code,
+    epsilon_text,
+    facts,
+    rounded_down,
+    rounded_up,
+    stated_text,
+    table_of,
+)
 
 
 def to_markdown(card: Card) -> str:
     """The page for `card` (`privacy.report.privacy_card`, with or without the parts that other files add)."""
     title = card.get("run_name")
-    parts = [f"# Privacy card{f' of {_cell(title)}' if title else ''}", _headline(card), _warnings(card)]
+    parts = [f"# Privacy card{f' of {cell(title)}' if title else ''}", _headline(card), _warnings(card)]
     for number, (heading, render) in enumerate(_SECTIONS, start=1):
         parts.append(f"## {number}. {heading}\n\n{render(card)}")
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def rounded_up(epsilon: float, digits: int = 3) -> str:
-    """`epsilon` with `digits` decimals, never below its value."""
-    scale = 10**digits
-    return f"{math.ceil(epsilon * scale - _ROUNDING_GUARD) / scale:.{digits}f}"
-
-
-def _rounded_down(epsilon: float, digits: int = 3) -> str:
-    return f"{math.floor(epsilon * 10**digits) / 10**digits:.{digits}f}"
-
-
-def _epsilon(value: float | None) -> str:
-    return "none" if value is None else rounded_up(value)
-
-
-def _cell(value: object) -> str:
-    """One line of plain text: nothing from a file may break out of its table cell."""
-    text = " ".join(str(value).split())
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
-
-
-def _code(value: object) -> str:
-    return "unknown" if value in (None, "") else f"`{_cell(value)}`"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def _facts(rows: Iterable[Sequence[str]]) -> str:
-    return _table(("what", "value"), rows)
-
-
-def _bullets(points: Iterable[str]) -> str:
-    return "\n".join(f"* {point}" for point in points)
 
 
 def _headline(card: Card) -> str:
     steps = "unknown" if card["steps_done"] is None else f"{card['steps_done']:,}"
     progress = f"{steps} of {card['steps_planned']:,} steps done, {card['attempts_charged']:,} attempts charged."
     if not card["formal_guarantee"]:
-        reasons = _bullets(_cell(reason) for reason in card["reasons"])
+        reasons = bullets(cell(reason) for reason in card["reasons"])
         return f"> **No formal guarantee. No epsilon is claimed.** {progress}\n\nReasons:\n\n{reasons}"
     epsilon = "no finite epsilon" if card["epsilon"] is None else f"epsilon = {rounded_up(card['epsilon'])}"
     unit, n = card["unit_of_privacy"]["unit"], card["unit_of_privacy"]["num_examples"]
@@ -73,7 +45,7 @@ def _headline(card: Card) -> str:
 
 
 def _warnings(card: Card) -> str:
-    return "**To note:**\n\n" + _bullets(_cell(line) for line in card["warnings"]) if card["warnings"] else ""
+    return "**To note:**\n\n" + bullets(cell(line) for line in card["warnings"]) if card["warnings"] else ""
 
 
 def _setting(card: Card) -> str:
@@ -85,9 +57,9 @@ def _released(card: Card) -> str:
     last = released["last_checkpoint"]
     rows = [("checkpoints in the ledger", f"{released['checkpoints_recorded']:,}")]
     if last is not None:
-        rows.append(("last one", f"{_code(last['name'])}, step {last['step']:,}"))
-        rows.append(("SHA-256 of its manifest", f"{_code(last['manifest_sha256'])}{_match(last)}"))
-    return f"{released['statement']}\n\n{_facts(rows)}"
+        rows.append(("last one", f"{code(last['name'])}, step {last['step']:,}"))
+        rows.append(("SHA-256 of its manifest", f"{code(last['manifest_sha256'])}{_match(last)}"))
+    return f"{released['statement']}\n\n{facts(rows)}"
 
 
 def _match(last: Card) -> str:
@@ -98,7 +70,11 @@ def _match(last: Card) -> str:
 
 def _unit(card: Card) -> str:
     unit = card["unit_of_privacy"]
-    return f"**{unit['unit'].capitalize()}**; n = {unit['num_examples']:,}. {unit['statement']}"
+    duplicates = stated_text(unit["deduplication"], "not stated by the recipe")
+    return (
+        f"**{unit['unit'].capitalize()}**; n = {unit['num_examples']:,}. {unit['statement']}\n\n"
+        f"Removal of near-duplicates: {duplicates}."
+    )
 
 
 def _adjacency(card: Card) -> str:
@@ -112,10 +88,11 @@ def _mechanism(card: Card) -> str:
         ("noise multiplier sigma", f"{mechanism['noise_multiplier']:.6g}"),
         ("slack r of the sensitivity", f"{mechanism['sensitivity_slack']:g}"),
         ("sigma / (1 + r), as accounted", f"{mechanism['noise_multiplier_accounted']:.6g}"),
+        ("noise source", cell(mechanism["noise_source"])),
         ("divisor (expected batch size B)", f"{mechanism['expected_batch_size']:,}"),
     ]
-    rows += [(f"released per step: {_cell(item['name'])}", _release(item)) for item in mechanism["releases"]]
-    return f"{mechanism['name']}. {mechanism['statement']}\n\n{_facts(rows)}"
+    rows += [(f"released per step: {cell(item['name'])}", _release(item)) for item in mechanism["releases"]]
+    return f"{mechanism['name']}. {mechanism['statement']}\n\n{facts(rows)}"
 
 
 def _release(item: Card) -> str:
@@ -127,15 +104,15 @@ def _sampling(card: Card) -> str:
     sampling = card["sampling"]
     cap = "none" if sampling["cap"] is None else f"{sampling['cap']:,} examples"
     rows = [
-        ("scheme", _cell(sampling["scheme"])),
+        ("scheme", cell(sampling["scheme"])),
         ("is what the accountant assumes", "yes" if sampling["matches_accounting"] else "**no**"),
         ("sample rate q", f"{sampling['sample_rate']:.6g}"),
         ("expected batch size B = q n", f"{sampling['expected_batch_size']:,}"),
         ("cap of a batch", cap),
-        ("commitment to the sampling key (SHA-256)", _code(sampling["key_commitment_sha256"])),
-        ("identity of the data (HMAC-SHA256 under that key)", _code(sampling["data_hmac_sha256"])),
+        ("commitment to the sampling key (SHA-256)", code(sampling["key_commitment_sha256"])),
+        ("identity of the data (HMAC-SHA256 under that key)", code(sampling["data_hmac_sha256"])),
     ]
-    return f"{sampling['statement']}\n\n{_facts(rows)}"
+    return f"{sampling['statement']}\n\n{facts(rows)}"
 
 
 def _accounting(card: Card) -> str:
@@ -143,28 +120,35 @@ def _accounting(card: Card) -> str:
     attempts = _attempts(card, numbers["attempts"])
     if not card["formal_guarantee"]:
         return f"{numbers['statement']}\n\n{attempts}"
-    parts = [numbers["statement"], _claims(card, numbers), attempts, _others(numbers), _by_delta(numbers)]
+    parts = [
+        numbers["statement"],
+        _claims(card, numbers),
+        attempts,
+        _others(numbers),
+        _by_delta(numbers),
+        _attack(numbers),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
 def _claims(card: Card, numbers: Card) -> str:
     attempts, delta = numbers["attempts"], numbers["delta"]
     rows = [
-        (f"**the claim: {attempts['charged']:,} attempts charged**", f"**{_epsilon(numbers['epsilon'])}**"),
-        (f"planned, {card['steps_planned']:,} steps without a crash", _epsilon(numbers["epsilon_planned"])),
-        (f"with the whole reserve, {attempts['allowed']:,} attempts", _epsilon(numbers["epsilon_with_reserve"])),
+        (f"**the claim: {attempts['charged']:,} attempts charged**", f"**{epsilon_text(numbers['epsilon'])}**"),
+        (f"planned, {card['steps_planned']:,} steps without a crash", epsilon_text(numbers["epsilon_planned"])),
+        (f"with the whole reserve, {attempts['allowed']:,} attempts", epsilon_text(numbers["epsilon_with_reserve"])),
     ]
     if numbers["epsilon_target"] is not None:
         rows.append(("target that sigma was calibrated to", f"{numbers['epsilon_target']:g}"))
     if numbers["epsilon_prv"] is not None:
         lower, upper = numbers["epsilon_prv"]
-        rows.append(("cross-check: PRV bracket, without the cap", f"{_rounded_down(lower)} to {rounded_up(upper)}"))
-    rows.append(("cross-check: RDP upper bound, without the cap", _epsilon(numbers["epsilon_rdp"])))
+        rows.append(("cross-check: PRV bracket, without the cap", f"{rounded_down(lower)} to {rounded_up(upper)}"))
+    rows.append(("cross-check: RDP upper bound, without the cap", epsilon_text(numbers["epsilon_rdp"])))
     used = [numbers["accountant"], numbers["prv_accountant"], f"Python {numbers['accountant_python']}"]
     return (
-        f"{_table((f'at delta = {delta:.6g}', 'epsilon'), rows)}\n\n{_delta_sentence(card, numbers)}\n"
-        f"This card was computed with {', '.join(_cell(name) for name in used if name)}; the run was planned with "
-        f"{_cell(numbers['accountant_at_opening'] or 'an unknown accountant')}."
+        f"{table_of((f'at delta = {delta:.6g}', 'epsilon'), rows)}\n\n{_delta_sentence(card, numbers)}\n"
+        f"This card was computed with {', '.join(cell(name) for name in used if name)}; the run was planned with "
+        f"{cell(numbers['accountant_at_opening'] or 'an unknown accountant')}."
     )
 
 
@@ -183,7 +167,7 @@ def _attempts(card: Card, attempts: Card) -> str:
         ("repeats of a step", f"{attempts['repeats']:,}"),
         ("torn lines (of them charged)", f"{attempts['torn_lines']:,} ({attempts['torn_lines_charged']:,})"),
     ]
-    return _facts(rows)
+    return facts(rows)
 
 
 def _others(numbers: Card) -> str:
@@ -192,8 +176,8 @@ def _others(numbers: Card) -> str:
     rows = [(what, value) for what, value in rows if value is not None]
     if not rows:
         return ""
-    table = _table(
-        ("other neighbours, at the same delta", "epsilon"), [(what, _epsilon(value)) for what, value in rows]
+    table = table_of(
+        ("other neighbours, at the same delta", "epsilon"), [(what, epsilon_text(value)) for what, value in rows]
     )
     tan = "" if numbers["tan"] is None else f" Total amount of noise (TAN, Sander et al. 2023): {numbers['tan']:.4g}."
     return f"{table}\n\nPLD upper bounds on a coarser grid; the groups leave out the cap.{tan}"
@@ -204,35 +188,35 @@ def _by_delta(numbers: Card) -> str:
     if not curve:
         return ""
     head = ["delta", *(f"{delta:.6g}" for delta, _ in curve)]
-    return _table(head, [["epsilon", *(_epsilon(value) for _, value in curve)]])
+    return table_of(head, [["epsilon", *(epsilon_text(value) for _, value in curve)]])
 
 
-def _tuning(card: Card) -> str:
-    return card["tuning"]["statement"]
+def _attack(numbers: Card) -> str:
+    found = numbers["attack"]
+    if found is None:
+        return ""
+    rows = [
+        (f"true-positive rate at false-positive rate {rate}", f"at most {_percent(value)}")
+        for rate, value in found["true_positive"].items()
+    ]
+    rows.append(
+        ("advantage: true-positive less false-positive rate, anywhere", f"at most {_percent(found['advantage'])}")
+    )
+    head = ("any attack that tells whether one given pair took part", "bound")
+    return f"{table_of(head, rows)}\n\nFrom epsilon(delta) for all delta (trade-off function, Dong et al. 2022)."
 
 
-def _public_data(card: Card) -> str:
-    found = card["public_data"]
-    if "file" not in found:
-        return found["statement"]
-    attested = "matches the SHA-256 in the ledger" if found["attested"] else "**not attested**"
-    rows = [(_cell(name), _fact(value)) for name, value in found["facts"].items()]
-    return f"{found['statement']} From `{_cell(found['file'])}` ({attested}):\n\n{_facts(rows)}"
-
-
-def _fact(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{_cell(name)} {_code(item)}" for name, item in value.items())
-    return _code(value)
+def _percent(value: float) -> str:
+    return f"{rounded_up(min(100 * value, 100.0), 2)} %"
 
 
 def _logged(card: Card) -> str:
     logged = card["logged_without_noise"]
-    return f"{logged['statement']}\nIn `{logged['where']}`:\n\n{_bullets(logged['quantities'])}"
+    return f"{logged['statement']}\nIn `{logged['where']}`:\n\n{bullets(logged['quantities'])}"
 
 
 def _not_covered(card: Card) -> str:
-    return _bullets(card["not_covered"]["points"])
+    return bullets(card["not_covered"]["points"])
 
 
 def _provenance(card: Card) -> str:
@@ -241,17 +225,17 @@ def _provenance(card: Card) -> str:
     mirror = f"in {ledger['mirrored_sessions']} of {len(sessions)} sessions"
     none = "none: a rollback of the whole folder would not be detected"
     rows = [
-        ("code commit at opening", _code(found["commit"])),
-        ("opened, last record (UTC)", f"{_cell(found['opened_utc'])}, {_cell(found['last_record_utc'])}"),
-        ("state", f"closed: {_cell(found['closed'])}" if found["closed"] else "open: the run may go on"),
+        ("code commit at opening", code(found["commit"])),
+        ("opened, last record (UTC)", f"{cell(found['opened_utc'])}, {cell(found['last_record_utc'])}"),
+        ("state", f"closed: {cell(found['closed'])}" if found["closed"] else "open: the run may go on"),
         ("ledger", f"`{ledger['file']}`, {ledger['lines']:,} lines, format {ledger['format']}, hash chain verified"),
-        ("SHA-256 of its last line", _code(ledger["last_line_sha256"])),
+        ("SHA-256 of its last line", code(ledger["last_line_sha256"])),
         ("mirror of the ledger", mirror if ledger["mirrored_sessions"] else none),
     ]
     recheck = (
         "To recheck the claim with dp-accounting alone: `python tests/privacy/ledger_epsilon.py RUN/ledger.jsonl`."
     )
-    return f"{_facts(rows)}\n\n{_sessions(sessions)}\n\n{recheck}"
+    return f"{facts(rows)}\n\n{_sessions(sessions)}\n\n{recheck}"
 
 
 def _sessions(sessions: Sequence[Card]) -> str:
@@ -262,50 +246,21 @@ def _sessions(sessions: Sequence[Card]) -> str:
     rows = [
         (
             str(number),
-            _cell(session["started_utc"]),
-            _code((session["commit"] or "")[:12]),
+            cell(session["started_utc"]),
+            code((session["commit"] or "")[:12]),
             modified.get(session["modified"], "unknown"),
             "yes" if session["mirror"] else "no",
             _versions(session),
         )
         for number, session in enumerate(sessions, start=1)
     ]
-    return _table(head, rows)
+    return table_of(head, rows)
 
 
 def _versions(session: Card) -> str:
     packages = session["packages"] if isinstance(session["packages"], dict) else {}
     named = {"python": session["python"] or "unknown", **packages}
-    return ", ".join(f"{_cell(name)} {_cell(version)}" for name, version in named.items())
-
-
-def _utility(card: Card) -> str:
-    utility = card.get("utility")
-    if utility is None:
-        return "No other file was read."
-    return f"**Not attested.** {utility['statement']}\n\n{_heldout(utility)}\n\n{_throughput(utility)}"
-
-
-def _heldout(utility: Card) -> str:
-    if not utility["heldout_loss"]:
-        return "Held-out loss: no public record; if it was measured, it is private."
-    points = utility["heldout_loss"]
-    shown = points if len(points) <= 12 else [points[0], points[-1]]
-    rows = [(f"{point['step']:,}", _number(point["loss"])) for point in shown]
-    table = _table(("after step", "held-out loss"), rows)
-    return f"From `{_cell(utility['heldout_file'])}` (the recipe declared the held-out data public):\n\n{table}"
-
-
-def _throughput(utility: Card) -> str:
-    found = utility["throughput"]
-    if found is None:
-        return "Throughput: no public record; it is private where the shape of a step depends on its sample."
-    median = f"{found['median_examples_per_second']:,.4g}"
-    return f"From `{_cell(found['file'])}`: median throughput {median} examples (expected batch) per second."
-
-
-def _number(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.4f}"
+    return ", ".join(f"{cell(name)} {cell(version)}" for name, version in named.items())
 
 
 _SECTIONS = (
@@ -316,10 +271,11 @@ _SECTIONS = (
     ("Mechanism", _mechanism),
     ("Sampling", _sampling),
     ("Accounting", _accounting),
-    ("Hyper-parameter tuning", _tuning),
-    ("Public pre-training data", _public_data),
+    ("Hyper-parameter tuning", tuning),
+    ("Public pre-training data", public_data),
     ("What was logged without noise, and where", _logged),
     ("What is not covered", _not_covered),
     ("Code, ledger and sessions", _provenance),
-    ("Utility (not attested)", _utility),
+    ("Audit", audit),
+    ("Utility (not attested)", utility),
 )

@@ -7,11 +7,16 @@ import hashlib
 import json
 import math
 import statistics
+import tomllib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.report import privacy_card
+from privacy.report_html import to_html
 from privacy.report_markdown import to_markdown
+from privacy.shared_ledger import SharedLedger
 from trainer.errors import ConfigError
 from trainer.files import write_durably
 
@@ -34,21 +39,89 @@ def build_card(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
     card = {"run_dir": str(run_dir), "run_name": run_dir.resolve().name, **privacy_card(ledger)}
     _add_manifest(card, run_dir)
+    recipe = _recipe(run_dir)
+    _add_statements(card, recipe)
+    _add_shared_ledger(card, recipe)
+    card["audits"] = read_audits(run_dir)
+    card["warnings"] += [
+        f"the audit {a['file']} says {a['verdict']}" for a in card["audits"] if a["verdict"] != "consistent"
+    ]
     card["utility"] = read_utility(run_dir)
     return card
 
 
-def write_card(run_dir: Path, card: dict[str, Any]) -> tuple[Path, Path]:
-    """Writes report/privacy_card.json and .md whole or not at all; returns their paths."""
+def write_card(run_dir: Path, card: dict[str, Any]) -> tuple[Path, Path, Path]:
+    """Writes report/privacy_card.json, .md and .html, each whole or not at all; returns their paths."""
     folder = run_dir / "report"
-    paths = folder / "privacy_card.json", folder / "privacy_card.md"
+    paths = folder / "privacy_card.json", folder / "privacy_card.md", folder / "privacy_card.html"
     try:
         folder.mkdir(exist_ok=True)
         write_durably(paths[0], json.dumps(card, indent=1, allow_nan=False) + "\n")
         write_durably(paths[1], to_markdown(card))
+        write_durably(paths[2], to_html(card))
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write the privacy card: {error.strerror or error}") from error
     return paths
+
+
+def read_audits(run_dir: Path) -> list[dict[str, Any]]:
+    """Kind, verdict and date of every report/audit*.json; one that cannot be read has the verdict `unreadable`."""
+    return [_audit(path) for path in sorted((run_dir / "report").glob("audit*.json"))]
+
+
+def _audit(path: Path) -> dict[str, Any]:
+    changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
+    try:
+        held = json.loads(path.read_bytes())
+        kind, verdict = str(held["audit"]), str(held["verdict"])
+        stated, violated = held.get("time_utc"), [str(name) for name in held.get("violated_checks", [])]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        kind, verdict, stated, violated = "unknown", "unreadable", None, []
+    return {
+        "file": f"report/{path.name}",
+        "attested": False,
+        "kind": kind,
+        "verdict": verdict,
+        "date_utc": stated or changed,
+        "date_is_stated": bool(stated),
+        "violated_checks": violated,
+    }
+
+
+def _add_statements(card: dict[str, Any], recipe: dict[str, Any]) -> None:
+    """What the resolved recipe says about duplicates and tuning, where the ledger says nothing."""
+    for section, name, place in (
+        ("data", "deduplication", card["unit_of_privacy"]["deduplication"]),
+        ("privacy", "tuning", card["tuning"]["stated"]),
+    ):
+        text = recipe.get(section, {}).get(name)
+        if text and place["text"] is None:
+            place |= {"text": str(text), "file": "config.toml", "attested": False}
+
+
+def _add_shared_ledger(card: dict[str, Any], recipe: dict[str, Any]) -> None:
+    """Budget and sibling runs of the data owner's ledger, if it is the one that the run's own ledger names."""
+    shared = card["tuning"]["shared_ledger"]
+    path = recipe.get("privacy", {}).get("shared_ledger")
+    if shared["identity"] is None or not path:
+        return
+    try:
+        summary = SharedLedger(path).summary(card["sampling"]["key_commitment_sha256"])
+    except (PrivacyStateRefused, PrivacyConfigError, OSError):
+        card["warnings"].append("the shared ledger that the run belongs to cannot be read, or is broken")
+        return
+    if summary["identity"] != shared["identity"]:
+        card["warnings"].append("the shared ledger that config.toml names is not the one in the run's ledger")
+        return
+    shared["summary"] = summary | {"epsilon_reserved": _finite(summary["epsilon_reserved"])}
+
+
+def _recipe(run_dir: Path) -> dict[str, Any]:
+    """config.toml, or nothing: a card can be made of a ledger alone."""
+    try:
+        return tomllib.loads((run_dir / "config.toml").read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def read_utility(run_dir: Path) -> dict[str, Any]:
