@@ -4,12 +4,15 @@ Everywhere B = T = d = 4 examples, tokens and channels, so that nothing can be t
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from privacy.clipping import ClippedSum
+from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.clipping.raw import PerExample
 from privacy.errors import PrivacyConfigError
 from tests.privacy.clipping import oracle
@@ -116,6 +119,49 @@ def test_exact(name: str) -> None:
             total.add_micro_batch(model, part, torch.zeros(len(part["x"]), dtype=torch.bool))
         total.detach()
         assert oracle.relative_error(dict(total.sums()), expected) <= 1e-9
+
+
+@pytest.mark.parametrize("name", ["vector", "positions", "masked", "prompt", "scalar", "table_twice"])
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+def test_exact_in_both_modes_under_activation_checkpointing(
+    name: str, mode: Literal["bookkeeping", "two_pass"]
+) -> None:
+    model, inputs = make(*EXACT[name])
+    expected = oracle.clipped_sum(model, model, inputs, 1.0)
+
+    def task(x: Tensor, w: Tensor) -> Tensor:
+        y = checkpoint(model.inner, model.before(x) * w[:, None, None], use_reentrant=False)
+        return model.after(y).tanh().flatten(1).sum(1) * w
+
+    total = ClippedSum(model, 1.0, mode=mode)
+    total.add_micro_batch(task, inputs, torch.zeros(B, dtype=torch.bool))
+    assert oracle.relative_error(dict(total.sums()), expected) <= 1e-9
+
+
+def test_a_checkpoint_inside_the_owner_fails_loudly() -> None:
+    """Its recomputation runs after the owner's forward, where the parameter is itself again; torch notices."""
+    model, inputs = make((D,), lambda m, x: checkpoint(lambda x: x * m.p, x, use_reentrant=False))
+    with pytest.raises(CheckpointError):
+        ClippedSum(model, 1.0).add_micro_batch(model, inputs, torch.zeros(B, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_contract_4_in_bfloat16(name: str, autocast: bool) -> None:
+    """With bf16 weights, and with fp32 weights under autocast, an example moves the sum by at most C (1 + r)."""
+    model, inputs = make(*EXACT[name])
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model, inputs = model.to(dtype), {k: v.to(dtype) for k, v in inputs.items()}
+
+    def task(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(x, w)
+
+    for last in range(B):
+        total = ClippedSum(model, 0.01)
+        total.add_micro_batch(task, inputs, torch.arange(B) != last)
+        total.detach()
+        assert 0 < oracle.flat(dict(total.sums())).norm() <= 0.01 * (1 + SENSITIVITY_SLACK)
 
 
 REFUSED: dict[str, tuple[tuple[int, ...], Callable[[Inner, Tensor], Tensor]]] = {

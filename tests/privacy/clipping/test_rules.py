@@ -303,6 +303,33 @@ class TableFirst(nn.Module):
         return (x[:, None] * self.layer(self.table)).square().sum((1, 2))
 
 
+class SequenceFirst(nn.Module):
+    """(T, B, d) inside: with T = B the sizes look right, in a layer as in the use of a raw parameter."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.inner = nn.Linear(4, 4), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.layer(x).transpose(0, 1)).transpose(0, 1).square().sum((1, 2))
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+@pytest.mark.parametrize("inner", [nn.Linear(4, 4), Gain()])
+@pytest.mark.parametrize("tokens", [2, 3, 4])
+def test_the_self_check_finds_sequence_first_layers(inner: nn.Module, tokens: int) -> None:
+    with pytest.raises((PrivacyConfigError, RuntimeError)):
+        check_against_autograd(SequenceFirst(inner), {"x": torch.randn(2, tokens, 4)})
+
+
 @pytest.mark.parametrize("model", [Borrowed(), Mixing(False), Mixing(True), TableFirst(2), TableFirst(3)])
 def test_the_self_check_finds_what_coverage_cannot(model: nn.Module) -> None:
     torch.manual_seed(0)
