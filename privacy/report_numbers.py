@@ -111,7 +111,7 @@ def _pld_numbers(groups: Sequence[ReleaseGroup], plan: PrivacyPlan, claim: float
     by_delta[plan.target_delta] = claim
     lower, _, upper = accounting.epsilon_prv(groups, delta)
     return {
-        "epsilon_replace_one": _finite(accounting.epsilon_replace_one(groups, delta, COARSE_INTERVAL)),
+        "epsilon_replace_one": _finite(accounting.epsilon_replace_one(groups, delta, _guide_interval(claim))),
         "epsilon_group": {str(size): _finite(_epsilon_group(groups, delta, size, claim)) for size in GROUP_SIZES},
         "epsilon_by_delta": [[other, _finite(by_delta[other])] for other in sorted(by_delta, reverse=True)],
         "epsilon_prv": [lower, upper],
@@ -127,14 +127,18 @@ def _epsilons(groups: Sequence[ReleaseGroup], deltas: Sequence[float]) -> list[f
     return [float(whole.get_epsilon_for_delta(delta)) for delta in deltas]
 
 
+def _guide_interval(claim: float) -> float:
+    """The grid of guidance beside the claim: still an upper bound, within 0.1 %, at a tenth of the time."""
+    return min(max(claim / 400, COARSE_INTERVAL), 2e-2)
+
+
 def _epsilon_group(groups: Sequence[ReleaseGroup], delta: float, size: int, claim: float) -> float:
-    """Guidance beside the claim: on a coarse grid it is still an upper bound (within 0.1 %) at a tenth of the time."""
     if all(group.sample_rate == 1 and group.cap is None for group in groups):
         # Every release holds all records of the group: one Gaussian with `size` times the sensitivity.
         return accounting.epsilon(
             [replace(group, noise_multiplier=group.noise_multiplier / size) for group in groups], delta
         )
-    return accounting.epsilon_group(groups, delta, size, min(max(claim / 400, 1e-3), 2e-2))
+    return accounting.epsilon_group(groups, delta, size, _guide_interval(claim))
 
 
 def _epsilon_by_attempts(state: LedgerState, plan: PrivacyPlan, claim: float) -> list[list[float | None]]:

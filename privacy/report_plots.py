@@ -45,7 +45,7 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 10.0,
 }
-_SIZE = (7.6, 3.5)
+_SIZE = (8.8, 3.9)
 
 
 class Plot(NamedTuple):
