@@ -70,24 +70,36 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         assert isinstance(result, Tensor)
         return result
 
-    if _meets_batch(func, args, kwargs, operands, n):
-        return call(lambda x: _joined(x, n))
-    if func in _IN_PLACE_FUNCTIONS:
+    in_place = func in _IN_PLACE_FUNCTIONS
+    meets_batch = _meets_batch(func, args, kwargs, operands, n)
+    if in_place and (not meets_batch or isinstance(args[0], PerExample)):
         raise refusal(func, args, kwargs, "it would be changed in place, or change a tensor that is not of the batch")
+    if meets_batch:
+        return call(lambda x: _joined(x, n))
     return _both_readings(shape, operands, lambda: call(lambda x: _hidden(x, n)), lambda: call(lambda x: _joined(x, n)))
 
 
 _IN_PLACE_FUNCTIONS = set(_methods(_IN_PLACE, Tensor, torch, F))
 
 
+def _evident(operands: Sequence[Tensor]) -> list[Tensor]:
+    """The operands that are of the batch for certain."""
+    scopes = [v.scope for v in stand_ins(operands)]
+    return [x for x in operands if not isinstance(x, PerExample) and of_batch(x, scopes)]
+
+
 def _meets_batch(func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor], n: int) -> bool:
     """Whether an operand is of the batch; then its first dimension must be the first of the result."""
     values = stand_ins(operands)
-    scopes = [v.scope for v in values]
-    batch = [x for x in operands if not isinstance(x, PerExample) and of_batch(x, scopes)]
+    batch = _evident(operands)
+    size = values[0].scope.batch_size
     if not batch:
-        return False
-    size = scopes[0].batch_size
+        # All of a single example's gradient is its own, so any tensor with one row will do.
+        return (
+            size == 1
+            and any(not isinstance(x, PerExample) and x.dim() == n for x in operands)
+            and _can_join(operands, n, 1)
+        )
     if n == 0 or any(x.dim() != n or x.shape[0] != size for x in batch):
         shapes = ", ".join(str(tuple(x.shape)) for x in batch)
         raise refusal(
@@ -122,8 +134,7 @@ def _both_readings(
     """A stand-in; where the first dimension could be the examples, the larger reading waits until it is asked for."""
     scope = _merged(stand_ins(operands))
     n, size = len(shape), scope.batch_size
-    could_join = n > 0 and shape[0] == size != 1 and all(x.dim() < n or _may_join(x, size) for x in operands)
-    if not could_join:
+    if size == 1 or n == 0 or shape[0] != size or not _can_join(operands, n, size):
         return from_full(full(), scope)
     versions = [(x, x._version) for x in operands if not isinstance(x, PerExample)]
 
@@ -138,8 +149,11 @@ def _both_readings(
     return PerExample.make(shape, diagonal, later, diagonal, scope)
 
 
-def _may_join(x: Tensor, size: int) -> bool:
-    return x.may_join if isinstance(x, PerExample) else x.shape[0] in (1, size)
+def _can_join(operands: Sequence[Tensor], n: int, size: int) -> bool:
+    """Whether the first of the n dimensions of the result can be the examples."""
+    return n > 0 and all(
+        x.dim() < n or (x.may_join if isinstance(x, PerExample) else x.shape[0] in (1, size)) for x in operands
+    )
 
 
 def _merged(values: Sequence[PerExample]) -> Scope:
@@ -329,7 +343,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         raise refusal(func, args, kwargs)
     dim %= n
     joined = lambda: torch.cat([_joined(x, n) for x in tensors], dim)  # noqa: E731
-    if _meets_batch(func, args, kwargs, tensors, n):
+    if (dim != 0 or _evident(tensors)) and _meets_batch(func, args, kwargs, tensors, n):
         if dim == 0 or any(x.shape[0] != tensors[0].shape[0] for x in tensors):
             raise refusal(func, args, kwargs, "examples cannot be concatenated with it")
         return joined()
