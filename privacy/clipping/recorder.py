@@ -27,6 +27,7 @@ from privacy.clipping.contributions import Contribution, Dense
 from privacy.clipping.coverage import Claim, refuse_unsupported
 from privacy.clipping.raw import per_example
 from privacy.clipping.rules import RULES
+from privacy.errors import PrivacyConfigError
 
 Task = Callable[..., Tensor]
 
@@ -54,9 +55,12 @@ class Call:
             yield self.claim.parameters[self.local_name], Dense(rows[:, None] if rows.dim() == 1 else rows)
             return
         found = RULES[type(self.claim.module)](self.claim.module, self.input, gradient)
-        for local, contribution in found.items():
-            if local in self.claim.parameters:
-                yield self.claim.parameters[local], contribution
+        for local, name in self.claim.parameters.items():
+            if local not in found:
+                raise PrivacyConfigError(
+                    f"the clipping rule of {type(self.claim.module).__name__} does not cover {name}"
+                )
+            yield name, found[local]
 
 
 class _Tap(torch.autograd.Function):

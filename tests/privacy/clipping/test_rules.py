@@ -267,6 +267,28 @@ def test_an_input_without_a_batch_dimension_is_refused(layer: nn.Module, x: Tens
         total.add_micro_batch(lambda x: layer(x).reshape(3, -1).sum(1), {"x": x}, torch.zeros(3, dtype=torch.bool))
 
 
+def test_contract_3_a_parameter_that_its_layers_rule_does_not_know_is_refused() -> None:
+    layer = nn.Linear(3, 3)
+    layer.extra = nn.Parameter(torch.ones(3))
+    with pytest.raises(PrivacyConfigError, match="extra"):
+        ClippedSum(layer, 1.0).add_micro_batch(
+            lambda x: layer(x).sum(1), {"x": torch.randn(2, 3)}, torch.zeros(2, dtype=torch.bool)
+        )
+
+
+def test_tied_parameters_of_the_same_layers_in_another_order_of_registration() -> None:
+    """A sum does not depend on names: only the keys of the result change places."""
+    torch.manual_seed(0)
+    a, b, c = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+    b.weight = a.weight
+    models = [nn.ModuleDict({"a": a, "b": b, "c": c}).double(), nn.ModuleDict({"c": c, "b": b, "a": a})]
+    x = torch.randn(B, 3, 4).double()
+    task = lambda x: a(c(b(a(x)).tanh())).square().flatten(1).sum(1)  # noqa: E731
+    sums = [clipped(model, task, {"x": x}, 1.0) for model in models]
+    assert torch.allclose(sums[0]["a.weight"], sums[1]["b.weight"], atol=1e-12)
+    agrees(models[1], task, {"x": x})
+
+
 class Borrowed(nn.Module):
     """Reads a weight without calling its layer."""
 
