@@ -22,6 +22,7 @@ test: $(STAMP) lint
 	$(BIN)/python -m pytest -m "not full and not gpu" -n 2 --dist loadfile
 
 test-all: $(STAMP) lint
+	@tests/install_packages.sh
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
 lint: $(STAMP)

@@ -41,6 +41,7 @@ _STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
     "xtick.minor.size": 0.0,
+    "xtick.major.pad": 7.0,
     "lines.linewidth": 2.0,
     "legend.frameon": False,
     "legend.fontsize": 10.0,

@@ -1,0 +1,128 @@
+"""The privacy card in a real browser: are its plots drawn?"""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from privacy.ledger import Ledger
+from privacy.plan import make_plan
+from trainer.report import build_card, write_card
+
+BROWSER = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="Debian's chromium is not installed (tests/install_packages.sh installs it, as root)"
+)
+WIDTH, HEIGHT = 1100, 7000
+FIGURES = ("epsilon-by-attempts", "epsilon-by-delta", "trade-off", "heldout-loss", "throughput")
+# The style sheet's colours in light and in dark; see privacy/report_html.py.
+LIGHT = {"page": "#ffffff", "first": "#1f5fbf", "second": "#b5420b"}
+DARK = {"page": "#14171b", "first": "#7ab0ff", "second": "#ff9c66"}
+PROBE = """<script>
+const box = (e) => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
+const found = { figures: {}, broken: 0, wide: document.documentElement.scrollWidth };
+for (const f of document.querySelectorAll("figure")) found.figures[f.id] = {
+  plot: box(f.querySelector("svg")), texts: [...f.querySelectorAll("svg text")].map(t => [t.textContent, ...box(t)]) };
+for (const i of document.images) if (!i.complete || i.naturalWidth === 0) found.broken += 1;
+document.body.insertAdjacentHTML("beforeend", "<pre>" + JSON.stringify(found).replaceAll("<", "") + "</pre>");
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The card of a small finished run with public metrics."""
+    run = tmp_path_factory.mktemp("runs") / "small-run"
+    (run / "evaluation").mkdir(parents=True)
+    _write_ledger(run)
+    rates = [{"step": step, "performance/examples_per_second": 200 + 7 * (step % 5)} for step in range(1, 31)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rates))
+    losses = [{"step": step, "loss": 8 - step / 12} for step in (0, 10, 20, 30)]
+    (run / "evaluation/heldout.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
+    return write_card(run, build_card(run))[2]
+
+
+def _write_ledger(run: Path) -> None:
+    plan = make_plan(
+        num_examples=2000, expected_batch_size=100, num_steps=40, noise_multiplier=1.5, target_delta=1e-5
+    )  # fmt: skip
+    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee"}
+    with Ledger.create(run / "ledger.jsonl", fields) as ledger:
+        ledger.start_session({"commit": "c0ffee", "modified": False})
+        for step in range(1, 31):
+            ledger.intent(step, 0, [{"name": "gradient", "std": 1.5, "sensitivity": 1.0}])
+            ledger.done(step, 0)
+
+
+def _browse(profile: Path, *arguments: str) -> str:
+    assert BROWSER is not None
+    quiet = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --hide-scrollbars --force-device-scale-factor=1"
+    )
+    command = [BROWSER, *quiet.split(), f"--user-data-dir={profile}", f"--window-size={WIDTH},{HEIGHT}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def _layout(page: Path, folder: Path) -> dict:
+    """Where things are, asked of the browser in a copy of the page; the page itself has no script."""
+    copy = folder / "probe.html"
+    copy.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
+    document = _browse(folder / "profile", "--dump-dom", copy.as_uri())
+    found = re.search(r"<pre>(\{.*?\})</pre>", document, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1].replace("&gt;", ">").replace("&amp;", "&"))
+
+
+def _picture(page: Path, folder: Path, *more: str) -> np.ndarray:
+    """(HEIGHT, WIDTH, 3) screenshot."""
+    target = folder / "page.png"
+    _browse(folder / "profile", *more, f"--screenshot={target}", page.as_uri())
+    return np.asarray(Image.open(target).convert("RGB")).astype(int)
+
+
+def _close_to(picture: np.ndarray, color: str) -> np.ndarray:
+    wanted = np.array([int(color[start : start + 2], 16) for start in (1, 3, 5)])
+    return np.abs(picture - wanted).max(axis=-1) <= 24
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("flags", "colors"), [((), LIGHT), (("--blink-settings=preferredColorScheme=0",), DARK)])
+def test_plots_are_drawn(page, tmp_path, flags, colors):
+    layout = _layout(page, tmp_path)
+    picture = _picture(page, tmp_path, *flags)
+    assert layout["broken"] == 0 and layout["wide"] <= WIDTH
+    assert tuple(layout["figures"]) == FIGURES
+    assert _close_to(picture[:40, :40], colors["page"]).all()
+    for name, figure in layout["figures"].items():
+        left, top, right, bottom = (round(edge) for edge in figure["plot"])
+        assert right - left > 600 and bottom - top > 250 and bottom <= HEIGHT, name
+        region = picture[top:bottom, left:right]
+        curve = _close_to(region, colors["first"])
+        assert curve.sum() > 500, name
+        # A curve, not a frame or a legend: it spans most of the plot's width.
+        columns = np.flatnonzero(curve.any(axis=0))
+        assert columns[-1] - columns[0] > 0.6 * (right - left), name
+        # A missing picture, or one with nothing but its curve, has less ink; a black box has more.
+        ink = ~_close_to(region, colors["page"])
+        assert 0.01 < ink.mean() < 0.5, name
+        assert _close_to(region, colors["second"]).sum() > 30, name
+
+
+@pytest.mark.timeout(120)
+def test_labels_do_not_overlap_and_stay_inside(page, tmp_path):
+    for name, figure in _layout(page, tmp_path)["figures"].items():
+        left, top, right, bottom = figure["plot"]
+        texts = figure["texts"]
+        assert len(texts) > 8, name
+        for number, (label, x0, y0, x1, y1) in enumerate(texts):
+            assert x0 >= left - 1 and y0 >= top - 1 and x1 <= right + 1 and y1 <= bottom + 1, (name, label)
+            for other, u0, v0, u1, v1 in texts[number + 1 :]:
+                shared = max(0, min(x1, u1) - max(x0, u0)) * max(0, min(y1, v1) - max(y0, v0))
+                assert shared <= 0.2 * min((x1 - x0) * (y1 - y0), (u1 - u0) * (v1 - v0)), (name, label, other)

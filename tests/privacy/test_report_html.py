@@ -1,0 +1,260 @@
+"""The HTML card without a browser (tests/e2e/test_card_html.py looks at it in one)."""
+
+import ast
+import html
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from scipy.stats import norm
+
+from privacy import accounting, report_plots
+from privacy.accounting import COARSE_INTERVAL, ReleaseGroup
+from privacy.attack_risk import attack_risk
+from privacy.ledger import Ledger
+from privacy.plan import make_plan
+from privacy.report import privacy_card
+from privacy.report_curves import curves
+from privacy.report_html import inline, to_html
+from privacy.report_markdown import to_markdown
+from privacy.report_plots import draw_attempts, draw_delta, draw_throughput, draw_trade_off, plots
+from privacy.report_text import rounded_down, rounded_up
+
+NASTY = '<script>alert(1)</script> | `x` **y** & "z" \\| \' &lt;img src=http://a.b/c&gt;'
+UTILITY = {
+    "attested": False,
+    "statement": "From files.",
+    "heldout_file": "evaluation/heldout.jsonl",
+    "heldout_loss": [{"step": 0, "loss": 8.5}, {"step": 5, "loss": 6.25}],
+    "throughput": {
+        "file": "metrics.jsonl",
+        "median_examples_per_second": 20.0,
+        "by_step": [{"step": 1, "examples_per_second": 10.0}, {"step": 2, "examples_per_second": 30.0}],
+    },
+}
+NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory):
+    """Five of six steps, one of them repeated."""
+    folder = tmp_path_factory.mktemp("run")
+    return privacy_card(_ledger(folder)) | {"run_name": "a-run", "utility": UTILITY}
+
+
+def _ledger(folder, **changes):
+    numbers = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 6, "noise_multiplier": 4.0}
+    plan = make_plan(**numbers | {"target_delta": 1e-5, "sensitivity_slack": 1e-3} | changes)
+    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _descriptor: None)
+        with Ledger.create(folder / "ledger.jsonl", fields) as ledger:
+            for steps in ([1, 2, 3], [3, 4, 5]):
+                ledger.start_session({"commit": "c0ffee", "modified": False})
+                for step in steps:
+                    release = {"name": "gradient", "std": plan.noise_multiplier, "sensitivity": 1.0}
+                    ledger.intent(step, ledger.next_attempt(step), [release])
+                    ledger.done(step, ledger.next_attempt(step) - 1)
+    return folder / "ledger.jsonl"
+
+
+class _Page(HTMLParser):
+    """Checks that every element is closed in order; collects attributes and the text outside of plots and styles."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.attributes, self.tags, self.words = [], [], set(), []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        self.tags.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"svg", "style", "title", "figcaption"} & set(self.open):
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+def test_page_is_well_formed_and_fetches_nothing(card):
+    page = to_html(card)
+    parsed = _Page(page)
+    assert parsed.tags.isdisjoint({"script", "link", "img", "image", "iframe", "object", "base", "form"})
+    assert "http" not in page and "@import" not in page
+    assert all(found.startswith("#") for found in re.findall(r"url\((.*?)\)", page))
+    references = [value for name, value in parsed.attributes if name in ("href", "src", "xlink:href", "srcset")]
+    assert all(value.startswith("#") for value in references)
+    assert not [name for name, _ in parsed.attributes if name.startswith("on")]
+
+
+def test_ids_are_unique_and_every_reference_has_its_target(card):
+    page = to_html(card)
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', page)) <= set(ids)
+
+
+def test_page_says_what_the_markdown_says(card):
+    def letters(text):
+        return re.sub(r"[\s*|`#>-]", "", html.unescape(text))
+
+    markdown = to_markdown(card).replace("\\|", "|")
+    assert letters(_Page(to_html(card)).text) == letters(markdown)
+
+
+def _leaves(tree):
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield str(name)
+            yield from _leaves(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _leaves(value)
+    else:
+        yield tree
+
+
+def _printed(value):
+    """The ways in which the page may print a number of the JSON."""
+    return {
+        *(f"{value:{form}}" for form in ("", ",", "g", ".6g", ".4g", ",.4g", ".4f", ".3g")),
+        rounded_up(value),
+        rounded_down(value),
+        rounded_up(100 * value, 2),
+    }
+
+
+def _own_words():
+    """Numbers in the fixed texts of the code (years, section numbers)."""
+    for path in Path("privacy").glob("report*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_every_number_on_the_page_is_in_the_json(card):
+    leaves = list(_leaves(card))
+    numbers = [leaf for leaf in leaves if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
+    allowed = set().union(*map(_printed, numbers)) | {f"{1 / 2000:.4g}"}
+    for text in [leaf for leaf in leaves if isinstance(leaf, str)] + list(_own_words()):
+        allowed |= set(NUMBER.findall(text))
+    sections = {str(number) for number in range(1, 15)}
+    found = set(NUMBER.findall(_Page(to_html(card)).text)) - sections
+    assert len(found) > 30
+    assert found <= allowed
+    assert rounded_up(card["epsilon"]) in found
+
+
+def test_names_from_files_are_escaped(tmp_path):
+    plain = privacy_card(_ledger(tmp_path, informal_reasons=(NASTY,)))
+    audit = {"file": NASTY, "kind": NASTY, "verdict": NASTY, "date_utc": NASTY, "date_is_stated": True}
+    nasty = plain | {"run_name": NASTY, "audits": [audit | {"violated_checks": [NASTY]}], "utility": UTILITY}
+    page = to_html(nasty)
+    parsed = _Page(page)
+    assert parsed.tags.isdisjoint({"script", "img"}) and "<script" not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 6
+    rows = re.findall(r"<tr>(.*?)</tr>", page)
+    assert all(row.count("<td") in (0, 2, 5, 6, 8) for row in rows)
+
+
+def test_inline_markdown():
+    assert inline(r"a **b `c|d`** \| \\ <i> &") == "a <strong>b <code>c|d</code></strong> | \\ &lt;i&gt; &amp;"
+
+
+def test_contract_11_informal_page_has_no_plot_of_epsilon_and_says_why(tmp_path):
+    card = privacy_card(_ledger(tmp_path, noise_multiplier=0.0)) | {"utility": UTILITY}
+    page = to_html(card)
+    assert "No plot of epsilon" in page and "the noise multiplier is 0" in page
+    assert 'id="epsilon-by' not in page and 'id="trade-off"' not in page
+    assert 'id="heldout-loss"' in page and 'class="claim informal"' in page
+
+
+def test_plots_draw_the_numbers_of_the_json(card):
+    numbers = card["accounting"]
+    lines = _drawn(draw_attempts, card).get_lines()
+    assert [list(point) for point in lines[0].get_xydata()] == numbers["epsilon_by_attempts"]
+    levels = {line.get_label(): line.get_ydata()[0] for line in lines[2:]}
+    assert levels == {
+        f"budget with the reserve: {rounded_up(numbers['epsilon_with_reserve'])}": numbers["epsilon_with_reserve"],
+        f"planned: {rounded_up(numbers['epsilon_planned'])}": numbers["epsilon_planned"],
+    }
+    curve, claim, _ = _drawn(draw_delta, card).get_lines()
+    assert {(eps, delta) for delta, eps in curve.get_xydata()} <= set(map(tuple, numbers["delta_by_epsilon"]))
+    assert tuple(claim.get_xydata()[0]) == (card["delta"], card["epsilon"])
+    axes = _drawn(draw_trade_off, card)
+    assert axes.get_xscale() == "log"
+    assert [list(point) for point in axes.get_lines()[0].get_xydata()] == numbers["attack"]["curve"]
+    dots = {float(x): y for x, y in (line.get_xydata()[0] for line in axes.get_lines()[2:])}
+    assert dots == {float(rate): bound for rate, bound in numbers["attack"]["true_positive"].items()}
+
+
+def _drawn(draw, card):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    assert draw(axes, card)
+    return axes
+
+
+def test_plots_of_other_files_are_marked_on_the_plot_itself(card):
+    for plot in plots(card)["Utility (not attested)"]:
+        assert "not attested" in plot.svg
+    assert len(plots(card)["Accounting"]) == 3 and len(plots(card)["Utility (not attested)"]) == 2
+    assert draw_throughput(None, card | {"utility": UTILITY | {"throughput": None}}) is None
+
+
+def test_same_card_same_bytes_and_no_stand_in_colour_is_left(card):
+    page = to_html(card)
+    assert page == to_html(card)
+    for colour in (report_plots.INK, report_plots.GRID, report_plots.FIRST, report_plots.SECOND, report_plots.FAINT):
+        assert colour not in page
+
+
+def test_attack_bounds_are_those_of_a_gaussian():
+    """One release without sampling: the trade-off function is known (Dong et al. 2022, equation 6)."""
+    group = ReleaseGroup(1.0, 1.0, 1)
+    attack = curves([group], accounting.epsilon([group], 1e-5), 0.0)["attack"]
+    for rate, bound in attack["curve"]:
+        exact = norm.cdf(norm.ppf(rate) + 1) if rate < 1 else 1.0
+        assert exact - 1e-9 <= bound <= exact * 1.01
+    assert attack["advantage"] == pytest.approx(2 * norm.cdf(0.5) - 1, rel=1e-3)
+
+
+def test_attack_bounds_agree_with_the_planner(card):
+    plan = make_plan(
+        num_examples=2000, expected_batch_size=100, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
+        sensitivity_slack=1e-3,
+    )  # fmt: skip
+    expected = attack_risk([plan.release_group(card["attempts_charged"])], interval=COARSE_INTERVAL)
+    attack = card["accounting"]["attack"]
+    for rate, bound in expected["true_positive_rates"]:
+        assert attack["true_positive"][f"{rate:g}"] == pytest.approx(bound, rel=0.02)
+    assert attack["advantage"] == pytest.approx(expected["advantage"], rel=1e-3)
+
+
+def test_shuffled_data_without_amplification_have_a_curve_that_counts_replays(tmp_path):
+    numbers = {"sampling": "shuffle", "shuffle_as_gaussian": True, "reserved_attempts": 3}
+    card = privacy_card(_ledger(tmp_path, **numbers))
+    points = card["accounting"]["epsilon_by_attempts"]
+    assert card["formal_guarantee"] and card["sampling"]["matches_accounting"]
+    # One epoch: a first release counts once, the repeated third step as one more.
+    values = [value for _, value in points]
+    assert values[1] == values[3] < values[4] == values[-1] == card["epsilon"]
+    assert "without any amplification" in to_html(card)
