@@ -11,14 +11,18 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from privacy import accounting
+from privacy import accounting, attack_risk, what_if
+from privacy.alternatives import steps_per_epoch
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
 from trainer.cli import run_command
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # Group epsilons are guidance beside the claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.
 _GROUP_INTERVAL = 5e-3
@@ -42,6 +46,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cap", action="store_true", help="cut batches at B + 8 sqrt(B) and charge the truncation")
     parser.add_argument("--reserve", type=int, default=0, metavar="K", help="further attempts that crashes may use up")
     parser.add_argument("--allow_small_noise", action="store_true", help="allow a noise multiplier below 0.3")
+    parser.add_argument("--no_extras", action="store_true", help="the claim and its cross-checks only (faster)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser.parse_args()
 
@@ -63,7 +68,7 @@ def main() -> int:
     )
     for line in plan.warnings:
         print(f"warning: {line}", file=sys.stderr)
-    result = summarise(plan)
+    result = summarise(plan, extras=not args.no_extras)
     if args.json:
         print(json.dumps(result, allow_nan=False))
     else:
@@ -71,7 +76,7 @@ def main() -> int:
     return 0
 
 
-def summarise(plan: PrivacyPlan) -> dict[str, Any]:
+def summarise(plan: PrivacyPlan, *, extras: bool = True) -> dict[str, Any]:
     """All numbers of the plan. An epsilon that does not exist (no noise, delta too small for PLD) is None."""
     result: dict[str, Any] = {
         "num_examples": plan.num_examples,
@@ -82,6 +87,8 @@ def summarise(plan: PrivacyPlan) -> dict[str, Any]:
         "sample_rate": plan.sample_rate,
         "noise_multiplier": plan.noise_multiplier,
         "delta": plan.target_delta,
+        "noise_source": plan.noise_source,
+        "noise_tail_delta": plan.noise_tail_delta,
         "target_epsilon": plan.target_epsilon,
         "formal_guarantee": plan.formal_guarantee,
         "reasons": list(plan.reasons),
@@ -90,12 +97,29 @@ def summarise(plan: PrivacyPlan) -> dict[str, Any]:
         "epochs": plan.num_steps * plan.sample_rate,
         "examples_processed": plan.num_steps * plan.expected_batch_size,
     }
-    return result | _epsilons(plan)
+    return result | _epsilons(plan, extras) | (_extras(plan) if extras else {})
 
 
-def _epsilons(plan: PrivacyPlan) -> dict[str, float | None]:
+def _extras(plan: PrivacyPlan) -> dict[str, Any]:
+    """What the guarantee means, and what else the run could cost; None where it cannot be said."""
+    names = ("epsilon_by_delta", "attack_risk", "replays", "private_selection", "shuffled_instead")
+    values: dict[str, Any] = dict.fromkeys((*names, "opacus_rdp", "opacus_prv"))
+    group, delta = plan.release_group(plan.num_steps), plan.accounted_delta
+    if not plan.formal_guarantee or delta < accounting.PLD_SMALLEST_DELTA or plan.epsilon_planned == float("inf"):
+        return values
+    whole = accounting.loss_distribution([group.without_cap()], accounting.COARSE_INTERVAL)
+    values["epsilon_by_delta"] = attack_risk.epsilon_curve(whole)
+    values["attack_risk"] = attack_risk.risk_of(whole, attack_risk.FALSE_POSITIVE_RATES)
+    values["replays"] = what_if.replay_costs(group, delta)
+    values["private_selection"] = what_if.selection_costs(group, delta)
+    steps = steps_per_epoch(plan.num_examples, plan.expected_batch_size)
+    values["shuffled_instead"] = what_if.shuffled_instead(group, delta, steps)
+    return values | what_if.opacus_opinion(group, delta)
+
+
+def _epsilons(plan: PrivacyPlan, extras: bool) -> dict[str, float | None]:
     groups = [plan.release_group(plan.num_steps)]
-    delta = plan.target_delta
+    delta = plan.accounted_delta
     names = ("epsilon_pld", "epsilon_rdp", "epsilon_prv_lower", "epsilon_prv", "epsilon_prv_upper")
     values: dict[str, float | None] = dict.fromkeys((*names, "epsilon_with_reserve", "replace_one"))
     values |= {"group_2": None, "group_5": None, "tan": None}
@@ -107,9 +131,15 @@ def _epsilons(plan: PrivacyPlan) -> dict[str, float | None]:
     if delta >= accounting.PLD_SMALLEST_DELTA:
         values["epsilon_pld"] = plan.epsilon_planned
         values |= _prv(groups, delta)
-        values["replace_one"] = accounting.epsilon_replace_one(groups, delta)
+        if not extras:
+            return _finite(values)
+        values["replace_one"] = accounting.epsilon_replace_one(groups, delta, accounting.COARSE_INTERVAL)
         for count in (2, 5):
             values[f"group_{count}"] = accounting.epsilon_group(groups, delta, count, _GROUP_INTERVAL)
+    return _finite(values)
+
+
+def _finite(values: dict[str, float | None]) -> dict[str, float | None]:
     return {name: value if value is None or value < float("inf") else None for name, value in values.items()}
 
 
@@ -156,10 +186,42 @@ def _print_table(result: dict[str, Any]) -> None:
     table.add_row("group of 2", text("group_2"), "two copies or two examples of one person, without the cap")
     table.add_row("group of 5", text("group_5"), "")
     table.add_row("total amount of noise", text("tan"), "TAN = sigma / (q sqrt(T / 2))")
+    if result.get("attack_risk") is not None:
+        _add_extras(table, result)
     console = Console()
     console.print(table)
     for reason in result["reasons"]:
         console.print(f"no formal guarantee: {reason}", style="bold red")
+
+
+def _add_extras(table: Table, result: dict[str, Any]) -> None:
+    """Rows of `_extras`."""
+    prv = "none" if result["opacus_prv"] is None else f"{result['opacus_prv']:.3f}"
+    table.add_row("opacus RDP / PRV", f"{result['opacus_rdp']:.3f} / {prv}", "third opinion, without the cap")
+    table.add_section()
+    for delta, epsilon in result["epsilon_by_delta"]:
+        table.add_row(
+            f"epsilon at {delta:g}", "none" if epsilon is None else f"{epsilon:.3f}", "coarse grid, without the cap"
+        )
+    table.add_section()
+    table.add_row(
+        "attack advantage", f"{result['attack_risk']['advantage']:.3f}", "most that true exceed false positives"
+    )
+    for rate, bound in result["attack_risk"]["true_positive_rates"]:
+        table.add_row(f"true positives at {rate:g}", f"{bound:.2%}", "bound for any membership attack")
+    table.add_section()
+    for cost in result["replays"]:
+        note = f"{cost['same_batch']:.3f} on the same batches"
+        table.add_row(
+            f"{cost['replays']} steps replayed", f"{cost['fresh_coins']:.3f}", f"fresh coins, as here; {note}"
+        )
+    for cost in result["private_selection"]:
+        note = f"K {cost['distribution']}, drawn in secret, by RDP"
+        table.add_row(f"best of {cost['candidates']} on average", f"{cost['epsilon']:.3f}", note)
+    shuffled = result["shuffled_instead"]
+    lower = "0" if shuffled["lower"] is None else f"{shuffled['lower']:.1f}"
+    note = f"worst case on shuffled data; Poisson's {shuffled['poisson_would_say']:.2f} would be false"
+    table.add_row("shuffled instead", f"{lower} to {shuffled['upper']:.1f}", note)
 
 
 if __name__ == "__main__":

@@ -213,14 +213,14 @@ def epsilon_rdp(groups: Groups, delta: float) -> float:
     if any(group.noise_multiplier == 0 for group in groups):
         return math.inf
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
-    with _quiet_absl():  # it reports each order that it leaves out; leaving out orders keeps the bound sound
+    with quiet_absl():  # it reports each order that it leaves out; leaving out orders keeps the bound sound
         for group in groups:
             accountant.compose(group.without_cap().event())
         return float(accountant.get_epsilon(delta))
 
 
 @contextlib.contextmanager
-def _quiet_absl() -> Iterator[None]:
+def quiet_absl() -> Iterator[None]:
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
