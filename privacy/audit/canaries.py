@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from privacy.audit import one_run
-from privacy.audit.report import CHECK_ALPHA, Check, undecided
+from privacy.audit.report import Check, undecided
 
 GUESSED = 0.1
 CONFIDENCE = 0.95
+ALPHA = 4e-4
+"""Of each of the two bounds that decide. Far below this the one-run bound can prove nothing (its delta term is m delta)."""
 POWER = (
     "A bound far below the claim is the rule: a thousand canaries in a large data set, seen through the final weights only, "
     "show a fraction of epsilon even when the attack is the best there is. This audit finds gross mistakes (no noise, no "
@@ -36,7 +38,7 @@ def audit_canaries(
     guesses = one_run.Guesses.from_scores(scores, present, float(order[count]), float(order[-count - 1]))
     inside, outside = scores[present], scores[~present]
     median = float(np.median(scores))
-    strict = 1 - CHECK_ALPHA / 2  # two bounds decide
+    strict = 1 - ALPHA
     bounds = {
         "epsilon_one_run": one_run.epsilon_one_run(guesses, delta, CONFIDENCE),
         "epsilon_one_run_fdp": one_run.epsilon_one_run_fdp(guesses, delta, CONFIDENCE),
@@ -58,11 +60,11 @@ def audit_canaries(
 
 def _decided(sentence: str, proven: float, claimed: float, ceiling: float, numbers: dict[str, float]) -> Check:
     if proven > claimed:
-        return Check("epsilon_lower_bound", "violated", sentence, proven, CHECK_ALPHA, claimed, numbers)
+        return Check("epsilon_lower_bound", "violated", sentence, proven, None, claimed, 2 * ALPHA, numbers)
     if ceiling <= claimed:
         note = f"; so few canaries could not prove more than {ceiling:.2f} even if every guess were right"
         return undecided("epsilon_lower_bound", sentence + note, **numbers)
-    return Check("epsilon_lower_bound", "ok", sentence, proven, None, claimed, numbers)
+    return Check("epsilon_lower_bound", "ok", sentence, proven, None, claimed, 2 * ALPHA, numbers)
 
 
 def _separation(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> Check:
@@ -70,4 +72,4 @@ def _separation(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> Ch
     test = stats.mannwhitneyu(inside, outside, alternative="greater")
     area = float(test.statistic) / (inside.size * outside.size)
     sentence = f"scores of canaries in the data are higher with AUROC {area:.3f} (0.5: no trace; p = {test.pvalue:.2g})"
-    return Check("separation", "ok", sentence, area, None, None, {"p_one_sided": float(test.pvalue)})
+    return Check("separation", "ok", sentence, area, details={"p_one_sided": float(test.pvalue)})

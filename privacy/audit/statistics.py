@@ -19,7 +19,8 @@ Floats = NDArray[np.float64]
 def bonferroni(p_values: ArrayLike) -> float:
     """P(any p-value is as small as the smallest) <= count * min; 1 for no p-values. NaN stays NaN."""
     p = np.atleast_1d(np.asarray(p_values, dtype=float))
-    return min(1.0, float(p.min()) * p.size) if p.size else 1.0
+    smallest = float(p.min()) * p.size if p.size else 1.0
+    return 1.0 if smallest > 1 else smallest  # not min(): it would turn NaN into 1
 
 
 def two_sided(lower: ArrayLike, upper: ArrayLike) -> Floats:

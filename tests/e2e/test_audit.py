@@ -1,0 +1,119 @@
+"""launch_scripts/audit.py on real runs: a true one is consistent, a broken one is not, bad input is one line."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.launch import alone, train_arguments
+
+AUDIT = "launch_scripts/audit.py"
+
+
+def audit(kind: str, run_dir: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return alone([kind, "--run_dir", str(run_dir), *more], script=AUDIT)
+
+
+def report(kind: str, run_dir: Path, code: int, *more: str) -> dict[str, Any]:
+    """The one JSON object on stdout."""
+    result = audit(kind, run_dir, "--json", *more)
+    assert result.returncode == code, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    assert found["exit_code"] == code and {"verdict", "checks", "false_alarm_rate"} <= set(found)
+    assert found["false_alarm_rate"] < 1e-3
+    for check in found["checks"]:
+        assert {"name", "outcome", "sentence", "statistic", "p_value", "threshold"} <= set(check)
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run with canaries in its data, and their folder."""
+    folder = tmp_path_factory.mktemp("audit")
+    canaries, run_dir = folder / "canaries", folder / "run"
+    made = alone(["canaries", "--output", str(canaries), "--num_canaries", "100", "--image_size", "32"], script=AUDIT)
+    assert made.returncode == 0, made.stderr
+    assert (canaries / "coins.json").stat().st_mode & 0o777 == 0o600
+    shards = f'data.shards="data/demo/train-*.tar,{canaries}"'
+    result = alone(["--engine", "local", *train_arguments(run_dir, shards, "heldout.num_captions=0")])
+    assert result.returncode == 0, result.stderr
+    return run_dir, canaries
+
+
+def copied(run_dir: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(run_dir, folder / "copy"))
+
+
+def test_ledger_and_schedule_of_a_true_run(finished: tuple[Path, Path]) -> None:
+    for kind in ("ledger", "schedule"):
+        found = report(kind, finished[0], 0)
+        assert found["verdict"] == "consistent"
+    assert "consistent" in audit("schedule", finished[0]).stdout
+
+
+def test_mechanism_with_the_parameters_of_a_run(finished: tuple[Path, Path]) -> None:
+    found = report("mechanism", finished[0], 0, "--engine", "local")
+    names = {check["name"] for check in found["checks"]}
+    assert {"sensitivity", "noise_variance", "retry_overlap", "epsilon_lower_bounds"} <= names
+
+
+def test_canaries_of_a_small_run_decide_nothing(finished: tuple[Path, Path]) -> None:
+    run_dir, canaries = finished
+    found = report("run", run_dir, 6, "--canaries", str(canaries))
+    assert {check["name"]: check["outcome"] for check in found["checks"]}["canaries_in_data"] == "ok"
+    assert "gross mistakes" in found["note"]
+
+
+def test_an_edited_ledger_and_an_open_key(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    run_dir = copied(finished[0], tmp_path)
+    ledger = run_dir / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes().replace(b'"attempt":0', b'"attempt":1', 1))
+    assert report("ledger", run_dir, 5)["violated_checks"] == ["chain", "legal_order"]
+    shutil.copy(finished[0] / "ledger.jsonl", ledger)
+    (run_dir / "private" / "sampling.key").chmod(0o644)
+    result = audit("schedule", run_dir)
+    assert result.returncode == 4 and "readable by others" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_claim_that_is_too_small(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    run_dir = copied(finished[0], tmp_path)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "privacy/epsilon" in line:
+            line["privacy/epsilon"] /= 2
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report("ledger", run_dir, 5)["violated_checks"] == ["claims"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["ledger"], "--run_dir"),
+        (["ledger", "--run_dir", "/nowhere"], "does not exist"),
+        (["ledger", "--run_dir", "tests"], "no ledger.jsonl"),
+        (["mechanism", "--run_dir", "tests"], "no ledger.jsonl"),
+        (["mechanism", "--run_dir", "tests", "--ranks", "0"], "--ranks"),
+        (["run", "--run_dir", "tests", "--canaries", "tests"], "coins"),
+        (["canaries", "--output", "tests"], "not empty"),
+        (["oracle", "--run_dir", "tests"], "oracle"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], says: str) -> None:
+    result = alone(arguments, script=AUDIT)
+    assert result.returncode == 2 and says in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+
+
+@pytest.mark.full
+def test_members_reused_at_a_retry_are_found_in_a_real_run(tmp_path: Path) -> None:
+    run_dir, script = tmp_path / "run", "tests/e2e/reusing_train.py"
+    arguments = ["--engine", "local", *train_arguments(run_dir, "heldout.num_captions=0")]
+    assert alone(arguments, script=script, DIE_AT="3").returncode == 9
+    assert alone(arguments, script=script).returncode == 0
+    found = report("schedule", run_dir, 5)
+    assert found["violated_checks"] == ["trained_members"] and found["attempts_charged"] == 5
+    assert report("ledger", run_dir, 0)["attempts_charged"] == 5

@@ -1,0 +1,90 @@
+"""Lower bounds on epsilon: closed forms, the papers' own formulas, and validity in simulation."""
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant
+from scipy import stats
+
+from privacy.audit.canaries import audit_canaries
+from privacy.audit.one_run import (
+    Guesses,
+    epsilon_clopper_pearson,
+    epsilon_one_run,
+    epsilon_one_run_fdp,
+    gaussian_delta,
+    gaussian_epsilon,
+    one_run_p_value,
+)
+
+
+def test_all_right_without_delta_has_a_closed_form() -> None:
+    # accuracy^r = 0.05 with accuracy = e^eps / (1 + e^eps)
+    accuracy = 0.05 ** (1 / 100)
+    expected = math.log(accuracy / (1 - accuracy))
+    assert epsilon_one_run(Guesses(100, 100, 100), 0.0) == pytest.approx(expected, abs=1e-6)
+
+
+def test_p_value_is_the_sum_of_theorem_5_2() -> None:
+    m, r, v, epsilon, delta = 50, 30, 24, 0.7, 1e-3
+    accuracy = 1 / (1 + math.exp(-epsilon))
+    tail = [stats.binom.sf(v - i - 1, r, accuracy) for i in range(v + 1)]  # P(W >= v - i)
+    worst = max((tail[i] - tail[0]) / i for i in range(1, v + 1))
+    expected = tail[0] + 2 * m * delta * worst
+    assert one_run_p_value(Guesses(m, r, v), epsilon, delta) == pytest.approx(expected)
+
+
+def test_coin_tosses_prove_nothing() -> None:
+    guesses = Guesses(1000, 1000, 505)
+    assert epsilon_one_run(guesses, 1e-6) == 0 and epsilon_one_run_fdp(guesses, 1e-6) == 0
+
+
+def test_gaussian_curve_is_that_of_the_gaussian_mechanism() -> None:
+    for mu in (0.5, 1.0, 3.0):
+        accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+        accountant.compose(dp_accounting.GaussianDpEvent(1 / mu))
+        assert gaussian_epsilon(mu, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
+        assert gaussian_delta(mu, gaussian_epsilon(mu, 1e-5)) == pytest.approx(1e-5, rel=1e-6)
+
+
+def canaries(mu: float, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Independent canaries of a mu-Gaussian-DP mechanism: scores and coins."""
+    rng = np.random.default_rng(seed)
+    present = rng.random(count) < 0.5
+    return rng.standard_normal(count) + mu * present, present
+
+
+def bounds(mu: float, count: int, seed: int) -> tuple[float, float, float]:
+    scores, present = canaries(mu, count, seed)
+    guesses = Guesses.from_scores(scores, present, mu / 2 - 0.5, mu / 2 + 0.5)
+    return (
+        epsilon_one_run(guesses, 1e-5),
+        epsilon_one_run_fdp(guesses, 1e-5),
+        epsilon_clopper_pearson(scores[present], scores[~present], mu / 2, 1e-5),
+    )
+
+
+@pytest.mark.parametrize("mu", [1.0, 2.5])
+def test_bounds_stay_below_the_truth_and_are_not_empty(mu: float) -> None:
+    true = gaussian_epsilon(mu, 1e-5)
+    found = np.array([bounds(mu, 1000, seed) for seed in range(8)])
+    assert (found < true).all()
+    assert (found > 0.1 * true).all()
+    assert (found[:, 1] > found[:, 0]).mean() > 0.9  # the f-DP bound is the sharper one
+
+
+def test_the_fdp_bound_grows_with_correct_guesses() -> None:
+    values = [epsilon_one_run_fdp(Guesses(500, 400, correct), 1e-5) for correct in (200, 260, 320, 380, 400)]
+    assert values == sorted(values) and values[0] == 0 and values[-1] > 3
+
+
+def test_canaries_that_leak_refute_a_small_claim_and_others_do_not() -> None:
+    scores, present = canaries(4.0, 1000, 1)
+    check, separation = audit_canaries(scores, present, 0.5, 1e-7)
+    assert check.outcome == "violated" and separation.statistic > 0.95
+    assert audit_canaries(scores, present, 8.0, 1e-7)[0].outcome == "inconclusive"  # could not prove so much
+    silent, _ = canaries(0.0, 1000, 2)
+    check, separation = audit_canaries(silent, present, 0.5, 1e-7)
+    assert check.outcome == "ok" and abs(separation.statistic - 0.5) < 0.1
