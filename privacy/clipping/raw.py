@@ -8,8 +8,9 @@ one, and the result is an ordinary tensor.
 
 Which tensor is "of the batch" must never be guessed from a size, because T tokens may happen to be as many as B examples: a
 gradient booked to the wrong example would break the sensitivity bound without a trace. Evidence is dependence on a recorded
-layer (visible in the autograd graph), or being an argument of the owner's forward, whose first dimension is the examples as
-for every layer. A tensor without evidence may be a table or a mask of the batch; then both readings are carried along:
+layer (visible in the autograd graph), or being an argument of the owner's forward. That the first dimension of such a tensor
+is the examples is the convention of all rules; selfcheck.py tests it with two batch sizes, which finds sequence-first layouts
+even where T = B. A tensor without evidence may be a table or a mask of the batch; then both readings are carried along:
 
 * `full`     (B, *s), valid if the first dimension of s is not the examples;
 * `diagonal` (B, *s[1:]), valid if it is, and needed only where s[0] = B.
