@@ -73,6 +73,8 @@ def main() -> int:
 def _audit(options: argparse.Namespace) -> AuditReport:
     if not options.run_dir.is_dir():
         raise ConfigError(f"run folder {options.run_dir} does not exist")
+    if not (options.run_dir / "ledger.jsonl").is_file():
+        raise ConfigError(f"run folder {options.run_dir} has no ledger.jsonl: nothing was trained here")
     if options.kind == "mechanism":
         from trainer.audit_mechanism import mechanism_audit
 

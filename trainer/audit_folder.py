@@ -18,7 +18,7 @@ from trainer.errors import ConfigError
 from trainer.metrics import read_metrics
 from trainer.run_folder import RunFolder
 
-_LINES_COMPARED = 3  # of metrics.jsonl, evenly and the last: a PLD computation each
+_LINES_COMPARED = 2  # of metrics.jsonl, the middle and the last: seconds of PLD each
 
 
 def ledger_audit(run_dir: Path) -> AuditReport:
@@ -67,8 +67,8 @@ def _metric_claims(metrics: list[dict[str, Any]]) -> list[EpsilonClaim]:
         for line in metrics
         if (epsilon := line.get("privacy/epsilon")) is not None
     ]
-    picked = {round(i * (len(found) - 1) / max(1, _LINES_COMPARED - 1)) for i in range(_LINES_COMPARED)}
-    return [found[index] for index in sorted(picked) if 0 <= index < len(found)]
+    picked = {len(found) * (i + 1) // _LINES_COMPARED - 1 for i in range(_LINES_COMPARED)}
+    return [found[index] for index in sorted(picked) if index >= 0]
 
 
 def _card_claims(run_dir: Path) -> list[EpsilonClaim]:

@@ -203,7 +203,7 @@ def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonCla
         checks = [
             undecided("epsilon", f"epsilon {own:.6g}; sampling by {plan.sampling!r} is not recomputed independently")
         ]
-        return [*checks, *_claims(state, claims, None)]
+        return [*checks, *_claims(state, claims, None, {})]
     sigmas = Counter(_joint(intent["releases"]) for intent in reading.of_type("intent"))
     sigmas[plan.noise_multiplier] += state.charged_torn
     again = recompute_epsilon(reading.plan, sigmas)
@@ -211,7 +211,7 @@ def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonCla
     sentence = f"epsilon {again:.6g} by an independent PLD computation, {own:.6g} by the ledger's accountant"
     return [
         fact("epsilon", close, sentence, statistic=own, threshold=again, epsilon=again, delta=plan.target_delta),
-        *_claims(state, claims, reading.plan),
+        *_claims(state, claims, reading.plan, {state.num_charged: again}),
     ]
 
 
@@ -241,12 +241,13 @@ def recompute_epsilon(plan: Mapping[str, Any], sigmas: Mapping[float, int]) -> f
     return float(accountant.get_epsilon(plan["target_delta"] - tail))
 
 
-def _claims(state: LedgerState, claims: Sequence[EpsilonClaim], plan: Mapping[str, Any] | None) -> list[Check]:
-    """No file claims less than the truth, or more charges than there are."""
+def _claims(
+    state: LedgerState, claims: Sequence[EpsilonClaim], plan: Mapping[str, Any] | None, true: dict[int, float]
+) -> list[Check]:
+    """No file claims less than the truth, or more charges than there are; `true` holds what is known already."""
     if not claims:
         return [undecided("claims", "no other file of the run folder states an epsilon")]
     bad = [f"{c.file}: {c.charged} attempts" for c in claims if c.charged > state.num_charged]
-    true: dict[int, float] = {}
     for claim in claims:
         if plan is None or claim.charged > state.num_charged or claim.epsilon is None:
             continue

@@ -51,7 +51,6 @@ def test_ledger_and_schedule_of_a_true_run(finished: tuple[Path, Path]) -> None:
     for kind in ("ledger", "schedule"):
         found = report(kind, finished[0], 0)
         assert found["verdict"] == "consistent"
-    assert "consistent" in audit("schedule", finished[0]).stdout
 
 
 def test_mechanism_with_the_parameters_of_a_run(finished: tuple[Path, Path]) -> None:
@@ -60,9 +59,9 @@ def test_mechanism_with_the_parameters_of_a_run(finished: tuple[Path, Path]) -> 
     assert {"sensitivity", "noise_variance", "retry_overlap", "epsilon_lower_bounds"} <= names
 
 
-def test_canaries_of_a_small_run_decide_nothing(finished: tuple[Path, Path]) -> None:
+def test_canaries_of_a_small_run_refute_nothing(finished: tuple[Path, Path]) -> None:
     run_dir, canaries = finished
-    found = report("run", run_dir, 6, "--canaries", str(canaries))
+    found = report("run", run_dir, 0, "--canaries", str(canaries))
     assert {check["name"]: check["outcome"] for check in found["checks"]}["canaries_in_data"] == "ok"
     assert "gross mistakes" in found["note"]
 
@@ -97,7 +96,7 @@ def test_a_claim_that_is_too_small(finished: tuple[Path, Path], tmp_path: Path) 
         (["ledger", "--run_dir", "tests"], "no ledger.jsonl"),
         (["mechanism", "--run_dir", "tests"], "no ledger.jsonl"),
         (["mechanism", "--run_dir", "tests", "--ranks", "0"], "--ranks"),
-        (["run", "--run_dir", "tests", "--canaries", "tests"], "coins"),
+        (["run", "--run_dir", "tests"], "--canaries"),
         (["canaries", "--output", "tests"], "not empty"),
         (["oracle", "--run_dir", "tests"], "oracle"),
     ],

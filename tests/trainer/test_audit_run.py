@@ -1,0 +1,82 @@
+"""Input canaries: written with secret coins, made again from the seed, and scored on checkpoints that remember or do not."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.examples import CaptionExample
+from data.reader import TarReader
+from data.tar_index import build_index
+from models.captioner import build_captioner
+from models.config import captioner_config
+from privacy.audit.canaries import audit_canaries
+from tests.distributed.ranks import ROOT
+from trainer.audit_canaries import COINS, SHARD, CanaryCoins, read_canaries, write_canaries
+from trainer.audit_run import _losses
+from trainer.errors import ConfigError
+
+TOKENIZER = ROOT / "data" / "tokenizer" / "tokenizer.json"
+
+
+def test_the_shard_holds_the_canaries_whose_coin_said_so(tmp_path: Path) -> None:
+    write_canaries(tmp_path / "out", 40, 32)
+    coins = read_canaries(tmp_path / "out")
+    table = build_index([tmp_path / "out" / SHARD], tmp_path / "index")
+    assert len(table) == coins.present_N.sum() and len(coins.present_N) == 40
+    reader = TarReader(table)
+    for row, index in enumerate(np.flatnonzero(coins.present_N)):
+        stored, again = reader.read(row), coins.example(int(index))
+        assert stored.caption == again.caption and stored.image == again.image
+    assert table.entries[0].sha256 == coins.shard_sha256
+    captions = {coins.example(i).caption for i in range(40)}
+    assert len(captions) == 40
+
+
+def test_coins_are_private_and_never_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_canaries(out, 40, 32)
+    assert out.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in out.iterdir())
+    with tarfile.open(out / SHARD) as tar:  # nothing in the shard tells the seed
+        assert json.loads((out / COINS).read_text())["seed"].encode() not in (out / SHARD).read_bytes()
+        assert all(member.mtime == 0 for member in tar)
+    with pytest.raises(ConfigError, match="never overwritten"):
+        write_canaries(out, 40, 32)
+    (out / COINS).chmod(0o640)
+    with pytest.raises(ConfigError, match="nobody else"):
+        read_canaries(out)
+
+
+def test_a_model_that_learned_canaries_by_heart_is_found() -> None:
+    """No privacy at all: a tiny captioner fits the canaries of its data, and the audit refutes any small claim."""
+    rng = np.random.default_rng(5)
+    coins = CanaryCoins("5" * 64, "".join(rng.choice(["0", "1"], 120)), 32, "")
+    make_example = CaptionExample(32, 24, TOKENIZER, train=False)
+    config = captioner_config(
+        "pico", image_size=32, vocab_size=make_example.tokenizer.vocab_size, num_tokens=24, encoder_width=32,
+        encoder_depth=1, encoder_num_heads=2, decoder_width=64, decoder_depth=1, decoder_num_heads=2,
+        pad_id=make_example.tokenizer.pad_id, bos_id=make_example.tokenizer.bos_id, eos_id=make_example.tokenizer.eos_id,
+    )  # fmt: skip
+    model = build_captioner(config, generator=torch.Generator().manual_seed(0))
+    before = _losses(model.eval(), make_example, coins)
+    rows = [make_example(coins.example(int(i)), 0) for i in np.flatnonzero(coins.present_N)]
+    inputs = {
+        "images_BCHW": torch.from_numpy(np.stack([row["images_CHW"] for row in rows])),
+        "tokens_BL": torch.from_numpy(np.stack([row["tokens_L"] for row in rows])),
+        "token_mask_BL": torch.from_numpy(np.stack([row["token_mask_L"] for row in rows])),
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    model.train()
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(**inputs).mean().backward()
+        optimizer.step()
+    scores = before - _losses(model.eval(), make_example, coins)
+    check, separation = audit_canaries(scores, coins.present_N, claimed=0.5, delta=1e-7)
+    assert separation.statistic is not None and separation.statistic > 0.9
+    assert check.outcome == "violated", check.sentence
+    assert audit_canaries(before, coins.present_N, claimed=0.5, delta=1e-7)[0].outcome == "ok"
