@@ -11,8 +11,9 @@ import pytest
 
 from privacy.ledger import Ledger
 from privacy.plan import make_plan
+from privacy.shared_ledger import SharedLedger
 from tests.privacy.ledger_epsilon import recompute
-from trainer.report import build_card
+from trainer.report import build_card, write_card
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "424242.125"
@@ -44,17 +45,18 @@ def _write_lines(path, *values):
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
-def _write_ledger(run, manifest, **changes):
+def _write_ledger(run, manifest, fields=None, **changes):
     numbers = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 2, "target_delta": 1e-5}
     plan = make_plan(**numbers | {"noise_multiplier": 4.0} | changes)
-    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee"}
-    with Ledger.create(run / "ledger.jsonl", fields) as ledger:
+    own = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee"}
+    with Ledger.create(run / "ledger.jsonl", own | (fields or {})) as ledger:
         ledger.start_session({"commit": "c0ffee", "modified": False})
         for step in (1, 2):
             ledger.intent(step, 0, [{"name": "gradient", "std": plan.noise_multiplier, "sensitivity": 1.0}])
             ledger.done(step, 0)
         ledger.checkpoint(2, "step-00000002", hashlib.sha256(manifest).hexdigest())
         ledger.close("finished")
+    return plan
 
 
 def test_json_is_one_object_and_equals_the_file(run_dir):
@@ -81,10 +83,54 @@ def test_human_output_while_a_trainer_holds_the_run(run_dir):
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = _report(run_dir)
     assert done.returncode == 0, done.stderr
-    for text in ("2 of 2 steps done", "epsilon 0.", "at delta 1e-05", "privacy_card.json", "privacy_card.md"):
+    for text in ("2 of 2 steps done", "epsilon 0.", "at delta 1e-05", "privacy_card.md", "privacy_card.html"):
         assert text in done.stdout
     page = (run_dir / "report/privacy_card.md").read_text()
     assert "evaluation/heldout.jsonl" in page and "6.2500" in page and "Not attested" in page
+
+
+def test_audit_results_are_shown_with_verdict_and_date(run_dir):
+    (run_dir / "report").mkdir()
+    audit = {"audit": "ledger", "verdict": "consistent", "violated_checks": [], "time_utc": "2030-01-02T03:04:05+00:00"}
+    _write_lines(run_dir / "report/audit-ledger.json", audit)
+    _write_lines(run_dir / "report/audit-run.json", {"audit": "run", "verdict": "violated", "violated_checks": ["gap"]})
+    (run_dir / "report/audit.json").write_text("{torn")
+    card = build_card(run_dir)
+    found = {audit["file"]: audit for audit in card["audits"]}
+    assert found["report/audit-ledger.json"]["date_utc"] == "2030-01-02T03:04:05+00:00"
+    assert found["report/audit-ledger.json"]["date_is_stated"] and not found["report/audit-run.json"]["date_is_stated"]
+    assert found["report/audit.json"]["verdict"] == "unreadable"
+    assert any("audit-run.json says violated" in line for line in card["warnings"])
+    assert not any("audit-ledger.json" in line for line in card["warnings"])
+    page = write_card(run_dir, card)[2].read_text()
+    assert "<strong>violated</strong>" in page and "2030-01-02" in page and "<code>gap</code>" in page
+
+
+def test_what_the_recipe_states_is_shown_as_not_attested(run_dir):
+    assert "not stated by the recipe" in write_card(run_dir, build_card(run_dir))[2].read_text()
+    (run_dir / "config.toml").write_text('[data]\ndeduplication = "by <hash>"\n[privacy]\ntuning = "eight runs"\n')
+    card = build_card(run_dir)
+    assert card["unit_of_privacy"]["deduplication"]["attested"] is False
+    page = write_card(run_dir, card)[2].read_text()
+    assert "by &lt;hash&gt; (<code>config.toml</code>, <strong>not attested</strong>)" in page and "eight runs" in page
+
+
+def test_shared_ledger_and_sibling_runs(run_dir, tmp_path):
+    owner = SharedLedger.create(tmp_path / "owner.jsonl", epsilon=5.0, delta=1e-4)
+    (run_dir / "ledger.jsonl").unlink()
+    (run_dir / "config.toml").write_text(f'[privacy]\nshared_ledger = "{owner.path}"\n')
+    plan = _write_ledger(run_dir, b"", fields={"shared_ledger": owner.read().identity}, cap=None)
+    owner.reserve("ab" * 32, "this", plan)
+    owner.reserve("cd" * 32, "brother | <b>", plan, fixed_in_advance=True)
+    card = build_card(run_dir)
+    summary = card["tuning"]["shared_ledger"]["summary"]
+    assert [run["is_this_run"] for run in summary["runs"]] == [True, False]
+    page = write_card(run_dir, card)[2].read_text()
+    assert "this (this run)" in page and "brother | &lt;b&gt;" in page and owner.read().identity in page
+    owner.path.write_text("nonsense\n")
+    card = build_card(run_dir)
+    assert card["tuning"]["shared_ledger"]["summary"] is None
+    assert any("cannot be read, or is broken" in line for line in card["warnings"])
 
 
 def test_contract_12_nothing_private_is_read(run_dir):
