@@ -23,7 +23,7 @@ from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
 from privacy.clipping.functions import ClippingFunction, flat
 from privacy.clipping.norms import NormTally
-from privacy.clipping.recorder import Call, Recorder, Task
+from privacy.clipping.recorder import Call, Recorder, Task, exact
 from privacy.errors import PrivacyConfigError
 
 Mode = Literal["bookkeeping", "two_pass"]
@@ -131,20 +131,22 @@ class ClippedSum:
                 kept.setdefault(name, []).append(part)
 
         loss_B = self._recorder.differentiate(task, inputs, len(is_padding_B), lambda _: keep)
-        tallies = self._new_tallies(loss_B)
-        for name, parts in kept.items():
-            tallies[self._function.group_of[name]].add(parts)
-        factors = self._factors(tallies, loss_B, is_padding_B)
-        for name, parts in kept.items():
-            self._accumulate(name, parts, factors)
-        return factors.stats(loss_B, is_padding_B)
+        with exact(loss_B.device):
+            tallies = self._new_tallies(loss_B)
+            for name, parts in kept.items():
+                tallies[self._function.group_of[name]].add(parts)
+            factors = self._factors(tallies, loss_B, is_padding_B)
+            for name, parts in kept.items():
+                self._accumulate(name, parts, factors)
+            return factors.stats(loss_B, is_padding_B)
 
     def _in_two_passes(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         loss_B, tallies = self._tally(task, inputs, len(is_padding_B))
         factors = self._factors(tallies, loss_B, is_padding_B)
         accumulate = _ByParameter(lambda name, parts: self._accumulate(name, parts, factors))
         self._recorder.differentiate(task, inputs, len(is_padding_B), accumulate.start)
-        accumulate.finish()
+        with exact(loss_B.device):
+            accumulate.finish()
         return factors.stats(loss_B, is_padding_B)
 
     def _tally(self, task: Task, inputs: Mapping[str, Tensor], batch_size: int) -> tuple[Tensor, list[NormTally]]:
@@ -153,7 +155,8 @@ class ClippedSum:
         tallies = self._new_tallies(first.new_zeros(batch_size))
         add = _ByParameter(lambda name, parts: tallies[self._function.group_of[name]].add(parts))
         loss_B = self._recorder.differentiate(task, inputs, batch_size, add.start)
-        add.finish()
+        with exact(loss_B.device):
+            add.finish()
         return loss_B, tallies
 
     def _new_tallies(self, loss_B: Tensor) -> list[NormTally]:

@@ -63,6 +63,11 @@ class Call:
             yield name, found[local]
 
 
+def exact(device: torch.device) -> torch.autocast:
+    """Norms and sums keep their own precision although the model may run under autocast (contract 6)."""
+    return torch.autocast(device.type, enabled=False)
+
+
 class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -134,7 +139,7 @@ class Recorder:
     def report(self, call: Call) -> None:
         """A tap saw its gradient."""
         assert self._sink is not None
-        with torch.no_grad():
+        with torch.no_grad(), exact(call.output_gradient.device):
             self._sink(call)
 
     def _tap(self, output: Tensor, x: Tensor | None, claim: Claim, local_name: str) -> Tensor:

@@ -120,3 +120,25 @@ def test_per_layer_and_automatic_against_the_loop() -> None:
         total.add_micro_batch(model, inputs, torch.zeros(7, dtype=torch.bool))
         total.detach()
         assert oracle.relative_error(dict(total.sums()), expected) < 1e-9
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+def test_contract_6_autocast_does_not_reach_norms_and_sums(mode: str) -> None:
+    """Around the whole call or inside the task: the same bf16 activations, the same fp32 sums."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    inputs = {"x": torch.randn(5, 40, 64)}
+
+    def task(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float().square().mean((1, 2))
+
+    sums = []
+    for outside in (False, True):
+        total = ClippedSum(model, 0.01, mode=mode)  # type: ignore[arg-type]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+            total.add_micro_batch(task, inputs, torch.zeros(5, dtype=torch.bool))
+        total.detach()
+        sums.append(dict(total.sums()))
+        assert all(value.dtype == torch.float32 for value in sums[-1].values())
+    assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
