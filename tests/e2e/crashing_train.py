@@ -1,0 +1,78 @@
+"""launch_scripts/train.py that kills itself at a named point: crashing_train.py POINT COUNT TRAIN_ARGUMENTS...
+
+It dies by SIGKILL at the COUNT-th passage of POINT (on the rank that passes it; rank 0 for all but `before_noise`).
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from launch_scripts import train  # noqa: E402
+from privacy.ledger import AppendOnly, Ledger  # noqa: E402
+from tests.e2e.recording_train import RecordingNoise  # noqa: E402
+from trainer import checkpoint  # noqa: E402
+
+POINTS = ("before_intent", "before_noise", "before_done", "in_ledger_write", "in_checkpoint")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Countdown:
+    """Dies at the count-th call."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def passed(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+class DyingNoise(RecordingNoise):
+    """Dies between the intent and the noise."""
+
+    def __init__(self, countdown: Countdown) -> None:
+        self._countdown = countdown
+
+    def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
+        if self._countdown.passed():
+            die()
+        return super().standard_normal(count, device)
+
+
+def arm(point: str, count: int) -> RecordingNoise:
+    """Puts the crash in place; returns the noise source."""
+    countdown = Countdown(count)
+    if point == "before_noise":
+        return DyingNoise(countdown)
+    owner, name = {
+        "before_intent": (Ledger, "intent"),
+        "before_done": (Ledger, "done"),
+        "in_ledger_write": (AppendOnly, "append"),
+        "in_checkpoint": (checkpoint, "_publish"),
+    }[point]
+    whole = getattr(owner, name)
+
+    def dying(*arguments, **more):
+        if countdown.passed():
+            if point == "in_ledger_write":
+                file, data = arguments
+                os.write(file._descriptor, data[: count * 7919 % len(data)])  # torn anywhere, the newline missing
+                os.fsync(file._descriptor)
+            die()
+        return whole(*arguments, **more)
+
+    setattr(owner, name, dying)
+    return RecordingNoise()
+
+
+if __name__ == "__main__":
+    train.main(sys.argv[3:], arm(sys.argv[1], int(sys.argv[2])))
