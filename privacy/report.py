@@ -212,7 +212,7 @@ def _sampling(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
         "sample_rate": plan.sample_rate,
         "expected_batch_size": plan.expected_batch_size,
         "cap": plan.cap,
-        "matches_accounting": plan.sampling == "poisson" or plan.shuffle_as_gaussian,
+        "matches_accounting": plan.formal_guarantee,
         "key_commitment_sha256": opened["key_commitment"],
         "data_hmac_sha256": opened.get("data_hmac"),
         "statement": _sampling_statement(plan),
@@ -221,7 +221,7 @@ def _sampling(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
 
 def _sampling_statement(plan: PrivacyPlan) -> str:
     if plan.sampling == "poisson":
-        return _SAMPLING
+        return _SAMPLING if plan.formal_guarantee else f"As planned, unless a reason above says otherwise. {_SAMPLING}"
     if plan.shuffle_as_gaussian:
         return (
             "Shuffled epochs: every example takes part in one step of each epoch. The claim uses no amplification by "
