@@ -71,6 +71,8 @@ def main() -> int:
 
 
 def _audit(options: argparse.Namespace) -> AuditReport:
+    if options.kind == "mechanism" and not 1 <= options.ranks <= 16:
+        raise ConfigError(f"--ranks must be between 1 and 16, not {options.ranks}")
     if not options.run_dir.is_dir():
         raise ConfigError(f"run folder {options.run_dir} does not exist")
     if not (options.run_dir / "ledger.jsonl").is_file():
@@ -78,8 +80,6 @@ def _audit(options: argparse.Namespace) -> AuditReport:
     if options.kind == "mechanism":
         from trainer.audit_mechanism import mechanism_audit
 
-        if not 1 <= options.ranks <= 16:
-            raise ConfigError(f"--ranks must be between 1 and 16, not {options.ranks}")
         return mechanism_audit(options.run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks)
     if options.kind == "run":
         from trainer.audit_run import run_audit

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.launch import alone, train_arguments
+from trainer.audit_folder import ledger_audit
 
 AUDIT = "launch_scripts/audit.py"
 
@@ -85,7 +86,7 @@ def test_a_claim_that_is_too_small(finished: tuple[Path, Path], tmp_path: Path) 
         if "privacy/epsilon" in line:
             line["privacy/epsilon"] /= 2
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert report("ledger", run_dir, 5)["violated_checks"] == ["claims"]
+    assert ledger_audit(run_dir).failed() == ["claims"]
 
 
 @pytest.mark.parametrize(

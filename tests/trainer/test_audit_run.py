@@ -54,7 +54,7 @@ def test_coins_are_private_and_never_overwritten(tmp_path: Path) -> None:
 def test_a_model_that_learned_canaries_by_heart_is_found() -> None:
     """No privacy at all: a tiny captioner fits the canaries of its data, and the audit refutes any small claim."""
     rng = np.random.default_rng(5)
-    coins = CanaryCoins("5" * 64, "".join(rng.choice(["0", "1"], 120)), 32, "")
+    coins = CanaryCoins("5" * 64, "".join(rng.choice(["0", "1"], 90)), 32, "")
     make_example = CaptionExample(32, 24, TOKENIZER, train=False)
     config = captioner_config(
         "pico", image_size=32, vocab_size=make_example.tokenizer.vocab_size, num_tokens=24, encoder_width=32,
@@ -71,7 +71,7 @@ def test_a_model_that_learned_canaries_by_heart_is_found() -> None:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     model.train()
-    for _ in range(60):
+    for _ in range(45):
         optimizer.zero_grad()
         model(**inputs).mean().backward()
         optimizer.step()
