@@ -14,7 +14,7 @@ from privacy.alternatives import BallsInBinsSampler, ShuffleSampler, shuffle_par
 from privacy.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from privacy.epsilon_table import EpsilonTable
 from privacy.errors import PrivacyConfigError
-from privacy.noise import NOISE_SOURCES, noise_tail_delta
+from privacy.noise_tail import NOISE_SOURCES, noise_tail_delta
 from privacy.sampling import PoissonSampler, Sampler, default_cap
 
 ADJACENCY = "zero_out"

@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,14 @@ def test_dpcap_point():
 
 @pytest.mark.full
 def test_dpcap_target_epsilon():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = _plan(f"{DPCAP} --target_epsilon 8 --json")
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 15
     result = json.loads(done.stdout)
+    assert result["opacus_rdp"] == pytest.approx(result["epsilon_rdp"], rel=1e-3)
+    assert result["shuffled_instead"]["lower"] > 50 and len(result["epsilon_by_delta"]) == 9
+    assert [row["candidates"] for row in result["private_selection"]] == [3, 10, 30]
+    assert 0 < result["noise_tail_delta"] < 1e-12
     assert f"{result['noise_multiplier']:.4f}" == "0.7078"
     assert 7.999 <= result["epsilon_pld"] <= 8
 
@@ -44,7 +51,15 @@ def test_dpcap_target_epsilon():
 def test_human_output_with_cap_and_reserve():
     done = _plan(f"{SMALL} --noise_multiplier 4 --cap --reserve 3", COLUMNS="120")
     assert done.returncode == 0, done.stderr
-    for text in ("Privacy plan", "batches cut at 122", "with 3 reserved", "PRV bracket"):
+    for text in (
+        "attack advantage",
+        "shuffled instead",
+        "best of 3",
+        "Privacy plan",
+        "batches cut at 122",
+        "with 3 reserved",
+        "PRV bracket",
+    ):
         assert text in done.stdout
 
 

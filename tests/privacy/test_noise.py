@@ -12,16 +12,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from privacy import noise
-from privacy.noise import (
-    BOX_MULLER_EDGE,
-    EDGES,
-    MOST_PARAMETERS,
-    NOISE_SOURCES,
-    add_noise,
-    box_muller,
-    noise_source,
-    noise_tail_delta,
-)
+from privacy.noise import add_noise, box_muller, noise_source
+from privacy.noise_tail import BOX_MULLER_EDGE, EDGES, MOST_PARAMETERS, NOISE_SOURCES, noise_tail_delta
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -95,8 +95,17 @@ def test_contract_1_inclusion_counts_full():
 
 
 def test_contract_1_pairwise_independence():
+    _check_pairs(steps=4000)
+
+
+@pytest.mark.full
+def test_contract_1_pairwise_independence_full():
+    _check_pairs(steps=40_000)
+
+
+def _check_pairs(steps):
     """Over steps, no pair of examples is correlated; neighbours that share an AES block included."""
-    n, steps = 60, 4000
+    n = 60
     sampler = PoissonSampler.with_expected_batch(n, 20, None)
     table = np.zeros((steps, n))
     for step in range(steps):
@@ -125,6 +134,29 @@ def test_contract_1_other_attempt_session_or_key_gives_independent_members():
         for second in sets[index + 1 :]:
             # Binomial(20000, 0.01): 200 +- 14
             assert abs(len(first & second) - 200) < 6 * 14.1
+
+
+@pytest.mark.full
+def test_contract_1_other_attempts_and_sessions_are_independent_full():
+    """Overlaps of 400 pairs of attempts: hypergeometric given the sizes, so the standardised ones are normal."""
+    key, sampler, scores = SamplingKey(bytes(32)), PoissonSampler.with_expected_batch(20_000, 2000, None), []
+    for trial in range(400):
+        nonce, other = trial.to_bytes(16, "big"), (trial + 1 + (trial % 2) * 10**6).to_bytes(16, "big")
+        first = sampler.members(key.coin_key(nonce, 0), 3)
+        second = sampler.members(key.coin_key(nonce if trial % 2 else other, trial % 2), 3)
+        law = stats.hypergeom(20_000, len(first), len(second))
+        scores.append((len(np.intersect1d(first, second)) - law.mean()) / law.std())
+    assert stats.kstest(scores, "norm").pvalue > 1e-4
+
+
+@pytest.mark.full
+def test_contract_1_members_do_not_depend_on_world_size_full():
+    sampler = PoissonSampler.with_expected_batch(50_001, 700, 760)
+    for step in range(300):
+        whole = sampler.members(KEY, step)
+        for world_size in (1, 2, 4):
+            parts = [sampler.decide(KEY, step, *slice_bounds(50_001, world_size, r)) for r in range(world_size)]
+            assert np.array_equal(sampler.merge(parts[::-1]), whole)
 
 
 def test_contract_2_cap_keeps_the_smallest_values():

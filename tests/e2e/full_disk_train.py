@@ -1,0 +1,35 @@
+"""launch_scripts/train.py whose COUNT-th write to the ledger finds the disk full: full_disk_train.py COUNT ARGUMENTS..."""
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from launch_scripts import train  # noqa: E402
+from privacy import ledger  # noqa: E402
+from tests.e2e.recording_train import RecordingNoise  # noqa: E402
+
+left = int(sys.argv[1])
+write = os.write
+
+
+class FullDisk:
+    """`os` as the ledger sees it."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(os, name)
+
+    def write(self, descriptor: int, data: bytes) -> int:
+        global left
+        left -= 1
+        if left <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+
+if __name__ == "__main__":
+    ledger.os = FullDisk()  # type: ignore[assignment]
+    train.main(sys.argv[2:], RecordingNoise())
