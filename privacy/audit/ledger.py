@@ -22,7 +22,7 @@ from dp_accounting.pld import PLDAccountant
 from privacy.audit.report import AuditReport, Check, fact, undecided
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger_format import LedgerState, read_state
-from privacy.noise import noise_tail_delta
+from privacy.noise_tail import noise_tail_delta
 
 TORN = b" #torn"
 TOLERANCE = 1e-3
