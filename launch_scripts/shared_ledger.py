@@ -35,7 +35,12 @@ def parse_args() -> argparse.Namespace:
     create.add_argument("--target_epsilon", type=float, required=True, metavar="E", help="of all runs together")
     create.add_argument("--delta", type=float, required=True, metavar="D", help="of all runs together")
     create.add_argument("--unit", default=DEFAULT_UNIT, help=f"unit of privacy (default {DEFAULT_UNIT!r})")
-    create.add_argument("--rdp_order", type=float, metavar="A", help="order of the RDP filter; default from the budget")
+    create.add_argument(
+        "--rdp_order",
+        type=float,
+        metavar="A",
+        help="order of the RDP filter; default: the best for runs like the first",
+    )
     show = commands.add_parser("show", help="verify it and list the runs")
     show.add_argument("path", type=Path)
     show.add_argument("--json", action="store_true", help="print one JSON object on stdout")

@@ -18,12 +18,20 @@ from privacy.accounting import ReleaseGroup, epsilon, overflow_probability
 _ORDERS = [1.1, 1.25, 1.5, 1.75, *(2 + step / 4 for step in range(25)), *range(9, 65), 80, 96, 128, 192, 256, 512]
 
 
-def filter_order(epsilon_total: float, delta: float) -> float:
-    """The order with the largest capacity for releases whose RDP is linear in the order (as a Gaussian's is).
+def filter_order(first: ReleaseGroup, epsilon_total: float, delta: float) -> float:
+    """The order at which most runs like the first one fit: a function of what was fixed before any output was seen.
 
-    It maximises (epsilon - log(1 / delta) / (alpha - 1)) / alpha: a function of the budget alone, hence fixed in advance.
+    At one order epsilon is linear in the number of runs, rho per run plus the conversion; of sampled Gaussians rho
+    explodes above some order, so the budget alone (as for plain Gaussians) would choose badly.
     """
-    return max(_ORDERS, key=lambda order: (epsilon_total - math.log(1 / delta) / (order - 1)) / order)
+
+    def capacity(order: float) -> float:
+        one, two = (filtered_epsilon([first.times(k * first.count)], delta, order, epsilon_total) for k in (1, 2))
+        if not 0 < one < two < math.inf:
+            return -math.inf
+        return (epsilon_total - (2 * one - two)) / (two - one)
+
+    return max(_ORDERS, key=capacity)
 
 
 def filtered_epsilon(groups: Sequence[ReleaseGroup], delta: float, order: float, ceiling: float) -> float:

@@ -1,9 +1,10 @@
 """A data owner's ledger over several runs on the same data: nobody touches the data before its whole budget is reserved.
 
-Hash-chained canonical JSON lines, as in privacy/ledger_format.py: `open` (total epsilon and delta, unit, adjacency, order of
-the RDP filter), `reserve` (a run's releases, reserve included) and `start` (where the run's own ledger stood at a start of the
-program). Every change happens under an exclusive file lock and is durable before it is relied on. A torn last line was
-never acknowledged, so its run never began: it stays, marked ` #torn`, and is charged nothing.
+Hash-chained canonical JSON lines, as in privacy/ledger_format.py: `open` (total epsilon and delta, unit, adjacency, and the order
+of the RDP filter where the owner chose it), `reserve` (a run's releases, its reserve for crashes included) and `start`
+(where the run's own ledger stood at a start of the program). Every change happens under an exclusive file lock and is
+durable before it is relied on. A torn last line was never acknowledged, so its run never began: it stays, marked
+` #torn`, and is charged nothing.
 
 A run is named by the commitment of its sampling key, so a resume finds its own reservation. `start` finds forks: a copy
 of a run folder that goes on after the original did does not hold the line that the original left behind.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -67,7 +69,13 @@ class SharedState:
             return float("inf")
         groups = [entry.group for entry in entries]
         adaptive, ceiling = any(entry.adaptive for entry in entries), self.opened["epsilon"]
-        return total_epsilon(groups, delta, adaptive=adaptive, order=self.opened["rdp_order"], ceiling=ceiling)
+        order = self.rdp_order(groups[0]) if adaptive else math.inf
+        return total_epsilon(groups, delta, adaptive=adaptive, order=order, ceiling=ceiling)
+
+    def rdp_order(self, first: ReleaseGroup) -> float:
+        """The filter's order: the owner's, or the best for runs like the first one, which had seen no output."""
+        given = self.opened["rdp_order"]
+        return float(given) if given is not None else filter_order(first, self.opened["epsilon"], self.opened["delta"])
 
     def absorb(self, line: bytes) -> None:
         """Checks the next line and takes it in; LineRefused when it is not legal here."""
@@ -125,11 +133,10 @@ class SharedLedger:
         """
         if not (0 < epsilon < float("inf") and 0 < delta < 1):
             raise PrivacyConfigError("a shared ledger needs a positive finite epsilon and a delta between 0 and 1")
-        order = filter_order(epsilon, delta) if rdp_order is None else rdp_order
-        if order <= 1:
-            raise PrivacyConfigError(f"the order of an RDP filter is above 1, not {order}")
+        if rdp_order is not None and rdp_order <= 1:
+            raise PrivacyConfigError(f"the order of an RDP filter is above 1, not {rdp_order}")
         fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": unit, "adjacency": ADJACENCY}
-        line = encode_line(0, "open", now(), NO_PREVIOUS, {**fields, "rdp_order": order})
+        line = encode_line(0, "open", now(), NO_PREVIOUS, {**fields, "rdp_order": rdp_order})
         try:
             publish_new(Path(path), line + b"\n", 0o644)
         except OSError as error:
@@ -210,11 +217,13 @@ class SharedLedger:
     def summary(self, run: str | None = None) -> dict[str, Any]:
         """Total, reserved epsilon and siblings, for report and card."""
         state = self.read()
-        names = ("epsilon", "delta", "unit", "adjacency", "rdp_order")
+        names = ("epsilon", "delta", "unit", "adjacency")
+        first = next(iter(state.reservations.values()), None)
         adaptive = any(entry.adaptive for entry in state.reservations.values())
         return {
             **{name: state.opened[name] for name in names},
             "identity": state.identity,
+            "rdp_order": state.opened["rdp_order"] if first is None else state.rdp_order(first.group),
             "accounting": "rdp_filter" if adaptive else "pld",
             "epsilon_reserved": state.epsilon(),
             "runs": self.siblings(run),
