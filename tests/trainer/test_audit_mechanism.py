@@ -1,5 +1,6 @@
 """The audit of the mechanism: a correct one passes, and each deliberate mistake is found by the checks meant for it."""
 
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,7 @@ def audit(
         distributed.gather_objects(None)
         if distributed.rank() == 0:
             reports[bug] = audit_mechanism(read_record(settings, folder, distributed.world_size()))
+            shutil.rmtree(folder)
     return reports
 
 
