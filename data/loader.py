@@ -26,7 +26,7 @@ from data.examples import MakeExample
 from data.reader import TarReader
 from data.tar_index import ExampleTable
 
-_PRELOAD = ["torch", "PIL.Image", "tokenizers", "data.loader"]
+_PRELOAD = ["data.worker_signals", "torch", "PIL.Image", "tokenizers", "data.loader"]
 
 
 class StepPlan(NamedTuple):

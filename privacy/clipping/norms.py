@@ -12,6 +12,8 @@ so that dividing by  safe = max(N, (sqrt(N^2 + E) + e(BT) S) / (1 + r))  gives
 
     |contribution| <= C (n + e(BT) S) / safe <= C (1 + r).
 
+(Rounding against the contributions of other examples in the same accumulator is kept below r in `clipped_sum.py`.)
+
 For ordinary examples E is far below r N^2, safe equals N to the last bit, and nothing is lost. Where tokens cancel
 (activations with a common mean), N^2 can be wrong by several per cent; there the second term takes over and the example is
 clipped a little more than needed, which costs no privacy.
