@@ -19,7 +19,7 @@ from privacy.noise import NoiseSource  # noqa: E402
 from trainer.config import load_config  # noqa: E402
 from trainer.distributed import Ranks, discover_ranks, finish, quit_now, start  # noqa: E402
 from trainer.ds_config import load_machine_settings  # noqa: E402
-from trainer.errors import RemoteError  # noqa: E402
+from trainer.errors import ConfigError, RemoteError  # noqa: E402
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -64,16 +64,12 @@ def _explain(error: Exception, ranks: Ranks) -> None:
     if isinstance(error, RemoteError):
         return
     if hasattr(error, "exit_code"):
-        if ranks.is_main or not _all_ranks_see(error):
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        where = "" if ranks.is_main else f" on rank {ranks.rank}"
+        if ranks.is_main or not isinstance(error, ConfigError):  # those come from the command line: every rank has them
+            print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return
     print(f"error on rank {ranks.rank}:", file=sys.stderr)
     traceback.print_exception(error)
-
-
-def _all_ranks_see(error: Exception) -> bool:
-    """Configuration errors are found by every rank alike; a read error is found by one."""
-    return getattr(error, "exit_code", 1) != 1
 
 
 if __name__ == "__main__":

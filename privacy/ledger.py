@@ -241,8 +241,8 @@ class Ledger:
         self._write(line + b"\n", line)
 
     def _time(self, kind: str) -> str:
-        """Now; but the lines of a step carry their session's time, because durations may be private (contract 12)."""
-        if kind not in ("intent", "done", "checkpoint"):
+        """Now; but a step's lines and the end carry their session's time: durations may be private (contract 12)."""
+        if kind not in ("intent", "done", "checkpoint", "close"):
             self._session_time = now()
         return self._session_time or now()
 

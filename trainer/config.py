@@ -136,7 +136,7 @@ class TrainSection(Section):
     seed: int = 0
     """Of the initial weights, which are public. No secret and no noise comes from it."""
     checkpoint_every: int | None = Field(None, ge=1)
-    """Steps between checkpoints; a crash repeats, and is charged for, the steps since the last. Default: 1 % of all."""
+    """Steps between checkpoints; a crash repeats, and is charged for, the steps since the last. Default: 1/20 of the reserve."""
     keep_checkpoints: int = Field(2, ge=1)
     log_every: int = Field(1, ge=1)
 
@@ -177,12 +177,23 @@ def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"recipe {recipe}: {error.strerror}; see recipes/ for the shipped ones") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {recipe} is not TOML: {error}") from error
+    _refuse_repeated(overrides)
     for override in overrides:
         _apply(tree, override)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"recipe {recipe}: {_first_line(error)}") from error
+
+
+def _refuse_repeated(overrides: Sequence[str]) -> None:
+    """An unquoted {0..9} becomes ten overrides in a shell, of which nine would be lost without a word."""
+    seen: set[str] = set()
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key in seen:
+            raise ConfigError(f"override {key} is given more than once; quote patterns, or put them into the recipe")
+        seen.add(key)
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

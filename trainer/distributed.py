@@ -193,6 +193,24 @@ def on_main(function: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
+def first_on_main(function: Callable[[], T]) -> T:
+    """Runs `function` everywhere, but elsewhere only after it succeeded on rank 0.
+
+    What is wrong for all ranks is then said once, and what is wrong on another host is said there.
+    """
+    if rank() == 0:
+        result: list[T] = []
+        on_main(lambda: result.append(function()))
+        return result[0]
+    on_main(lambda: None)
+    return function()
+
+
+def barrier() -> None:
+    """Waits until all ranks are here, without using a device."""
+    dist.all_reduce(torch.zeros(1))
+
+
 def gather_objects(value: T) -> list[T]:
     """Every rank's value, in rank order, on every rank. For small public objects."""
     gathered: list[T | None] = [None] * world_size()

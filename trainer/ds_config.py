@@ -161,4 +161,6 @@ def resolve(machine: MachineSettings, *, micro_batch_size: int, world_size: int)
         "tensorboard": {"enabled": False},
         "wandb": {"enabled": False},
         "csv_monitor": {"enabled": False},
+        # ZeRO-3's gradient buffer takes the model's dtype otherwise. Not for ZeRO-1, where the key selects another wrapper.
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if machine.stage == 3 else {}),
     }

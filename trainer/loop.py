@@ -18,7 +18,7 @@ from data.batch import Batch
 from privacy.clipping import MicroBatchStats
 from privacy.noise import add_noise
 from trainer import distributed
-from trainer.checkpoint import checkpoint_name, save_checkpoint
+from trainer.checkpoint import checkpoint_name, newest_checkpoint, save_checkpoint
 from trainer.engines.base import GradShard
 from trainer.engines.reduction import reduce_to_owners
 from trainer.heldout import to_device
@@ -55,6 +55,7 @@ def train_step(run: "Run", step: int, micro_batches: Iterator[Batch]) -> StepRec
         stats.append(run.clipped.add_micro_batch(run.engine.module, to_device(batch, run.engine), is_padding_B))
         num_undecodable += batch.num_undecodable
 
+    distributed.barrier()  # a rank that failed until here costs no charge
     # Durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process.
     noise_std = run.plan.noise_multiplier * run.clipped.sensitivity
     run.ledger.intent(step, name="gradient", std=noise_std, sensitivity=run.clipped.sensitivity)
@@ -90,7 +91,8 @@ def fit(run: "Run") -> int:
     requests = StopRequests(run.folder.stop)
     steps = run.loader.steps(run.batches.plans(run.first_step, num_steps))
     step = run.first_step - 1
-    saved = step if step > 0 else None  # a run that ends before its first step still leaves a model
+    # A run that ends before its first step still leaves a model.
+    saved = step if step > 0 or newest_checkpoint(run.folder.checkpoints) is not None else None
     outcome = DONE
     if step == 0 and run.heldout is not None:
         reporter.heldout(step)
@@ -119,10 +121,7 @@ def fit(run: "Run") -> int:
 
 def _may_go_on(run: "Run", step: int, requests: StopRequests) -> int:
     """DONE, or the exit code to stop with after `step` steps; equal on all ranks."""
-    mine = STOPPED_EARLY if requests.pending() else DONE
-    if run.ledger.budget_is_spent(step + 1):
-        mine = max(mine, BUDGET_SPENT)
-    codes = torch.tensor([mine == BUDGET_SPENT, mine == STOPPED_EARLY], dtype=torch.int64)
+    codes = torch.tensor([run.ledger.budget_is_spent(step + 1), requests.pending()], dtype=torch.int64)
     dist.all_reduce(codes, op=dist.ReduceOp.MAX)
     if codes[0]:
         return BUDGET_SPENT

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from trainer.run import Run
 
 
+PUBLIC_TIMINGS = ("performance/step_seconds", "performance/examples_per_second")
+"""Public where every step has the shape of the capped batch. Waiting for data and memory follow the examples themselves."""
+
+
 class StepReporter:
     """Writes on rank 0; the collective parts (held-out evaluation) run on all ranks."""
 
@@ -49,7 +53,9 @@ class StepReporter:
             if epsilon is not None:
                 public |= {"privacy/epsilon": epsilon, "privacy/charged_attempts": self._run.ledger.num_charged}
             private = _private_metrics(record.private)
-            (public if self._public_timings else private).update(timings)
+            if self._public_timings:
+                public |= {name: timings[name] for name in PUBLIC_TIMINGS}
+            private |= timings
             self._public.scalars(step, public)
             self._private.scalars(step, private)
         self._progress.update(step, self._console(epsilon, record, timings))

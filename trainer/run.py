@@ -47,8 +47,8 @@ class Run:
 
     @property
     def checkpoint_interval(self) -> int:
-        """Steps between checkpoints. By default 1 % of the run: what one crash costs is then within the reserve."""
-        return self.config.train.checkpoint_every or max(1, self.config.train.num_steps // 100)
+        """Steps between checkpoints; by default a twentieth of the reserve, so that it lasts for twenty crashes."""
+        return self.config.train.checkpoint_every or max(1, self.plan.reserved_attempts // 20)
 
     def checkpoint_facts(self) -> dict[str, Any]:
         """What a manifest says beside the weights; a checkpoint without it would be a model without a guarantee."""

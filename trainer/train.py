@@ -1,6 +1,7 @@
 """Builds a run from its configuration, in the order in which things can be refused, and trains it."""
 
 import hashlib
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from data.errors import DataError
 from data.examples import CaptionExample
 from data.loader import Loader
 from data.shards import common_root, expand_shards
-from data.tar_index import ExampleTable, build_index
+from data.tar_index import MANIFEST, ExampleTable, build_index
 from data.tokenizer import CaptionTokenizer
 from models.captioner import Captioner, build_captioner
 from models.config import CaptionerConfig, captioner_config
@@ -24,7 +25,7 @@ from trainer.audit_members import MembersLog
 from trainer.batches import LogicalBatches
 from trainer.checkpoint import Checkpoint, newest_checkpoint
 from trainer.config import EngineName, RunConfig, to_toml
-from trainer.distributed import Ranks, on_main
+from trainer.distributed import Ranks, first_on_main, on_main
 from trainer.ds_config import MachineSettings
 from trainer.engines import build_engine
 from trainer.engines.base import Engine
@@ -53,12 +54,11 @@ def train(
     """
     folder = RunFolder(run_dir)
     on_main(lambda: _take(folder))
-    table = _training_table(config, folder, root)
-    tokenizer = CaptionTokenizer.from_file(resolve_path(config.data.tokenizer, root))
-    model_config = _model_config(config, tokenizer)
-    heldout = _heldout(config, folder, root)
+    model_config = first_on_main(lambda: _model_config(config, root))
     model = build_captioner(model_config, generator=torch.Generator().manual_seed(config.train.seed))
     check_against_autograd(model, _synthetic_inputs(model_config))
+    heldout = _heldout(config, folder, root)
+    table = _training_table(config, folder, root)  # last of these: hashing a large data set takes hours
     ledger = open_run_ledger(folder, config.privacy, config.train.num_steps, table)
     resumed = _load_weights(folder, ledger, model)
     first_step = resumed.step + 1 if resumed is not None else 1
@@ -131,26 +131,49 @@ def _take(folder: RunFolder) -> None:
 
 
 def _training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTable:
-    shards = expand_shards(config.data.shards, root)
+    shards = first_on_main(lambda: expand_shards(config.data.shards, root))
     if config.data.index is None:
         index = folder.index
-        on_main(lambda: None if index.exists() else build_index(shards, index, progress=True))
+        on_main(lambda: _index_once(shards, index))
     else:
         index = resolve_path(config.data.index, root)
-    table = ExampleTable.open(index, common_root(shards))
+    table = first_on_main(lambda: _open_table(index, shards))
     if len(table) == 0:
         raise DataError(f"{config.data.shards} holds no examples")
+    return table
+
+
+def _index_once(shards: list[Path], index: Path) -> None:
+    if not (index / MANIFEST).exists():  # without it an earlier start was cut short
+        shutil.rmtree(index, ignore_errors=True)
+        build_index(shards, index, progress=True)
+
+
+def _open_table(index: Path, shards: list[Path]) -> ExampleTable:
+    """The index, if it is one of exactly these shards: a changed pattern must never train on yesterday's files."""
+    folder = common_root(shards)
+    table = ExampleTable.open(index, folder)
+    wanted, indexed = {str(s.relative_to(folder)) for s in shards}, {entry.name for entry in table.entries}
+    if wanted != indexed:
+        raise DataError(
+            f"the index {index} is of other shards than those asked for (first difference: {min(wanted ^ indexed)}); "
+            "build one for these shards with prepare.py index, or choose another run folder"
+        )
     return table
 
 
 def _heldout(config: RunConfig, folder: RunFolder, root: Path) -> Heldout | None:
     if config.heldout is None:
         return None
-    shards = expand_shards(config.heldout.shards, root)
+    heldout, data = config.heldout, config.data
+    shards = first_on_main(lambda: expand_shards(heldout.shards, root))
+    private = {s.resolve() for s in first_on_main(lambda: expand_shards(data.shards, root))}
+    if config.heldout.is_public and any(s.resolve() in private for s in shards):
+        raise DataError("heldout.shards contains training shards, so it cannot be declared public (heldout.is_public)")
     index = folder.private / "heldout-index"
-    on_main(lambda: None if index.exists() else build_index(shards, index))
+    on_main(lambda: _index_once(shards, index))
     return Heldout(
-        ExampleTable.open(index, common_root(shards)),
+        _open_table(index, shards),
         _make_example(config, root, train=False),
         num_examples=config.heldout.num_examples,
         micro_batch_size=config.train.micro_batch_size,
@@ -163,7 +186,8 @@ def _make_example(config: RunConfig, root: Path, *, train: bool) -> CaptionExamp
     )
 
 
-def _model_config(config: RunConfig, tokenizer: CaptionTokenizer) -> CaptionerConfig:
+def _model_config(config: RunConfig, root: Path) -> CaptionerConfig:
+    tokenizer = CaptionTokenizer.from_file(resolve_path(config.data.tokenizer, root))
     from_data = {
         "image_size": config.data.image_size,
         "num_tokens": config.data.num_tokens,

@@ -187,6 +187,26 @@ def test_a_stop_file_saves_and_exits_7_and_the_run_resumes(tmp_path: Path) -> No
     assert count(run_dir, "intent") == 40
 
 
+def test_an_override_given_twice_is_refused(tmp_path: Path) -> None:
+    """What an unquoted {0..1} becomes in a shell."""
+    refused(train_arguments(tmp_path / "run", "data.shards=a-0.tar", "data.shards=a-1.tar"), 2, "data.shards", "once")
+
+
+def test_training_shards_are_no_public_heldout_data(tmp_path: Path) -> None:
+    refused(train_arguments(tmp_path / "run", "heldout.shards=data/demo/train-00000.tar"), 2, "heldout")
+
+
+def test_other_shards_of_the_same_folder_need_another_index(finished: Path, tmp_path: Path) -> None:
+    run_dir = copied(finished, tmp_path)
+    refused(train_arguments(run_dir, "train.num_steps=2", "data.shards=data/demo/train-0000[01].tar"), 2, "index")
+
+
+def test_an_index_that_was_cut_short_is_made_again(finished: Path, tmp_path: Path) -> None:
+    run_dir = copied(finished, tmp_path)
+    (run_dir / "private" / "index" / "manifest.json").unlink()
+    assert alone(train_arguments(run_dir, "train.num_steps=2")).returncode == 0
+
+
 def test_help_and_bad_arguments() -> None:
     assert "--ds_config" in alone(["--help"]).stdout
     result = alone(["--recipe", RECIPE])

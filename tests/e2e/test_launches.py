@@ -1,5 +1,6 @@
 """The launcher as a user calls it: every ZeRO stage, and no crash at exit."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import free_port, quiet_environment
+from tests.distributed.ranks import ROOT, free_port, quiet_environment
 from tests.e2e.launch import alone, count, kill_group, launch, ledger_lines, train_arguments
 
 
@@ -38,6 +39,39 @@ def test_a_launch_of_each_stage(tmp_path: Path, stage: int) -> None:
 def test_twenty_launches_of_each_stage(tmp_path: Path, stage: int) -> None:
     for i in range(20):
         launch_and_check(tmp_path / str(i), stage)
+
+
+def test_sigterm_to_the_launcher_saves_and_exits_7(tmp_path: Path) -> None:
+    """It reaches the whole process tree, data workers included; those must outlive it until the trainer has stopped."""
+    run_dir = tmp_path / "run"
+    arguments = train_arguments(
+        run_dir, "train.num_steps=4000", "heldout.num_captions=0", "train.checkpoint_every=1000"
+    )
+    deepspeed = str(Path(sys.executable).parent / "deepspeed")
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(
+            [deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), "launch_scripts/train.py", *arguments],
+            cwd=ROOT, env=quiet_environment(), stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while count(run_dir, "done") < 3:
+            assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.01)
+        for line in subprocess.run(
+            ["ps", "-eo", "pid,sid"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()[1:]:
+            pid, session = map(int, line.split())
+            if session == launcher.pid and pid != launcher.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        launcher.wait(timeout=90)
+    finally:
+        kill_group(launcher)
+    said = (tmp_path / "log").read_text()
+    assert "stopped on request" in said, said[-3000:]
+    done = count(run_dir, "done")
+    assert (run_dir / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
 
 
 def test_moving_between_engines_and_world_sizes(tmp_path: Path) -> None:

@@ -95,5 +95,5 @@ def check_cluster_command(words: list[str]) -> None:
     overrides = [word.replace("'", "") for word in words if re.match(r"^[a-z]+\.[a-z_]+=", word)]
     config = load_config(ROOT / options["--recipe"], overrides)
     machine = load_machine_settings(ROOT / options["--ds_config"])
-    assert config.data.shards.startswith("/shared/")
+    assert config.data.shards.startswith("/shared/") and config.data.index is not None
     assert resolve(machine, micro_batch_size=config.train.micro_batch_size, world_size=128)["gradient_clipping"] == 0.0

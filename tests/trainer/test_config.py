@@ -145,7 +145,7 @@ def test_override_values(recipe: Path) -> None:
     config = load_config(
         recipe,
         [
-            "train.num_steps=4", "train.num_steps=5", "optimizer.betas=[0.8, 0.99]", "optimizer.peak_lr=2",
+            "train.num_steps=5", "optimizer.betas=[0.8, 0.99]", "optimizer.peak_lr=2",
             "data.shards=/data/x=1/train-{0..3}.tar", "model.overrides.decoder_depth=3", "heldout.shards=h.tar",
             "heldout.is_public=true",
         ],

@@ -151,7 +151,7 @@ def _skip_shared_memory_op() -> None:
 
 def _read_back(engine: Any, machine: MachineSettings, micro_batch_size: int) -> None:
     """What DeepSpeed understood is what was meant (contract 14): its defaults change between versions."""
-    wanted = {
+    wanted: dict[str, tuple[Any, Any]] = {
         "gradient_clipping": (engine.gradient_clipping(), 0.0),
         "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), 1),
         "train_micro_batch_size_per_gpu": (engine.train_micro_batch_size_per_gpu(), micro_batch_size),
@@ -159,6 +159,8 @@ def _read_back(engine: Any, machine: MachineSettings, micro_batch_size: int) -> 
         "bf16.enabled": (engine.bfloat16_enabled(), machine.compute_dtype == torch.bfloat16),
         "fp16.enabled": (engine.fp16_enabled(), False),
     }
+    if machine.stage == 3:
+        wanted["data_types.grad_accum_dtype"] = (engine.optimizer.gradient_accumulation_dtype, torch.float32)
     for key, (actual, expected) in wanted.items():
         if actual != expected:
             raise RuntimeError(f"DeepSpeed runs with {key} = {actual}, but {expected} was asked for")

@@ -164,4 +164,4 @@ def test_contract_4_an_example_among_many_that_push_every_rounding_its_way() -> 
     total.add_micro_batch(model, one, torch.zeros(1, dtype=torch.bool))
     after = oracle.flat(dict(total.sums()))
     assert float((after - before).norm()) <= total.sensitivity * (1 + SENSITIVITY_SLACK)
-    assert float((after / (scale * (rows * batches + 1)) - 1).abs().max()) <= 1e-6
+    assert float((after / (scale * (rows * batches + 1)) - 1).abs().max()) <= 1e-4
