@@ -276,6 +276,9 @@ def _end_with_parent(_worker: int) -> None:
 
     torch's own watchdog compares parent ids; a worker's parent is the fork server, which lives as long as its workers.
     """
+    from data.worker_signals import leave_to_trainer  # importing it has an effect that only a worker may have
+
+    leave_to_trainer()
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_wait_and_exit, args=(parent.sentinel,), daemon=True).start()
