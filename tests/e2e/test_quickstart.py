@@ -83,7 +83,7 @@ def test_readme_python_commands_run(tmp_path: Path) -> None:
             continue
         assert result.returncode == 0, command + result.stdout[-2000:] + result.stderr[-2000:]
         seen.add(words[1])
-    assert len(seen) == 4
+    assert len(seen) == 5
 
 
 def check_cluster_command(words: list[str]) -> None:
