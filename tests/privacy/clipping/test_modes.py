@@ -142,3 +142,16 @@ def test_contract_6_autocast_does_not_reach_norms_and_sums(mode: str) -> None:
         sums.append(dict(total.sums()))
         assert all(value.dtype == torch.float32 for value in sums[-1].values())
     assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+def test_the_captioner_in_float64_equals_the_loop(mode: str) -> None:
+    """The model that is really trained, clipping active for half of the batch."""
+    from tests.distributed.test_engines import double, pairs, tiny_captioner
+
+    model, inputs = tiny_captioner(torch.float64), double(pairs())
+    c = oracle.median_norm(model, model, inputs)
+    total = ClippedSum(model, c, mode=mode)  # type: ignore[arg-type]
+    stats = total.add_micro_batch(model, inputs, torch.zeros(7, dtype=torch.bool))
+    assert 2 <= int(stats.num_clipped) <= 5
+    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, inputs, c)) < 1e-9
