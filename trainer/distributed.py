@@ -98,13 +98,10 @@ def start(ranks: Ranks) -> torch.device:
     device = torch.device("cuda", ranks.local_rank % max(torch.cuda.device_count(), 1)) if use_cuda else None
     if device is not None:
         torch.cuda.set_device(device)
-    store = (
-        dist.TCPStore(
-            ranks.address, ranks.port if ranks.world_size > 1 else 0, ranks.world_size, is_master=ranks.is_main
-        )
-        if "TORCHELASTIC_RUN_ID" not in os.environ
-        else None
-    )
+    torch.set_float32_matmul_precision(
+        "highest"
+    )  # fp32 norms and sums are fp32 (contract 6), whatever the image's defaults
+    store = _rendezvous(ranks)
     _export(ranks)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
@@ -115,6 +112,18 @@ def start(ranks: Ranks) -> torch.device:
         timeout=COLLECTIVE_TIMEOUT,
     )
     return device or torch.device("cpu")
+
+
+def _rendezvous(ranks: Ranks) -> dist.TCPStore | None:
+    """Rank 0's store; None under torchrun, which has its own."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return None
+    port = ranks.port if ranks.world_size > 1 else 0
+    try:
+        return dist.TCPStore(ranks.address, port, ranks.world_size, is_master=ranks.is_main)
+    except dist.DistNetworkError as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"no rendezvous at {ranks.address}:{port} (MASTER_ADDR, MASTER_PORT): {reason}") from error
 
 
 def _export(ranks: Ranks) -> None:

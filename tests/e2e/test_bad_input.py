@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import socket
 import tarfile
 import time
 from pathlib import Path
@@ -218,4 +219,15 @@ def test_an_error_under_the_launcher_keeps_its_exit_code(tmp_path: Path) -> None
     result = launch(train_arguments(tmp_path / "run", "privacy.expected_batch_size=3001"))
     assert result.returncode == 2
     assert result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        result = alone(train_arguments(tmp_path / "run"), **ranks, MASTER_PORT=str(taken.getsockname()[1]))
+    assert result.returncode == 2
+    assert result.stderr.strip().splitlines()[-1].startswith("error: no rendezvous at 127.0.0.1:")
     assert "Traceback" not in result.stderr
