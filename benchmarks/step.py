@@ -10,7 +10,6 @@ CUDA), torch's FlopCounterMode for FLOPs. With --json one JSON object on stdout,
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -227,7 +226,13 @@ def _peak_memory(mode: str, workload: Workload, device: torch.device, dtype: tor
         step()
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _high_water_mark()
+
+
+def _high_water_mark() -> int:
+    """Largest resident size of this process in bytes. (ru_maxrss would start at the size of the process that started it.)"""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
 
 
 def _note(text: str) -> None:
