@@ -238,7 +238,7 @@ def reduce_scatter_sum(out: Tensor, rows: Tensor) -> None:
     function(out, rows.view(-1))
 
 
-def all_gather_rows(out: Tensor, row: Tensor) -> None:
-    """out (world_size, K) = every rank's row (K,)."""
+def all_gather_rows(out: Tensor, row: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """out (ranks of the group, K) = every rank's row (K,); the group of all ranks by default."""
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    function(out.view(-1), row)
+    function(out.view(-1), row, group=group)
