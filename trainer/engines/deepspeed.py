@@ -15,11 +15,11 @@ from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
 from trainer import distributed
+from trainer.activation_checkpointing import checkpoint_blocks
 from trainer.config import OptimizerSection
 from trainer.ds_config import MachineSettings, resolve
 from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState
-from trainer.errors import ConfigError
-from trainer.optimizer import MOMENTS, make_optimizer, parameter_groups
+from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 
 
 class _Span(NamedTuple):
@@ -43,20 +43,18 @@ class DeepSpeedEngine:
         device: torch.device,
         micro_batch_size: int,
     ) -> None:
-        if machine.offloads:
-            raise ConfigError(
-                f"ds_config {machine.path}: offload is not supported yet; remove offload_optimizer/_param"
-            )
+        checkpoint_blocks(module, machine)
         _skip_shared_memory_op()
         self._parameters: dict[str, Any] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.shapes = {name: p.shape for name, p in self._parameters.items()}
-        groups = parameter_groups(self._parameters.items(), self.shapes, optimizer.weight_decay)
+        groups = parameter_groups(self._parameters.items(), self.shapes, optimizer)
         config = resolve(machine, micro_batch_size=micro_batch_size, world_size=distributed.world_size())
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         self._engine, *_ = deepspeed.initialize(
             model=module.to(device), optimizer=make_optimizer(groups, optimizer), config=config
         )
         self._stage = machine.stage
+        self._config = optimizer
         self.device = device
         self.compute_dtype = machine.compute_dtype
         self.module: nn.Module = self._engine.module
@@ -65,12 +63,17 @@ class DeepSpeedEngine:
         spans = _zero3_spans if self._stage == 3 else _zero12_spans
         self._spans = list(spans(self._zero, self._parameters, self.shapes))
         self.layout = ShardLayout(tuple(distributed.gather_objects(tuple(s.piece for s in self._spans))))
+        segments: dict[Tensor, list[Segment]] = {flat: [] for flat in self._flat_partitions()}
+        for span in self._spans:
+            segments[self._flat_partitions()[span.group]].append(
+                Segment(span.piece.name, span.start, span.piece.length)
+            )
+        bind_segments(self._zero.optimizer, segments, sharded=True)
 
-    def step(self, shards: Sequence[GradShard], *, lr: float) -> None:
+    def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         hand_off = self._hand_off_zero3 if self._stage == 3 else self._hand_off_zero12
         hand_off(shards)
-        for group in self._zero.param_groups:
-            group["lr"] = lr
+        set_step(self._zero.param_groups, lr=lr, noise_variance=noise_variance)
         self._engine.step()
         if self._engine.skipped_steps:
             raise RuntimeError("DeepSpeed skipped a step: its overflow check must never decide about a noised gradient")
@@ -101,16 +104,15 @@ class DeepSpeedEngine:
         for span in self._spans:
             flat = partitions[span.group]
             tensors = {"param": _part(flat, span)}
-            tensors |= {k: _part(v, span) for k, v in self._zero.optimizer.state.get(flat, {}).items() if k in MOMENTS}
+            found = self._zero.optimizer.state.get(flat, {})
+            tensors |= {kind: _part(found[kind], span) for kind in moments(self._config) if kind in found}
             yield ShardState(span.piece, tensors)
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
         """The module's own (compute dtype) weights must have been set before the engine was built."""
         partitions = self._flat_partitions()
-        if num_steps > 0:
-            for flat in partitions:
-                moments = {key: torch.zeros_like(flat) for key in MOMENTS}
-                self._zero.optimizer.state[flat] = {"step": torch.tensor(float(num_steps)), **moments}
+        for flat in partitions:
+            self._zero.optimizer.state[flat] = fresh_state(self._config, flat, num_steps)
         for span in self._spans:
             flat = partitions[span.group]
             for key, values in states[span.piece].items():

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer import distributed
+from trainer.activation_checkpointing import checkpoint_blocks
 from trainer.config import OptimizerSection
 from trainer.ds_config import MachineSettings
 from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState, even_layout
 from trainer.errors import ConfigError
-from trainer.optimizer import MOMENTS, make_optimizer, parameter_groups
+from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 
 
 class LocalEngine:
@@ -25,8 +26,9 @@ class LocalEngine:
     def __init__(
         self, module: nn.Module, optimizer: OptimizerSection, machine: MachineSettings, device: torch.device
     ) -> None:
-        if machine.offloads:
+        if machine.offload_optimizer or machine.offload_param:
             raise ConfigError(f"ds_config {machine.path}: engine local cannot offload; use --engine deepspeed")
+        checkpoint_blocks(module, machine)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.shapes = {name: p.shape for name, p in trainable.items()}
         self.layout: ShardLayout = even_layout(self.shapes, distributed.world_size())
@@ -38,15 +40,15 @@ class LocalEngine:
         }
         wide = next(iter(self._masters.values())).dtype
         self.module = module.to(device, self.compute_dtype if wide == torch.float32 else wide)
-        self._optimizer = make_optimizer(
-            parameter_groups(self._masters.items(), self.shapes, optimizer.weight_decay), optimizer
-        )
+        self._config = optimizer
+        self._optimizer = make_optimizer(parameter_groups(self._masters.items(), self.shapes, optimizer), optimizer)
+        whole = {master: [Segment(name, 0, master.numel())] for name, master in self._masters.items()}
+        bind_segments(self._optimizer, whole, sharded=False)
 
-    def step(self, shards: Sequence[GradShard], *, lr: float) -> None:
+    def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         for name, gradient in self._gather(shards).items():
             self._masters[name].grad = gradient.view(self.shapes[name])
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        set_step(self._optimizer.param_groups, lr=lr, noise_variance=noise_variance)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._copy_to_module()
@@ -80,14 +82,14 @@ class LocalEngine:
         for piece in self.layout.owned_by(distributed.rank()):
             master = self._masters[piece.name]
             tensors = {"param": _part(master, piece)}
-            tensors |= {k: _part(v, piece) for k, v in self._optimizer.state.get(master, {}).items() if k in MOMENTS}
+            found = self._optimizer.state.get(master, {})
+            tensors |= {kind: _part(found[kind], piece) for kind in moments(self._config) if kind in found}
             yield ShardState(piece, tensors)
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
         """Takes all coordinates, since every rank holds everything."""
         for master in self._masters.values():
-            moments = {key: torch.zeros_like(master) for key in MOMENTS} if num_steps > 0 else {}
-            self._optimizer.state[master] = {"step": torch.tensor(float(num_steps)), **moments} if moments else {}
+            self._optimizer.state[master] = fresh_state(self._config, master, num_steps)
         for piece, tensors in states.items():
             master = self._masters[piece.name]
             for key, values in tensors.items():
