@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from trainer.errors import ConfigError
 
@@ -104,13 +112,55 @@ class PrivacySection(Section):
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+OptimizerName = Literal["adamw", "lamb", "lars", "sgd"]
+OPTIMIZER_KEYS: dict[str, tuple[OptimizerName, ...]] = {
+    "betas": ("adamw", "lamb"),
+    "eps": ("adamw", "lamb"),
+    "noise_bias_correction": ("adamw",),
+    "variance_floor": ("adamw",),
+    "momentum": ("lars", "sgd"),
+    "trust_coefficient": ("lars",),
+}
+"""Which optimizers a key belongs to; the others belong to all."""
+
+
 class OptimizerSection(Section):
-    name: Literal["adamw"] = "adamw"
+    """See trainer/optimizers. A key that the named optimizer does not have is an error."""
+
+    name: OptimizerName = "adamw"
     peak_lr: float = Field(gt=0)
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # TOML has lists only
     eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    trust_coefficient: float = Field(1e-3, gt=0)
+    """LARS: eta of the publication."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled; biases, norms and other vectors are excluded."""
+    """Decoupled (SGD and LARS: added to the gradient); biases, norms and other vectors are excluded."""
+    noise_bias_correction: bool = False
+    """DP-AdamBC (Tang et al. 2023): subtracts the known variance of the noise from AdamW's second moment."""
+    variance_floor: float | None = Field(None, gt=0)
+    """gamma' of DP-AdamBC, in place of eps: the least corrected second moment, in squared units of the averaged gradient."""
+
+    @model_validator(mode="after")
+    def _keys_belong(self) -> "OptimizerSection":
+        for key, names in OPTIMIZER_KEYS.items():
+            if key in self.model_fields_set and self.name not in names:
+                raise ValueError(f"{key} belongs to {' and '.join(names)}, not to {self.name}")
+        if self.noise_bias_correction != (self.variance_floor is not None):
+            raise ValueError(
+                "noise_bias_correction = true and variance_floor go together; a tenth of the noise variance "
+                "(noise_multiplier * max_grad_norm / expected_batch_size)^2 is a floor to start from"
+            )
+        if self.noise_bias_correction and "eps" in self.model_fields_set:
+            raise ValueError("eps has no place beside noise_bias_correction; variance_floor stands for it")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _own_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the keys of other optimizers, so that what is written can be read."""
+        others = {key for key, names in OPTIMIZER_KEYS.items() if self.name not in names}
+        others |= {"eps"} if self.noise_bias_correction else set()
+        return {key: value for key, value in dump(self).items() if key not in others}
 
 
 class ScheduleSection(Section):
@@ -152,6 +202,13 @@ class RunConfig(Section):
     optimizer: OptimizerSection
     schedule: ScheduleSection = ScheduleSection()
     train: TrainSection
+
+    @model_validator(mode="after")
+    def _there_is_noise_to_correct(self) -> "RunConfig":
+        noiseless = not self.privacy.enabled or self.privacy.noise_multiplier == 0
+        if self.optimizer.noise_bias_correction and noiseless:
+            raise ValueError("optimizer.noise_bias_correction: there is no noise to correct for; remove it")
+        return self
 
     @model_validator(mode="after")
     def _every_step_moves(self) -> "RunConfig":

@@ -22,8 +22,8 @@ from trainer.checkpoint import checkpoint_name, newest_checkpoint, save_checkpoi
 from trainer.engines.base import GradShard
 from trainer.engines.reduction import reduce_to_owners
 from trainer.heldout import to_device
-from trainer.optimizer import learning_rate
 from trainer.report_step import StepReporter
+from trainer.schedule import learning_rate
 from trainer.stopping import StopRequests
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from trainer.ds_config import load_machine_settings
 from trainer.engines import build_engine
 from trainer.engines.reduction import reduce_to_owners
 from trainer.loop import train_step
-from trainer.optimizer import make_optimizer, parameter_groups
+from trainer.optimizers import make_optimizer, parameter_groups
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
 OPTIMIZER = OptimizerSection(peak_lr=1e-2, eps=1e-4, weight_decay=0.01)
@@ -167,7 +167,7 @@ def rank_three_steps(device: torch.device, name: str, stage: int, counts: tuple[
 @pytest.mark.parametrize("counts", [(5, 2), (7,)])
 def test_without_noise_and_clipping_it_is_ordinary_training(name: str, stage: int, counts: tuple[int, ...]) -> None:
     model, inputs = tiny_captioner(), pairs()
-    groups = parameter_groups(list(model.named_parameters()), {n: p.shape for n, p in model.named_parameters()}, 0.01)
+    groups = parameter_groups(list(model.named_parameters()), {n: p.shape for n, p in model.named_parameters()}, OPTIMIZER)
     optimizer = make_optimizer(groups, OPTIMIZER)
     for _ in range(3):
         optimizer.zero_grad()

@@ -101,7 +101,7 @@ def test_round_trip_of_awkward_values(recipe: Path, tmp_path: Path) -> None:
         ("optimizer.betas=[0.9]", "optimizer.betas"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas"),
         ("optimizer.betas=[-0.1, 0.9]", "optimizer.betas"),
-        ("optimizer.name=lamb", "optimizer.name"),
+        ("optimizer.name=adagrad", "optimizer.name"),
         ("privacy.target_delta=1", "privacy.target_delta"),
         ("privacy.max_grad_norm=0", "privacy.max_grad_norm"),
         ("privacy.noise_multiplier=-1", "privacy.noise_multiplier"),

@@ -12,7 +12,7 @@ from privacy.calibration import MIN_NOISE_MULTIPLIER
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.plan import PrivacyPlan, make_plan
 from trainer.config import RunConfig, load_config
-from trainer.optimizer import learning_rate
+from trainer.schedule import learning_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

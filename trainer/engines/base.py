@@ -99,8 +99,12 @@ class Engine(Protocol):
     compute_dtype: torch.dtype
     device: torch.device
 
-    def step(self, shards: Sequence[GradShard], *, lr: float) -> None:
-        """Hands the owned gradient shards to the optimizer and takes one step."""
+    def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+        """Hands the owned gradient shards to the optimizer and takes one step.
+
+        Args:
+            noise_variance: of the noise in the second moment, for DP-AdamBC (see `trainer.optimizers.set_step`).
+        """
         ...
 
     def state(self) -> Iterable[ShardState]:

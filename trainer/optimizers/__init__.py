@@ -1,0 +1,99 @@
+"""Optimizers of noised gradients: AdamW, LAMB, LARS and SGD with momentum; DP-AdamBC as an option of AdamW.
+
+What an engine does with them:
+
+    groups = parameter_groups(named_parameters, shapes, config)
+    optimizer = make_optimizer(groups, config)            # over whole parameters, shards or flat partitions of them
+    bind_segments(optimizer, segments, sharded=True)      # which named parameter each coordinate belongs to
+    set_step(optimizer.param_groups, lr=lr, noise_variance=noise_variance); optimizer.step()
+
+`moments` names the per-coordinate states that a checkpoint keeps, `fresh_state` makes them anew for a resume.
+All of it is post-processing of noised sums: nothing here sees an example.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import OptimizerSection
+from trainer.optimizers.adam_bc import AdamBC
+from trainer.optimizers.lamb import Lamb
+from trainer.optimizers.lars import Lars
+from trainer.optimizers.layer_wise import Segment, bind_segments
+
+__all__ = [
+    "Segment",
+    "bind_segments",
+    "fresh_state",
+    "make_optimizer",
+    "moments",
+    "parameter_groups",
+    "set_step",
+]
+
+LAYER_WISE = ("lamb", "lars")
+
+
+def is_matrix(shape: torch.Size) -> bool:
+    """Weight decay and trust ratios are for matrices: biases, norms and tokens (one row) are excluded, as published."""
+    return sum(size > 1 for size in shape) >= 2
+
+
+def parameter_groups(
+    parameters: Iterable[tuple[str, nn.Parameter]], shapes: Mapping[str, torch.Size], config: OptimizerSection
+) -> list[dict[str, Any]]:
+    """Groups with and without weight decay (and trust ratios); empty ones are left out. Equal order on every rank.
+
+    Args:
+        parameters: (name, parameter) pairs.
+        shapes: full shapes by name; a sharded parameter's own may be another.
+    """
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        matrix = is_matrix(shapes[name])
+        key = (config.weight_decay if matrix else 0.0, matrix and config.name in LAYER_WISE)
+        groups.setdefault(key, []).append(parameter)
+    return [{"params": params, "weight_decay": decay, "layer_wise": ratio} for (decay, ratio), params in groups.items()]
+
+
+def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.optim.Optimizer:
+    """The optimizer that the recipe names. The rate given here is never used: `set_step` sets it.
+
+    AdamW: Loshchilov and Hutter 2019. SGD: torch's, heavy-ball momentum, weight decay added to the gradient.
+    """
+    match config.name:
+        case "adamw" if config.noise_bias_correction:
+            assert config.variance_floor is not None
+            return AdamBC(groups, lr=config.peak_lr, betas=config.betas, variance_floor=config.variance_floor)
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps)
+        case "lamb":
+            return Lamb(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps)
+        case "lars":
+            return Lars(groups, lr=config.peak_lr, momentum=config.momentum, trust_coefficient=config.trust_coefficient)
+        case "sgd":
+            return torch.optim.SGD(groups, lr=config.peak_lr, momentum=config.momentum)
+
+
+def moments(config: OptimizerSection) -> tuple[str, ...]:
+    """Names of the per-coordinate states, in the optimizer's `state` and in checkpoints."""
+    if config.name in ("adamw", "lamb"):
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if config.momentum > 0 else ()
+
+
+def fresh_state(config: OptimizerSection, parameter: Tensor, num_steps: int) -> dict[str, Tensor]:
+    """`optimizer.state[parameter]` after `num_steps` steps, with moments of zero, for `load_state` to fill."""
+    if num_steps == 0:
+        return {}
+    zeros = {name: torch.zeros_like(parameter, requires_grad=False) for name in moments(config)}
+    return {"step": torch.tensor(float(num_steps)), **zeros}
+
+
+def set_step(param_groups: Iterable[dict[str, Any]], *, lr: float, noise_variance: float) -> None:
+    """Sets what differs between steps: the rate, and the variance of the noise in the second moment (for DP-AdamBC)."""
+    for group in param_groups:
+        group["lr"] = lr
+        group["noise_variance"] = noise_variance
