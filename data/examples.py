@@ -68,3 +68,48 @@ class CaptionExample:
         tokens_L, mask_L = self.tokenizer.encode("", self.num_tokens)
         image_CHW = np.zeros((3, self.image_size, self.image_size), dtype=np.float32)
         return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L}
+
+
+@dataclass(frozen=True)
+class MaskedImageExample:
+    """Image and mask: images_CHW float32, mask_P bool with the same number of visible patches in every example.
+
+    Attributes:
+        image_size, patch_size: in pixels.
+        num_visible: patches that stay visible.
+        train: random crop, flip and mask from the example's key; otherwise the centre, with one fixed mask.
+    """
+
+    image_size: int
+    patch_size: int
+    num_visible: int
+    train: bool = True
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    def __call__(self, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
+        """Decodes the image; the caption is not looked at.
+
+        Raises:
+            DecodeError: no image, or one that cannot be decoded.
+        """
+        if raw.image is None:
+            raise DecodeError("the example has no image")
+        size = self.image_size
+        image_CHW = train_image(raw.image, size, key) if self.train else eval_image(raw.image, size)
+        return {"images_CHW": image_CHW, "mask_P": self.mask(key if self.train else 0)}
+
+    def mask(self, key: int) -> np.ndarray:
+        """(P,) bool: every set of `num_visible` visible patches is equally likely."""
+        # A stream of its own beside that of the crop, which has this key too.
+        rng = np.random.Generator(np.random.Philox(key=[int(key), 1]))
+        mask_P = np.ones(self.num_patches, dtype=bool)
+        mask_P[rng.permutation(self.num_patches)[: self.num_visible]] = False
+        return mask_P
+
+    def padding(self) -> dict[str, np.ndarray]:
+        """A black image with the fixed mask."""
+        image_CHW = np.zeros((3, self.image_size, self.image_size), dtype=np.float32)
+        return {"images_CHW": image_CHW, "mask_P": self.mask(0)}

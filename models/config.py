@@ -1,4 +1,4 @@
-"""Frozen model configurations and the registry of sizes.
+"""Frozen model configurations and the registry of captioner sizes (masked autoencoders: `models.mae_config`).
 
 `SIZES` holds the encoder and decoder shapes of DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506,
 section 4 and the released model definitions; its "Small" is 576 wide and its "Large" has a 768 wide decoder), and two
@@ -10,16 +10,18 @@ small sizes for tests and the quickstart.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from models.errors import ModelConfigError
+
+Config = TypeVar("Config", bound=Any)
 
 PositionKind = Literal["sincos", "learned"]
 NormPosition = Literal["pre", "post"]
 
 
-def _check_types(config: Any) -> None:
+def check_types(config: Any) -> None:
     """Refuse values of another type than the field's, so that a quoted number in a recipe gives one clear line."""
     for field in fields(config):
         value = getattr(config, field.name)
@@ -35,7 +37,7 @@ def _check_types(config: Any) -> None:
             raise ModelConfigError(f"{field.name} must be a {field.type.__name__}, got {value!r}")
 
 
-def _check_positive(config: Any, *names: str) -> None:
+def check_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if not 0 < value < float("inf"):
@@ -48,8 +50,8 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _check_transformer(config: "VitConfig | DecoderConfig", part: str) -> None:
-    _check_types(config)
-    _check_positive(config, "width", "depth", "num_heads", "mlp_ratio", "norm_eps")
+    check_types(config)
+    check_positive(config, "width", "depth", "num_heads", "mlp_ratio", "norm_eps")
     _check_choice("position", config.position, ("sincos", "learned"))
     if config.width % config.num_heads:
         raise ModelConfigError(f"{part} width {config.width} is not a multiple of its num_heads {config.num_heads}")
@@ -81,7 +83,7 @@ class VitConfig:
 
     def __post_init__(self) -> None:
         _check_transformer(self, "encoder")
-        _check_positive(self, "image_size", "patch_size", "num_channels")
+        check_positive(self, "image_size", "patch_size", "num_channels")
         if self.image_size % self.patch_size:
             raise ModelConfigError(f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}")
 
@@ -125,7 +127,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         _check_transformer(self, "decoder")
-        _check_positive(self, "embedding_std")
+        check_positive(self, "embedding_std")
         _check_choice("norm_position", self.norm_position, ("pre", "post"))
 
 
@@ -149,8 +151,8 @@ class CaptionerConfig:
     eos_id: int = 102
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_positive(self, "vocab_size")
+        check_types(self)
+        check_positive(self, "vocab_size")
         if self.num_tokens < 2:
             raise ModelConfigError(f"num_tokens must be at least 2 (first and last token), got {self.num_tokens}")
         special = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
@@ -193,14 +195,31 @@ SIZES: Mapping[str, CaptionerConfig] = {
 _SHORT_NAMES = ("image_size", "patch_size")  # of the encoder; every other field of a part carries the part's name
 
 
-def _override_targets() -> dict[str, tuple[str, str]]:
-    """Override name -> (part, field), where part is "", "encoder" or "decoder"."""
-    targets = {f.name: ("", f.name) for f in fields(CaptionerConfig) if f.name not in ("encoder", "decoder")}
-    for part, config_class in (("encoder", VitConfig), ("decoder", DecoderConfig)):
+def _override_targets(whole: type, parts: Mapping[str, type]) -> dict[str, tuple[str, str]]:
+    """Override name -> (part, field), where part is "" for the whole, or e.g. "encoder"."""
+    targets = {f.name: ("", f.name) for f in fields(whole) if f.name not in parts}
+    for part, config_class in parts.items():
         for field in fields(config_class):
             short = part == "encoder" and field.name in _SHORT_NAMES
             targets[field.name if short else f"{part}_{field.name}"] = (part, field.name)
     return targets
+
+
+def with_overrides(base: Config, overrides: Mapping[str, Any]) -> Config:
+    """A configuration with some fields replaced; those of a part are named `encoder_width`, `decoder_depth`, ...
+
+    Raises:
+        ModelConfigError: unknown field (the line lists the choices), or values that do not fit together.
+    """
+    parts = {f.name: type(getattr(base, f.name)) for f in fields(base) if is_dataclass(getattr(base, f.name))}
+    targets = _override_targets(type(base), parts)
+    changes: dict[str, dict[str, Any]] = {"": {}, **{part: {} for part in parts}}
+    for name, value in overrides.items():
+        if name not in targets:
+            raise ModelConfigError(f"unknown model field {name!r}; choose among {', '.join(sorted(targets))}")
+        part, field = targets[name]
+        changes[part][field] = value
+    return replace(base, **changes.pop(""), **{p: replace(getattr(base, p), **c) for p, c in changes.items()})
 
 
 def captioner_config(size: str, **overrides: Any) -> CaptionerConfig:
@@ -214,19 +233,14 @@ def captioner_config(size: str, **overrides: Any) -> CaptionerConfig:
     Raises:
         ModelConfigError: unknown size or field (the line lists the choices), or values that do not fit together.
     """
-    if size not in SIZES:
-        raise ModelConfigError(f"unknown model size {size!r}; choose one of {', '.join(SIZES)}")
-    targets = _override_targets()
-    parts: dict[str, dict[str, Any]] = {"": {}, "encoder": {}, "decoder": {}}
-    for name, value in overrides.items():
-        if name not in targets:
-            raise ModelConfigError(f"unknown model field {name!r}; choose among {', '.join(sorted(targets))}")
-        part, field = targets[name]
-        parts[part][field] = value
-    base = SIZES[size]
-    return replace(
-        base,
-        encoder=replace(base.encoder, **parts["encoder"]),
-        decoder=replace(base.decoder, **parts["decoder"]),
-        **parts[""],
-    )
+    return with_overrides(named_size(SIZES, size), overrides)
+
+
+def named_size(sizes: Mapping[str, Config], size: str) -> Config:
+    """
+    Raises:
+        ModelConfigError: unknown size; the line lists the choices.
+    """
+    if size not in sizes:
+        raise ModelConfigError(f"unknown model size {size!r}; choose one of {', '.join(sizes)}")
+    return sizes[size]

@@ -44,13 +44,14 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList([EncoderBlock(config) for _ in range(config.depth)])
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
 
-    def forward(self, images_BCHW: Tensor) -> Tensor:
+    def forward(self, images_BCHW: Tensor, visible_BK: Tensor | None = None) -> Tensor:
         """
         Args:
             images_BCHW: normalised pixels of any floating dtype; converted to the parameters' dtype.
+            visible_BK: int64 indices of the patches to look at, for masked autoencoders; all by default.
 
         Returns:
-            Normalised tokens (B, T, D), the class token first.
+            Normalised tokens (B, T, D), the class token first; T = K + 1 with `visible_BK`.
 
         Raises:
             ValueError: the images have another shape than the configuration says.
@@ -63,6 +64,9 @@ class VisionTransformer(nn.Module):
         patches_BPD = self.patch_embedding(images_BCHW).flatten(2).transpose(1, 2)
         class_token_B1D = self.class_token.expand(patches_BPD.shape[0], -1, -1)
         x_BTD = self.position(torch.cat([class_token_B1D, patches_BPD], dim=1))
+        if visible_BK is not None:
+            kept_BT = torch.cat([torch.zeros_like(visible_BK[:, :1]), visible_BK + 1], dim=1)
+            x_BTD = x_BTD.gather(1, kept_BT[:, :, None].expand(-1, -1, x_BTD.shape[2]))
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.norm(x_BTD)

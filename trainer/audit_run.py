@@ -19,7 +19,6 @@ from trainer.audit_canaries import CanaryCoins, read_canaries
 from trainer.checkpoint import Checkpoint, newest_checkpoint
 from trainer.config import RunConfig, load_config
 from trainer.errors import ConfigError
-from trainer.run import resolve_path
 from trainer.run_folder import RunFolder
 
 _BATCH = 32
@@ -52,7 +51,7 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
 
 def _in_the_data(folder: RunFolder, config: RunConfig, root: Path, coins: CanaryCoins) -> Check:
     """The shard with these canaries is part of what the run was trained on."""
-    index = folder.index if config.data.index is None else resolve_path(config.data.index, root)
+    index = folder.index if config.data.index is None else root / config.data.index
     try:
         shards = json.loads((index / "manifest.json").read_text())["shards"]
         found = any(shard["sha256"] == coins.shard_sha256 for shard in shards)
@@ -67,7 +66,7 @@ def canary_scores(checkpoint: Checkpoint, config: RunConfig, root: Path, coins: 
     """(N,) how much the loss of each canary fell; the loss of the untrained model takes out how hard a caption is."""
     facts = checkpoint.manifest.get("model", {})
     make_example = CaptionExample(
-        config.data.image_size, config.data.num_tokens, resolve_path(config.data.tokenizer, root), train=False
+        config.data.image_size, config.data.num_tokens, root / config.data.tokenizer, train=False
     )
     trained = _captioner(facts, seed=0)
     checkpoint.load_weights(trained)

@@ -23,7 +23,7 @@ from pydantic import (
 
 from trainer.errors import ConfigError
 
-EngineName = Literal["deepspeed", "local"]
+EngineName = Literal["deepspeed", "fsdp", "fairscale", "local"]
 
 
 class Section(BaseModel):
@@ -35,6 +35,7 @@ class Section(BaseModel):
 class ModelSection(Section):
     """What is trained. `overrides` sets single fields of the size's configuration, e.g. decoder depth."""
 
+    kind: Literal["captioner", "masked_autoencoder"] = "captioner"
     size: str
     overrides: dict[str, int | float | bool | str] = {}
 

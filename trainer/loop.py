@@ -21,10 +21,10 @@ from trainer import distributed
 from trainer.checkpoint import checkpoint_name, newest_checkpoint, save_checkpoint
 from trainer.engines.base import GradShard
 from trainer.engines.reduction import reduce_to_owners
-from trainer.heldout import to_device
 from trainer.report_step import StepReporter
 from trainer.schedule import learning_rate
 from trainer.stopping import StopRequests
+from trainer.tasks.base import to_device
 
 if TYPE_CHECKING:
     from trainer.run import Run
@@ -52,7 +52,7 @@ def train_step(run: "Run", step: int, micro_batches: Iterator[Batch]) -> StepRec
     num_undecodable = 0
     for batch in micro_batches:  # sum of clipped gradients: no noise, no division, no communication
         is_padding_B = batch.is_padding_B.to(run.engine.device)
-        stats.append(run.clipped.add_micro_batch(run.engine.module, to_device(batch, run.engine), is_padding_B))
+        stats.append(run.clipped.add_micro_batch(run.engine.module, to_device(batch.inputs, run.engine), is_padding_B))
         num_undecodable += batch.num_undecodable
 
     distributed.barrier()  # a rank that failed until here costs no charge

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer.batches import timings_are_public
-from trainer.heldout import contact_sheet
 from trainer.metrics import MetricsWriter
 from trainer.progress import ProgressLine
 
@@ -80,24 +79,26 @@ class StepReporter:
         }
 
     def heldout(self, step: int) -> None:
-        """Caption loss and sample captions of held-out images; public only where the recipe declares the data public."""
+        """Loss and samples of held-out examples; public only where the recipe declares the data public."""
         run = self._run
         assert run.heldout is not None and run.config.heldout is not None
         loss = run.heldout.loss(run.engine)
-        samples = run.heldout.captions(run.engine, run.config.heldout.num_captions)
+        samples = run.heldout.samples(run.engine, run.config.heldout.num_captions)
         if not self._is_main:
             return
         is_public = run.config.heldout.is_public
         writer = self._public if is_public else self._private
         writer.scalars(step, {"heldout/loss": loss})
-        print(f"held-out caption loss after step {step}: {loss:.4f}", flush=True)
+        print(f"held-out {run.heldout.loss_name} after step {step}: {loss:.4f}", flush=True)
+        texts = samples.lines if samples else []
         if samples:
-            writer.picture(step, "heldout/captions", contact_sheet(samples))
-            writer.text(step, "heldout/captions", "\n".join(f"* {s.generated!r} for {s.reference!r}" for s in samples))
-            for s in samples:
-                print(f"  model: {s.generated!r}   reference: {s.reference!r}", flush=True)
+            writer.picture(step, "heldout/samples", samples.picture_HWC)
+        if texts:
+            writer.text(step, "heldout/samples", "\n".join(f"* {own!r} for {reference!r}" for own, reference in texts))
+        for own, reference in texts:
+            print(f"  model: {own!r}   reference: {reference!r}", flush=True)
         folder = run.folder.evaluation if is_public else run.folder.private
-        lines = [{"step": step, "loss": loss, "captions": [[s.generated, s.reference] for s in samples]}]
+        lines = [{"step": step, "loss": loss, "captions": texts}]
         with (folder / "heldout.jsonl").open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 

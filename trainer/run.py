@@ -1,7 +1,6 @@
 """A run, put together: everything that `trainer/loop.py` needs for a step, built once per start."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from data.loader import Loader
@@ -60,8 +59,3 @@ class Run:
             "charged_attempts": self.ledger.num_charged,
             **self.model_facts,
         }
-
-
-def resolve_path(path: str, root: Path) -> Path:
-    """Paths in recipes are relative to the project root."""
-    return root / path

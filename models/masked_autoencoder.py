@@ -1,0 +1,143 @@
+"""Masked autoencoder: a vision transformer sees a quarter of an image's patches, a light decoder predicts the others' pixels.
+
+Shapes: B batch, C H W image, P patches, K visible patches, T tokens, E encoder width, D decoder width, Q pixels of a patch.
+Sources: He et al. 2021 (https://arxiv.org/abs/2111.06377), section 3; made differentially private in ViP (Yu et al. 2023,
+https://arxiv.org/abs/2306.08842), with one mask and one mean squared error per image.
+
+    >>> model = build_masked_autoencoder(masked_autoencoder_config("pico"), generator=torch.Generator().manual_seed(0))
+    >>> loss_B = model(images_BCHW, mask_BP)
+"""
+
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from models.config import VitConfig
+from models.initialization import init_weights
+from models.layers import PositionEmbedding, image_sincos_table
+from models.mae_config import MaskedAutoencoderConfig
+from models.vit import EncoderBlock, VisionTransformer
+
+
+def to_patches(images_BCHW: Tensor, patch_size: int) -> Tensor:
+    """(B, P, Q): patches in row order; the pixels of each row by row, colours last."""
+    batch_size, channels, height, width = images_BCHW.shape
+    grid = images_BCHW.view(batch_size, channels, height // patch_size, patch_size, width // patch_size, patch_size)
+    return grid.permute(0, 2, 4, 3, 5, 1).reshape(batch_size, -1, patch_size**2 * channels)
+
+
+def from_patches(patches_BPQ: Tensor, patch_size: int) -> Tensor:
+    """The inverse of `to_patches` for square images, (B, C, H, W)."""
+    batch_size, num_patches, pixels = patches_BPQ.shape
+    grid = round(num_patches**0.5)
+    tiles = patches_BPQ.view(batch_size, grid, grid, patch_size, patch_size, pixels // patch_size**2)
+    return tiles.permute(0, 5, 1, 3, 2, 4).reshape(batch_size, -1, grid * patch_size, grid * patch_size)
+
+
+def normalised(patches_BPQ: Tensor) -> Tensor:
+    """Each patch with mean 0 and (unbiased) variance 1, as in the masked autoencoder's release."""
+    mean = patches_BPQ.mean(dim=-1, keepdim=True)
+    variance = patches_BPQ.var(dim=-1, keepdim=True)
+    return (patches_BPQ - mean) / (variance + 1e-6).sqrt()
+
+
+def reconstruction_loss(predicted_BPQ: Tensor, target_BPQ: Tensor, mask_BP: Tensor) -> Tensor:
+    """loss (B,): squared error averaged over each image's own masked patches and their pixels, in float32 (or float64)."""
+    wide = torch.float64 if predicted_BPQ.dtype == torch.float64 else torch.float32
+    error_BP = (predicted_BPQ.to(wide) - target_BPQ.to(wide)).square().mean(dim=-1)
+    return error_BP.masked_fill(~mask_BP, 0).sum(dim=1) / mask_BP.sum(dim=1).clamp(min=1)
+
+
+class PixelDecoder(nn.Module):
+    """Visible tokens and a learned token at every masked place -> pixels of all patches.
+
+    `mask_token` is a raw parameter, used by expansion only.
+    """
+
+    def __init__(self, config: MaskedAutoencoderConfig) -> None:
+        super().__init__()
+        encoder, own = config.encoder, config.decoder
+        block = VitConfig(
+            width=own.width, depth=own.depth, num_heads=own.num_heads, mlp_ratio=own.mlp_ratio, qkv_bias=True,
+            norm_eps=own.norm_eps,
+        )  # fmt: skip
+        self.embedding = nn.Linear(encoder.width, own.width)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, own.width))
+        fixed_table = partial(image_sincos_table, encoder.grid_size, own.width)
+        self.position = PositionEmbedding("sincos", encoder.num_image_tokens, own.width, fixed_table)
+        self.blocks = nn.ModuleList([EncoderBlock(block) for _ in range(own.depth)])
+        self.norm = nn.LayerNorm(own.width, eps=own.norm_eps)
+        self.head = nn.Linear(own.width, encoder.patch_size**2 * encoder.num_channels)
+
+    def forward(self, tokens_BTE: Tensor, order_BP: Tensor) -> Tensor:
+        """
+        Args:
+            tokens_BTE: the encoder's class token and visible tokens.
+            order_BP: the patches' indices, visible ones first in the order of their tokens.
+
+        Returns:
+            (B, P, Q)
+        """
+        seen = self.embedding(tokens_BTE)
+        num_masked = order_BP.shape[1] - (seen.shape[1] - 1)
+        patches_BPD = torch.cat([seen[:, 1:], self.mask_token.expand(len(seen), num_masked, -1)], dim=1)
+        place_BP1 = order_BP.argsort(dim=1)[:, :, None]
+        patches_BPD = patches_BPD.gather(1, place_BP1.expand(-1, -1, patches_BPD.shape[2]))
+        x_BTD = self.position(torch.cat([seen[:, :1], patches_BPD], dim=1))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.head(self.norm(x_BTD))[:, 1:]
+
+
+class MaskedAutoencoder(nn.Module):
+    """Parameters live in `encoder` and `decoder`, none here. Row i of every output depends on row i of the inputs alone."""
+
+    def __init__(self, config: MaskedAutoencoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = VisionTransformer(config.encoder)
+        self.decoder = PixelDecoder(config)
+        if not self.encoder.class_token.is_meta:
+            self.init_weights()
+
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
+        init_weights(self, generator)
+
+    def forward(self, images_BCHW: Tensor, mask_BP: Tensor, output: Literal["loss", "patches"] = "loss") -> Tensor:
+        """
+        Args:
+            images_BCHW: normalised pixels, floating.
+            mask_BP: bool, True for the patches that the encoder does not see; `num_visible` are False in every row.
+
+        Returns:
+            Loss (B,) in float32: mean squared error over the masked patches. Or "patches": the predicted pixels (B, P, Q).
+        """
+        order_BP = mask_BP.int().argsort(dim=1, stable=True)
+        tokens_BTE = self.encoder(images_BCHW, order_BP[:, : self.config.num_visible])
+        predicted_BPQ = self.decoder(tokens_BTE, order_BP)
+        if output == "patches":
+            return predicted_BPQ
+        return reconstruction_loss(predicted_BPQ, self.targets(images_BCHW), mask_BP)
+
+    def targets(self, images_BCHW: Tensor) -> Tensor:
+        """What a perfect decoder predicts, (B, P, Q)."""
+        patches_BPQ = to_patches(images_BCHW, self.config.encoder.patch_size)
+        return normalised(patches_BPQ) if self.config.normalise_pixels else patches_BPQ
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated units, in order of use, for activation checkpointing and sharding."""
+        return [*self.encoder.blocks, *self.decoder.blocks]
+
+
+def build_masked_autoencoder(
+    config: MaskedAutoencoderConfig, *, generator: torch.Generator | None = None, device: torch.device | str = "cpu"
+) -> MaskedAutoencoder:
+    """A masked autoencoder with initialised weights, drawn once (see `models.initialization`)."""
+    with torch.device("meta"):
+        model = MaskedAutoencoder(config)
+    model = model.to_empty(device=device)
+    model.init_weights(generator)
+    return model

@@ -1,0 +1,67 @@
+"""What the trainer asks of a kind of model."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data.batch import Batch
+from data.examples import MakeExample
+from data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from trainer.engines.base import Engine
+
+
+class Samples(NamedTuple):
+    """What a model makes of some held-out examples.
+
+    Attributes:
+        picture_HWC: one uint8 picture of all of them, a row each.
+        lines: (the model's, the reference) as text, or empty where there is nothing to read.
+    """
+
+    picture_HWC: np.ndarray
+    lines: list[tuple[str, str]]
+
+
+class TrainingTask(Protocol):
+    """A kind of model. Everything is a pure function of the recipe."""
+
+    kind: str
+    loss_name: str
+    """What the loss is, for people: "caption loss"."""
+
+    def build(self, generator: torch.Generator) -> nn.Module:
+        """The model with fresh weights; `model(**inputs)` is loss_B and `model.blocks()` its repeated units."""
+        ...
+
+    def make_example(self, *, train: bool) -> MakeExample:
+        """Turns raw examples into arrays; with augmentation, masks and the like from the example's own key for training."""
+        ...
+
+    def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
+        """`count` made-up examples as the model takes them, for checks before any data is touched."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says about the model; enough to build it again."""
+        ...
+
+    def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
+        """Shows the model's work on held-out examples. Collective: sharded engines gather weights in every forward."""
+        ...
+
+
+def pixels(image_CHW: Tensor) -> np.ndarray:
+    """(H, W, 3) uint8 of a normalised image."""
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD))
+    return ((image_CHW.float() * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+
+
+def to_device(inputs: dict[str, Tensor], engine: Engine) -> dict[str, Tensor]:
+    """The model's inputs on the engine's device; floating point ones in its compute dtype."""
+    return {
+        name: value.to(engine.device, engine.compute_dtype if value.is_floating_point() else None, non_blocking=True)
+        for name, value in inputs.items()
+    }

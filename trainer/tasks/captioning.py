@@ -1,0 +1,97 @@
+"""Image captioning: DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506)."""
+
+import hashlib
+import textwrap
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from data.batch import Batch
+from data.examples import CaptionExample
+from data.tokenizer import CaptionTokenizer
+from models.captioner import Captioner, build_captioner
+from models.config import captioner_config
+from models.generation import greedy_captions
+from trainer.config import RunConfig
+from trainer.engines.base import Engine
+from trainer.tasks.base import Samples, pixels, to_device
+
+
+class CaptioningTask:
+    """See `trainer.tasks.base.TrainingTask`."""
+
+    kind = "captioner"
+    loss_name = "caption loss"
+
+    def __init__(self, config: RunConfig, root: Path) -> None:
+        self._size, self._data = config.model.size, config.data
+        self._tokenizer_path = root / config.data.tokenizer
+        self._tokenizer = CaptionTokenizer.from_file(self._tokenizer_path)
+        from_data = {
+            "image_size": config.data.image_size,
+            "num_tokens": config.data.num_tokens,
+            "vocab_size": self._tokenizer.vocab_size,
+            "pad_id": self._tokenizer.pad_id,
+            "bos_id": self._tokenizer.bos_id,
+            "eos_id": self._tokenizer.eos_id,
+        }
+        self.model_config = captioner_config(self._size, **{**config.model.overrides, **from_data})
+
+    def build(self, generator: torch.Generator) -> Captioner:
+        return build_captioner(self.model_config, generator=generator)
+
+    def make_example(self, *, train: bool) -> CaptionExample:
+        return CaptionExample(self._data.image_size, self._data.num_tokens, self._tokenizer_path, train)
+
+    def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        config, size = self.model_config, self._data.image_size
+        return {
+            "images_BCHW": torch.randn(count, 3, size, size, generator=generator),
+            "tokens_BL": torch.randint(0, config.vocab_size, (count, config.num_tokens), generator=generator),
+            "token_mask_BL": torch.ones(count, config.num_tokens, dtype=torch.bool),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "model": {"kind": self.kind, "size": self._size, **asdict(self.model_config)},
+            "tokenizer_sha256": hashlib.sha256(self._tokenizer_path.read_bytes()).hexdigest(),
+        }
+
+    @torch.no_grad()
+    def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
+        """Greedy captions."""
+        images: list[np.ndarray] = []
+        lines: list[tuple[str, str]] = []
+        for batch in batches:
+            shown = to_device(batch.inputs, engine)["images_BCHW"]
+            tokens = greedy_captions(engine.module, shown, max_tokens=self._data.num_tokens - 1).cpu()
+            for row in (~batch.is_padding_B).nonzero().flatten().tolist():
+                images.append(pixels(batch.inputs["images_BCHW"][row]))
+                reference = self._tokenizer.decode(batch.inputs["tokens_BL"][row].tolist())
+                lines.append((self._tokenizer.decode(tokens[row].tolist()), reference))
+        return Samples(contact_sheet(images, lines), lines)
+
+
+def contact_sheet(
+    images: list[np.ndarray], lines: list[tuple[str, str]], *, side: int = 160, text_width: int = 480
+) -> np.ndarray:
+    """One picture (H, W, 3 uint8): a row per (H, W, 3 uint8) image with the model's caption and the reference."""
+    sheet = Image.new("RGB", (side + text_width, (side + 8) * len(images)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for row, (image, (generated, reference)) in enumerate(zip(images, lines, strict=True)):
+        top = row * (side + 8)
+        sheet.paste(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC), (0, top))
+        draw.text((side + 12, top + 8), "model:\n" + _wrapped(generated or "(empty)"), fill="black")
+        draw.text((side + 12, top + side // 2 + 8), "reference:\n" + _wrapped(reference), fill="gray")
+    return np.asarray(sheet)
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 56)[:4])
