@@ -79,7 +79,9 @@ class DeepSpeedEngine:
             raise RuntimeError("DeepSpeed skipped a step: its overflow check must never decide about a noised gradient")
 
     def _hand_off_zero12(self, shards: Sequence[GradShard]) -> None:
-        flats = [torch.zeros_like(p) for p in self._flat_partitions()]
+        """Offloaded partitions have a gradient buffer of their own in host memory; the others take a new one."""
+        masters = self._flat_partitions()
+        flats = [p.grad.zero_() if self._zero.cpu_offload else torch.zeros_like(p) for p in masters]
         for span, shard in zip(self._spans, shards, strict=True):
             flats[span.group][span.start : span.start + span.piece.length] = shard.values
         for group, flat in enumerate(flats):
