@@ -1,13 +1,204 @@
+"""Every optimizer against a float64 reference from its publication, whole and cut into flat partitions."""
+
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from tests.trainer import reference_optimizers as reference
 from trainer.config import OptimizerSection
-from trainer.optimizers import is_matrix, make_optimizer, parameter_groups
+from trainer.optimizers import (
+    Segment,
+    bind_segments,
+    fresh_state,
+    is_matrix,
+    make_optimizer,
+    moments,
+    parameter_groups,
+    set_step,
+)
+from trainer.optimizers.adam_bc import NoiseVariance
+
+SHAPES = {
+    "patch": (6, 3, 2, 2), "bias": (6,), "token": (1, 1, 6), "positions": (1, 4, 6), "head": (5, 6), "zero": (3, 4),
+}  # fmt: skip
+LR, DECAY, BETAS, EPS, MOMENTUM, ETA, FLOOR, STEPS = 0.05, 0.1, (0.8, 0.9), 1e-4, 0.7, 0.02, 0.03, 4
+STDS = [0.1, 0.5, 0.2, 0.05]
+SECTIONS: dict[str, dict[str, object]] = {
+    "adamw": {"name": "adamw", "betas": BETAS, "eps": EPS},
+    "adam_bc": {"name": "adamw", "betas": BETAS, "noise_bias_correction": True, "variance_floor": FLOOR},
+    "lamb": {"name": "lamb", "betas": BETAS, "eps": EPS},
+    "lars": {"name": "lars", "momentum": MOMENTUM, "trust_coefficient": ETA},
+    "sgd": {"name": "sgd", "momentum": MOMENTUM},
+    "sgd_without_momentum": {"name": "sgd", "momentum": 0.0},
+    "lars_without_momentum": {"name": "lars", "momentum": 0.0, "trust_coefficient": ETA},
+}
+REFERENCES: dict[str, Callable[[dict[str, Tensor], list[dict[str, Tensor]]], dict[str, Tensor]]] = {
+    "adamw": lambda x, g: reference.adam(x, g, LR, BETAS, DECAY, eps=EPS),
+    "adam_bc": lambda x, g: reference.adam(x, g, LR, BETAS, DECAY, noise=STDS, floor=FLOOR),
+    "lamb": lambda x, g: reference.lamb(x, g, LR, BETAS, EPS, DECAY),
+    "lars": lambda x, g: reference.lars(x, g, LR, MOMENTUM, ETA, DECAY),
+    "sgd": lambda x, g: reference.sgd(x, g, LR, MOMENTUM, DECAY),
+    "sgd_without_momentum": lambda x, g: reference.sgd(x, g, LR, 0.0, DECAY),
+    "lars_without_momentum": lambda x, g: reference.lars(x, g, LR, 0.0, ETA, DECAY),
+}
 
 
 def config(**values: object) -> OptimizerSection:
-    return OptimizerSection.model_validate({"peak_lr": 1e-2, **values})
+    return OptimizerSection.model_validate({"peak_lr": LR, **values})
+
+
+def section(kind: str) -> OptimizerSection:
+    return config(weight_decay=DECAY, **SECTIONS[kind])
+
+
+def weights(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = {n: torch.randn(shape, generator=generator, dtype=torch.float64) for n, shape in SHAPES.items()}
+    return {n: (torch.zeros_like(w) if n == "zero" else w).to(dtype) for n, w in drawn.items()}
+
+
+def gradients() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        {n: 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) for n, shape in SHAPES.items()}
+        for _ in range(STEPS)
+    ]
+
+
+def shapes() -> dict[str, torch.Size]:
+    return {name: torch.Size(shape) for name, shape in SHAPES.items()}
+
+
+def step(optimizer: torch.optim.Optimizer, number: int, noise: NoiseVariance) -> None:
+    set_step(optimizer.param_groups, lr=LR, noise_variance=noise.after(number, STDS[number - 1]))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_whole_parameters(kind: str) -> None:
+    parameters = {n: nn.Parameter(w) for n, w in weights().items()}
+    optimizer = make_optimizer(parameter_groups(parameters.items(), shapes(), section(kind)), section(kind))
+    bind_segments(optimizer, {p: [Segment(n, 0, p.numel())] for n, p in parameters.items()}, sharded=False)
+    noise = NoiseVariance(BETAS[1])
+    for number, gradient in enumerate(gradients(), 1):
+        for n, p in parameters.items():
+            p.grad = gradient[n].clone()
+        step(optimizer, number, noise)
+        for n, p in parameters.items():
+            assert torch.equal(p.grad, gradient[n]), "gradients are not the optimizer's to change"  # type: ignore[arg-type]
+    for n, expected in REFERENCES[kind](weights(), gradients()).items():
+        torch.testing.assert_close(parameters[n].detach(), expected, rtol=1e-12, atol=1e-12, msg=f"{kind} {n}")
+    kept = {k for s in optimizer.state.values() for k, v in s.items() if torch.is_tensor(v) and v.dim()}
+    assert kept == set(moments(section(kind)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(kind=st.sampled_from(["lamb", "lars"]), data=st.data())
+def test_flat_tensors_that_cut_and_join_parameters(kind: str, data: st.DataObject) -> None:
+    """As ZeRO-1 and 2 step them: the concatenation of a group's parameters, cut anywhere, with padding at the end."""
+    chosen = section(kind)
+    flats: list[nn.Parameter] = []
+    bound: dict[Tensor, list[Segment]] = {}
+    groups = []
+    whole = {n: nn.Parameter(w) for n, w in weights().items()}
+    for group in parameter_groups(whole.items(), shapes(), chosen):
+        ids = {id(p) for p in group["params"]}
+        names = [n for n in SHAPES if id(whole[n]) in ids]
+        owner = [(n, i) for n in names for i in range(whole[n].numel())]
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(owner)), max_size=4)))
+        pieces = []
+        for start, stop in zip([0, *cuts], [*cuts, len(owner)], strict=True):
+            flat = nn.Parameter(torch.cat([torch.zeros(0), torch.zeros(stop - start + 2)]).double())
+            segments: dict[str, list[int]] = {}
+            for i, (n, k) in enumerate(owner[start:stop]):
+                flat.data[i] = whole[n].data.view(-1)[k]
+                segments.setdefault(n, []).append(i)
+            bound[flat] = [Segment(n, where[0], len(where)) for n, where in segments.items()]
+            pieces.append((flat, owner[start:stop]))
+        flats += [flat for flat, _ in pieces]
+        for flat, coordinates in pieces:
+            flat.coordinates = coordinates  # type: ignore[attr-defined]
+        groups.append({**group, "params": [flat for flat, _ in pieces]})
+    optimizer, noise = make_optimizer(groups, chosen), NoiseVariance(BETAS[1])
+    bind_segments(optimizer, bound, sharded=False)
+    for number, gradient in enumerate(gradients(), 1):
+        for flat in flats:
+            flat.grad = torch.zeros_like(flat)
+            for i, (n, k) in enumerate(flat.coordinates):  # type: ignore[attr-defined]
+                flat.grad[i] = gradient[n].view(-1)[k]
+        step(optimizer, number, noise)
+    expected = REFERENCES[kind](weights(), gradients())
+    for flat in flats:
+        for i, (n, k) in enumerate(flat.coordinates):  # type: ignore[attr-defined]
+            assert abs(float(flat.detach()[i]) - float(expected[n].view(-1)[k])) < 1e-12
+        assert torch.equal(flat.detach()[-2:], torch.zeros(2, dtype=torch.float64)), "padding stays zero"
+
+
+def test_an_engine_that_forgets_to_bind_is_told() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = make_optimizer(
+        parameter_groups([("a", parameter)], {"a": parameter.shape}, section("lamb")), section("lamb")
+    )
+    parameter.grad = torch.ones(2, 2)
+    with pytest.raises(RuntimeError, match="call bind_segments"):
+        optimizer.step()
+    other = nn.Parameter(torch.ones(2, 2))
+    bind_segments(optimizer, {other: [Segment("b", 0, 4)]}, sharded=False)
+    with pytest.raises(RuntimeError, match="was not told about"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="ends at 5"):
+        bind_segments(optimizer, {other: [Segment("b", 1, 4)]}, sharded=False)
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_fresh_state_continues_where_the_moments_were(kind: str) -> None:
+    """Two steps, then the rest with a new optimizer that has only the moments and the step number: bit-equal."""
+
+    def run(restart: bool) -> Tensor:
+        parameter = nn.Parameter(weights()["head"])
+        noise = NoiseVariance(BETAS[1])
+
+        def new() -> torch.optim.Optimizer:
+            made = make_optimizer(parameter_groups([("head", parameter)], shapes(), section(kind)), section(kind))
+            bind_segments(made, {parameter: [Segment("head", 0, 30)]}, sharded=False)
+            return made
+
+        optimizer = new()
+        for number, gradient in enumerate(gradients(), 1):
+            if restart and number == 3:
+                kept = {k: optimizer.state[parameter][k].clone() for k in moments(section(kind))}
+                optimizer, noise = new(), NoiseVariance(BETAS[1], noise.average)
+                optimizer.state[parameter] = fresh_state(section(kind), parameter, 2) | kept
+            parameter.grad = gradient["head"].clone()
+            step(optimizer, number, noise)
+        return parameter.detach()
+
+    assert torch.equal(run(False), run(True))
+
+
+def test_noise_variance_of_a_constant_bound_is_that_constant() -> None:
+    noise = NoiseVariance(0.95)
+    assert [noise.after(t, 0.3) for t in range(1, 50)] == pytest.approx([0.09] * 49, rel=1e-12)
+
+
+def test_the_correction_removes_what_noise_adds() -> None:
+    """Gradients of +-0.01 under noise of 1: the corrected second moment finds 1e-4 where the plain one says 1."""
+    torch.manual_seed(0)
+    chosen = config(betas=(0.0, 0.9999), noise_bias_correction=True, variance_floor=1e-12)
+    parameter = nn.Parameter(torch.zeros(200, 100, dtype=torch.float64))
+    optimizer = make_optimizer(parameter_groups([("a", parameter)], {"a": parameter.shape}, chosen), chosen)
+    noise = NoiseVariance(0.9999)
+    for t in range(1, 200):
+        parameter.grad = 0.01 + torch.randn(200, 100, dtype=torch.float64)
+        set_step(optimizer.param_groups, lr=0.0, noise_variance=noise.after(t, 1.0))
+        optimizer.step()
+    v = optimizer.state[parameter]["exp_avg_sq"] / (1 - 0.9999**199)
+    assert float(v.mean()) == pytest.approx(1.0, abs=0.01)
+    assert float(v.mean() - optimizer.param_groups[0]["noise_variance"]) == pytest.approx(1e-4, abs=1.5e-3)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +229,11 @@ class TestGroups:
     def test_without_decay_there_is_one_group(self) -> None:
         assert self.groups(0.0) == {0.0: {id(p) for p in self.model.parameters()}}
 
+    @pytest.mark.parametrize("name", ["lamb", "lars"])
+    def test_trust_ratios_are_for_matrices_without_decay_too(self, name: str) -> None:
+        found = parameter_groups(self.model.named_parameters(), self.shapes, config(name=name))
+        assert {group["layer_wise"]: len(group["params"]) for group in found} == {True: 2, False: 3}
+
     def test_full_shapes_decide_where_parameters_are_sharded(self) -> None:
         """Under ZeRO-3 a parameter's own shape is (0,)."""
         sharded = [(name, nn.Parameter(torch.empty(0))) for name in self.shapes]
@@ -45,16 +241,27 @@ class TestGroups:
         assert {group["weight_decay"]: len(group["params"]) for group in found} == {0.1: 2, 0.0: 3}
 
 
-def test_one_step_of_adamw() -> None:
-    """First step: the sign of the gradient times the rate, and decoupled decay of the matrix alone."""
-    model = nn.Linear(3, 2)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    section = config(betas=(0.8, 0.9), eps=1e-12, weight_decay=0.5)
-    optimizer = make_optimizer(parameter_groups(model.named_parameters(), shapes, section), section)
-    assert all(group["betas"] == (0.8, 0.9) and group["lr"] == 1e-2 for group in optimizer.param_groups)
-    for p in model.parameters():
-        p.grad = torch.full_like(p, -0.7)
-    optimizer.step()
-    assert torch.allclose(model.weight, before["weight"] * (1 - 1e-2 * 0.5) + 1e-2)
-    assert torch.allclose(model.bias, before["bias"] + 1e-2)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "sgd", "betas": (0.9, 0.99)}, "betas belongs to adamw and lamb, not to sgd"),
+        ({"name": "adamw", "momentum": 0.9}, "momentum belongs to lars and sgd, not to adamw"),
+        ({"name": "sgd", "trust_coefficient": 0.1}, "trust_coefficient belongs to lars, not to sgd"),
+        (
+            {"name": "lamb", "noise_bias_correction": True, "variance_floor": 1.0},
+            "noise_bias_correction belongs to adamw",
+        ),
+        ({"noise_bias_correction": True}, "variance_floor go together"),
+        ({"variance_floor": 1e-3}, "variance_floor go together"),
+        ({"noise_bias_correction": True, "variance_floor": 1.0, "eps": 1e-8}, "eps has no place"),
+    ],
+)
+def test_keys_of_other_optimizers_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**values)
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_what_is_written_can_be_read(kind: str) -> None:
+    written = section(kind).model_dump()
+    assert OptimizerSection.model_validate({k: v for k, v in written.items() if v is not None}) == section(kind)
