@@ -20,7 +20,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from privacy.accounting import ReleaseGroup
 from privacy.durable import fsync_directory, publish_new
@@ -36,14 +36,7 @@ from privacy.ledger_format import (
     read_state,
 )
 from privacy.plan import PrivacyPlan, require_equal
-
-
-class Release(TypedDict):
-    """One noised release of a step: `sensitivity` is the clipper's own statement, before the plan's slack."""
-
-    name: str
-    std: float
-    sensitivity: float
+from privacy.releases import Release
 
 
 class Ledger:

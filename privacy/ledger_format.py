@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from privacy.accounting import ReleaseGroup, epsilon, joint_noise_multiplier
+from privacy.adaptive_clipping import COUNT_SENSITIVITY, RANGE
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.plan import PrivacyPlan
+from privacy.releases import GRADIENT, UNCLIPPED
 
 FORMAT_VERSION = 1
 TORN_MARK = b" #torn"
@@ -295,6 +297,23 @@ def _check_intent(state: LedgerState, record: dict[str, Any]) -> None:
     )
     sigma = noise_multiplier_of(record.get("releases"))
     _require(sigma >= plan["noise_multiplier"] * (1 - 1e-9), f"noise multiplier {sigma:g} is below the planned one")
+    if plan.get("adaptive_clipping") is not None:
+        _check_adaptive_releases(plan, record["releases"])
+
+
+def _check_adaptive_releases(plan: Mapping[str, Any], releases: list[dict[str, Any]]) -> None:
+    """The count that C follows is released in every step, so it must be among the releases that are charged."""
+    _require(
+        [r["name"] for r in releases] == [GRADIENT, UNCLIPPED], f"adaptive clipping releases {GRADIENT} and {UNCLIPPED}"
+    )
+    gradient, count = releases
+    planned = plan["adaptive_clipping"]["unclipped_num_std"]
+    _require(
+        count["sensitivity"] >= COUNT_SENSITIVITY and count["std"] >= planned * (1 - 1e-9),
+        f"{UNCLIPPED} has a sensitivity of {COUNT_SENSITIVITY} and, as planned, noise of {planned:g}",
+    )
+    low, high = plan["max_grad_norm"] / RANGE, plan["max_grad_norm"] * RANGE
+    _require(low <= gradient["sensitivity"] <= high, f"C = {gradient['sensitivity']:g} is outside of its range")
 
 
 def _check_done(state: LedgerState, record: dict[str, Any]) -> None:

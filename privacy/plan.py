@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from privacy.accounting import ReleaseGroup, effective_noise_multiplier, epsilon
+from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.alternatives import BallsInBinsSampler, ShuffleSampler, shuffle_participations
 from privacy.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from privacy.epsilon_table import EpsilonTable
@@ -30,7 +31,7 @@ class PrivacyPlan:
         expected_batch_size: B = q n, public, the divisor of the noised sum.
         num_steps: planned optimizer steps.
         noise_multiplier: sigma; the noise has standard deviation sigma times the clipper's sensitivity.
-        max_grad_norm: C, the L2 clipping bound of one example.
+        max_grad_norm: C, the L2 clipping bound of one example; under adaptive clipping the first one.
         sensitivity_slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
         target_delta: delta of the claim.
         reserved_attempts: intents beyond `num_steps` that crashes may use up.
@@ -42,6 +43,7 @@ class PrivacyPlan:
             mu = sqrt(k_max) / sigma, k_max = ceil(epochs) + replays; without it a shuffled run makes no claim.
         noise_source: "system" or "aes_ctr" (privacy/noise.py).
         informal_reasons: why the run makes no formal claim, as told by the caller (contract, point 11).
+        adaptive_clipping: C follows a quantile of the norms, whose release sigma pays for too; None where C is constant.
         warnings: lines to print; no part of the plan's identity.
     """
 
@@ -60,6 +62,7 @@ class PrivacyPlan:
     shuffle_as_gaussian: bool = False
     noise_source: str = "system"
     informal_reasons: tuple[str, ...] = ()
+    adaptive_clipping: AdaptiveClipping | None = None
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -175,27 +178,41 @@ class PrivacyPlan:
 
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "warnings"}
-        return own | {
-            "informal_reasons": list(self.informal_reasons),
-            "sample_rate": self.sample_rate,
-            # As text: 64-bit integers do not survive JSON readers that use doubles.
-            "sampling_threshold": str(self._poisson.threshold),
-            "adjacency": ADJACENCY,
-            "formal_guarantee": self.formal_guarantee,
-        }
+        own = {name: getattr(self, name) for name in _own_names()}
+        # Left out where C is constant, so that the ledgers from before it could move still open.
+        adaptive = {"adaptive_clipping": asdict(self.adaptive_clipping)} if self.adaptive_clipping else {}
+        return (
+            own
+            | adaptive
+            | {
+                "informal_reasons": list(self.informal_reasons),
+                "sample_rate": self.sample_rate,
+                # As text: 64-bit integers do not survive JSON readers that use doubles.
+                "sampling_threshold": str(self._poisson.threshold),
+                "adjacency": ADJACENCY,
+                "formal_guarantee": self.formal_guarantee,
+            }
+        )
 
     @classmethod
     def from_frozen(cls, frozen: Mapping[str, Any]) -> PrivacyPlan:
         """The plan that `frozen_fields` described; PrivacyConfigError when the record contradicts itself."""
-        names = [field.name for field in fields(cls) if field.name != "warnings"]
-        missing = [name for name in names if name not in frozen]
+        missing = [name for name in _own_names() if name not in frozen]
         if missing:
             raise PrivacyConfigError(f"the recorded plan lacks {', '.join(missing)}")
-        own = {name: frozen[name] for name in names}
-        plan = cls(**own | {"informal_reasons": tuple(own["informal_reasons"])})
+        own = {name: frozen[name] for name in _own_names()}
+        adaptive = frozen.get("adaptive_clipping")
+        plan = cls(
+            **own | {"informal_reasons": tuple(own["informal_reasons"])},
+            adaptive_clipping=None if adaptive is None else AdaptiveClipping(**adaptive),
+        )
         require_equal(frozen, plan.frozen_fields(), "the recorded plan contradicts itself")
         return plan
+
+
+def _own_names() -> list[str]:
+    """The plan's plain fields, as a ledger holds them."""
+    return [field.name for field in fields(PrivacyPlan) if field.name not in ("warnings", "adaptive_clipping")]
 
 
 def make_plan(
@@ -215,6 +232,7 @@ def make_plan(
     shuffle_as_gaussian: bool = False,
     noise_source: str = "system",
     informal_reasons: Sequence[str] = (),
+    adaptive_clipping: AdaptiveClipping | None = None,
     allow_small_noise: bool = False,
     resume: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -228,6 +246,7 @@ def make_plan(
         cap: "default" is ceil(B + 8 sqrt(B)); None samples without a cap. Shuffled batches need none.
         sampling, shuffle_as_gaussian, noise_source: as in PrivacyPlan.
         informal_reasons: whatever else voids the formal guarantee (shuffled streaming, a relaxed option, ...).
+        adaptive_clipping: as in PrivacyPlan; without noise there is nothing to share, so a plan without privacy has none.
         allow_small_noise: allows sigma below 0.3.
         resume: the `plan` of an existing ledger: sigma is then taken from there instead of being calibrated again,
             so that another library version cannot change it. Compare with `require_equal` afterwards.
@@ -265,7 +284,11 @@ def make_plan(
         sigma, more = _calibrated(draft, target_epsilon, allow_small_noise, progress)
         notes += more
     own = {field.name: getattr(draft, field.name) for field in fields(draft)}
-    return PrivacyPlan(**own | {"noise_multiplier": sigma, "warnings": tuple(notes)})
+    # Only now: how much noise the count must have at least depends on the calibrated sigma.
+    adaptive = adaptive_clipping if enabled else None
+    return PrivacyPlan(
+        **own | {"noise_multiplier": sigma, "adaptive_clipping": adaptive, "warnings": tuple(notes)},
+    )
 
 
 def require_equal(recorded: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
@@ -348,6 +371,8 @@ def _check(plan: PrivacyPlan) -> None:
             f"({plan.noise_tail_delta:.2g})"
         )
     effective_noise_multiplier(plan.noise_multiplier, plan.sensitivity_slack)  # refuses a slack above 1e-3
+    if plan.adaptive_clipping is not None:
+        plan.adaptive_clipping.require_feasible(plan.noise_multiplier, plan.max_grad_norm)
 
 
 def _warnings(plan: PrivacyPlan) -> list[str]:

@@ -21,15 +21,18 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
-from privacy.clipping.functions import ClippingFunction, flat
+from privacy.clipping.functions import ClippingFunction, flat, unclipped
 from privacy.clipping.norms import NormTally
 from privacy.clipping.recorder import Call, Recorder, Task, exact
 from privacy.errors import PrivacyConfigError
+from privacy.releases import Release, step_releases
 
 EXAMPLES_PER_FLUSH = 1024
-"""Worst case of the rounding above: this many examples times the unit roundoff, 6e-5 of C, well within the slack."""
+"""Worst case of the rounding above: this many examples times the unit roundoff, 6e-5 of C, well within the slack. A larger
+micro-batch is taken in parts of this size."""
 
 Mode = Literal["bookkeeping", "two_pass"]
 Parts = list[Contribution]
@@ -43,6 +46,8 @@ class MicroBatchStats(NamedTuple):
     num_clipped: Tensor
     num_nonfinite: Tensor
     norm_sum: Tensor
+    centred_unclipped: Tensor
+    """float64: sum of b_i - 1/2 (privacy/adaptive_clipping.py); padding and non-finite examples add nothing."""
 
 
 class ClippedSum:
@@ -57,9 +62,10 @@ class ClippedSum:
         shapes: full parameter shapes by name, where the model holds them in shards.
         mode: see the module docstring.
         function: how a norm becomes a factor, and over which parameters; flat clipping with constant C by default.
+        adaptive: C moves, from `max_grad_norm` on, and a step releases the count that it follows; flat clipping only.
 
     Raises:
-        PrivacyConfigError: a parameter or layer cannot be clipped; the message names it.
+        PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or `adaptive` without `flat`.
     """
 
     def __init__(
@@ -70,9 +76,12 @@ class ClippedSum:
         shapes: Mapping[str, torch.Size] | None = None,
         mode: Mode = "bookkeeping",
         function: Callable[[list[str], float], ClippingFunction] = flat,
+        adaptive: AdaptiveClipping | None = None,
     ):
-        if not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, not {max_grad_norm}")
+        if adaptive is not None and function is not flat:
+            raise PrivacyConfigError(
+                "adaptive clipping counts norms over all parameters: combine it with flat clipping only"
+            )
         shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self._mode = mode
         self._recorder = Recorder(claims(model, shapes))
@@ -83,12 +92,31 @@ class ClippedSum:
         }
         self._totals: dict[str, Tensor] = {}  # fp64, made at the first flush: small batches never need them
         self._rows = 0
-        self._function = function(list(self._sums), max_grad_norm)
+        self._make_function = function
+        self.adaptive = adaptive
+        self.max_grad_norm = max_grad_norm
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C. Setting it starts a new logical batch: no sum holds contributions of two bounds."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        if not value > 0:
+            raise ValueError(f"max_grad_norm must be positive, not {value}")
+        self._max_grad_norm = value
+        self._function = self._make_function(list(self._sums), value)
+        self.zero_()
 
     @property
     def sensitivity(self) -> float:
         """L2 change of the sum when one example is added or removed, before the slack for rounding."""
         return self._function.sensitivity
+
+    def releases(self, noise_multiplier: float) -> list[Release]:
+        """Everything that a step with this sum releases, the sum itself first, with its noise."""
+        return step_releases(noise_multiplier, self.sensitivity, self.adaptive)
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, this process's part of the clipped sum); fp64 once a batch was too large for fp32."""
@@ -122,10 +150,17 @@ class ClippedSum:
             inputs: tensors with B rows.
             is_padding_B: bool; True rows contribute exactly zero.
         """
-        self._rows += len(is_padding_B)  # padding counts: when the accumulators are emptied must not depend on the data
+        size = len(is_padding_B)
+        if size > EXAMPLES_PER_FLUSH:
+            cuts = [slice(start, start + EXAMPLES_PER_FLUSH) for start in range(0, size, EXAMPLES_PER_FLUSH)]
+            parts = [
+                self.add_micro_batch(task, {n: x[rows] for n, x in inputs.items()}, is_padding_B[rows]) for rows in cuts
+            ]
+            return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*parts, strict=True)))
+        self._rows += size  # padding counts: when the accumulators are emptied must not depend on the data
         if self._rows > EXAMPLES_PER_FLUSH:
             self._flush()
-            self._rows = len(is_padding_B)
+            self._rows = size
         with torch.no_grad():
             if self._mode == "bookkeeping":
                 return self._in_one_pass(task, inputs, is_padding_B)
@@ -195,7 +230,7 @@ class ClippedSum:
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
         # A zero weight does not silence a NaN (0 * NaN is NaN), so the rare bad rows are blanked before they are summed.
-        return _Factors(norms, weights, is_finite_B, blank=bool((~is_finite_B).any()))
+        return _Factors(norms, weights, is_finite_B, blank=bool((~is_finite_B).any()), bound=self._function.sensitivity)
 
     def _accumulate(self, name: str, parts: Parts, factors: "_Factors") -> None:
         total, weight_B = self._sums[name], factors.weights[self._function.group_of[name]]
@@ -211,10 +246,11 @@ class _Factors(NamedTuple):
     weights: list[Tensor]
     is_finite_B: Tensor
     blank: bool
+    bound: float
 
     def stats(self, loss_B: Tensor, is_padding_B: Tensor) -> MicroBatchStats:
         counted_B = ~is_padding_B & self.is_finite_B
-        norm_B = torch.stack(self.norms).square().sum(0).sqrt()
+        norm_B = torch.linalg.vector_norm(torch.stack(self.norms), dim=0)
         is_clipped_B = (torch.stack(self.weights) < 1).any(0)
         return MicroBatchStats(
             loss_sum=loss_B.float().masked_fill(~counted_B, 0).sum(),
@@ -222,6 +258,7 @@ class _Factors(NamedTuple):
             num_clipped=(counted_B & is_clipped_B).sum(),
             num_nonfinite=(~is_padding_B & ~self.is_finite_B).sum(),
             norm_sum=norm_B.masked_fill(~counted_B, 0).sum(),
+            centred_unclipped=(unclipped(norm_B, self.bound) - 0.5).masked_fill(~counted_B, 0).sum(),
         )
 
 

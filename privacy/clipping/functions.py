@@ -15,6 +15,9 @@ Normaliser = Literal["clip", "normalise"]
 STABILITY = 0.01
 """gamma of automatic clipping: the norm is divided by |g| + gamma, so that tiny gradients keep tiny contributions."""
 
+RAMP = 0.01
+"""Width, relative to C, of the step from unclipped to clipped; see `unclipped`."""
+
 
 @dataclass(frozen=True)
 class ClippingFunction:
@@ -65,10 +68,20 @@ def grouped(names: list[str], max_grad_norm: float, *, depth: int | None = 1) ->
     return ClippingFunction({n: index[p] for n, p in zip(names, prefixes, strict=True)}, (bound,) * len(index))
 
 
+def unclipped(norm_B: Tensor, bound: float) -> Tensor:
+    """(B,) float64, b_i of adaptive clipping: 1 for norms below the bound, 0 above, linear within half a RAMP around it.
+
+    The paper's b_i is the step itself. But the last bit of a norm may depend on an example's place in the micro-batch, and
+    so on which others are there: for examples right at C, a step would let one example flip the count of many others.
+    """
+    return ((1 - norm_B.double() / bound) / RAMP + 0.5).clamp(0, 1)
+
+
 FUNCTIONS: Mapping[str, Callable[[list[str], float], ClippingFunction]] = {
     "flat": flat,
+    "adaptive": flat,
     "automatic": automatic,
     "per_layer": per_layer,
     "grouped": grouped,
 }
-"""By the name that recipes use."""
+"""By the name that recipes use. Adaptive clipping is flat at every step; how C moves is in privacy/adaptive_clipping.py."""
