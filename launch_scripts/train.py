@@ -11,12 +11,13 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from privacy.noise import NoiseSource  # noqa: E402
-from trainer.config import load_config  # noqa: E402
+from trainer.config import EngineName, load_config  # noqa: E402
 from trainer.distributed import Ranks, discover_ranks, finish, quit_now, start  # noqa: E402
 from trainer.ds_config import load_machine_settings  # noqa: E402
 from trainer.errors import ConfigError, RemoteError  # noqa: E402
@@ -28,7 +29,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--ds_config", type=Path, required=True, help="machine settings, e.g. ds_configs/zero3.json")
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.toml", help="what to train")
-    parser.add_argument("--engine", choices=("deepspeed", "local"), default="deepspeed", help="how to shard")
+    parser.add_argument("--engine", choices=get_args(EngineName), default="deepspeed", help="how to shard")
     parser.add_argument("--run_dir", type=Path, help="run folder; default runs/RECIPE")
     parser.add_argument(
         "--local_rank", type=int, help=argparse.SUPPRESS

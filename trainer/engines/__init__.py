@@ -6,6 +6,7 @@ from torch import nn
 from trainer.config import EngineName, OptimizerSection
 from trainer.ds_config import MachineSettings
 from trainer.engines.base import Engine
+from trainer.errors import ConfigError
 
 
 def build_engine(
@@ -17,14 +18,28 @@ def build_engine(
     micro_batch_size: int,
 ) -> Engine:
     """Wraps a module, whose weights are already set and equal on all ranks; checks that every coordinate has one owner."""
+    if machine.shard_group_size is not None and name != "fsdp":
+        raise ConfigError(
+            f"ds_config {machine.path}: zero_optimization.zero_hpz_partition_size (groups of ranks that each hold the whole "
+            f"model) needs --engine fsdp, not {name}"
+        )
     engine: Engine
-    if name == "deepspeed":
-        from trainer.engines.deepspeed import DeepSpeedEngine
+    match name:
+        case "deepspeed":
+            from trainer.engines.deepspeed import DeepSpeedEngine
 
-        engine = DeepSpeedEngine(module, optimizer, machine, device, micro_batch_size)
-    else:
-        from trainer.engines.local import LocalEngine
+            engine = DeepSpeedEngine(module, optimizer, machine, device, micro_batch_size)
+        case "fsdp":
+            from trainer.engines.fsdp import FsdpEngine
 
-        engine = LocalEngine(module, optimizer, machine, device)
+            engine = FsdpEngine(module, optimizer, machine, device)
+        case "fairscale":
+            from trainer.engines.fairscale import FairscaleEngine
+
+            engine = FairscaleEngine(module, optimizer, machine, device)
+        case "local":
+            from trainer.engines.local import LocalEngine
+
+            engine = LocalEngine(module, optimizer, machine, device)
     engine.layout.check(engine.shapes)
     return engine

@@ -1,0 +1,112 @@
+"""fairscale: parameters whole on every rank, optimizer states sharded by parameter (OSS, which is ZeRO-1).
+
+Each parameter belongs to one rank: it gets the reduced sum, adds the noise and steps; OSS then broadcasts the new values, so
+every replica holds the owner's bits. With bf16 compute OSS works on fp32 master weights beside the module.
+
+Stages 1 and 2 of ds_config both mean OSS (gradients are ours). What was verified with fairscale 0.4.13 and torch 2.13, and what
+is refused for that reason:
+
+* OSS on CPU over gloo, 1 and 2 ranks, fp32 and bf16, AdamW and LAMB: equal to `local` (tests/distributed/test_parity.py). OSS on
+  CUDA was not run.
+* Stage 3 would be fairscale's FullyShardedDataParallel. On CPU its first forward fails, because its streams exist on CUDA
+  only (tests/distributed/test_fairscale.py). On any device its state machine insists on its own post-backward hooks, which fire
+  only where a gradient is accumulated; per-example clipping never accumulates one. Refused: use `--engine fsdp`.
+* fairscale's `checkpoint_wrapper` is reentrant: it runs a nested `backward()` and so refuses the norm pass, which asks for
+  the gradient of one tensor (same test). `activation_checkpointing` of ds_config is torch's non-reentrant one, on every engine.
+* Offload: OSS has none.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from fairscale.optim import OSS
+from torch import Tensor, nn
+
+from trainer import distributed
+from trainer.activation_checkpointing import checkpoint_blocks
+from trainer.config import OptimizerSection
+from trainer.ds_config import MachineSettings
+from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState
+from trainer.errors import ConfigError
+from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
+
+
+class FairscaleEngine:
+    """See `trainer.engines.base.Engine`."""
+
+    replicated = False
+
+    def __init__(
+        self, module: nn.Module, optimizer: OptimizerSection, machine: MachineSettings, device: torch.device
+    ) -> None:
+        _refuse(machine)
+        checkpoint_blocks(module, machine)
+        self.device = device
+        self.compute_dtype = machine.compute_dtype
+        self.module = module.to(device)
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.shapes = {name: p.shape for name, p in trainable.items()}
+        self._masters = trainable
+        if self.compute_dtype != torch.float32:
+            self._masters = {name: nn.Parameter(p.detach().clone()) for name, p in trainable.items()}
+            self.module.to(self.compute_dtype)
+        self._config = optimizer
+        groups = parameter_groups(self._masters.items(), self.shapes, optimizer)
+        self._oss = OSS(groups, optim=lambda owned: make_optimizer(owned, optimizer))
+        self.layout = ShardLayout(tuple(self._partition()))
+        owned = self.layout.owned_by(distributed.rank())
+        whole = {self._masters[piece.name]: [Segment(piece.name, 0, piece.length)] for piece in owned}
+        bind_segments(self._oss.optim, whole, sharded=False)
+
+    def _partition(self) -> Iterator[tuple[Piece, ...]]:
+        """Whole parameters, by the rank that owns them."""
+        names = {id(master): name for name, master in self._masters.items()}
+        for groups in self._oss.partition_parameters():
+            owned = [names[id(master)] for group in groups for master in group["params"]]
+            yield tuple(Piece(name, 0, self.shapes[name].numel()) for name in owned)
+
+    def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+        for shard in shards:
+            master = self._masters[shard.name]
+            master.grad = shard.values.to(master.dtype).view_as(master)
+        set_step(self._oss.param_groups, lr=lr, noise_variance=noise_variance)
+        self._oss.step()
+        for shard in shards:
+            self._masters[shard.name].grad = None
+        self._copy_to_module()
+
+    @torch.no_grad()
+    def _copy_to_module(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if name in self._masters and self._masters[name] is not parameter:
+                parameter.copy_(self._masters[name])
+
+    def state(self) -> Iterator[ShardState]:
+        for piece in self.layout.owned_by(distributed.rank()):
+            master = self._masters[piece.name]
+            found = self._oss.optim.state.get(master, {})
+            tensors = {"param": master, **{kind: found[kind] for kind in moments(self._config) if kind in found}}
+            yield ShardState(piece, {kind: tensor.detach().view(-1) for kind, tensor in tensors.items()})
+
+    def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
+        for piece in self.layout.owned_by(distributed.rank()):
+            master = self._masters[piece.name]
+            self._oss.optim.state[master] = fresh_state(self._config, master, num_steps)
+            for key, values in states[piece].items():
+                (master if key == "param" else self._oss.optim.state[master][key]).detach().view(-1).copy_(values)
+        for owner, pieces in enumerate(self.layout.pieces):
+            for piece in pieces:
+                dist.broadcast(self._masters[piece.name].detach(), owner)
+        self._copy_to_module()
+
+
+def _refuse(machine: MachineSettings) -> None:
+    where = f"ds_config {machine.path}: zero_optimization"
+    if machine.stage == 3:
+        raise ConfigError(
+            f"{where}.stage 3 is refused with --engine fairscale: its FullyShardedDataParallel waits for gradients that "
+            "per-example clipping never makes; use stage 1 (OSS), or --engine fsdp"
+        )
+    if machine.offload_optimizer:
+        raise ConfigError(f"{where}.offload_optimizer: --engine fairscale cannot offload; use deepspeed or fsdp")
