@@ -41,6 +41,7 @@ from trainer.ds_config import load_machine_settings
 from trainer.engines import build_engine
 from trainer.engines.base import Engine
 from trainer.loop import train_step
+from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.run_ledger import RunLedger
 
 MICRO_BATCH_SIZE = 64
@@ -209,6 +210,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
                 engine=engine,
                 clipped=clipped,
                 noise=noise,
+                noise_variance=NoiseVariance(optimizer.betas[1]),
             )
             train_step(run, step, _micro_batches(step_plan, canaries, present_N))
             tape.note(step_plan)

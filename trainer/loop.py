@@ -65,7 +65,8 @@ def train_step(run: "Run", step: int, micro_batches: Iterator[Batch]) -> StepRec
         add_noise(shard.values, noise_std, run.noise)
         shard.values.div_(run.plan.expected_batch_size)  # the public constant, never the realised batch size
     lr = learning_rate(step, run.config.train.num_steps, run.config.optimizer.peak_lr, run.config.schedule)
-    run.engine.step(shards, lr=lr)
+    noise_variance = run.noise_variance.after(step, noise_std / run.plan.expected_batch_size)
+    run.engine.step(shards, lr=lr, noise_variance=noise_variance)
     run.ledger.done(step)
     return StepRecord(lr, _norm(shards), _total(stats, num_undecodable))
 

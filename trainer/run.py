@@ -13,6 +13,7 @@ from trainer.batches import LogicalBatches
 from trainer.config import RunConfig
 from trainer.engines.base import Engine
 from trainer.heldout import Heldout
+from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.run_folder import RunFolder
 from trainer.run_ledger import RunLedger
 
@@ -38,6 +39,7 @@ class Run:
     loader: Loader
     heldout: Heldout | None
     first_step: int
+    noise_variance: NoiseVariance
     model_facts: dict[str, Any]
 
     @property
@@ -57,5 +59,6 @@ class Run:
             "reasons": list(self.plan.reasons),
             "ledger": self.ledger.position(),
             "charged_attempts": self.ledger.num_charged,
+            "noise_variance": self.noise_variance.average,
             **self.model_facts,
         }

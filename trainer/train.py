@@ -21,6 +21,7 @@ from trainer.engines import build_engine
 from trainer.engines.base import Engine
 from trainer.heldout import Heldout
 from trainer.loop import BUDGET_SPENT, DONE, STOPPED_EARLY, fit
+from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.run import Run
 from trainer.run_folder import RunFolder
 from trainer.run_ledger import RunLedger, open_run_ledger
@@ -88,6 +89,9 @@ def train(
         ),
         heldout=heldout,
         first_step=first_step,
+        noise_variance=NoiseVariance(
+            config.optimizer.betas[1], resumed.manifest["noise_variance"] if resumed is not None else 0.0
+        ),
         model_facts={**task.facts(), "initialisation": {"kind": "random", "seed": config.train.seed}},
     )
     on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw)))

@@ -3,6 +3,9 @@
 The batch is dealt out unevenly (5 and 2 examples, or 7 and none), so padding and empty ranks are always part of it.
 """
 
+import json
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +19,16 @@ from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
 from privacy.noise import SystemNoise
-from tests.distributed.ranks import ROOT, run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import oracle
 from trainer import distributed
 from trainer.config import OptimizerSection, ScheduleSection
-from trainer.ds_config import load_machine_settings
+from trainer.ds_config import ZERO_KEYS, MachineSettings, load_machine_settings
 from trainer.engines import build_engine
 from trainer.engines.reduction import reduce_to_owners
 from trainer.loop import train_step
 from trainer.optimizers import make_optimizer, parameter_groups
+from trainer.optimizers.adam_bc import NoiseVariance
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
 OPTIMIZER = OptimizerSection(peak_lr=1e-2, eps=1e-4, weight_decay=0.01)
@@ -104,13 +108,24 @@ def a_run(engine: Any, clipped: ClippedSum, noise: Any, sigma: float, expected_b
         train=SimpleNamespace(num_steps=100), optimizer=OPTIMIZER, schedule=ScheduleSection(decay="constant")
     )
     plan = SimpleNamespace(noise_multiplier=sigma, expected_batch_size=expected_batch_size)
-    return SimpleNamespace(engine=engine, clipped=clipped, noise=noise, plan=plan, config=config, ledger=NoLedger())
+    return SimpleNamespace(
+        engine=engine, clipped=clipped, noise=noise, plan=plan, config=config, ledger=NoLedger(),
+        noise_variance=NoiseVariance(OPTIMIZER.betas[1]),
+    )  # fmt: skip
 
 
-def build(device: torch.device, name: str, stage: int, dtype: torch.dtype = torch.float32) -> Any:
-    suffix = "_bf16" if dtype == torch.bfloat16 else ""
-    machine = load_machine_settings(ROOT / "ds_configs" / f"zero{stage}{suffix}.json")
-    return build_engine(name, tiny_captioner(), OPTIMIZER, machine, device, MICRO_BATCH)  # type: ignore[arg-type]
+def machine_settings(stage: int, **more: Any) -> MachineSettings:
+    """A ds_config with every parameter sharded, small ones included; `more` goes into zero_optimization or beside it."""
+    zero: dict[str, Any] = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+    zero |= {key: more.pop(key) for key in list(more) if key in ZERO_KEYS}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"zero_optimization": zero, **more}, file)
+        file.flush()
+        return load_machine_settings(Path(file.name))
+
+
+def build(device: torch.device, name: str, stage: int, **more: Any) -> Any:
+    return build_engine(name, tiny_captioner(), OPTIMIZER, machine_settings(stage, **more), device, MICRO_BATCH)  # type: ignore[arg-type]
 
 
 def whole_parameters(engine: Any) -> dict[str, Tensor]:
