@@ -182,7 +182,9 @@ def rank_three_steps(device: torch.device, name: str, stage: int, counts: tuple[
 @pytest.mark.parametrize("counts", [(5, 2), (7,)])
 def test_without_noise_and_clipping_it_is_ordinary_training(name: str, stage: int, counts: tuple[int, ...]) -> None:
     model, inputs = tiny_captioner(), pairs()
-    groups = parameter_groups(list(model.named_parameters()), {n: p.shape for n, p in model.named_parameters()}, OPTIMIZER)
+    groups = parameter_groups(
+        list(model.named_parameters()), {n: p.shape for n, p in model.named_parameters()}, OPTIMIZER
+    )
     optimizer = make_optimizer(groups, OPTIMIZER)
     for _ in range(3):
         optimizer.zero_grad()
