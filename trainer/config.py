@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from privacy.adaptive_clipping import AdaptiveClipping
 from trainer.errors import ConfigError
 
 EngineName = Literal["deepspeed", "fsdp", "fairscale", "local"]
@@ -80,8 +81,15 @@ class PrivacySection(Section):
     target_delta: float | None = Field(None, gt=0, lt=1)
     """Default 1 / (2n)."""
     max_grad_norm: float = Field(1.0, gt=0)
-    clipping_function: Literal["flat", "automatic", "per_layer", "grouped"] = "flat"
-    """Flat with constant C; normalised gradients (Bu et al. 2023); one norm per layer, or per top-level part of the model."""
+    clipping_function: Literal["flat", "adaptive", "automatic", "per_layer", "grouped"] = "flat"
+    """Flat with constant C; flat with C that follows a quantile of the norms from max_grad_norm on (Andrew et al. 2021);
+    normalised gradients (Bu et al. 2023); one norm per layer, or per top-level part of the model."""
+    target_unclipped_quantile: float | None = Field(None, ge=0, le=1)
+    """Adaptive clipping: the fraction of examples that C should leave unclipped; default 0.5."""
+    clipbound_learning_rate: float | None = Field(None, gt=0)
+    """Adaptive clipping: eta_C of the geometric update; default 0.2."""
+    unclipped_num_std: float | None = Field(None, gt=0)
+    """Adaptive clipping: sigma_b, the noise on the count of unclipped examples; default expected_batch_size / 20."""
     clipping_mode: Literal["bookkeeping", "two_pass"] = "bookkeeping"
     """One backward, or two with less memory; the sum is the same. May change between starts."""
     reserved_attempts: int | None = Field(None, ge=0)
@@ -108,6 +116,25 @@ class PrivacySection(Section):
                 raise ValueError("noise_multiplier = 0 gives no guarantee, so it cannot meet a target_epsilon")
             raise ValueError("give exactly one of noise_multiplier and target_epsilon")
         return self
+
+    @model_validator(mode="after")
+    def _adaptive_keys_are_used(self) -> "PrivacySection":
+        for name in ("target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std"):
+            if getattr(self, name) is not None and self.clipping_function != "adaptive":
+                raise ValueError(f'{name} is for clipping_function = "adaptive", not "{self.clipping_function}"')
+        return self
+
+    @property
+    def adaptive_clipping(self) -> AdaptiveClipping | None:
+        """The constants of adaptive clipping, defaults filled in; None where C is constant."""
+        if self.clipping_function != "adaptive":
+            return None
+        quantile, rate, std = self.target_unclipped_quantile, self.clipbound_learning_rate, self.unclipped_num_std
+        return AdaptiveClipping(
+            target_unclipped_quantile=0.5 if quantile is None else quantile,
+            clipbound_learning_rate=0.2 if rate is None else rate,
+            unclipped_num_std=self.expected_batch_size / 20 if std is None else std,
+        )
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -18,6 +18,7 @@ from data.batch import Batch
 from privacy.clipping import MicroBatchStats
 from privacy.noise import add_noise
 from trainer import distributed
+from trainer.adaptive_bound import adapt_bound
 from trainer.checkpoint import checkpoint_name, newest_checkpoint, save_checkpoint
 from trainer.engines.base import GradShard
 from trainer.engines.reduction import reduce_to_owners
@@ -37,12 +38,13 @@ class StepRecord:
     """What one step leaves behind.
 
     `private` holds sums over all ranks, computed without noise: MicroBatchStats' fields and the number of undecodable
-    examples. `noised_grad_norm` is post-processing of the noised gradient.
+    examples. `noised_grad_norm` is post-processing of the noised gradient; `public` holds what else may be published.
     """
 
     lr: float
     noised_grad_norm: float
     private: dict[str, float]
+    public: dict[str, float]
 
 
 def train_step(run: "Run", step: int, micro_batches: Iterator[Batch]) -> StepRecord:
@@ -57,8 +59,9 @@ def train_step(run: "Run", step: int, micro_batches: Iterator[Batch]) -> StepRec
 
     distributed.barrier()  # a rank that failed until here costs no charge
     # Durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process.
-    noise_std = run.plan.noise_multiplier * run.clipped.sensitivity
-    run.ledger.intent(step, name="gradient", std=noise_std, sensitivity=run.clipped.sensitivity)
+    releases = run.clipped.releases(run.plan.noise_multiplier)
+    run.ledger.intent(step, releases=releases)
+    noise_std = releases[0]["std"]
 
     shards = reduce_to_owners(run.clipped, run.engine.layout)
     for shard in shards:
@@ -67,8 +70,9 @@ def train_step(run: "Run", step: int, micro_batches: Iterator[Batch]) -> StepRec
     lr = learning_rate(step, run.config.train.num_steps, run.config.optimizer.peak_lr, run.config.schedule)
     noise_variance = run.noise_variance.after(step, noise_std / run.plan.expected_batch_size)
     run.engine.step(shards, lr=lr, noise_variance=noise_variance)
+    public = adapt_bound(run, stats, releases)
     run.ledger.done(step)
-    return StepRecord(lr, _norm(shards), _total(stats, num_undecodable))
+    return StepRecord(lr, _norm(shards), _total(stats, num_undecodable), public)
 
 
 def _norm(shards: Sequence[GradShard]) -> float:

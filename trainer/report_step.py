@@ -48,7 +48,7 @@ class StepReporter:
         epsilon = self._run.ledger.epsilon()
         timings = self._timings(seconds)
         if step % self._run.config.train.log_every == 0 or step == self._run.config.train.num_steps:
-            public = {"optimizer/lr": record.lr, "optimizer/noised_grad_norm": record.noised_grad_norm}
+            public = {"optimizer/lr": record.lr, "optimizer/noised_grad_norm": record.noised_grad_norm, **record.public}
             if epsilon is not None:
                 public |= {"privacy/epsilon": epsilon, "privacy/charged_attempts": self._run.ledger.num_charged}
             private = _private_metrics(record.private)

@@ -8,6 +8,7 @@ from privacy.clipping import ClippedSum
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
 from trainer import distributed
+from trainer.adaptive_bound import MANIFEST_KEY
 from trainer.audit_members import MembersLog
 from trainer.batches import LogicalBatches
 from trainer.config import RunConfig
@@ -59,6 +60,7 @@ class Run:
             "reasons": list(self.plan.reasons),
             "ledger": self.ledger.position(),
             "charged_attempts": self.ledger.num_charged,
+            **({MANIFEST_KEY: self.clipped.max_grad_norm} if self.clipped.adaptive is not None else {}),
             "noise_variance": self.noise_variance.average,
             **self.model_facts,
         }

@@ -4,7 +4,7 @@ Also the place where configuration, data, key and ledger of a run folder meet: t
 the frozen one) on rank 0, and every rank gets the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from privacy.keys import SamplingKey
 from privacy.ledger import Ledger
 from privacy.ledger_format import read_ledger
 from privacy.plan import PrivacyPlan, make_plan
+from privacy.releases import Release
 from privacy.run_state import SharedTerms, open_run_state
 from trainer import distributed
 from trainer.config import PrivacySection
@@ -56,11 +57,10 @@ class RunLedger:
             self._table = self.plan.epsilon_table(cache=self._table_cache)
         return nonce
 
-    def intent(self, step: int, *, name: str, std: float, sensitivity: float) -> None:
+    def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         """Charges the attempt; see `Ledger.intent`."""
         if self.plan.enabled:
-            release: Any = {"name": name, "std": std, "sensitivity": sensitivity}
-            distributed.on_main(lambda: self._on_main.intent(step, self.attempts.get(step, 0), [release]))
+            distributed.on_main(lambda: self._on_main.intent(step, self.attempts.get(step, 0), releases))
 
     def done(self, step: int) -> None:
         if self.plan.enabled:
@@ -152,5 +152,6 @@ def _make_plan(folder: RunFolder, privacy: PrivacySection, num_steps: int, num_e
         sampling=privacy.sampling,
         shuffle_as_gaussian=privacy.shuffle_as_gaussian,
         noise_source=privacy.noise_source,
+        adaptive_clipping=privacy.adaptive_clipping,
         resume=frozen,
     )

@@ -10,6 +10,8 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.functions import FUNCTIONS
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.noise import NoiseSource, noise_source
+from privacy.plan import PrivacyPlan
+from trainer.adaptive_bound import resumed_bound
 from trainer.audit_members import MembersLog
 from trainer.batches import LogicalBatches
 from trainer.checkpoint import Checkpoint, newest_checkpoint
@@ -69,7 +71,7 @@ def train(
         plan=ledger.plan,
         ledger=ledger,
         engine=engine,
-        clipped=_clipped_sum(config, task, engine),
+        clipped=_clipped_sum(config, ledger.plan, task, engine, resumed),
         noise=noise or noise_source(ledger.plan.noise_source),
         batches=LogicalBatches(
             ledger.plan.sampler,
@@ -105,7 +107,9 @@ def train(
     return outcome
 
 
-def _clipped_sum(config: RunConfig, task: TrainingTask, engine: Engine) -> ClippedSum:
+def _clipped_sum(
+    config: RunConfig, plan: PrivacyPlan, task: TrainingTask, engine: Engine, resumed: Checkpoint | None
+) -> ClippedSum:
     privacy = config.privacy
     clipped = ClippedSum(
         engine.module,
@@ -113,7 +117,10 @@ def _clipped_sum(config: RunConfig, task: TrainingTask, engine: Engine) -> Clipp
         shapes=engine.shapes,
         mode=privacy.clipping_mode,
         function=FUNCTIONS[privacy.clipping_function if privacy.enabled else "flat"],
+        adaptive=plan.adaptive_clipping,
     )
+    if plan.adaptive_clipping is not None and resumed is not None:
+        clipped.max_grad_norm = resumed_bound(resumed.manifest, plan.max_grad_norm)
     if privacy.clipping_mode == "two_pass":
         clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(2), engine))
     return clipped
