@@ -10,9 +10,7 @@ after Abadi et al. 2016 (arXiv 1607.00133), without any weight gradient that is 
   freed as soon as its gradient is known, so activation checkpointing keeps its memory benefit. The second pass must repeat
   the first to the last bit, or the norm that divides is not that of what is summed: see `check_repeatable`.
 
-Nothing is communicated; the accumulators belong to this process. They are fp32 (fp64 for an fp64 model) for at most
-EXAMPLES_PER_FLUSH examples and are then emptied into fp64 totals: an fp32 sum over the 100,000 examples that a rank may hold
-of a logical batch would let one example, among others chosen to push every rounding the same way, move it by 1.008 C.
+The sums gather in an accumulator: by default in this process, without communication (`accumulators.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH, Accumulator, LocalSums
 from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
 from privacy.clipping.functions import ClippingFunction, flat, unclipped
@@ -29,10 +28,6 @@ from privacy.clipping.norms import NormTally
 from privacy.clipping.recorder import Call, Recorder, Task, exact
 from privacy.errors import PrivacyConfigError
 from privacy.releases import Release, step_releases
-
-EXAMPLES_PER_FLUSH = 1024
-"""Worst case of the rounding above: this many examples times the unit roundoff, 6e-5 of C, well within the slack. A larger
-micro-batch is taken in parts of this size."""
 
 Mode = Literal["bookkeeping", "two_pass"]
 Parts = list[Contribution]
@@ -62,7 +57,9 @@ class ClippedSum:
         shapes: full parameter shapes by name, where the model holds them in shards.
         mode: see the module docstring.
         function: how a norm becomes a factor, and over which parameters; flat clipping with constant C by default.
+        accumulator: made from (shapes, dtype, device); takes the sums.
         adaptive: C moves, from `max_grad_norm` on, and a step releases the count that it follows; flat clipping only.
+        device: where the model computes, if its parameters wait elsewhere.
 
     Raises:
         PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or `adaptive` without `flat`.
@@ -76,7 +73,9 @@ class ClippedSum:
         shapes: Mapping[str, torch.Size] | None = None,
         mode: Mode = "bookkeeping",
         function: Callable[[list[str], float], ClippingFunction] = flat,
+        accumulator: Callable[[Mapping[str, torch.Size], torch.dtype, torch.device], Accumulator] = LocalSums,
         adaptive: AdaptiveClipping | None = None,
+        device: torch.device | None = None,
     ):
         if adaptive is not None and function is not flat:
             raise PrivacyConfigError(
@@ -85,13 +84,10 @@ class ClippedSum:
         shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self._mode = mode
         self._recorder = Recorder(claims(model, shapes))
-        self._sums = {
-            name: torch.zeros(shapes[name], device=p.device, dtype=_sum_dtype(p.dtype))
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
-        self._totals: dict[str, Tensor] = {}  # fp64, made at the first flush: small batches never need them
-        self._rows = 0
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        first = next(iter(trained.values()))
+        self._names, self._dtype, self._device = list(trained), _sum_dtype(first.dtype), device or first.device
+        self.accumulator = accumulator({name: shapes[name] for name in trained}, self._dtype, self._device)
         self._make_function = function
         self.adaptive = adaptive
         self.max_grad_norm = max_grad_norm
@@ -106,7 +102,7 @@ class ClippedSum:
         if not value > 0:
             raise ValueError(f"max_grad_norm must be positive, not {value}")
         self._max_grad_norm = value
-        self._function = self._make_function(list(self._sums), value)
+        self._function = self._make_function(self._names, value)
         self.zero_()
 
     @property
@@ -119,24 +115,13 @@ class ClippedSum:
         return step_releases(noise_multiplier, self.sensitivity, self.adaptive)
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, this process's part of the clipped sum); fp64 once a batch was too large for fp32."""
-        if self._totals:
-            self._flush()
-        yield from (self._totals or self._sums).items()
+        """(parameter name, this process's part of the clipped sum), of an accumulator that holds it whole."""
+        assert isinstance(self.accumulator, LocalSums)
+        yield from self.accumulator.sums()
 
     def zero_(self) -> None:
         """Starts a new logical batch."""
-        self._rows = 0
-        for total in (*self._sums.values(), *self._totals.values()):
-            total.zero_()
-
-    def _flush(self) -> None:
-        for name, part in self._sums.items():
-            if name not in self._totals:
-                self._totals[name] = torch.zeros_like(part, dtype=torch.float64)
-            self._totals[name] += part
-            part.zero_()
-        self._rows = 0
+        self.accumulator.zero_()
 
     def detach(self) -> None:
         """Removes the hooks from the model."""
@@ -157,14 +142,12 @@ class ClippedSum:
                 self.add_micro_batch(task, {n: x[rows] for n, x in inputs.items()}, is_padding_B[rows]) for rows in cuts
             ]
             return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*parts, strict=True)))
-        self._rows += size  # padding counts: when the accumulators are emptied must not depend on the data
-        if self._rows > EXAMPLES_PER_FLUSH:
-            self._flush()
-            self._rows = size
         with torch.no_grad():
-            if self._mode == "bookkeeping":
-                return self._in_one_pass(task, inputs, is_padding_B)
-            return self._in_two_passes(task, inputs, is_padding_B)
+            self.accumulator.start(size)
+            in_passes = self._in_one_pass if self._mode == "bookkeeping" else self._in_two_passes
+            stats = in_passes(task, inputs, is_padding_B)
+            self.accumulator.finish()
+        return stats
 
     def check_repeatable(self, task: Task, inputs: Mapping[str, Tensor]) -> None:
         """Two passes over the same inputs must agree to the last bit (contract 6); call it before `two_pass` training.
@@ -190,7 +173,7 @@ class ClippedSum:
 
         loss_B = self._recorder.differentiate(task, inputs, len(is_padding_B), lambda _: keep)
         with exact(loss_B.device):
-            tallies = self._new_tallies(loss_B)
+            tallies = self._new_tallies(len(loss_B))
             for name, parts in kept.items():
                 tallies[self._function.group_of[name]].add(parts)
             factors = self._factors(tallies, loss_B, is_padding_B)
@@ -209,17 +192,15 @@ class ClippedSum:
 
     def _tally(self, task: Task, inputs: Mapping[str, Tensor], batch_size: int) -> tuple[Tensor, list[NormTally]]:
         """The norm pass: loss_B and norms, nothing kept."""
-        first = next(iter(self._sums.values()))
-        tallies = self._new_tallies(first.new_zeros(batch_size))
+        tallies = self._new_tallies(batch_size)
         add = _ByParameter(lambda name, parts: tallies[self._function.group_of[name]].add(parts))
         loss_B = self._recorder.differentiate(task, inputs, batch_size, add.start)
         with exact(loss_B.device):
             add.finish()
         return loss_B, tallies
 
-    def _new_tallies(self, loss_B: Tensor) -> list[NormTally]:
-        dtype = next(iter(self._sums.values())).dtype
-        return [NormTally.zeros(len(loss_B), loss_B.device, dtype) for _ in self._function.bounds]
+    def _new_tallies(self, batch_size: int) -> list[NormTally]:
+        return [NormTally.zeros(batch_size, self._device, self._dtype) for _ in self._function.bounds]
 
     def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> "_Factors":
         norms = [tally.safe_norm() for tally in tallies]
@@ -233,10 +214,11 @@ class ClippedSum:
         return _Factors(norms, weights, is_finite_B, blank=bool((~is_finite_B).any()), bound=self._function.sensitivity)
 
     def _accumulate(self, name: str, parts: Parts, factors: "_Factors") -> None:
-        total, weight_B = self._sums[name], factors.weights[self._function.group_of[name]]
+        total, weight_B = self.accumulator.slot(name), factors.weights[self._function.group_of[name]]
         matrix = total.view(total.shape[0], -1) if total.dim() > 1 else total
         for part in parts:
             (part.without(~factors.is_finite_B) if factors.blank else part).add_weighted(weight_B, matrix)
+        self.accumulator.filled(name)
 
 
 class _Factors(NamedTuple):
