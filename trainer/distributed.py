@@ -8,7 +8,8 @@ exception"), so a distributed program ends by barrier, destroy_process_group, fl
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -232,13 +233,47 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     return values
 
 
+class Traffic:
+    """Counts the collectives that carry clipped sums or noised gradients, and the bytes that this rank sends in them.
+
+    Bytes are those of an algorithm that sends nothing twice: all but a rank's own part. They follow from shapes alone, so they
+    are public. What an engine moves by itself (gathering weights) is not seen here; benchmarks/scaling.py counts that too.
+    """
+
+    def __init__(self) -> None:
+        self.collectives: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def note(self, kind: str, num_bytes: int) -> None:
+        self.collectives[kind] += 1
+        self.bytes[kind] += num_bytes
+
+    def reset(self) -> None:
+        self.collectives.clear()
+        self.bytes.clear()
+
+
+traffic = Traffic()
+"""Of this process, since the last reset: a logical step resets it at its start."""
+
+
 def reduce_scatter_sum(out: Tensor, rows: Tensor) -> None:
     """out (K,) = sum over ranks of their rows[this rank], rows (world_size, K)."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    traffic.note("reduce_scatter", rows.nbytes - out.nbytes)
     function(out, rows.view(-1))
+
+
+def exchange(values: Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+    """Sends the r-th run of `values` (of length send_counts[r]) to rank r; returns what all ranks sent here, in rank order."""
+    received = values.new_empty(sum(receive_counts))
+    traffic.note("exchange", (len(values) - send_counts[rank()]) * values.element_size())
+    dist.all_to_all_single(received, values, list(receive_counts), list(send_counts))
+    return received
 
 
 def all_gather_rows(out: Tensor, row: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """out (ranks of the group, K) = every rank's row (K,); the group of all ranks by default."""
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    traffic.note("all_gather", out.nbytes - row.nbytes)
     function(out.view(-1), row, group=group)

@@ -75,7 +75,10 @@ ZERO_KEYS: Mapping[str, tuple[tuple[int, ...], Check]] = {
     "stage3_model_persistence_threshold": ((3,), _COUNT),
     "stage3_max_live_parameters": ((3,), _COUNT),
     "stage3_max_reuse_distance": ((3,), _COUNT),
-    "zero_hpz_partition_size": ((1, 2, 3), (lambda value: type(value) is int and value > 0, "a number of ranks above 0")),
+    "zero_hpz_partition_size": (
+        (1, 2, 3),
+        (lambda value: type(value) is int and value > 0, "a number of ranks above 0"),
+    ),
 }
 """Key of zero_optimization -> the stages at which it has an effect, and what its value must be."""
 

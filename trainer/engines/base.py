@@ -1,8 +1,8 @@
 """What every engine promises to the training loop, and how coordinates are dealt out to ranks.
 
 An engine shards parameters, master weights and optimizer states in its own way and steps its own optimizer. The gradient path
-is ours on every engine: clipped sums are reduced once per logical batch, in fp64, straight to the rank that owns each
-coordinate (`trainer/engines/reduction.py`); that rank adds noise and divides; the engine takes the result.
+is ours on every engine: clipped sums are reduced in fp64 to the rank that owns each coordinate, by default once per logical
+batch (`trainer/engines/reduction.py`); that rank adds noise and divides; the engine takes the result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,6 +77,15 @@ def even_layout(shapes: Mapping[str, torch.Size], world_size: int) -> ShardLayou
                 pieces[r].append(Piece(name, a - start, b - a))
         start = stop
     return ShardLayout(tuple(tuple(p) for p in pieces))
+
+
+def split(owned: Tensor, pieces: tuple[Piece, ...]) -> list[GradShard]:
+    """Views of an owner's buffer, one per piece."""
+    shards, position = [], 0
+    for piece in pieces:
+        shards.append(GradShard(piece.name, piece.offset, owned[position : position + piece.length]))
+        position += piece.length
+    return shards
 
 
 class ShardState(NamedTuple):

@@ -1,7 +1,8 @@
-"""One reduction per logical batch: local clipped sums -> the owner of each coordinate, summed over ranks in fp64.
+"""Clipped sums of all ranks -> the owner of each coordinate, in fp64.
 
-Each rank packs its sums in the order of the owners' buffers; a reduce-scatter then gives every owner the total of just its
-coordinates. The traffic is one reduce-scatter of the model in fp64 per logical batch, in chunks that bound the memory.
+With local accumulation (the default) this is one reduction per logical batch: each rank packs its sums in the order of the
+owners' buffers, and a reduce-scatter gives every owner the total of just its coordinates, in chunks that bound the memory.
+With sharded accumulation the sums are complete already and only move to the owners (`sharded_sums.py`).
 """
 
 from collections.abc import Mapping
@@ -11,14 +12,17 @@ from torch import Tensor
 
 from privacy.clipping import ClippedSum
 from trainer import distributed
-from trainer.engines.base import GradShard, Piece, ShardLayout
+from trainer.engines.base import GradShard, Piece, ShardLayout, split
+from trainer.engines.sharded_sums import ShardedSums
 
 PACKED_COORDINATES = 1 << 25
 """Size of the packing buffer over all ranks: 256 MiB of fp64."""
 
 
 def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard]:
-    """Sums over ranks, in fp64; returns this rank's shards as views of one buffer."""
+    """Sums over ranks, in fp64; returns this rank's shards, in its layout's order, as views of one buffer."""
+    if isinstance(clipped.accumulator, ShardedSums):
+        return clipped.accumulator.to_owners(layout)
     sums = {name: total.view(-1) for name, total in clipped.sums()}
     world_size, rank = distributed.world_size(), distributed.rank()
     counts = [layout.count(r) for r in range(world_size)]
@@ -43,12 +47,3 @@ def _pack(row: Tensor, sums: Mapping[str, Tensor], pieces: tuple[Piece, ...], st
             source = piece.offset + a - position
             row[a - start : b - start] = sums[piece.name][source : source + b - a]
         position += piece.length
-
-
-def split(owned: Tensor, pieces: tuple[Piece, ...]) -> list[GradShard]:
-    """Views of an owner's buffer, one per piece."""
-    shards, position = [], 0
-    for piece in pieces:
-        shards.append(GradShard(piece.name, piece.offset, owned[position : position + piece.length]))
-        position += piece.length
-    return shards

@@ -1,0 +1,185 @@
+"""`train.accumulation = "sharded"`: no rank ever holds the whole clipped sum, for models whose fp32 sum does not fit beside them.
+
+Parameters are dealt, from the last to the first as a backward pass finds them, into buckets. As soon as a micro-batch's
+contribution to every parameter of a bucket is known, the bucket is summed over ranks by a reduce-scatter; each rank keeps an
+equal part of every bucket and adds up the micro-batches there. After the last micro-batch the parts go to the owners of the
+coordinates, who may be others: an optimizer's shards follow their own rules.
+
+Memory: 8 bytes for each of a rank's 1/world_size of the coordinates, and 12 bytes per coordinate of one bucket (of the largest
+parameter, if that is larger), in place of 4 to 12 bytes for every coordinate of the model. Traffic: one fp64 reduce-scatter of
+the model for every micro-batch, and one exchange of a rank's part for every logical batch.
+
+Precision (contract 6). A micro-batch's own sum is fp32, over at most EXAMPLES_PER_FLUSH examples, as in a local sum before it
+is flushed. Everything after it is fp64: the sum over ranks and the sum over micro-batches on the rank that keeps them. In fp32
+each of the many more additions would round at the size of the whole batch's sum, which is what the flush of local sums avoids;
+and one fp64 sum of 1/world_size of the coordinates is cheaper than an fp32 one with its fp64 total.
+
+Every rank issues the same collectives in the same order, whatever its examples are: buckets are reduced strictly one after the
+other, and those that a micro-batch leaves incomplete (parameters without a gradient) when it ends. Nothing depends on data.
+
+Sums leave the process with every micro-batch, so the ledger's intent comes before the first (contract 9, `trainer/loop.py`).
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer import distributed
+from trainer.engines.base import GradShard, Piece, ShardLayout, split
+
+BUCKET_COORDINATES = 1 << 24
+"""Coordinates of a bucket, at least one parameter: 64 MiB of fp32 and 128 MiB of fp64."""
+
+
+class _Bucket:
+    """Consecutive parameters, flattened one after the other and padded to equal parts per rank."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
+        ends = itertools.accumulate(shape.numel() for shape in shapes.values())
+        self.shapes = shapes
+        self.starts = {name: end - shapes[name].numel() for name, end in zip(shapes, ends, strict=True)}
+        self.numel = sum(shape.numel() for shape in shapes.values())
+        self.part = -(-self.numel // world_size)
+        self.waiting = set(shapes)
+        self.sums: Tensor | None = None
+
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """What `rank` keeps of it."""
+        start, stop = rank * self.part, (rank + 1) * self.part
+        for name, first in self.starts.items():
+            a, b = max(start, first), min(stop, first + self.shapes[name].numel())
+            if a < b:
+                yield Piece(name, a - first, b - a)
+
+
+class ShardedSums:
+    """See the module docstring, and `privacy.clipping.accumulators.Accumulator` for the methods."""
+
+    leaves_process = True
+
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        dtype: torch.dtype,
+        device: torch.device,
+        bucket_coordinates: int = BUCKET_COORDINATES,
+    ) -> None:
+        self._dtype, self._device = dtype, device
+        self._world_size = distributed.world_size()
+        self._buckets = list(_buckets(shapes, bucket_coordinates, self._world_size))
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.shapes}
+        self._kept: list[Tensor] = []
+        self._next = 0
+        self.zero_()
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    def zero_(self) -> None:
+        self._kept = [torch.zeros(b.part, dtype=torch.float64, device=self._device) for b in self._buckets]
+
+    def start(self, num_rows: int) -> None:
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.waiting, bucket.sums = set(bucket.shapes), None
+
+    def slot(self, name: str) -> Tensor:
+        bucket = self._bucket_of[name]
+        if bucket.sums is None:
+            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self._dtype, device=self._device)
+        start, shape = bucket.starts[name], bucket.shapes[name]
+        return bucket.sums[start : start + shape.numel()].view(shape)
+
+    def filled(self, name: str) -> None:
+        self._bucket_of[name].waiting.discard(name)
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._reduce_next()
+
+    def finish(self) -> None:
+        while self._next < len(self._buckets):
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        bucket, kept = self._buckets[self._next], self._kept[self._next]
+        rows = torch.zeros(self._world_size, bucket.part, dtype=torch.float64, device=self._device)
+        if bucket.sums is not None:
+            rows.view(-1).copy_(bucket.sums)
+        bucket.sums = None
+        part = torch.empty_like(kept)
+        distributed.reduce_scatter_sum(part, rows)
+        kept += part
+        self._next += 1
+
+    def to_owners(self, layout: ShardLayout) -> list[GradShard]:
+        """The complete sums, moved to the ranks that own the coordinates; what was kept of them here is freed."""
+        rank = distributed.rank()
+        owned = torch.empty(layout.count(rank), dtype=torch.float64, device=self._device)
+        places = [_Places(layout.owned_by(r)) for r in range(self._world_size)]
+        for i, bucket in enumerate(self._buckets):
+            mine = list(bucket.pieces(rank))
+            outgoing = [[s.source for s in p.overlaps(mine)] for p in places]
+            incoming = [
+                [s.target for s in places[rank].overlaps(list(bucket.pieces(r)))] for r in range(self._world_size)
+            ]
+            received = distributed.exchange(
+                torch.cat([self._kept[i][:0], *(self._kept[i][s] for spans in outgoing for s in spans)]),
+                send_counts=[_length(spans) for spans in outgoing],
+                receive_counts=[_length(spans) for spans in incoming],
+            )
+            self._kept[i] = received[:0]
+            position = 0
+            for span in itertools.chain.from_iterable(incoming):
+                length = span.stop - span.start
+                owned[span] = received[position : position + length]
+                position += length
+        return split(owned, layout.owned_by(rank))
+
+
+def _buckets(shapes: Mapping[str, torch.Size], size: int, world_size: int) -> Iterator[_Bucket]:
+    names: list[str] = []
+    count = 0
+    for name in reversed(list(shapes)):
+        if names and count + shapes[name].numel() > size:
+            yield _Bucket({n: shapes[n] for n in names}, world_size)
+            names, count = [], 0
+        names.append(name)
+        count += shapes[name].numel()
+    yield _Bucket({n: shapes[n] for n in names}, world_size)
+
+
+class _Span(NamedTuple):
+    """The same coordinates in a sequence of pieces (`source`) and in an owner's buffer (`target`)."""
+
+    source: slice
+    target: slice
+
+
+class _Places:
+    """Where a rank's pieces lie in its buffer."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._by_name: dict[str, list[tuple[Piece, int]]] = {}
+        position = 0
+        for piece in pieces:
+            self._by_name.setdefault(piece.name, []).append((piece, position))
+            position += piece.length
+
+    def overlaps(self, others: Sequence[Piece]) -> Iterator[_Span]:
+        """What the pieces have in common with `others`, in the order of the latter."""
+        position = 0
+        for other in others:
+            for piece, place in self._by_name.get(other.name, []):
+                a = max(other.offset, piece.offset)
+                b = min(other.offset + other.length, piece.offset + piece.length)
+                if a < b:
+                    source, target = position + a - other.offset, place + a - piece.offset
+                    yield _Span(slice(source, source + b - a), slice(target, target + b - a))
+            position += other.length
+
+
+def _length(spans: Sequence[slice]) -> int:
+    return sum(span.stop - span.start for span in spans)
