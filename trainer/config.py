@@ -54,6 +54,8 @@ class DataSection(Section):
     """Caption length after padding or truncation, begin and end tokens included."""
     num_workers: int = Field(2, ge=0)
     """Decoding processes per rank."""
+    deduplication: str | None = None
+    """For the privacy card, in words: how duplicates were removed, which the guarantee does not cover."""
 
 
 class HeldoutSection(Section):
@@ -106,6 +108,8 @@ class PrivacySection(Section):
     """The data owner's ledger over all runs on these data (launch_scripts/shared_ledger.py); the run reserves its budget."""
     fixed_in_advance: bool = False
     """The owner's word that this run was fixed before any output of the other runs was seen; else an RDP filter adds it."""
+    tuning: str | None = None
+    """For the privacy card, in words: how the hyper-parameters were chosen, and on which data."""
     ledger_mirror: str | None = None
     """A second location for the ledger, best on another file system: it detects a rollback of the whole run folder."""
 
@@ -211,6 +215,9 @@ class TrainSection(Section):
     num_steps: int = Field(ge=1)
     micro_batch_size: int = Field(ge=1)
     """Examples per forward on one rank: speed and memory only, never the result."""
+    accumulation: Literal["local", "sharded"] = "local"
+    """Each rank sums in place and one reduction ends the logical batch; or every micro-batch is reduced to sharded sums, for
+    models whose fp32 sum does not fit. Speed and memory only, never the result."""
     seed: int = 0
     """Of the initial weights, which are public. No secret and no noise comes from it."""
     checkpoint_every: int | None = Field(None, ge=1)

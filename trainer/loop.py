@@ -1,7 +1,7 @@
 """DP-SGD at scale, in the order in which it happens. Start here.
 
-`train_step` is one logical step: clipped sums of all micro-batches without communication, the intent in the ledger, one
-reduction, noise by the owner of each shard, division by the public expected batch size, the optimizer, `done`.
+`train_step` is one logical step: clipped sums of all micro-batches, the intent in the ledger (first, if sums are communicated
+with every micro-batch), one reduction, noise by the owner of each shard, division by the public expected batch size, the optimizer, `done`.
 `fit` repeats it, watches the budget and requests to stop, and writes metrics and checkpoints.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from data.batch import Batch
 from privacy.clipping import MicroBatchStats
 from privacy.noise import add_noise
+from privacy.releases import Release
 from trainer import distributed
 from trainer.adaptive_bound import adapt_bound
 from trainer.checkpoint import checkpoint_name, newest_checkpoint, save_checkpoint
@@ -39,29 +40,32 @@ class StepRecord:
 
     `private` holds sums over all ranks, computed without noise: MicroBatchStats' fields and the number of undecodable
     examples. `noised_grad_norm` is post-processing of the noised gradient; `public` holds what else may be published.
+    `communication_bytes` is what this rank sent for the sums; it follows from the number of micro-batches.
     """
 
     lr: float
     noised_grad_norm: float
     private: dict[str, float]
     public: dict[str, float]
+    communication_bytes: int
 
 
 def train_step(run: "Run", step: int, micro_batches: Iterator[Batch]) -> StepRecord:
     """One DP-SGD step on one logical batch. Every rank passes the same number of micro-batches."""
     run.clipped.zero_()
+    distributed.traffic.reset()
+    releases = run.clipped.releases(run.plan.noise_multiplier)
+    noise_std = releases[0]["std"]
     stats: list[MicroBatchStats] = []
     num_undecodable = 0
-    for batch in micro_batches:  # sum of clipped gradients: no noise, no division, no communication
+    if run.clipped.leaves_process:  # sharded accumulation sums over ranks with every micro-batch
+        _intend(run, step, releases)
+    for batch in micro_batches:  # sum of clipped gradients: no noise, no division; locally also no communication
         is_padding_B = batch.is_padding_B.to(run.engine.device)
         stats.append(run.clipped.add_micro_batch(run.engine.module, to_device(batch.inputs, run.engine), is_padding_B))
         num_undecodable += batch.num_undecodable
-
-    distributed.barrier()  # a rank that failed until here costs no charge
-    # Durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process.
-    releases = run.clipped.releases(run.plan.noise_multiplier)
-    run.ledger.intent(step, releases=releases)
-    noise_std = releases[0]["std"]
+    if not run.clipped.leaves_process:
+        _intend(run, step, releases)
 
     shards = reduce_to_owners(run.clipped, run.engine.layout)
     for shard in shards:
@@ -72,7 +76,13 @@ def train_step(run: "Run", step: int, micro_batches: Iterator[Batch]) -> StepRec
     run.engine.step(shards, lr=lr, noise_variance=noise_variance)
     public = adapt_bound(run, stats, releases)
     run.ledger.done(step)
-    return StepRecord(lr, _norm(shards), _total(stats, num_undecodable), public)
+    return StepRecord(lr, _norm(shards), _total(stats, num_undecodable), public, distributed.traffic.bytes.total())
+
+
+def _intend(run: "Run", step: int, releases: list[Release]) -> None:
+    """The charge: durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process."""
+    distributed.barrier()  # a rank that failed until here costs no charge
+    run.ledger.intent(step, releases=releases)
 
 
 def _norm(shards: Sequence[GradShard]) -> float:

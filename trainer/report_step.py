@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainer.run import Run
 
 
-PUBLIC_TIMINGS = ("performance/step_seconds", "performance/examples_per_second")
+PUBLIC_TIMINGS = ("performance/step_seconds", "performance/examples_per_second", "performance/communication_bytes")
 """Public where every step has the shape of the capped batch. Waiting for data and memory follow the examples themselves."""
 
 
@@ -46,7 +46,7 @@ class StepReporter:
         if not self._is_main:
             return
         epsilon = self._run.ledger.epsilon()
-        timings = self._timings(seconds)
+        timings = self._timings(seconds, record)
         if step % self._run.config.train.log_every == 0 or step == self._run.config.train.num_steps:
             public = {"optimizer/lr": record.lr, "optimizer/noised_grad_norm": record.noised_grad_norm, **record.public}
             if epsilon is not None:
@@ -59,11 +59,12 @@ class StepReporter:
             self._private.scalars(step, private)
         self._progress.update(step, self._console(epsilon, record, timings))
 
-    def _timings(self, seconds: float) -> dict[str, float]:
+    def _timings(self, seconds: float, record: "StepRecord") -> dict[str, float]:
         # Rates come from the expected batch size, never from the realised one.
         return {
             "performance/step_seconds": seconds,
             "performance/examples_per_second": self._run.plan.expected_batch_size / seconds,
+            "performance/communication_bytes": record.communication_bytes,
             "performance/data_wait_fraction": self._run.loader.data_wait / seconds,
             "performance/peak_memory_gib": _peak_memory_gib(self._run.engine.device),
         }

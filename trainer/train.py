@@ -7,6 +7,7 @@ from torch import nn
 
 from data.loader import Loader
 from privacy.clipping import ClippedSum
+from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.functions import FUNCTIONS
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.noise import NoiseSource, noise_source
@@ -21,6 +22,7 @@ from trainer.distributed import Ranks, first_on_main, on_main
 from trainer.ds_config import MachineSettings
 from trainer.engines import build_engine
 from trainer.engines.base import Engine
+from trainer.engines.sharded_sums import ShardedSums
 from trainer.heldout import Heldout
 from trainer.loop import BUDGET_SPENT, DONE, STOPPED_EARLY, fit
 from trainer.optimizers.adam_bc import NoiseVariance
@@ -116,6 +118,8 @@ def _clipped_sum(
         privacy.max_grad_norm if privacy.enabled else float("inf"),
         shapes=engine.shapes,
         mode=privacy.clipping_mode,
+        accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
+        device=engine.device,
         function=FUNCTIONS[privacy.clipping_function if privacy.enabled else "flat"],
         adaptive=plan.adaptive_clipping,
     )

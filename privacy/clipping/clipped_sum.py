@@ -110,6 +110,11 @@ class ClippedSum:
         """L2 change of the sum when one example is added or removed, before the slack for rounding."""
         return self._function.sensitivity
 
+    @property
+    def leaves_process(self) -> bool:
+        """Whether sums are communicated before the logical batch is complete: then its intent comes first (contract 9)."""
+        return self.accumulator.leaves_process
+
     def releases(self, noise_multiplier: float) -> list[Release]:
         """Everything that a step with this sum releases, the sum itself first, with its noise."""
         return step_releases(noise_multiplier, self.sensitivity, self.adaptive)
