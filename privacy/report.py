@@ -8,7 +8,7 @@ Nothing is written and no lock is taken, so a card can be made while the run goe
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +173,34 @@ def _mechanism(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
     return {
         "name": "DP-SGD: per-example clipping, Gaussian noise (Abadi et al. 2016); any optimizer is post-processing",
         "max_grad_norm": plan.max_grad_norm,
+        "adaptive_clipping": _adaptive(snapshot, plan),
         "sensitivity_slack": plan.sensitivity_slack,
         "noise_multiplier": plan.noise_multiplier,
         "noise_multiplier_accounted": plan.effective_noise_multiplier,
         "noise_source": plan.noise_source,
         "expected_batch_size": plan.expected_batch_size,
         "releases": _releases(snapshot),
-        "statement": _MECHANISM if plan.enabled else "Privacy was disabled: no clipping and no noise.",
+        "statement": _mechanism_statement(plan),
+    }
+
+
+def _mechanism_statement(plan: PrivacyPlan) -> str:
+    if not plan.enabled:
+        return "Privacy was disabled: no clipping and no noise."
+    return _MECHANISM if plan.adaptive_clipping is None else f"{_MECHANISM} {_ADAPTIVE}"
+
+
+def _adaptive(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any] | None:
+    """Constants of adaptive clipping and how far C has moved; None where it is constant."""
+    if plan.adaptive_clipping is None:
+        return None
+    bounds = [intent["releases"][0]["sensitivity"] for intent in snapshot.of_type("intent")]
+    return {
+        **asdict(plan.adaptive_clipping),
+        "gradient_noise_multiplier": plan.adaptive_clipping.gradient_noise_multiplier(plan.noise_multiplier),
+        "smallest_bound": min(bounds, default=None),
+        "largest_bound": max(bounds, default=None),
+        "last_bound": bounds[-1] if bounds else None,
     }
 
 
@@ -188,6 +209,11 @@ _MECHANISM = (
     "gradients of the batch are summed, Gaussian noise of standard deviation sigma times the sensitivity is added "
     "once, and the sum is divided by the public expected batch size. Rounding may let one example contribute up to "
     "C (1 + r), so the accountant is charged with sigma / (1 + r)."
+)
+_ADAPTIVE = (
+    "C follows a quantile of the gradient norms (Andrew et al. 2021, arXiv 1905.03871): each step also releases, with noise, "
+    "how many of its examples were left unclipped. Sum and count together are one Gaussian mechanism of noise multiplier "
+    "sigma, so the sum alone has a little more noise. C itself follows from noised counts and may be published."
 )
 
 

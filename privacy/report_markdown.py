@@ -84,7 +84,7 @@ def _adjacency(card: Card) -> str:
 def _mechanism(card: Card) -> str:
     mechanism = card["mechanism"]
     rows = [
-        ("clipping bound C", f"{mechanism['max_grad_norm']:g}"),
+        ("clipping bound C", _bound(mechanism)),
         ("noise multiplier sigma", f"{mechanism['noise_multiplier']:.6g}"),
         ("slack r of the sensitivity", f"{mechanism['sensitivity_slack']:g}"),
         ("sigma / (1 + r), as accounted", f"{mechanism['noise_multiplier_accounted']:.6g}"),
@@ -93,6 +93,17 @@ def _mechanism(card: Card) -> str:
     ]
     rows += [(f"released per step: {cell(item['name'])}", _release(item)) for item in mechanism["releases"]]
     return f"{mechanism['name']}. {mechanism['statement']}\n\n{facts(rows)}"
+
+
+def _bound(mechanism: Card) -> str:
+    adaptive = mechanism.get("adaptive_clipping")
+    if adaptive is None:
+        return f"{mechanism['max_grad_norm']:g}"
+    moved = f"now {adaptive['last_bound']:.4g}" if adaptive["last_bound"] is not None else "no step yet"
+    return (
+        f"adaptive: from {mechanism['max_grad_norm']:g}, {moved}; quantile {adaptive['target_unclipped_quantile']:g}, "
+        f"learning rate {adaptive['clipbound_learning_rate']:g}, noise {adaptive['unclipped_num_std']:g} on the count"
+    )
 
 
 def _release(item: Card) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from privacy.audit.ledger import CheckpointClaim, EpsilonClaim, FolderClaims, audit_ledger
+from privacy.audit.ledger import BoundClaim, CheckpointClaim, EpsilonClaim, FolderClaims, audit_ledger
 from privacy.audit.members import FILE, read_members
 from privacy.audit.report import AuditReport
 from privacy.audit.schedule import MAX_COINS, audit_schedule, read_attempts
@@ -58,6 +58,7 @@ def folder_claims(run_dir: Path) -> FolderClaims:
         list(_checkpoint_claims(run_dir)),
         {"metrics.jsonl": max((line["step"] for line in metrics), default=0)},
         _mirror(run_dir),
+        list(_bound_claims(metrics)),
     )
 
 
@@ -69,6 +70,13 @@ def _metric_claims(metrics: list[dict[str, Any]]) -> list[EpsilonClaim]:
     ]
     picked = {len(found) * (i + 1) // _LINES_COMPARED - 1 for i in range(_LINES_COMPARED)}
     return [found[index] for index in sorted(picked) if index >= 0]
+
+
+def _bound_claims(metrics: list[dict[str, Any]]) -> Iterator[BoundClaim]:
+    for line in metrics:
+        bound, fraction = line.get("privacy/clipping_bound"), line.get("privacy/noised_unclipped_fraction")
+        if bound is not None and fraction is not None:
+            yield BoundClaim("metrics.jsonl", line["step"], bound, fraction)
 
 
 def _card_claims(run_dir: Path) -> list[EpsilonClaim]:

@@ -19,6 +19,7 @@ from typing import Any
 import dp_accounting
 from dp_accounting.pld import PLDAccountant
 
+from privacy.adaptive_clipping import RANGE
 from privacy.audit.report import AuditReport, Check, fact, undecided
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger_format import LedgerState, read_state
@@ -52,18 +53,30 @@ class CheckpointClaim:
 
 
 @dataclass(frozen=True)
+class BoundClaim:
+    """`file` says that `step` clipped to `bound`, and that about `noised_fraction` of its examples stayed below it."""
+
+    file: str
+    step: int
+    bound: float
+    noised_fraction: float
+
+
+@dataclass(frozen=True)
 class FolderClaims:
     """What the other files of a run folder say.
 
     Attributes:
         furthest_step: file -> the highest step that it shows; none may be beyond the ledger.
         mirror: the bytes of the ledger's mirror; None when there is none or it cannot be read.
+        bounds: what was published of adaptive clipping, in the order of the file.
     """
 
     epsilons: Sequence[EpsilonClaim] = ()
     checkpoints: Sequence[CheckpointClaim] = ()
     furthest_step: Mapping[str, int] = field(default_factory=dict)
     mirror: bytes | None = None
+    bounds: Sequence[BoundClaim] = ()
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,7 @@ def audit_ledger(data: bytes, claims: FolderClaims) -> AuditReport:
         _clock(reading),
         _nonces(reading),
         _releases(reading),
+        *_bounds(reading, claims.bounds),
         _budget(state),
         *_epsilons(reading, state, claims.epsilons),
         *_checkpoints(reading, state, claims.checkpoints),
@@ -157,8 +171,14 @@ def _joint(releases: Sequence[Mapping[str, float]]) -> float:
     return 1 / math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 if r["std"] else math.inf for r in releases))
 
 
+def _joint_or_planned(intent: Mapping[str, Any], planned: float) -> float:
+    """The planned noise multiplier for one within rounding of it: a moving C gives every step another last digit."""
+    sigma = _joint(intent["releases"])
+    return planned if math.isclose(sigma, planned, rel_tol=1e-9) else sigma
+
+
 def _releases(reading: _Reading) -> Check:
-    """Every intent states the planned noise, for the sensitivity that is C."""
+    """Every intent states the planned noise, for the sensitivity that is C; where C moves, `_bounds` looks at it."""
     plan, intents = reading.plan, reading.of_type("intent")
     sigmas = [_joint(intent["releases"]) for intent in intents]
     low = [sigma for sigma in sigmas if sigma < plan["noise_multiplier"] * (1 - 1e-9)]
@@ -177,6 +197,34 @@ def _releases(reading: _Reading) -> Check:
         statistic=smallest,
         threshold=plan["noise_multiplier"],
     )
+
+
+def _bounds(reading: _Reading, claims: Sequence[BoundClaim]) -> list[Check]:
+    """C moves only by what a charged release said: the first is the plan's, each next follows from the one before."""
+    plan, intents = reading.plan, reading.of_type("intent")
+    constants = plan.get("adaptive_clipping")
+    if constants is None:
+        sentence = f"C is constant by the plan, and {len(claims)} lines publish a noised count that no intent released"
+        return [fact("clipping_bound", False, sentence, statistic=len(claims), threshold=0)] if claims else []
+    stated: dict[int, list[float]] = {}
+    for intent in intents:
+        stated.setdefault(intent["step"], []).append(intent["releases"][0]["sensitivity"])
+    bad = [f"step 1 clips to {bound:g}" for bound in stated.get(1, []) if bound != plan["max_grad_norm"]]
+    bad += [
+        f"{claim.file}: step {claim.step} clipped to {claim.bound:g}, which no intent says"
+        for claim in claims
+        if claim.bound not in stated.get(claim.step, [])
+    ]
+    rate, quantile = constants["clipbound_learning_rate"], constants["target_unclipped_quantile"]
+    low, high = plan["max_grad_norm"] / RANGE, plan["max_grad_norm"] * RANGE
+    for before, after in itertools.pairwise(claims):
+        if after.step == before.step + 1:
+            exponent = min(max(-rate * (before.noised_fraction - quantile), -50.0), 50.0)
+            expected = min(max(before.bound * math.exp(exponent), low), high)
+            if not math.isclose(after.bound, expected, rel_tol=1e-9):
+                bad.append(f"{after.file}: step {after.step} clips to {after.bound:g} where {expected:g} follows")
+    sentence = f"{len(claims)} published values of C and of the noised count were compared; wrong: {'; '.join(bad[:3]) or 'none'}"
+    return [fact("clipping_bound", not bad, sentence, statistic=len(bad), threshold=0)]
 
 
 def _budget(state: LedgerState) -> Check:
@@ -204,7 +252,7 @@ def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonCla
             undecided("epsilon", f"epsilon {own:.6g}; sampling by {plan.sampling!r} is not recomputed independently")
         ]
         return [*checks, *_claims(state, claims, None, {})]
-    sigmas = Counter(_joint(intent["releases"]) for intent in reading.of_type("intent"))
+    sigmas = Counter(_joint_or_planned(intent, plan.noise_multiplier) for intent in reading.of_type("intent"))
     sigmas[plan.noise_multiplier] += state.charged_torn
     again = recompute_epsilon(reading.plan, sigmas)
     close = math.isclose(own, again, rel_tol=TOLERANCE, abs_tol=1e-6)
