@@ -17,8 +17,11 @@ privacy state is refused.
 """
 
 import argparse
+import hashlib
 import json
 import sys
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn, get_args
 
@@ -65,9 +68,16 @@ def main() -> int:
 
         print(write_canaries(options.output, options.num_canaries, options.image_size))
         return 0
-    report = _audit(options)
+    report = _stamped(_audit(options), options.run_dir)
     print(json.dumps(report.to_json(), allow_nan=False) if options.json else report.to_text())
     return report.exit_code
+
+
+def _stamped(report: AuditReport, run_dir: Path) -> AuditReport:
+    """With the date and the ledger that was looked at: an audit of another ledger says nothing about this one."""
+    digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return replace(report, facts={**report.facts, "time_utc": now, "ledger_sha256": digest})
 
 
 def _audit(options: argparse.Namespace) -> AuditReport:

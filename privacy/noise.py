@@ -36,14 +36,25 @@ class SystemNoise:
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         if device.type == "cuda":
-            generator = torch.Generator(device).manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
-
-            def words(number: int) -> Tensor:
-                return torch.empty(number, dtype=torch.int64, device=device).random_(generator=generator)
-
-            return box_muller(words, count, device)
+            return box_muller(_device_words(device), count, device)
         philox = np.random.Philox(key=int.from_bytes(os.urandom(16), "little"))
         return torch.from_numpy(np.random.Generator(philox).standard_normal(count)).to(device)
+
+
+def _device_words(device: torch.device) -> Callable[[int], Tensor]:
+    """Uniform words on `device` from Philox. A torch generator takes 64 bits of key; two of them, XORed, take 128: a large
+    training draws 10^9 times, and of so many 64-bit keys two would be equal with a probability of 3 %."""
+    streams = [
+        torch.Generator(device).manual_seed(int.from_bytes(os.urandom(8), "little", signed=True)) for _ in range(2)
+    ]
+
+    def words(number: int) -> Tensor:
+        first, second = (
+            torch.empty(number, dtype=torch.int64, device=device).random_(generator=stream) for stream in streams
+        )
+        return first.bitwise_xor_(second)
+
+    return words
 
 
 class AesCtrNoise:

@@ -73,7 +73,8 @@ def audit(card: Card) -> str:
 
 
 def _verdict(found: Card) -> str:
-    return cell(found["verdict"]) if found["verdict"] == "consistent" else f"**{cell(found['verdict'])}**"
+    verdict = cell(found["verdict"]) if found["verdict"] == "consistent" else f"**{cell(found['verdict'])}**"
+    return verdict if found["of_this_ledger"] else f"{verdict} (of another, or an unstated, state of the ledger)"
 
 
 def _audit_date(found: Card) -> str:

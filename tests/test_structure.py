@@ -35,7 +35,6 @@ ONLY_IN = {
 }
 """Where a package may be imported in what runs; tests are free."""
 MAX_LINES = 400
-LONGER = {"tests/privacy/test_ledger.py"}
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -179,7 +178,7 @@ def test_every_package_has_an_init() -> None:
 def test_files_stay_readable_in_one_sitting() -> None:
     for path in python_files(*PACKAGES, TESTS):
         lines = path.read_text().count("\n")
-        assert lines <= MAX_LINES or relative(path) in LONGER, f"{relative(path)} has {lines} lines"
+        assert lines <= MAX_LINES, f"{relative(path)} has {lines} lines"
 
 
 def test_no_error_is_swallowed() -> None:

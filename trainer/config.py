@@ -41,11 +41,29 @@ class ModelSection(Section):
     overrides: dict[str, int | float | bool | str] = {}
 
 
+class RemoteSection(Section):
+    """How shards given by URLs are read; see `data.storage.RemoteOptions`."""
+
+    timeout_seconds: float = Field(60.0, gt=0)
+    tries: int = Field(6, ge=1)
+    backoff_seconds: float = Field(0.5, ge=0)
+    """First pause between tries; it doubles."""
+    connections: int = Field(16, ge=1)
+    """Requests at the same time, per data worker."""
+    cache_dir: str | None = None
+    """A local folder that keeps examples that were read; private."""
+    cache_mib: int = Field(1024, ge=1)
+    allow_plain_http: bool = False
+    """Permits http:// beyond this machine: everyone on the network then knows who is in every batch."""
+
+
 class DataSection(Section):
     """Where the private image-text pairs are and how they become tensors."""
 
     shards: str
-    """Tar shards: a folder, a glob, a brace range or a comma list; relative to the project root."""
+    """Tar shards: a folder, a glob, a brace range or a comma list, relative to the project root; or URLs."""
+    caption_field: str | None = None
+    """Field of each example's JSON member; by default its text member, or else the field `caption`."""
     tokenizer: str = "data/tokenizer/tokenizer.json"
     index: str | None = None
     """Folder made by `prepare.py index`; without it the first start builds one in the run folder's private part."""
@@ -54,6 +72,11 @@ class DataSection(Section):
     """Caption length after padding or truncation, begin and end tokens included."""
     num_workers: int = Field(2, ge=0)
     """Decoding processes per rank."""
+    memory_limit_mib: int = Field(4096, ge=1)
+    """Of the micro-batches that the workers of one rank prepare ahead."""
+    bucket_captions: bool = False
+    """Captions of like length share a micro-batch: less padding, equal gradients. Timings become private (contract 12)."""
+    remote: RemoteSection = RemoteSection()
     deduplication: str | None = None
     """For the privacy card, in words: how duplicates were removed, which the guarantee does not cover."""
 
@@ -223,6 +246,19 @@ class TrainSection(Section):
     checkpoint_every: int | None = Field(None, ge=1)
     """Steps between checkpoints; a crash repeats, and is charged for, the steps since the last. Default: 1/20 of the reserve."""
     keep_checkpoints: int = Field(2, ge=1)
+    """The newest so many."""
+    keep_every: int | None = Field(None, ge=1)
+    """Beside them, every checkpoint whose step is a multiple of this."""
+    async_checkpoints: bool = False
+    """Write in the background, from a copy in CPU memory; a crash meanwhile goes back to the checkpoint before."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Keeps an exponential moving average of the weights in checkpoints: post-processing, free of privacy cost."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Stop as if asked to (exit 7) at the first step boundary after so long; the same command resumes."""
+    grace_seconds: float = Field(20.0, gt=0)
+    """How long a step may take to end after a request to stop; then it is abandoned. Launchers kill 30 s after SIGTERM."""
+    sanity_checks: bool = False
+    """Compare replicas, noise and micro-batch counts between ranks at every step (trainer/sanity.py); for tests."""
     log_every: int = Field(1, ge=1)
 
 
@@ -340,6 +376,6 @@ def _toml(value: Any) -> str:
         case tuple() | list():
             return "[" + ", ".join(_toml(v) for v in value) + "]"
         case dict():
-            return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+            return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items() if v is not None) + "}"
         case _:
             return repr(value)

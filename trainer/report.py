@@ -66,17 +66,19 @@ def write_card(run_dir: Path, card: dict[str, Any]) -> tuple[Path, Path, Path]:
 
 def read_audits(run_dir: Path) -> list[dict[str, Any]]:
     """Kind, verdict and date of every report/audit*.json; one that cannot be read has the verdict `unreadable`."""
-    return [_audit(path) for path in sorted((run_dir / "report").glob("audit*.json"))]
+    ledger = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
+    return [_audit(path, ledger) for path in sorted((run_dir / "report").glob("audit*.json"))]
 
 
-def _audit(path: Path) -> dict[str, Any]:
+def _audit(path: Path, ledger: str) -> dict[str, Any]:
     changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
     try:
         held = json.loads(path.read_bytes())
         kind, verdict = str(held["audit"]), str(held["verdict"])
         stated, violated = held.get("time_utc"), [str(name) for name in held.get("violated_checks", [])]
+        audited = held.get("ledger_sha256")
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        kind, verdict, stated, violated = "unknown", "unreadable", None, []
+        kind, verdict, stated, violated, audited = "unknown", "unreadable", None, [], None
     return {
         "file": f"report/{path.name}",
         "attested": False,
@@ -84,6 +86,7 @@ def _audit(path: Path) -> dict[str, Any]:
         "verdict": verdict,
         "date_utc": stated or changed,
         "date_is_stated": bool(stated),
+        "of_this_ledger": audited == ledger,
         "violated_checks": violated,
     }
 

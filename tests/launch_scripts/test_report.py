@@ -91,7 +91,9 @@ def test_human_output_while_a_trainer_holds_the_run(run_dir):
 
 def test_audit_results_are_shown_with_verdict_and_date(run_dir):
     (run_dir / "report").mkdir()
+    digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
     audit = {"audit": "ledger", "verdict": "consistent", "violated_checks": [], "time_utc": "2030-01-02T03:04:05+00:00"}
+    audit |= {"ledger_sha256": digest}
     _write_lines(run_dir / "report/audit-ledger.json", audit)
     _write_lines(run_dir / "report/audit-run.json", {"audit": "run", "verdict": "violated", "violated_checks": ["gap"]})
     (run_dir / "report/audit.json").write_text("{torn")
@@ -100,10 +102,11 @@ def test_audit_results_are_shown_with_verdict_and_date(run_dir):
     assert found["report/audit-ledger.json"]["date_utc"] == "2030-01-02T03:04:05+00:00"
     assert found["report/audit-ledger.json"]["date_is_stated"] and not found["report/audit-run.json"]["date_is_stated"]
     assert found["report/audit.json"]["verdict"] == "unreadable"
+    assert [found[f"report/audit-{kind}.json"]["of_this_ledger"] for kind in ("ledger", "run")] == [True, False]
     assert any("audit-run.json says violated" in line for line in card["warnings"])
     assert not any("audit-ledger.json" in line for line in card["warnings"])
     page = write_card(run_dir, card)[2].read_text()
-    assert "<strong>violated</strong>" in page and "2030-01-02" in page and "<code>gap</code>" in page
+    assert "<strong>violated</strong> (of another" in page and "2030-01-02" in page and "<code>gap</code>" in page
 
 
 def test_what_the_recipe_states_is_shown_as_not_attested(run_dir):

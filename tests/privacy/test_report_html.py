@@ -164,7 +164,14 @@ def test_every_number_on_the_page_is_in_the_json(card):
 
 def test_names_from_files_are_escaped(tmp_path):
     plain = privacy_card(_ledger(tmp_path, informal_reasons=(NASTY,)))
-    audit = {"file": NASTY, "kind": NASTY, "verdict": NASTY, "date_utc": NASTY, "date_is_stated": True}
+    audit = {
+        "file": NASTY,
+        "kind": NASTY,
+        "verdict": NASTY,
+        "date_utc": NASTY,
+        "date_is_stated": True,
+        "of_this_ledger": True,
+    }
     nasty = plain | {"run_name": NASTY, "audits": [audit | {"violated_checks": [NASTY]}], "utility": UTILITY}
     page = to_html(nasty)
     parsed = _Page(page)

@@ -1,0 +1,52 @@
+"""Small ledgers for tests."""
+
+import pytest
+
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger import Ledger
+from privacy.plan import make_plan
+
+# Large noise and few examples: the accountant answers in a fraction of a second.
+PLAN = make_plan(
+    num_examples=2000,
+    expected_batch_size=100,
+    num_steps=6,
+    noise_multiplier=4.0,
+    target_delta=1e-5,
+    reserved_attempts=4,
+    sensitivity_slack=1e-4,
+)
+RELEASE = {"name": "gradient", "std": 4.0 * 0.5, "sensitivity": 0.5}
+ENVIRONMENT = {"commit": "abc"}
+
+
+def open_fields():
+    return {"plan": PLAN.frozen_fields(), "key_commitment": "ab" * 32}
+
+
+def create(tmp_path, mirror=None):
+    return Ledger.create(tmp_path / "ledger.jsonl", open_fields(), mirror)
+
+
+def take_step(ledger, step):
+    attempt = ledger.next_attempt(step)
+    ledger.intent(step, attempt, [RELEASE])
+    ledger.done(step, attempt)
+
+
+def written(tmp_path, steps=3, mirror=None):
+    """A ledger with one session, `steps` steps and a checkpoint, released."""
+    ledger = create(tmp_path, mirror)
+    ledger.start_session(ENVIRONMENT)
+    for step in range(1, steps + 1):
+        take_step(ledger, step)
+    ledger.checkpoint(steps, "checkpoints/step", "cd" * 32)
+    ledger.release()
+    return tmp_path / "ledger.jsonl"
+
+
+def refused(path, match=None, mirror=None):
+    with pytest.raises(PrivacyStateRefused, match=match) as error:
+        Ledger.open(path, mirror)
+    assert error.value.exit_code == 4
+    assert "\n" not in str(error.value)

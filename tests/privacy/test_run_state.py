@@ -1,0 +1,65 @@
+"""Key and ledger of a run folder, made once and reopened."""
+
+import pytest
+
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.keys import SamplingKey
+from privacy.ledger import Ledger
+from privacy.plan import make_plan
+from privacy.run_state import open_run_state
+from tests.privacy.ledger_files import PLAN
+
+
+def _state(tmp_path, plan=PLAN, data=b"manifest", **more):
+    return open_run_state(tmp_path / "ledger.jsonl", tmp_path / "sampling.key", plan, data_manifest=data, **more)
+
+
+def test_run_state_is_created_once_and_reopened(tmp_path):
+    ledger, key = _state(tmp_path)
+    ledger.release()
+    again, same = _state(tmp_path)
+    assert same.commitment() == key.commitment() == again.key_commitment
+    content = (tmp_path / "ledger.jsonl").read_bytes()
+    assert (tmp_path / "sampling.key").read_bytes().hex().encode() not in content and b"manifest" not in content
+
+
+def test_run_state_refuses_what_does_not_fit(tmp_path):
+    ledger, _ = _state(tmp_path)
+    ledger.release()
+    other = make_plan(num_examples=2000, expected_batch_size=100, num_steps=6, noise_multiplier=5.0)
+    with pytest.raises(PrivacyConfigError, match="frozen: noise_multiplier was 4"):
+        _state(tmp_path, plan=make_plan_like(noise_multiplier=5.0))
+    with pytest.raises(PrivacyConfigError, match="frozen"):
+        _state(tmp_path, plan=other)
+    with pytest.raises(PrivacyConfigError, match="data"):
+        _state(tmp_path, data=b"another manifest")
+    (tmp_path / "sampling.key").rename(tmp_path / "away")
+    with pytest.raises(PrivacyStateRefused, match="cannot read the sampling key"):
+        _state(tmp_path)
+    SamplingKey.create(tmp_path / "sampling.key")
+    with pytest.raises(PrivacyStateRefused, match="committed"):
+        _state(tmp_path)
+    (tmp_path / "ledger.jsonl").unlink()
+    with pytest.raises(PrivacyStateRefused, match="without its ledger"):
+        _state(tmp_path)
+    (tmp_path / "sampling.key").unlink()
+    with pytest.raises(PrivacyStateRefused, match="checkpoint without its ledger"):
+        _state(tmp_path, has_checkpoint=True)
+
+
+def make_plan_like(**changes):
+    own = {name: getattr(PLAN, name) for name in ("num_examples", "expected_batch_size", "num_steps", "target_delta")}
+    more = {name: getattr(PLAN, name) for name in ("reserved_attempts", "sensitivity_slack")}
+    return make_plan(**own | more | changes)
+
+
+@pytest.mark.parametrize("crash", ["before ledger", "before publish"])
+def test_run_state_survives_a_crash_while_it_is_created(tmp_path, monkeypatch, crash):
+    owner, name = (Ledger, "create") if crash == "before ledger" else (SamplingKey, "publish")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda *_args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            _state(tmp_path)
+    ledger, key = _state(tmp_path)
+    assert ledger.key_commitment == key.commitment()
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["ledger.jsonl", "sampling.key"]
