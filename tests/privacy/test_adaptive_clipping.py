@@ -1,0 +1,277 @@
+"""Adaptive clipping: the two releases of a step are one Gaussian, C stays in its range, ledger and audit know both."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import dp_event
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from privacy.adaptive_clipping import COUNT_SENSITIVITY, RANGE, AdaptiveClipping
+from privacy.audit.ledger import BoundClaim, FolderClaims, audit_ledger
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger import Ledger
+from privacy.ledger_format import noise_multiplier_of
+from privacy.plan import PrivacyPlan, make_plan, require_equal
+from privacy.releases import GRADIENT, UNCLIPPED, Release, step_releases
+from privacy.report import privacy_card
+from privacy.report_markdown import to_markdown
+from tests.privacy.ledger_epsilon import recompute
+
+ADAPTIVE = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=6.0)
+BASE = {
+    "num_examples": 2000, "expected_batch_size": 60, "num_steps": 6, "noise_multiplier": 4.0,
+    "target_delta": 1e-5, "sensitivity_slack": 1e-3, "max_grad_norm": 0.7,
+}  # fmt: skip
+
+
+def plan(**changed: Any) -> PrivacyPlan:
+    return make_plan(**BASE | {"adaptive_clipping": ADAPTIVE} | changed)  # type: ignore[arg-type]
+
+
+# The mechanism
+
+
+@settings(deadline=None)
+@given(sigma=st.floats(0.3, 50), ratio=st.floats(1.01, 1e6), bound=st.floats(1e-6, 1e6))
+def test_both_releases_together_are_one_gaussian_of_the_planned_noise(sigma: float, ratio: float, bound: float) -> None:
+    adaptive = AdaptiveClipping(0.5, 0.2, sigma / 2 * ratio)
+    releases = step_releases(sigma, bound, adaptive)
+    assert [r["name"] for r in releases] == [GRADIENT, UNCLIPPED]
+    inverse_squared = sum((r["sensitivity"] / r["std"]) ** 2 for r in releases)
+    assert inverse_squared == pytest.approx(sigma**-2, rel=1e-12)
+    assert noise_multiplier_of(json.loads(json.dumps(releases))) >= sigma * (1 - 1e-9)
+    assert releases[0]["std"] > sigma * bound
+
+
+def test_a_constant_bound_releases_the_gradient_alone() -> None:
+    assert step_releases(4.0, 0.7, None) == [{"name": GRADIENT, "std": 4.0 * 0.7, "sensitivity": 0.7}]
+
+
+def test_epsilon_is_that_of_the_plain_mechanism_by_dp_accounting() -> None:
+    """dp-accounting composes the two releases by itself: by RDP on a Poisson sample, by PLD without sampling."""
+    own = plan(sensitivity_slack=0.0, cap=None, num_steps=40)
+    gaussians = [
+        dp_event.GaussianDpEvent(r["std"] / r["sensitivity"])
+        for r in step_releases(own.noise_multiplier, 0.3, ADAPTIVE)
+    ]
+    plain = dp_event.GaussianDpEvent(own.noise_multiplier)
+    found = []
+    for one in (dp_event.ComposedDpEvent(gaussians), plain):
+        rdp = RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+        rdp.compose(dp_event.PoissonSampledDpEvent(own.sample_rate, one), own.num_steps)
+        pld = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+        pld.compose(one, own.num_steps)
+        found.append([rdp.get_epsilon(1e-5), pld.get_epsilon(1e-5)])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
+    without = plan(sensitivity_slack=0.0, cap=None, num_steps=40, adaptive_clipping=None)
+    assert own.epsilon_planned == without.epsilon_planned
+
+
+def test_the_count_alone_would_not_be_free() -> None:
+    """Were the gradient noised with sigma itself, the step would be worth less than sigma: the ledger refuses that."""
+    releases = step_releases(4.0, 0.7, ADAPTIVE)
+    releases[0]["std"] = 4.0 * 0.7
+    assert noise_multiplier_of(json.loads(json.dumps(releases))) < 4.0 * (1 - 1e-3)
+
+
+# C
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
+def test_the_bound_converges_to_the_quantile(quantile: float) -> None:
+    rng = np.random.default_rng(0)
+    adaptive = AdaptiveClipping(quantile, 0.2, 20.0)
+    bound, batch_size, seen = 1e-2, 400, []
+    for _ in range(300):
+        size = rng.poisson(batch_size)
+        norms = np.exp(rng.standard_normal(size))
+        noised = float((norms <= bound).sum() - size / 2 + adaptive.unclipped_num_std * rng.standard_normal())
+        bound = adaptive.next_bound(bound, adaptive.noised_fraction(noised, batch_size), initial_bound=1e-2)
+        seen.append(bound)
+
+    target = math.exp(stats.norm.ppf(quantile))
+    assert float(np.exp(np.mean(np.log(seen[100:])))) == pytest.approx(target, rel=0.1)
+
+
+@given(
+    bounds=st.tuples(st.floats(1e-20, 1e20), st.floats(1 / RANGE, RANGE)),
+    noised=st.floats(-1e300, 1e300),
+    rate=st.floats(1e-6, 1e6),
+    batch_size=st.integers(1, 10**7),
+)
+def test_the_bound_stays_in_its_range_whatever_the_noise(
+    bounds: tuple[float, float], noised: float, rate: float, batch_size: int
+) -> None:
+    initial, factor = bounds
+    adaptive = AdaptiveClipping(0.5, rate, 1.0)
+    bound = adaptive.next_bound(initial * factor, adaptive.noised_fraction(noised, batch_size), initial)
+    assert initial / RANGE <= bound <= initial * RANGE
+
+
+def test_the_update_is_the_papers() -> None:
+    fraction = ADAPTIVE.noised_fraction(-12.0, 60)
+    assert fraction == pytest.approx(0.3)
+    assert ADAPTIVE.next_bound(0.7, fraction, 0.7) == pytest.approx(0.7 * math.exp(-0.2 * (0.3 - 0.5)), rel=1e-12)
+
+
+# The plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adaptive_clipping": AdaptiveClipping(0.5, 0.2, 2.0)}, "too little noise on the count"),
+        ({"adaptive_clipping": AdaptiveClipping(0.5, 0.2, 0.1)}, "too little noise on the count"),
+        ({"max_grad_norm": 1e30}, "adaptive clipping starts at"),
+    ],
+)
+def test_infeasible_constants_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrivacyConfigError, match=message) as error:
+        plan(**changes)
+    assert error.value.exit_code == 2 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "constants", [(-0.1, 0.2, 3.0), (1.1, 0.2, 3.0), (0.5, 0.0, 3.0), (0.5, 0.2, 0.0), (0.5, 0.2, math.inf)]
+)
+def test_senseless_constants_are_refused(constants: tuple[float, float, float]) -> None:
+    with pytest.raises(PrivacyConfigError):
+        AdaptiveClipping(*constants)
+
+
+def test_feasibility_is_judged_by_the_calibrated_noise() -> None:
+    loud = plan(noise_multiplier=None, target_epsilon=0.05, adaptive_clipping=None).noise_multiplier
+    with pytest.raises(PrivacyConfigError, match="too little noise on the count"):
+        plan(noise_multiplier=None, target_epsilon=0.05, adaptive_clipping=AdaptiveClipping(0.5, 0.2, 0.4 * loud))
+    own = plan(noise_multiplier=None, target_epsilon=0.05, adaptive_clipping=AdaptiveClipping(0.5, 0.2, 0.6 * loud))
+    assert own.noise_multiplier == loud
+
+
+def test_frozen_fields_name_what_changed_and_old_plans_stay_readable() -> None:
+    own, constant = plan(), plan(adaptive_clipping=None)
+    frozen = json.loads(json.dumps(own.frozen_fields()))
+    assert PrivacyPlan.from_frozen(frozen) == own
+    assert "adaptive_clipping" not in constant.frozen_fields()
+    for recorded, wanted in ((frozen, constant), (constant.frozen_fields(), own)):
+        with pytest.raises(PrivacyConfigError, match="here: adaptive_clipping was"):
+            require_equal(recorded, wanted.frozen_fields(), "here")
+    assert plan(enabled=False).adaptive_clipping is None
+
+
+# Ledger, audit, card
+
+
+def bounds_and_fractions(steps: int) -> list[tuple[float, float]]:
+    rng, bound, found = np.random.default_rng(1), 0.7, []
+    for _ in range(steps):
+        fraction = ADAPTIVE.noised_fraction(float(10 * rng.standard_normal()), 60)
+        found.append((bound, fraction))
+        bound = ADAPTIVE.next_bound(bound, fraction, 0.7)
+    return found
+
+
+def write(path: Path, own: PrivacyPlan, releases: list[list[Release]]) -> bytes:
+    fields = {"plan": own.frozen_fields(), "key_commitment": "0" * 64}
+    with Ledger.create(path, fields) as ledger:
+        ledger.start_session({})
+        for step, released in enumerate(releases, start=1):
+            ledger.intent(step, 0, released)
+            ledger.done(step, 0)
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[BoundClaim]]:
+    path, moves = tmp_path_factory.mktemp("adaptive") / "ledger.jsonl", bounds_and_fractions(5)
+    write(path, plan(), [step_releases(4.0, bound, ADAPTIVE) for bound, _ in moves])
+    return path, [BoundClaim("metrics.jsonl", step, *move) for step, move in enumerate(moves, start=1)]
+
+
+def test_the_ledger_lists_both_releases_and_the_claim_is_that_of_sigma(trained: tuple[Path, list[BoundClaim]]) -> None:
+    path, claims = trained
+    own = plan()
+    intents = [r for r in map(json.loads, path.read_text().splitlines()) if r["type"] == "intent"]
+    for intent, claim in zip(intents, claims, strict=True):
+        gradient, count = intent["releases"]
+        assert gradient == {
+            "name": GRADIENT, "sensitivity": claim.bound, "std": ADAPTIVE.gradient_noise_multiplier(4.0) * claim.bound
+        }  # fmt: skip
+        assert count == {"name": UNCLIPPED, "sensitivity": 0.5, "std": 6.0}
+    with Ledger.open(path) as ledger:
+        assert len(ledger.charged_groups()) == 1, "rounding must not make a group of every step"
+        assert ledger.epsilon() == own.epsilon_after(5)
+        assert recompute(path)[1] == pytest.approx(ledger.epsilon(), rel=1e-6)
+    report = audit_ledger(path.read_bytes(), FolderClaims(bounds=claims))
+    assert not report.failed(), report.to_text()
+    assert {"clipping_bound", "releases", "epsilon"} <= {check.name for check in report.checks}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda gradient, count: [gradient], "adaptive clipping releases"),
+        (lambda gradient, count: [count, gradient], "adaptive clipping releases"),
+        (lambda gradient, count: [gradient | {"std": gradient["std"] * 1.1}, count | {"std": 5.9}], "noise of 6"),
+        (lambda gradient, count: [gradient, count | {"sensitivity": 0.25}], "sensitivity of 0.5"),
+        (lambda gradient, count: [gradient | {"std": 4.0 * gradient["sensitivity"]}, count], "below the planned"),
+        (lambda gradient, count: [{"name": GRADIENT, "std": 1e9, "sensitivity": 1e5}, count], "outside of its range"),
+    ],
+)
+def test_an_intent_without_the_count_or_with_too_little_noise_cannot_be_written(
+    tmp_path: Path, wrong: Any, message: str
+) -> None:
+    gradient, count = step_releases(4.0, 0.7, ADAPTIVE)
+    with pytest.raises(PrivacyStateRefused, match=message):
+        write(tmp_path / "ledger.jsonl", plan(), [wrong(gradient, count)])
+
+
+def test_a_count_that_no_intent_released_is_found(tmp_path: Path) -> None:
+    """The run adapts C, its plan and its intents say nothing of it: the published metrics betray it."""
+    own = plan(adaptive_clipping=None)
+    data = write(tmp_path / "ledger.jsonl", own, step_releases_of(own, 2))
+    claim = BoundClaim("metrics.jsonl", 1, 0.7, 0.4)
+    assert "clipping_bound" in audit_ledger(data, FolderClaims(bounds=[claim])).failed()
+    assert not audit_ledger(data, FolderClaims()).failed()
+
+
+def step_releases_of(own: PrivacyPlan, steps: int) -> list[list[Release]]:
+    return [step_releases(own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping)] * steps
+
+
+def test_a_bound_that_does_not_follow_from_what_was_released_is_found(trained: tuple[Path, list[BoundClaim]]) -> None:
+    path, claims = trained
+    data = path.read_bytes()
+
+    def failed(changed: list[BoundClaim]) -> list[str]:
+        return audit_ledger(data, FolderClaims(bounds=changed)).failed()
+
+    second = claims[1]
+    assert failed([claims[0], BoundClaim("m", 2, second.bound * 1.001, second.noised_fraction), *claims[2:]])
+    assert failed([BoundClaim("m", 1, claims[0].bound, claims[0].noised_fraction + 0.01), *claims[1:]])
+    assert not failed(claims[2:])
+
+
+def test_a_first_bound_that_is_not_the_plans_is_found(tmp_path: Path) -> None:
+    data = write(tmp_path / "ledger.jsonl", plan(), [step_releases(4.0, 0.9, ADAPTIVE)])
+    assert audit_ledger(data, FolderClaims()).failed() == ["clipping_bound"]
+
+
+def test_the_card_says_how_the_bound_moved(trained: tuple[Path, list[BoundClaim]]) -> None:
+    path, claims = trained
+    card = privacy_card(path)
+    adaptive = card["mechanism"]["adaptive_clipping"]
+    assert adaptive["last_bound"] == claims[-1].bound and adaptive["unclipped_num_std"] == 6.0
+    assert {r["name"]: r["count"] for r in card["mechanism"]["releases"]} == {GRADIENT: 5, UNCLIPPED: 5}
+    text = to_markdown(card)
+    assert "adaptive: from 0.7" in text and "1905.03871" in text
+    assert COUNT_SENSITIVITY == 0.5
