@@ -1,118 +1,78 @@
 """Engine-neutral checkpoints: every rank writes the pieces that it owns; any engine at any world size reads them.
 
     checkpoints/step-00001000/
-        manifest.json                     step, model, guarantee, position in the ledger, SHA-256 of each file
+        manifest.json                     step, model, guarantee, position in the ledger, SHA-256 of each file and of itself
         rank-00000-of-00002.safetensors   "<tensor>|<parameter>|<offset>" -> fp32 values; no pickle
     checkpoints/LATEST                    name of the newest whole one
+    checkpoints/set-aside-step-00001100/  damaged, or newer than the one that a run was resumed from
 
-A checkpoint is written to a name with a leading dot, fsynced and renamed, and gets such a name again before it is
-deleted, so a name without one is a whole checkpoint. It holds noised quantities only: weights and optimizer moments, never
-a sum before noise.
+This file reads; trainer/checkpoint_writer.py writes. A resume that finds the newest damaged goes back to the one before it;
+the ledger has charged the steps between, which are repeated with new coins and new noise.
 """
 
 import hashlib
 import json
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer import distributed
-from trainer.engines.base import Engine, Piece, ShardState
+from trainer.engines.base import Engine, Piece
 from trainer.errors import ConfigError
 from trainer.files import fsync_path, write_durably
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
+AVERAGE = "average"
+"""The moving average of the weights, beside "param" and the optimizer's moments."""
 
 
 def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save_checkpoint(folder: Path, engine: Engine, step: int, facts: Mapping[str, Any], *, keep: int) -> str:
-    """Writes checkpoint `step` on all ranks and points LATEST at it; keeps the newest `keep`. Collective.
-
-    Args:
-        folder: the run's `checkpoints` folder, on a file system that all ranks share.
-        facts: what else the manifest states (model, guarantee, ledger position).
-
-    Returns:
-        SHA-256 of the manifest, for the ledger.
-    """
-    target, temporary = folder / checkpoint_name(step), folder / f".{checkpoint_name(step)}.tmp"
-    distributed.on_main(lambda: _fresh(temporary))
-    name = f"rank-{distributed.rank():05d}-of-{distributed.world_size():05d}.safetensors"
-    files = dict(distributed.gather_objects((name, _write_pieces(temporary / name, engine.state()))))
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        **facts,
-        "parameters": {name: list(shape) for name, shape in engine.shapes.items()},
-        "files": files,
-    }
-    return distributed.on_main(lambda: _publish(temporary, target, manifest, keep))
-
-
-def _fresh(temporary: Path) -> None:
-    for leftover in temporary.parent.glob(".step-*"):  # of a crash
-        shutil.rmtree(leftover)
-    temporary.mkdir(parents=True)
-
-
-def _write_pieces(path: Path, states: Iterable[ShardState]) -> str:
-    tensors = {
-        f"{kind}|{state.piece.name}|{state.piece.offset}": values.detach().to("cpu", torch.float32).contiguous().clone()
-        for state in states
-        for kind, values in state.tensors.items()
-    }
-    save_file(tensors, path)
-    fsync_path(path)
-    return _sha256(path)
-
-
-def _publish(temporary: Path, target: Path, manifest: Mapping[str, Any], keep: int) -> str:
-    text = json.dumps(manifest, indent=1, sort_keys=True)
-    write_durably(temporary / MANIFEST, text)
-    if target.exists():  # the same step, saved again after a rollback
-        _remove(target)
-    temporary.rename(target)
-    fsync_path(target.parent)
-    write_durably(target.parent / LATEST, target.name + "\n")
-    for old in sorted(p for p in target.parent.glob("step-*") if p.name < target.name)[: -(keep - 1) or None]:
-        _remove(old)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _remove(checkpoint: Path) -> None:
-    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
-    checkpoint.rename(hidden)
-    shutil.rmtree(hidden)
-
-
-def _sha256(path: Path) -> str:
+def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest with its own SHA-256 as `seal`."""
+    content = {key: value for key, value in manifest.items() if key != "seal"}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return {**content, "seal": hashlib.sha256(canonical.encode()).hexdigest()}
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that LATEST names, or None before the first one."""
+    """The checkpoint that LATEST names, or None before the first one.
+
+    Raises:
+        ConfigError: it is not there.
+    """
     pointer = folder / LATEST
     if not pointer.exists():
         return None
-    path = folder / pointer.read_text().strip()
+    path = folder / _pointed_at(pointer)
     if not (path / MANIFEST).is_file():
         raise ConfigError(f"{pointer} names {path.name}, which is not there; point it at a whole checkpoint beside it")
     return path
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _pointed_at(pointer: Path) -> str:
+    return pointer.read_text(errors="replace").strip()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, if it is what was written.
+
+    Raises:
+        ConfigError: missing, damaged, or of another format.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError) as error:  # ValueError: no JSON, no UTF-8
@@ -124,30 +84,41 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     for key in ("step", "parameters", "files"):
         if key not in manifest:
             raise ConfigError(f"{path} is no checkpoint: {MANIFEST} lacks {key}")
+    if manifest != sealed(manifest):
+        raise ConfigError(f"{path} is damaged: {MANIFEST} differs from its own SHA-256")
     return manifest
 
 
 class Checkpoint:
     """A checkpoint on disk, checked against its manifest's hashes.
 
+    Args:
+        share: (rank, world size): hash only this rank's share of the files; all ranks together hash each once.
+
     Raises:
         ConfigError: missing or damaged file, unknown format.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
         self.path = path
-        self.manifest = _read_manifest(path)
+        self.manifest = read_manifest(path)
         self._where: dict[tuple[str, str], list[tuple[int, Path]]] = {}
-        for name, digest in self.manifest["files"].items():
-            self._index(path / name, digest)
+        rank, world_size = share
+        for number, (name, digest) in enumerate(sorted(self.manifest["files"].items())):
+            file = path / name
+            mine = number % world_size == rank
+            if not file.is_file() or (mine and file_digest(file) != digest):
+                raise ConfigError(f"{file} is missing or damaged (its SHA-256 differs from the manifest's)")
+            self._index(file)
 
-    def _index(self, file: Path, digest: str) -> None:
-        if not file.is_file() or _sha256(file) != digest:
-            raise ConfigError(f"{file} is missing or damaged (its SHA-256 differs from the manifest's)")
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  (not a dictionary)
-                kind, name, offset = key.split("|")
-                self._where.setdefault((kind, name), []).append((int(offset), file))
+    def _index(self, file: Path) -> None:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118  (not a dictionary)
+                    kind, name, offset = key.split("|")
+                    self._where.setdefault((kind, name), []).append((int(offset), file))
+        except (SafetensorError, ValueError) as error:
+            raise ConfigError(f"{file} is missing or damaged: {error}") from error
 
     @property
     def step(self) -> int:
@@ -156,6 +127,11 @@ class Checkpoint:
     @property
     def shapes(self) -> dict[str, torch.Size]:
         return {name: torch.Size(shape) for name, shape in self.manifest["parameters"].items()}
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Which tensors there are of each parameter: "param", moments by their name, "average"."""
+        return frozenset(kind for kind, _ in self._where)
 
     def full(self, kind: str, name: str) -> Tensor:
         """One whole tensor, e.g. ("param", "encoder.norm.weight"), in fp32."""
@@ -178,8 +154,15 @@ class Checkpoint:
             raise ConfigError(f"{self.path} lacks a part of {kind} of {piece.name}")
         return out
 
-    def load_weights(self, module: torch.nn.Module) -> None:
-        """Sets the trainable weights of a module that no engine has wrapped yet."""
+    def load_weights(self, module: torch.nn.Module, *, average: bool = False) -> None:
+        """Sets the trainable weights of a module that no engine has wrapped yet.
+
+        Args:
+            average: their moving average instead (train.ema_decay).
+
+        Raises:
+            ConfigError: another model; no average was kept.
+        """
         wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if {n: p.shape for n, p in wanted.items()} != self.shapes:
             differing = sorted(
@@ -188,17 +171,104 @@ class Checkpoint:
                 if n not in wanted or n not in self.shapes or wanted[n].shape != self.shapes[n]
             )
             raise ConfigError(f"{self.path} does not fit the model; the first difference is {differing[0]}")
+        if average and AVERAGE not in self.kinds:
+            raise ConfigError(f"{self.path} holds no average of the weights; the run had no train.ema_decay")
         with torch.no_grad():
             for name, parameter in wanted.items():
-                parameter.copy_(self.full("param", name))
+                parameter.copy_(self.full(AVERAGE if average else "param", name))
 
-    def restore(self, engine: Engine) -> None:
-        """Sets master weights and moments of a wrapped engine, whose module has these weights already."""
+    def restore(self, engine: Engine, moments: tuple[str, ...]) -> None:
+        """Sets master weights and moments of a wrapped engine, whose module has these weights already.
+
+        Args:
+            moments: those of the recipe's optimizer; a checkpoint of another one is refused.
+        """
+        kept = self.kinds - {"param", AVERAGE}
+        if self.step > 0 and kept != set(moments):
+            raise ConfigError(
+                f"{self.path} was written with another optimizer: it holds {sorted(kept) or 'no moments'}, "
+                f"and [optimizer] name needs {sorted(moments) or 'none'}"
+            )
         rank = distributed.rank()
         pieces = (
             engine.layout.owned_by(rank)
             if not engine.replicated
             else [Piece(name, 0, shape.numel()) for name, shape in engine.shapes.items()]
         )
-        kinds = sorted({kind for kind, _ in self._where})
+        kinds = sorted(kept | {"param"})
         engine.load_state({p: {k: self.part(k, p) for k in kinds} for p in pieces}, num_steps=self.step)
+
+
+def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) -> Checkpoint | None:
+    """The checkpoint to resume from: the one that LATEST names or, if that is damaged, the newest whole one before it.
+
+    Collective. Damaged and newer ones are set aside under another name, with one line on the console each, so that no later
+    start meets them.
+
+    Args:
+        remembered: called with the ledger position of every manifest that can be read, damaged checkpoint or not; refuses
+            a ledger that lacks it. Collective.
+
+    Raises:
+        ConfigError: there are checkpoints, but none is whole.
+    """
+    names = distributed.on_main(lambda: _candidates(folder))
+    for position in distributed.on_main(lambda: _positions(folder, names)):
+        remembered(position)
+    damaged: list[str] = []
+    for name in names:
+        found = _try(folder / name)
+        failures = [said for said in distributed.gather_objects(found if isinstance(found, str) else None) if said]
+        if isinstance(found, Checkpoint) and not failures:
+            distributed.on_main(lambda kept=name: _set_aside_newer(folder, kept, damaged))  # type: ignore[misc]
+            return found
+        damaged.append(failures[0])
+    if damaged:
+        raise ConfigError(
+            f"none of the {len(damaged)} checkpoints in {folder} is whole ({damaged[0]}); put one back, or start a new "
+            "run folder: the ledger of this one stays charged"
+        )
+    return None
+
+
+def _candidates(folder: Path) -> list[str]:
+    """The checkpoint that LATEST names, then those before it; all, if LATEST names none."""
+    names = sorted((path.name for path in folder.glob("step-*")), reverse=True)
+    latest = _pointed_at(folder / LATEST) if (folder / LATEST).exists() else ""
+    if not latest.startswith("step-"):
+        return names
+    return [latest, *(name for name in names if name < latest)]
+
+
+def _positions(folder: Path, names: list[str]) -> list[Mapping[str, Any]]:
+    positions = []
+    for name in names:
+        try:
+            positions.append(read_manifest(folder / name).get("ledger", {}))
+        except ConfigError:  # reported where the checkpoint is tried
+            continue
+    return [position for position in positions if position]
+
+
+def _try(path: Path) -> Checkpoint | str:
+    """The checkpoint, or one line about what is wrong with it."""
+    try:
+        return Checkpoint(path, (distributed.rank(), distributed.world_size()))
+    except ConfigError as error:
+        return " ".join(str(error).split())
+
+
+def _set_aside_newer(folder: Path, kept: str, damaged: list[str]) -> None:
+    """Renames what is newer than the one that is used, and points LATEST at that."""
+    for line in damaged:
+        print(f"damaged checkpoint: {line}; resuming from {kept}, the steps after it stay charged", flush=True)
+    for path in sorted(folder.glob("step-*")):
+        if path.name > kept:
+            target = folder / f"set-aside-{path.name}"
+            number = 1
+            while target.exists():
+                number += 1
+                target = folder / f"set-aside-{path.name}-{number}"
+            path.rename(target)
+    write_durably(folder / LATEST, kept + "\n")
+    fsync_path(folder)

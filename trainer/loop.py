@@ -20,7 +20,7 @@ from privacy.noise import add_noise
 from privacy.releases import Release
 from trainer import distributed
 from trainer.adaptive_bound import adapt_bound
-from trainer.checkpoint import checkpoint_name, newest_checkpoint, save_checkpoint
+from trainer.checkpoint import newest_checkpoint
 from trainer.engines.base import GradShard
 from trainer.engines.reduction import reduce_to_owners
 from trainer.report_step import StepReporter
@@ -113,6 +113,7 @@ def fit(run: "Run") -> int:
         reporter.heldout(step)
     try:
         while step < num_steps:
+            run.checkpoints.poll()
             outcome = _may_go_on(run, step, requests)
             if outcome != DONE:
                 break
@@ -121,6 +122,8 @@ def fit(run: "Run") -> int:
             step = plan.step
             run.members.note(plan, run.batches.attempt(step))
             record = train_step(run, step, micro_batches)
+            if run.average is not None:
+                run.average.update(step)
             reporter.step(step, record, time.monotonic() - started)
             if step % run.checkpoint_interval == 0 or step == num_steps:
                 saved = save(run, step)
@@ -128,6 +131,7 @@ def fit(run: "Run") -> int:
         steps.close()
     if saved != step:
         save(run, step)
+    run.checkpoints.finish()
     if outcome == DONE and run.heldout is not None:
         reporter.heldout(step)
     reporter.close()
@@ -144,9 +148,7 @@ def _may_go_on(run: "Run", step: int, requests: StopRequests) -> int:
 
 
 def save(run: "Run", step: int) -> int:
-    """Writes a checkpoint and notes it in the ledger."""
-    digest = save_checkpoint(
-        run.folder.checkpoints, run.engine, step, run.checkpoint_facts(), keep=run.config.train.keep_checkpoints
-    )
-    run.ledger.checkpoint(step, checkpoint_name(step), digest)
+    """Writes a checkpoint, or starts to; the ledger notes it when it is whole."""
+    states = run.average.states() if run.average is not None else run.engine.state()
+    run.checkpoints.save(step, states, run.engine.shapes, run.checkpoint_facts())
     return step

@@ -10,7 +10,9 @@ from privacy.plan import PrivacyPlan
 from trainer import distributed
 from trainer.adaptive_bound import MANIFEST_KEY
 from trainer.audit_members import MembersLog
+from trainer.averaging import WeightAverage
 from trainer.batches import LogicalBatches
+from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.engines.base import Engine
 from trainer.heldout import Heldout
@@ -40,6 +42,8 @@ class Run:
     loader: Loader
     heldout: Heldout | None
     first_step: int
+    checkpoints: CheckpointWriter
+    average: WeightAverage | None
     noise_variance: NoiseVariance
     model_facts: dict[str, Any]
 

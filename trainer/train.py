@@ -14,8 +14,10 @@ from privacy.noise import NoiseSource, noise_source
 from privacy.plan import PrivacyPlan
 from trainer.adaptive_bound import resumed_bound
 from trainer.audit_members import MembersLog
+from trainer.averaging import WeightAverage
 from trainer.batches import LogicalBatches
-from trainer.checkpoint import Checkpoint, newest_checkpoint
+from trainer.checkpoint import Checkpoint, newest_whole
+from trainer.checkpoint_writer import CheckpointWriter, Retention
 from trainer.config import EngineName, RunConfig, to_toml
 from trainer.datasets import heldout_table, training_table
 from trainer.distributed import Ranks, first_on_main, on_main
@@ -25,6 +27,7 @@ from trainer.engines.base import Engine
 from trainer.engines.sharded_sums import ShardedSums
 from trainer.heldout import Heldout
 from trainer.loop import BUDGET_SPENT, DONE, STOPPED_EARLY, fit
+from trainer.optimizers import moments
 from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.run import Run
 from trainer.run_folder import RunFolder
@@ -65,7 +68,7 @@ def train(
         return DONE
     engine = build_engine(engine_name, model, config.optimizer, machine, device, config.train.micro_batch_size)
     if resumed is not None:
-        resumed.restore(engine)
+        resumed.restore(engine, moments(config.optimizer))
     nonce = ledger.start_session()
     run = Run(
         config=config,
@@ -82,6 +85,7 @@ def train(
             nonce,
             ledger.attempts,
             config.train.micro_batch_size,
+            bucket_captions=config.data.bucket_captions,
         ),
         members=MembersLog(folder.private, ledger.key, nonce),
         loader=Loader(
@@ -89,10 +93,19 @@ def train(
             task.make_example(train=True),
             micro_batch_size=config.train.micro_batch_size,
             num_workers=config.data.num_workers,
+            memory_limit_mib=config.data.memory_limit_mib,
             pin_memory=device.type == "cuda",
+            bucket_captions=config.data.bucket_captions,
         ),
         heldout=heldout,
         first_step=first_step,
+        checkpoints=CheckpointWriter(
+            folder.checkpoints,
+            Retention(config.train.keep_checkpoints, config.train.keep_every),
+            in_background=config.train.async_checkpoints,
+            published=ledger.checkpoint,
+        ),
+        average=WeightAverage(engine, config.train.ema_decay, resumed) if config.train.ema_decay else None,
         noise_variance=NoiseVariance(
             config.optimizer.betas[1], resumed.manifest["noise_variance"] if resumed is not None else 0.0
         ),
@@ -146,13 +159,10 @@ def _heldout(config: RunConfig, folder: RunFolder, task: TrainingTask, root: Pat
 
 
 def _load_weights(folder: RunFolder, ledger: RunLedger, model: nn.Module) -> Checkpoint | None:
-    """The newest checkpoint, its weights set; refuses one that knows more of the ledger than the ledger itself."""
-    path = newest_checkpoint(folder.checkpoints)
-    if path is None:
-        return None
-    checkpoint = Checkpoint(path)
-    ledger.require_not_shorter_than(checkpoint.manifest["ledger"])
-    checkpoint.load_weights(model)
+    """The newest whole checkpoint, its weights set; refuses one that knows more of the ledger than the ledger itself."""
+    checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
+    if checkpoint is not None:
+        checkpoint.load_weights(model)
     return checkpoint
 
 

@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from launch_scripts import train  # noqa: E402
 from privacy.ledger import AppendOnly, Ledger  # noqa: E402
 from tests.e2e.recording_train import RecordingNoise  # noqa: E402
-from trainer import checkpoint  # noqa: E402
+from trainer import checkpoint_writer  # noqa: E402
 
 POINTS = ("before_intent", "before_noise", "before_done", "in_ledger_write", "in_checkpoint")
 
@@ -57,7 +57,7 @@ def arm(point: str, count: int) -> RecordingNoise:
         "before_intent": (Ledger, "intent"),
         "before_done": (Ledger, "done"),
         "in_ledger_write": (AppendOnly, "append"),
-        "in_checkpoint": (checkpoint, "_publish"),
+        "in_checkpoint": (checkpoint_writer, "_publish"),
     }[point]
     whole = getattr(owner, name)
 
