@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from models.config import CaptionerConfig
 from models.decoder import ImageMemory, TextDecoder
-from models.initialization import init_weights
+from models.initialization import After, init_weights
 from models.vit import VisionTransformer
 
 
@@ -53,9 +53,15 @@ class Captioner(nn.Module):
         if not self.encoder.class_token.is_meta:
             self.init_weights()
 
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
+    def init_weights(
+        self,
+        generator: torch.Generator | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        after: After | None = None,
+    ) -> None:
         """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
-        init_weights(self, generator, token_std=self.config.decoder.embedding_std)
+        init_weights(self, generator, token_std=self.config.decoder.embedding_std, device=device, after=after)
 
     def encode(self, images_BCHW: Tensor) -> Tensor:
         """Image memory (B, T, D) that the decoder attends to; the class token comes first."""
@@ -96,11 +102,14 @@ class Captioner(nn.Module):
 
 
 def build_captioner(
-    config: CaptionerConfig, *, generator: torch.Generator | None = None, device: torch.device | str = "cpu"
+    config: CaptionerConfig,
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | str = "cpu",
+    after: After | None = None,
 ) -> Captioner:
     """A captioner with initialised weights, drawn once (see `models.initialization`)."""
     with torch.device("meta"):
         model = Captioner(config)
-    model = model.to_empty(device=device)
-    model.init_weights(generator)
+    model.init_weights(generator, device=device, after=after)
     return model

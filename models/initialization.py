@@ -6,11 +6,15 @@ learned positions N(0, 0.02^2). The token embedding is N(0, std^2) with the std 
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 EMBEDDING_STD = 0.02
+
+After = Callable[[nn.Module], None]
+"""Called with every module as soon as its own parameters (not those of its children) are set."""
 
 
 def _uniform_(tensor: Tensor, bound: float, generator: torch.Generator | None) -> None:
@@ -39,23 +43,40 @@ def _init_leaf(module: nn.Linear | nn.Conv2d | nn.LayerNorm, generator: torch.Ge
 
 @torch.no_grad()
 def init_weights(
-    model: nn.Module, generator: torch.Generator | None = None, *, token_std: float = EMBEDDING_STD
+    model: nn.Module,
+    generator: torch.Generator | None = None,
+    *,
+    token_std: float = EMBEDDING_STD,
+    device: torch.device | str = "cpu",
+    after: After | None = None,
 ) -> None:
     """Overwrite every parameter and recompute every fixed buffer of `model`, in the order of its modules.
+
+    One module after the other, so that a model too large for one process can be sharded while it is built.
 
     Args:
         generator: source of the random numbers; None takes torch's global CPU generator. Numbers are drawn in float32
             on the generator's device and copied, so that dtype and device of the model do not matter.
         token_std: standard deviation of `nn.Embedding` weights.
+        device: where what is still on the meta device is made.
+        after: e.g. shards the module; it must not draw from the generator.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d | nn.LayerNorm):
-            _init_leaf(module, generator)
-            continue
-        if isinstance(module, nn.Embedding):
-            _normal_(module.weight, token_std, generator)
-            continue
-        for parameter in module.parameters(recurse=False):
-            _normal_(parameter, EMBEDDING_STD, generator)
-        if callable(reset_buffers := getattr(module, "reset_buffers", None)):
-            reset_buffers()
+        if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            module.to_empty(device=device, recurse=False)
+        _init_module(module, generator, token_std)
+        if after is not None:
+            after(module)
+
+
+def _init_module(module: nn.Module, generator: torch.Generator | None, token_std: float) -> None:
+    if isinstance(module, nn.Linear | nn.Conv2d | nn.LayerNorm):
+        _init_leaf(module, generator)
+        return
+    if isinstance(module, nn.Embedding):
+        _normal_(module.weight, token_std, generator)
+        return
+    for parameter in module.parameters(recurse=False):
+        _normal_(parameter, EMBEDDING_STD, generator)
+    if callable(reset_buffers := getattr(module, "reset_buffers", None)):
+        reset_buffers()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import VitConfig
-from models.initialization import init_weights
+from models.initialization import After, init_weights
 from models.layers import PositionEmbedding, image_sincos_table
 from models.mae_config import MaskedAutoencoderConfig
 from models.vit import EncoderBlock, VisionTransformer
@@ -102,9 +102,15 @@ class MaskedAutoencoder(nn.Module):
         if not self.encoder.class_token.is_meta:
             self.init_weights()
 
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
+    def init_weights(
+        self,
+        generator: torch.Generator | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        after: After | None = None,
+    ) -> None:
         """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
-        init_weights(self, generator)
+        init_weights(self, generator, device=device, after=after)
 
     def forward(self, images_BCHW: Tensor, mask_BP: Tensor, output: Literal["loss", "patches"] = "loss") -> Tensor:
         """
@@ -133,11 +139,14 @@ class MaskedAutoencoder(nn.Module):
 
 
 def build_masked_autoencoder(
-    config: MaskedAutoencoderConfig, *, generator: torch.Generator | None = None, device: torch.device | str = "cpu"
+    config: MaskedAutoencoderConfig,
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | str = "cpu",
+    after: After | None = None,
 ) -> MaskedAutoencoder:
     """A masked autoencoder with initialised weights, drawn once (see `models.initialization`)."""
     with torch.device("meta"):
         model = MaskedAutoencoder(config)
-    model = model.to_empty(device=device)
-    model.init_weights(generator)
+    model.init_weights(generator, device=device, after=after)
     return model
