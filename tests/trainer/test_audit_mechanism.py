@@ -44,7 +44,12 @@ def plan(**changed: float) -> PrivacyPlan:
 
 
 def audit(
-    device: torch.device, bugs: tuple[str, ...], steps: int = 20, clipping: str = "flat", **changed: float
+    device: torch.device,
+    bugs: tuple[str, ...],
+    steps: int = 20,
+    clipping: str = "flat",
+    mode: str = "bookkeeping",
+    **changed: float,
 ) -> dict[str, AuditReport]:
     """One sandbox after the other on the ranks of this process group; reports on rank 0."""
     reports = {}
@@ -53,7 +58,7 @@ def audit(
         settings = distributed.broadcast_object(
             make_settings(plan(**changed), "local", ROOT / "ds_configs" / "zero3.json", 512, 4, steps)
         )
-        settings = replace(settings, clipping_function=clipping)
+        settings = replace(settings, clipping_function=clipping, clipping_mode=mode)
         with broken(bug) as source:
             run_sandbox(settings, device, folder, source)
         distributed.gather_objects(None)
@@ -96,6 +101,12 @@ def test_other_clipping_functions_pass(one_rank: torch.device, clipping: str) ->
     assert report.verdict == "consistent", report.to_text()
 
 
+def test_two_passes_are_audited_too(one_rank: torch.device) -> None:
+    reports = audit(one_rank, ("none", "clip_forgotten_for_one_layer"), mode="two_pass")
+    assert reports["none"].verdict == "consistent", reports["none"].to_text()
+    require_found(reports["clip_forgotten_for_one_layer"], "clip_forgotten_for_one_layer")
+
+
 @pytest.mark.parametrize("bug", NEED_TWO_RANKS)
 def test_a_mistake_of_several_ranks_is_found(two_ranks: dict[str, AuditReport], bug: str) -> None:
     require_found(two_ranks[bug], bug)
@@ -124,7 +135,10 @@ def test_no_false_alarm_in_a_hundred_correct_mechanisms(one_rank: torch.device) 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("engine", "machine"),
-    [("local", "zero3"), ("local", "zero3_bf16"), *(("deepspeed", f"zero{stage}") for stage in (1, 2, 3))],
+    [
+        *((engine, machine) for engine in ("local", "fsdp", "fairscale") for machine in ("zero3", "zero3_bf16")),
+        *(("deepspeed", f"zero{stage}") for stage in (1, 2, 3)),
+    ],
 )
 def test_every_engine_passes_at_full_size(tmp_path: Path, engine: str, machine: str) -> None:
     from privacy.ledger import Ledger
