@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from privacy.clipping.contributions import Contribution, Dense
+from privacy.clipping.contributions import Contribution, Dense, OuterProducts
 from privacy.clipping.coverage import Claim, refuse_unsupported
 from privacy.clipping.raw import per_example
 from privacy.clipping.rules import RULES
@@ -60,7 +60,8 @@ class Call:
                 raise PrivacyConfigError(
                     f"the clipping rule of {type(self.claim.module).__name__} does not cover {name}"
                 )
-            yield name, found[local]
+            part = found[local]
+            yield name, part.settled() if isinstance(part, OuterProducts) else part
 
 
 def exact(device: torch.device) -> torch.autocast:
