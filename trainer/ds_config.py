@@ -75,6 +75,7 @@ ZERO_KEYS: Mapping[str, tuple[tuple[int, ...], Check]] = {
     "stage3_model_persistence_threshold": ((3,), _COUNT),
     "stage3_max_live_parameters": ((3,), _COUNT),
     "stage3_max_reuse_distance": ((3,), _COUNT),
+    "zero_init": ((3,), _SWITCH),
     "zero_hpz_partition_size": (
         (1, 2, 3),
         (lambda value: type(value) is int and value > 0, "a number of ranks above 0"),
@@ -100,6 +101,7 @@ class MachineSettings:
         offload_param: so do the shards of the weights between their uses.
         activation_checkpointing: the model's blocks are recomputed in the backward pass.
         checkpoint_on_cpu: what such a block keeps, its inputs, waits in host memory.
+        zero_init: the model is built in shards, so that it need not fit into one process.
         shard_group_size: ranks that share one copy of the model, where groups of ranks hold copies of it (HSDP); None: all.
     """
 
@@ -110,6 +112,7 @@ class MachineSettings:
     offload_param: bool
     activation_checkpointing: bool
     checkpoint_on_cpu: bool
+    zero_init: bool
     shard_group_size: int | None
     raw: Mapping[str, Any] = field(repr=False)
 
@@ -145,6 +148,7 @@ def load_machine_settings(path: Path) -> MachineSettings:
         offload_param=zero.get("offload_param", {}).get("device", "none") == "cpu",
         activation_checkpointing=checkpointing.get("enabled", False),
         checkpoint_on_cpu=checkpointing.get("cpu_checkpointing", False),
+        zero_init=zero.get("zero_init", False),
         shard_group_size=zero.get("zero_hpz_partition_size"),
         raw=raw,
     )
@@ -232,7 +236,7 @@ def _find_auto(value: Any, where: str) -> str:
 
 def resolve(machine: MachineSettings, *, micro_batch_size: int, world_size: int) -> dict[str, Any]:
     """The full dictionary for DeepSpeed: the machine's keys and every recipe-owned key, defaults included."""
-    zero = dict(machine.raw["zero_optimization"])
+    zero = {key: value for key, value in machine.raw["zero_optimization"].items() if key != "zero_init"}  # ours
     if machine.stage == 3:
         # No weight gradient is DeepSpeed's business: no buffer of 5e8 elements for them, and no linear that computes them.
         zero |= {"contiguous_gradients": False, "memory_efficient_linear": False}

@@ -1,5 +1,7 @@
 """One module per way to shard; each is imported only when it is used."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -7,6 +9,19 @@ from trainer.config import EngineName, OptimizerSection
 from trainer.ds_config import MachineSettings
 from trainer.engines.base import Engine
 from trainer.errors import ConfigError
+
+
+def sharder(
+    name: EngineName, machine: MachineSettings, device: torch.device, micro_batch_size: int
+) -> Callable[[nn.Module], None] | None:
+    """What shards a model's modules one by one while it is built, where the ds_config asks for that (`zero_init`)."""
+    if not machine.zero_init:
+        return None
+    if name != "deepspeed":
+        raise ConfigError(f"ds_config {machine.path}: zero_optimization.zero_init needs --engine deepspeed, not {name}")
+    from trainer.engines.deepspeed import module_sharder
+
+    return module_sharder(machine, device, micro_batch_size)
 
 
 def build_engine(
@@ -17,7 +32,10 @@ def build_engine(
     device: torch.device,
     micro_batch_size: int,
 ) -> Engine:
-    """Wraps a module, whose weights are already set and equal on all ranks; checks that every coordinate has one owner."""
+    """Wraps a module, whose weights are already set and equal on all ranks; checks that every coordinate has one owner.
+
+    A module built with a `sharder` holds its weights in shards already; after a resume they come with the master weights.
+    """
     if machine.shard_group_size is not None and name != "fsdp":
         raise ConfigError(
             f"ds_config {machine.path}: zero_optimization.zero_hpz_partition_size (groups of ranks that each hold the whole "

@@ -6,11 +6,12 @@ That place is not public API. It is confined to `_zero12_spans`, `_zero3_spans` 
 tests/distributed/test_engines.py compares all stages with a float64 loop, so a DeepSpeed that moves it fails the test.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
@@ -44,12 +45,11 @@ class DeepSpeedEngine:
         micro_batch_size: int,
     ) -> None:
         checkpoint_blocks(module, machine)
-        _skip_shared_memory_op()
+        _start()
         self._parameters: dict[str, Any] = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.shapes = {name: p.shape for name, p in self._parameters.items()}
+        self.shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self._parameters.items()}
         groups = parameter_groups(self._parameters.items(), self.shapes, optimizer)
         config = resolve(machine, micro_batch_size=micro_batch_size, world_size=distributed.world_size())
-        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         self._engine, *_ = deepspeed.initialize(
             model=module.to(device), optimizer=make_optimizer(groups, optimizer), config=config
         )
@@ -111,7 +111,7 @@ class DeepSpeedEngine:
             yield ShardState(span.piece, tensors)
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
-        """The module's own (compute dtype) weights must have been set before the engine was built."""
+        """At stages 1 and 2 the module's own (compute dtype) weights must have been set before the engine was built."""
         partitions = self._flat_partitions()
         for flat in partitions:
             self._zero.optimizer.state[flat] = fresh_state(self._config, flat, num_steps)
@@ -119,6 +119,8 @@ class DeepSpeedEngine:
             flat = partitions[span.group]
             for key, values in states[span.piece].items():
                 _part(flat if key == "param" else self._zero.optimizer.state[flat][key], span).copy_(values)
+            if self._stage == 3:
+                _set_weights(self._parameters[span.piece.name], _part(flat, span))
 
 
 def _part(flat: Tensor, span: _Span) -> Tensor:
@@ -143,6 +145,38 @@ def _zero3_spans(zero: Any, parameters: Mapping[str, Any], shapes: Mapping[str, 
         if length > 0:
             group, start, _ = zero.grad_position[zero.get_param_id(parameter)]
             yield _Span(Piece(name, offset, length), group, start)
+
+
+def _set_weights(parameter: Any, values: Tensor) -> None:
+    """Sets this rank's part of a ZeRO-3 parameter; a gathered copy of the old weights is dropped."""
+    parameter.ds_tensor.data[: values.numel()].copy_(values)
+    if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+        parameter.partition()
+
+
+def module_sharder(
+    machine: MachineSettings, device: torch.device, micro_batch_size: int
+) -> Callable[[nn.Module], None]:
+    """What `deepspeed.zero.Init` does to a module once it is initialised, for one module's own parameters after the other.
+
+    As a context manager it would shard parameters that have no values yet: our models are built on the meta device first.
+    """
+    _start()
+    config = resolve(machine, micro_batch_size=micro_batch_size, world_size=distributed.world_size())
+
+    def shard(module: nn.Module) -> None:
+        own = nn.ParameterList(module.parameters(recurse=False)).to(device, machine.compute_dtype)
+        for buffer in module.buffers(recurse=False):
+            buffer.data = buffer.data.to(device, machine.compute_dtype if buffer.is_floating_point() else None)
+        if len(own) > 0:
+            deepspeed.zero.Init(module=own, config_dict_or_path=config)
+
+    return shard
+
+
+def _start() -> None:
+    _skip_shared_memory_op()
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
 def _skip_shared_memory_op() -> None:
