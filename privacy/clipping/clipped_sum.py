@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH, Accumulator, LocalSums
+from privacy.clipping.compiled import compiled_weights
 from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
 from privacy.clipping.functions import ClippingFunction, flat, unclipped
@@ -83,7 +84,7 @@ class ClippedSum:
             )
         shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self._mode = mode
-        self._recorder = Recorder(claims(model, shapes))
+        self._recorder = Recorder(claims(model, shapes), compiled_weights(model))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         first = next(iter(trained.values()))
         self._names, self._dtype, self._device = list(trained), _sum_dtype(first.dtype), device or first.device

@@ -12,10 +12,12 @@ recomputed with the rest; a tap that only the recomputation makes is never run b
 A raw parameter is shadowed, for the time of its owner's forward, by a stand-in with one tapped copy per example (raw.py): an
 entry in the instance's `__dict__` goes before the module's parameters in attribute lookup. The output of a layer that is
 called once for all examples (position ids of shape (1, T)) is replaced by such a stand-in too.
+
+Under torch.compile's tracer a hook leaves an opaque operation in the graph that does the same (compiled.py).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from privacy.clipping import compiled
 from privacy.clipping.contributions import Contribution, Dense, OuterProducts
 from privacy.clipping.coverage import Claim, refuse_unsupported
 from privacy.clipping.raw import per_example
@@ -89,8 +92,9 @@ class _Tap(torch.autograd.Function):
 class Recorder:
     """Hooks on the claimed layers of a model; active only inside `differentiate`."""
 
-    def __init__(self, claims: list[Claim]):
+    def __init__(self, claims: list[Claim], compiled_weights: Sequence[nn.Parameter] = ()):
         self._claims = claims
+        self._compiled_weights = compiled_weights
         self._root: Tensor | None = None
         self._batch_size = 0
         self._num_calls: Counter[str] = Counter()
@@ -125,7 +129,7 @@ class Recorder:
         self._batch_size = batch_size
         self._num_calls.clear()
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), compiled.weights_at_rest(self._compiled_weights):
                 loss_B = task(**inputs)
                 if loss_B.shape != (batch_size,):
                     raise RuntimeError(f"the task must return one loss per example, not shape {tuple(loss_B.shape)}")
@@ -149,20 +153,34 @@ class Recorder:
         return _Tap.apply(output, self._root, x, self, claim, local_name)
 
     def _record(self, claim: Claim) -> Callable[..., Tensor | None]:
+        tap_in_graph = self._tap_in_graph(claim)
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             if self._root is None:
                 return None
             x = args[0] if args else next(iter(kwargs.values()))
+            if torch.compiler.is_compiling():
+                return compiled.tap(output, self._root, x, tap_in_graph.key)
             if len(x) == len(output) == 1 != self._batch_size and not x.requires_grad:
                 return self._shared(output, x, claim)
-            if len(output) != self._batch_size or len(x) != self._batch_size:
-                raise RuntimeError(
-                    f"layer {claim.path} ({type(module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, "
-                    f"but the first dimension of both must be the {self._batch_size} examples of the micro-batch"
-                )
+            self._require_examples(x, output, claim)
             return self._tap(output, x.detach(), claim, "")
 
         return hook
+
+    def _tap_in_graph(self, claim: Claim) -> compiled.CompiledTap:
+        def on_call(x: Tensor, output: Tensor) -> None:
+            self._require_examples(x, output, claim)
+            self._num_calls.update(claim.parameters.values())
+
+        return compiled.CompiledTap(on_call, lambda x, gradient: self.report(Call(claim, "", x, gradient)))
+
+    def _require_examples(self, x: Tensor, output: Tensor, claim: Claim) -> None:
+        if len(output) != self._batch_size or len(x) != self._batch_size:
+            raise RuntimeError(
+                f"layer {claim.path} ({type(claim.module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, "
+                f"but the first dimension of both must be the {self._batch_size} examples of the micro-batch"
+            )
 
     def _shared(self, output: Tensor, x: Tensor, claim: Claim) -> Tensor:
         """The output of a call with one row for all examples: as if every example had made the call for itself."""

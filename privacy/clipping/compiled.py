@@ -1,0 +1,126 @@
+"""Taps inside compiled blocks: what recorder.py's autograd function does, as operations that torch.compile leaves alone.
+
+`block.compile()` traces the hooks of the layers in it. Under the tracer a hook calls `tap`, an opaque operation whose backward
+is the opaque operation `report`: the compiler schedules both but looks into neither, so a block stays one graph, without a
+graph break, and the blocks of a model, which differ in nothing but the number in a tensor (`key`), share it. `report`'s result
+is the (zero) gradient of the recorder's root, which keeps the compiler from dropping it as dead code.
+
+A compiled backward computes the gradients of everything that requires one, weights included. So for the time of a clipped
+forward the parameters of compiled blocks do not require gradients (`weights_at_rest`). Tensors are copied before they are
+kept, since the compiler may use their memory again.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from privacy.clipping.rules import RULES
+from privacy.errors import PrivacyConfigError
+
+
+class CompiledTap:
+    """What one layer's opaque operations call.
+
+    Args:
+        on_call: (input, output) of each forward; may refuse by raising.
+        on_gradient: (input, gradient with respect to the output) of each backward.
+    """
+
+    _known: WeakValueDictionary[int, "CompiledTap"] = WeakValueDictionary()
+    _numbers = itertools.count()
+
+    def __init__(
+        self, on_call: Callable[[Tensor, Tensor], None], on_gradient: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        number = next(self._numbers)
+        self._known[number] = self
+        self.on_call, self.on_gradient = on_call, on_gradient
+        self.key = torch.tensor(number)  # a tensor, because the compiler would make a graph of its own for each int
+
+    @classmethod
+    def of(cls, key: Tensor) -> "CompiledTap":
+        return cls._known[int(key)]
+
+
+@torch.library.custom_op("privacy_clipping::tap", mutates_args=())
+def _tap(output: Tensor, root: Tensor, x: Tensor, key: Tensor) -> Tensor:
+    CompiledTap.of(key).on_call(x, output)
+    return output.clone()
+
+
+@torch.library.custom_op("privacy_clipping::report", mutates_args=())
+def _report(gradient: Tensor, x: Tensor, key: Tensor) -> Tensor:
+    CompiledTap.of(key).on_gradient(x.clone(), gradient.clone())
+    return torch.zeros((), device=gradient.device)
+
+
+@_tap.register_fake
+def _(output: Tensor, root: Tensor, x: Tensor, key: Tensor) -> Tensor:
+    return torch.empty_like(output)
+
+
+@_report.register_fake
+def _(gradient: Tensor, x: Tensor, key: Tensor) -> Tensor:
+    return torch.zeros((), device=gradient.device)
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[2:])
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, key = ctx.saved_tensors  # type: ignore[attr-defined]
+    return gradient, _report(gradient, x, key), None, None
+
+
+_tap.register_autograd(_backward, setup_context=_save)
+
+
+def tap(output: Tensor, root: Tensor, x: Tensor, key: Tensor) -> Tensor:
+    """`output`, with a gradient that is reported on its way back. For hooks under the compiler's tracer."""
+    result: Tensor = _tap(output, root, x.detach(), key)
+    return result
+
+
+def compiled_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters inside compiled modules.
+
+    Raises:
+        PrivacyConfigError: one of them is read without a layer; stand-ins for such parameters cannot be compiled.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for path, block in model.named_modules():
+        if not _is_compiled(block):
+            continue
+        for name, module in block.named_modules():
+            for local, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad and type(module) not in RULES:
+                    whole = ".".join(filter(None, (path, name, local)))
+                    raise PrivacyConfigError(
+                        f"{whole} is read without a layer, which cannot be compiled with clipping on; do not compile "
+                        f"{path or 'the model'}, or compile its parts that have no such parameter"
+                    )
+                if parameter.requires_grad:
+                    found[id(parameter)] = parameter
+    return list(found.values())
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `module.compile()` or `torch.compile(module)`. Neither leaves a public mark; tests compile and look."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+@contextmanager
+def weights_at_rest(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """These parameters require no gradient inside."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
