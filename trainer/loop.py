@@ -1,7 +1,8 @@
 """DP-SGD at scale, in the order in which it happens. Start here.
 
-`train_step` is one logical step: clipped sums of all micro-batches, the intent in the ledger (first, if sums are communicated
-with every micro-batch), one reduction, noise by the owner of each shard, division by the public expected batch size, the optimizer, `done`.
+`train_step` is one logical step: clipped sums of all micro-batches, the intent in the ledger (before them, if sums are
+communicated with every micro-batch), one reduction, noise by the owner of each shard, division by the public expected batch
+size, the optimizer, `done`.
 `fit` repeats it, watches the budget and requests to stop, and writes metrics and checkpoints.
 """
 
