@@ -1,0 +1,150 @@
+"""Adaptive clipping on real ranks: one noise draw for the count, the same C everywhere, and a resume that goes on bit by bit."""
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.clipping import ClippedSum
+from privacy.noise import SystemNoise
+from privacy.releases import GRADIENT, UNCLIPPED, Release
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_engines import RecordedNoise, a_run, build, micro_batches, pairs
+from trainer import distributed
+from trainer.adaptive_bound import MANIFEST_KEY, resumed_bound
+from trainer.errors import ConfigError
+from trainer.loop import StepRecord, train_step
+
+ADAPTIVE = AdaptiveClipping(0.5, 0.3, 1.7)
+C, SIGMA, BATCH_SIZE = 0.5, 1.1, 7
+BOUND, FRACTION = "privacy/clipping_bound", "privacy/noised_unclipped_fraction"
+
+
+class KeptLedger:
+    """Keeps the intents; `open` while one has no `done`."""
+
+    def __init__(self) -> None:
+        self.intents: list[list[Release]] = []
+        self.open = False
+
+    def intent(self, step: int, *, releases: list[Release]) -> None:
+        assert not self.open
+        self.intents.append(list(releases))
+        self.open = True
+
+    def done(self, step: int) -> None:
+        assert self.open
+        self.open = False
+
+
+class OnlyAfterAnIntent(SystemNoise):
+    """Draws silence for gradients and `count` in turn for the count; refuses to draw before the intent."""
+
+    def __init__(self, ledger: KeptLedger, counts: list[float]) -> None:
+        self._ledger, self._counts = ledger, list(counts)
+        self.num_count_draws = 0
+
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        assert self._ledger.open, "noise is drawn before the intent is durable"
+        if count > 1:
+            return torch.zeros(count, dtype=torch.float64)
+        self.num_count_draws += 1
+        return torch.tensor([self._counts.pop(0)], dtype=torch.float64)
+
+
+def adaptive_run(
+    device: torch.device, name: str, stage: int, draws: list[float], manifest: dict[str, Any] | None = None
+) -> tuple[Any, KeptLedger, OnlyAfterAnIntent]:
+    engine = build(device, name, stage)
+    ledger = KeptLedger()
+    noise = OnlyAfterAnIntent(ledger, draws)
+    clipped = ClippedSum(engine.module, C, shapes=engine.shapes, adaptive=ADAPTIVE)
+    if manifest is not None:
+        clipped.max_grad_norm = resumed_bound(manifest, C)
+    run = a_run(engine, clipped, noise, SIGMA, BATCH_SIZE)
+    run.ledger = ledger
+    run.plan = SimpleNamespace(noise_multiplier=SIGMA, expected_batch_size=BATCH_SIZE, max_grad_norm=C)
+    return run, ledger, noise
+
+
+DRAWS = [0.3, -1.4, 0.05, 2.2, -0.7, 0.9]
+
+
+def rank_steps(device: torch.device, name: str, stage: int, counts: tuple[int, ...], resume_after: int | None) -> Any:
+    """C and the published fraction of six steps; with `resume_after`, in two starts that share a manifest only."""
+    run, ledger, noise = adaptive_run(device, name, stage, DRAWS)
+    published: list[dict[str, float]] = []
+    draws = 0
+    for step in range(1, len(DRAWS) + 1):
+        if step - 1 == resume_after:
+            manifest = json.loads(json.dumps({"step": step - 1, MANIFEST_KEY: run.clipped.max_grad_norm}))
+            draws, module = noise.num_count_draws, run.engine.module
+            run, ledger, noise = adaptive_run(device, name, stage, DRAWS[step - 1 :], manifest)
+            run.engine.module.load_state_dict(module.state_dict())
+        record: StepRecord = train_step(run, step, iter(micro_batches(pairs(), counts)))
+        published.append(record.public)
+        assert ledger.intents[-1][0]["sensitivity"] == record.public[BOUND]
+    return published, run.clipped.max_grad_norm, draws + noise.num_count_draws, ledger.intents
+
+
+def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
+    for name in (BOUND, FRACTION):
+        assert [step[name] for step in one] == pytest.approx([step[name] for step in other], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """The six steps on one rank."""
+    return run_ranks(f"{__name__}:rank_steps", 1, name="local", stage=1, counts=(7,), resume_after=None)[0]
+
+
+@pytest.mark.parametrize(("name", "stage"), [("local", 1), ("deepspeed", 3)])
+def test_two_ranks_adapt_as_one_and_noise_the_count_once(name: str, stage: int, alone: Any) -> None:
+    first, second = run_ranks(f"{__name__}:rank_steps", 2, name=name, stage=stage, counts=(5, 2), resume_after=None)
+    assert first[:2] == second[:2], "ranks hold different bounds"
+    close(alone[0], first[0])
+    assert (alone[2], first[2], second[2]) == (len(DRAWS), len(DRAWS), 0)
+    bounds = [step[BOUND] for step in first[0]]
+    assert bounds[0] == C and len(set(bounds)) == len(DRAWS)
+    for published, after in zip(first[0], [*bounds[1:], first[1]], strict=True):
+        assert after == ADAPTIVE.next_bound(published[BOUND], published[FRACTION], C)
+    for intent, bound in zip(first[3], bounds, strict=True):
+        assert [r["name"] for r in intent] == [GRADIENT, UNCLIPPED]
+        assert intent[0]["sensitivity"] == bound
+        assert sum((r["sensitivity"] / r["std"]) ** 2 for r in intent) == pytest.approx(SIGMA**-2, rel=1e-12)
+
+
+def test_a_resume_goes_on_with_the_same_bound_bit_by_bit(alone: Any) -> None:
+    again = run_ranks(f"{__name__}:rank_steps", 1, name="local", stage=1, counts=(7,), resume_after=3)[0]
+    # The optimizer's moments are not part of this, so that weights differ after the fourth step.
+    assert again[0][:4] == alone[0][:4]
+
+
+@pytest.mark.parametrize("bound", [None, 0.0, math.nan, math.inf, C * 1e5, "0.5", 1])
+def test_a_manifest_without_a_sensible_bound_is_refused(bound: object) -> None:
+    with pytest.raises(ConfigError, match=MANIFEST_KEY):
+        resumed_bound({"step": 3, MANIFEST_KEY: bound}, C)
+
+
+def rank_released_counts(device: torch.device, steps: int) -> Any:
+    """Published fractions of an empty data set, with real noise: nothing but the noise of the count is in them."""
+    run, _, _ = adaptive_run(device, "local", 1, [])
+    run.noise = RecordedNoise()
+    batches = micro_batches(pairs(), (0,) * distributed.world_size())[:1]
+    return [train_step(run, step, iter(batches)).public[FRACTION] for step in range(1, steps + 1)]
+
+
+def test_contract_7_the_released_count_has_the_stated_noise() -> None:
+    first, second = run_ranks(f"{__name__}:rank_released_counts", 2, steps=90)
+    assert first == second
+    z = (np.array(first) - 0.5) * BATCH_SIZE / ADAPTIVE.unclipped_num_std
+    assert stats.kstest(z, "norm").pvalue > 1e-6
+    assert 1e-6 < stats.chi2.cdf(float((z**2).sum()), len(z)) < 1 - 1e-6
+    assert len(set(first)) == len(first)
