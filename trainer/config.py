@@ -241,6 +241,8 @@ class TrainSection(Section):
     accumulation: Literal["local", "sharded"] = "local"
     """Each rank sums in place and one reduction ends the logical batch; or every micro-batch is reduced to sharded sums, for
     models whose fp32 sum does not fit. Speed and memory only, never the result."""
+    compile: bool = False
+    """torch.compile of the model's blocks: minutes at the start, less time per step on a GPU. May change between starts."""
     seed: int = 0
     """Of the initial weights, which are public. No secret and no noise comes from it."""
     checkpoint_every: int | None = Field(None, ge=1)

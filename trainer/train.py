@@ -18,6 +18,7 @@ from trainer.averaging import WeightAverage
 from trainer.batches import LogicalBatches
 from trainer.checkpoint import Checkpoint, newest_whole
 from trainer.checkpoint_writer import CheckpointWriter, Retention
+from trainer.compilation import compile_blocks
 from trainer.config import EngineName, RunConfig, to_toml
 from trainer.datasets import heldout_table, training_table
 from trainer.distributed import Ranks, first_on_main, on_main
@@ -69,6 +70,8 @@ def train(
     engine = build_engine(engine_name, model, config.optimizer, machine, device, config.train.micro_batch_size)
     if resumed is not None:
         resumed.restore(engine, moments(config.optimizer))
+    if config.train.compile:
+        compile_blocks(engine.module, engine_name, machine, device)
     nonce = ledger.start_session()
     run = Run(
         config=config,

@@ -13,6 +13,7 @@ kept, since the compiler may use their memory again.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,7 +31,7 @@ class CompiledTap:
         on_gradient: (input, gradient with respect to the output) of each backward.
     """
 
-    _known: WeakValueDictionary[int, "CompiledTap"] = WeakValueDictionary()
+    _known: ClassVar[WeakValueDictionary[int, "CompiledTap"]] = WeakValueDictionary()
     _numbers = itertools.count()
 
     def __init__(

@@ -1,0 +1,75 @@
+"""torch.compile of a model's blocks (`train.compile`), with clipping on.
+
+Block by block and in place: names of parameters, checkpoints and everything outside of the blocks stay as they are, and equal
+blocks share one graph. The taps of clipping are opaque operations in it (privacy/clipping/compiled.py), so there is no graph
+break, the weights' own gradients are not computed, and the clipped sum is what it is without compilation, up to the rounding
+of fused operations. Norms are taken from the tensors that are summed, so the sensitivity does not depend on the compiler.
+
+Refused where a block's weights come and go inside of it: ZeRO-3, FSDP and fairscale gather them in hooks of the modules.
+"""
+
+import importlib.util
+import os
+import shutil
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from trainer.config import EngineName
+from trainer.ds_config import MachineSettings
+from trainer.errors import ConfigError
+
+BACKEND = "inductor"
+
+
+def compile_blocks(module: nn.Module, engine_name: EngineName, machine: MachineSettings, device: torch.device) -> None:
+    """Compiles `module.blocks()` in place; call it after the engine took the module and before `ClippedSum` does.
+
+    The work is done at the first forward, once for every new combination of shapes.
+
+    Raises:
+        ConfigError: the engine gathers weights inside of the blocks, the model names no blocks, or no compiler is installed.
+    """
+    if engine_name not in ("local", "deepspeed") or (engine_name == "deepspeed" and machine.stage == 3):
+        sharding = "ZeRO-3" if engine_name == "deepspeed" else f"engine {engine_name}"
+        raise ConfigError(
+            f"train.compile cannot be combined with {sharding}, which gathers the weights of each layer in hooks inside the "
+            "compiled blocks; use ds_configs/zero1.json or zero2.json, or remove train.compile"
+        )
+    find_blocks = getattr(module, "blocks", None)
+    if not callable(find_blocks):
+        raise ConfigError(
+            f"train.compile needs a model with a method blocks() that lists its repeated modules; {type(module).__name__} "
+            "has none: remove train.compile"
+        )
+    require_compiler(device)
+    for block in find_blocks():
+        block.compile(backend=BACKEND)
+
+
+def require_compiler(device: torch.device) -> None:
+    """What torch's default backend needs: a C++ compiler for CPU kernels, Triton and a C compiler for CUDA ones."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ConfigError("train.compile needs Triton on CUDA: pip install -r requirements-triton.txt")
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    if device.type == "cuda":
+        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "cc", "clang"]
+    if not any(shutil.which(name) for name in names):
+        raise ConfigError(
+            f"train.compile needs a compiler on this machine ({' or '.join(names)}): install one (apt-get install g++), or "
+            "remove train.compile"
+        )
+
+
+class CompileCounts(NamedTuple):
+    """What torch.compile did in this process so far."""
+
+    graphs: int
+    graph_breaks: int
+
+
+def compile_counts() -> CompileCounts:
+    """From torch's own counters, which are not public API; tests/privacy/clipping/test_compile.py makes them count."""
+    counters = torch._dynamo.utils.counters
+    return CompileCounts(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
