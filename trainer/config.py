@@ -57,8 +57,20 @@ class RemoteSection(Section):
     """Permits http:// beyond this machine: everyone on the network then knows who is in every batch."""
 
 
+class InitSection(Section):
+    """Start from another run's weights instead of random ones."""
+
+    checkpoint: str
+    """A checkpoint's folder, or a run folder, of which the newest is taken; relative to the project root."""
+    parts: Literal["all", "encoder"] = "all"
+    """What is taken; the rest starts at random."""
+
+
 class DataSection(Section):
-    """Where the private image-text pairs are and how they become tensors."""
+    """Where the image-text pairs are and how they become tensors."""
+
+    provenance: Literal["private", "public", "synthetic"] = "private"
+    """Of runs without privacy: whether a private run may start from their weights."""
 
     shards: str
     """Tar shards: a folder, a glob, a brace range or a comma list, relative to the project root; or URLs."""
@@ -269,6 +281,7 @@ class RunConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     model: ModelSection
+    init: InitSection | None = None
     data: DataSection
     heldout: HeldoutSection | None = None
     privacy: PrivacySection

@@ -22,7 +22,7 @@ from trainer.files import write_durably
 
 THROUGHPUT = "performance/examples_per_second"
 _MOST_POINTS = 200
-_MANIFEST_FACTS = ("run", "initialisation", "tokenizer_sha256")
+_MANIFEST_FACTS = ("run", "initialisation", "training_data", "tokenizer_sha256")
 
 
 def build_card(run_dir: Path) -> dict[str, Any]:
@@ -185,11 +185,20 @@ def _initialisation(content: bytes, file: Path, attested: bool) -> dict[str, Any
 
 
 def _from_scratch(facts: dict[str, Any]) -> str:
-    kind = facts.get("initialisation")
-    kind = kind.get("kind") if isinstance(kind, dict) else kind
-    if kind == "random":
+    start = facts.get("initialisation")
+    start = start if isinstance(start, dict) else {"kind": start}
+    if start.get("kind") == "random":
         return "None: the model was initialised at random."
-    return "The model was not initialised at random: the data behind its initial weights is outside of the claim."
+    if start.get("kind") != "checkpoint":
+        return "The model was not initialised at random: the data behind its initial weights is outside of the claim."
+    origin = f"The initial weights are those of step {start.get('step')} of run {start.get('run')!r}"
+    if start.get("training_data") in ("public", "synthetic"):
+        return f"{origin}, trained on data that its recipe declares {start['training_data']}."
+    guarantee = start.get("guarantee") or {}
+    return (
+        f"{origin}, trained on private data with epsilon {guarantee.get('epsilon')} at delta {guarantee.get('delta')} of "
+        "its own. Where its data and this run's overlap, the two compose: this card's epsilon alone is not the total."
+    )
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,11 +1,13 @@
 """Builds a run from its configuration, in the order in which things can be refused, and trains it."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from data.loader import Loader
+from data.tar_index import ExampleTable
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.functions import FUNCTIONS
@@ -23,7 +25,7 @@ from trainer.config import EngineName, RunConfig, to_toml
 from trainer.datasets import heldout_table, training_table
 from trainer.distributed import Ranks, first_on_main, on_main
 from trainer.ds_config import MachineSettings
-from trainer.engines import build_engine
+from trainer.engines import build_engine, sharder
 from trainer.engines.base import Engine
 from trainer.engines.sharded_sums import ShardedSums
 from trainer.heldout import Heldout
@@ -35,6 +37,7 @@ from trainer.run_folder import RunFolder
 from trainer.run_ledger import RunLedger, open_run_ledger
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.base import to_device
+from trainer.warm_start import find_checkpoint, initialisation_facts, load_start, training_data_facts
 
 
 def train(
@@ -56,8 +59,10 @@ def train(
     folder = RunFolder(run_dir)
     on_main(lambda: _take(folder))
     task = first_on_main(lambda: make_task(config, root))
-    model = task.build(torch.Generator().manual_seed(config.train.seed))
-    check_against_autograd(model, task.synthetic_inputs(2))
+    shard = sharder(engine_name, machine, device, config.train.micro_batch_size)
+    model = task.build(torch.Generator().manual_seed(config.train.seed), after=shard)
+    whole = model if shard is None else task.build(torch.Generator().manual_seed(config.train.seed), one_block=True)
+    check_against_autograd(whole, task.synthetic_inputs(2))
     heldout = _heldout(config, folder, task, root)
     table = training_table(config, folder, root)  # last of these: hashing a large data set takes hours
     ledger = open_run_ledger(folder, config.privacy, config.train.num_steps, table)
@@ -67,6 +72,7 @@ def train(
         if ranks.is_main:
             print(f"{run_dir} is finished: all {config.train.num_steps} steps are done; nothing to do", flush=True)
         return DONE
+    start = _start(config, model, table, root) if resumed is None else resumed.manifest["initialisation"]
     engine = build_engine(engine_name, model, config.optimizer, machine, device, config.train.micro_batch_size)
     if resumed is not None:
         resumed.restore(engine, moments(config.optimizer))
@@ -112,7 +118,7 @@ def train(
         noise_variance=NoiseVariance(
             config.optimizer.betas[1], resumed.manifest["noise_variance"] if resumed is not None else 0.0
         ),
-        model_facts={**task.facts(), "initialisation": {"kind": "random", "seed": config.train.seed}},
+        model_facts={**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table)},
     )
     on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw)))
     if ranks.is_main:
@@ -159,6 +165,16 @@ def _heldout(config: RunConfig, folder: RunFolder, task: TrainingTask, root: Pat
     return Heldout(
         table, task, num_examples=config.heldout.num_examples, micro_batch_size=config.train.micro_batch_size
     )
+
+
+def _start(config: RunConfig, model: nn.Module, table: ExampleTable, root: Path) -> dict[str, Any]:
+    """Sets the initial weights; returns what manifests say about them."""
+    init = config.init
+    if init is None:
+        return {"kind": "random", "seed": config.train.seed}
+    checkpoint = first_on_main(lambda: find_checkpoint(init, root))
+    facts = first_on_main(lambda: initialisation_facts(config, checkpoint, table))
+    return {**facts, "at_random": load_start(checkpoint, init, model)}
 
 
 def _load_weights(folder: RunFolder, ledger: RunLedger, model: nn.Module) -> Checkpoint | None:

@@ -1,0 +1,151 @@
+"""Starting from another run's weights: what is taken, what is resized, and which starts a private run refuses."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from models.captioner import build_captioner
+from models.config import CaptionerConfig, captioner_config
+from privacy.ledger import Ledger
+from tests.privacy.ledger_files import PLAN, take_step
+from trainer.checkpoint import Checkpoint, checkpoint_name
+from trainer.checkpoint_writer import CheckpointWriter, Retention
+from trainer.config import InitSection, OptimizerSection, RunConfig, load_config
+from trainer.ds_config import load_machine_settings
+from trainer.engines.local import LocalEngine
+from trainer.errors import ConfigError
+from trainer.warm_start import find_checkpoint, initialisation_facts, load_start, training_data_facts
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+RANDOM = {"kind": "random", "seed": 0}
+
+
+def config_of(**changes: Any) -> CaptionerConfig:
+    shape = {"image_size": 16, "patch_size": 4, "vocab_size": 30, "encoder_depth": 1, "decoder_depth": 1}
+    return captioner_config("pico", **{**shape, "encoder_position": "learned", **changes})
+
+
+def write(folder: Path, facts: dict[str, Any], seed: int = 1) -> Checkpoint:
+    model = build_captioner(config_of(), generator=torch.Generator().manual_seed(seed))
+    machine = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
+    engine = LocalEngine(model, OptimizerSection(peak_lr=1e-3), machine, torch.device("cpu"))
+    writer = CheckpointWriter(folder / "checkpoints", Retention(1), published=lambda *_: None)
+    writer.save(0, engine.state(), engine.shapes, {"run": "before", "initialisation": RANDOM, **facts})
+    return Checkpoint(folder / "checkpoints" / checkpoint_name(0))
+
+
+def recipe(*overrides: str) -> RunConfig:
+    return load_config(ROOT / "recipes/quickstart.toml", overrides)
+
+
+def table(*digests: str) -> Any:
+    return SimpleNamespace(entries=[SimpleNamespace(sha256=digest * 8) for digest in digests])
+
+
+SYNTHETIC = {"formal_guarantee": False, "training_data": {"provenance": "synthetic", "shards": ["aaaaaaaa" * 2]}}
+PRIVATE = {"formal_guarantee": False, "training_data": {"provenance": "private"}}
+
+
+def test_all_weights_are_taken(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, SYNTHETIC)
+    model = build_captioner(config_of(), generator=torch.Generator().manual_seed(7))
+    assert load_start(checkpoint, InitSection(checkpoint="x"), model) == []
+    source = build_captioner(config_of(), generator=torch.Generator().manual_seed(1))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True))
+
+
+def test_the_encoder_alone_fits_another_decoder(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, SYNTHETIC)
+    model = build_captioner(config_of(decoder_depth=2), generator=torch.Generator().manual_seed(7))
+    fresh = load_start(checkpoint, InitSection(checkpoint="x", parts="encoder"), model)
+    source = dict(build_captioner(config_of(), generator=torch.Generator().manual_seed(1)).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert (name in fresh) != name.startswith("encoder.")
+        if name not in fresh:
+            assert torch.equal(parameter, source[name])
+    with pytest.raises(ConfigError, match=r'has no decoder.blocks.1.*init.parts = "encoder"'):
+        load_start(checkpoint, InitSection(checkpoint="x"), model)
+
+
+def test_learned_positions_are_interpolated(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, SYNTHETIC)
+    model = build_captioner(config_of(image_size=32), generator=torch.Generator().manual_seed(7))
+    load_start(checkpoint, InitSection(checkpoint="x", parts="encoder"), model)
+    old, new = checkpoint.full("param", "encoder.position.table"), model.encoder.position.table.detach()
+    assert new.shape == (1, 65, 64) and torch.equal(new[:, 0], old[:, 0])
+    grid = old[:, 1:].view(1, 4, 4, 64).permute(0, 3, 1, 2)
+    expected = torch.nn.functional.interpolate(grid, (8, 8), mode="bicubic").permute(0, 2, 3, 1).flatten(1, 2)
+    assert torch.equal(new[:, 1:], expected)
+    # Its coarse shape is the old one's.
+    assert (
+        torch.corrcoef(torch.stack([new[0, 1:].mean(1).view(8, 8)[::2, ::2].flatten(), old[0, 1:].mean(1)]))[0, 1] > 0.7
+    )
+
+
+def test_another_width_is_refused(tmp_path: Path) -> None:
+    model = build_captioner(config_of(encoder_width=32))
+    with pytest.raises(ConfigError, match="class_token has shape"):
+        load_start(write(tmp_path, SYNTHETIC), InitSection(checkpoint="x"), model)
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, SYNTHETIC)
+    for path in (str(tmp_path), str(checkpoint.path)):
+        assert find_checkpoint(InitSection(checkpoint=path), ROOT).path == checkpoint.path
+    with pytest.raises(ConfigError, match="neither a checkpoint nor a run folder"):
+        find_checkpoint(InitSection(checkpoint=str(tmp_path / "nothing")), ROOT)
+
+
+def test_a_synthetic_start_is_stated(tmp_path: Path) -> None:
+    facts = initialisation_facts(recipe(), write(tmp_path, SYNTHETIC), table("b"))
+    assert facts["training_data"] == "synthetic" and facts["run"] == "before" and "guarantee" not in facts
+
+
+def test_weights_of_unprotected_private_data_are_refused(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, PRIVATE)
+    with pytest.raises(ConfigError, match="trained on private data, and no ledger"):
+        initialisation_facts(recipe(), checkpoint, table("b"))
+    unclaimed = recipe("privacy.enabled=false")
+    assert initialisation_facts(unclaimed, checkpoint, table("b"))["guarantee"] is None
+
+
+def test_they_are_refused_behind_a_public_link_too(tmp_path: Path) -> None:
+    before = {
+        "kind": "checkpoint",
+        "run": "first",
+        "training_data": "private",
+        "guarantee": None,
+        "before_that": RANDOM,
+    }
+    checkpoint = write(tmp_path, {**SYNTHETIC, "initialisation": before})
+    with pytest.raises(ConfigError, match="run first trained on private data"):
+        initialisation_facts(recipe(), checkpoint, table("b"))
+
+
+def test_own_data_declared_public_are_refused(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, SYNTHETIC)
+    with pytest.raises(ConfigError, match="shards of this run's private data"):
+        initialisation_facts(recipe(), checkpoint, table("b", "aaaaaaaa"))
+
+
+def test_a_private_start_states_its_epsilon(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, {**PRIVATE, "formal_guarantee": True})
+    with pytest.raises(ConfigError, match="no ledger"):
+        initialisation_facts(recipe(), checkpoint, table("b"))
+    ledger = Ledger.create(tmp_path / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "ab" * 32})
+    ledger.start_session({})
+    take_step(ledger, 1)
+    ledger.release()
+    facts = initialisation_facts(recipe(), checkpoint, table("b"))
+    assert facts["guarantee"] == {"epsilon": pytest.approx(PLAN.epsilon_after(1)), "delta": PLAN.target_delta}
+
+
+def test_hashes_of_private_shards_are_not_published() -> None:
+    assert training_data_facts(recipe(), table("a")) == {"provenance": "private"}
+    stated = training_data_facts(recipe('data.provenance="synthetic"'), table("a", "b"))
+    assert stated["shards"] == ["aaaaaaaa", "bbbbbbbb"]

@@ -1,0 +1,137 @@
+"""Initial weights from another run's checkpoint, and what is known of the data behind them.
+
+Both papers start from a model that was trained without privacy on synthetic images. Whether that costs privacy depends on
+the data behind it, so a checkpoint's manifest carries where its own data came from, and a private run refuses a start that
+would make its claim untrue.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from data.tar_index import ExampleTable
+from privacy.report import read_snapshot
+from trainer.checkpoint import MANIFEST, Checkpoint, newest_checkpoint
+from trainer.config import InitSection, RunConfig
+from trainer.errors import ConfigError
+
+_HASH_DIGITS = 16
+
+
+def training_data_facts(config: RunConfig, table: ExampleTable) -> dict[str, Any]:
+    """What a manifest says about the data. Hashes of private shards would describe private data, so there are none."""
+    provenance = config.data.provenance
+    if provenance == "private":
+        return {"provenance": provenance}
+    return {"provenance": provenance, "shards": sorted(entry.sha256[:_HASH_DIGITS] for entry in table.entries)}
+
+
+def find_checkpoint(config: InitSection, root: Path) -> Checkpoint:
+    """The checkpoint that `init.checkpoint` names: its folder, or a run folder, of which the newest is taken.
+
+    Raises:
+        ConfigError: nothing there, or damaged.
+    """
+    path = root / config.checkpoint
+    if (path / MANIFEST).is_file():
+        return Checkpoint(path)
+    newest = newest_checkpoint(path / "checkpoints")
+    if newest is None:
+        raise ConfigError(f"init.checkpoint {path} is neither a checkpoint nor a run folder with one")
+    return Checkpoint(newest)
+
+
+def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: ExampleTable) -> dict[str, Any]:
+    """What this run's manifests say about its start.
+
+    Raises:
+        ConfigError: a private run would start from weights that saw private data without noise, or its own data.
+    """
+    manifest = checkpoint.manifest
+    behind = manifest.get("training_data", {"provenance": "private"})
+    facts = {
+        "kind": "checkpoint",
+        "run": manifest.get("run"),
+        "step": checkpoint.step,
+        "training_data": behind["provenance"],
+        "before_that": manifest.get("initialisation"),
+    }
+    if behind["provenance"] == "private":
+        facts["guarantee"] = _guarantee(checkpoint)
+    if config.privacy.enabled:
+        _refuse_unprotected(checkpoint, facts)
+        _refuse_own_data(checkpoint, behind, table)
+    return facts
+
+
+def _guarantee(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Epsilon and delta of the run behind a checkpoint, from the ledger in its run folder; None without a claim."""
+    ledger = checkpoint.path.parent.parent / "ledger.jsonl"
+    if not checkpoint.manifest.get("formal_guarantee") or not ledger.is_file():
+        return None
+    state = read_snapshot(ledger).state
+    epsilon = state.epsilon()
+    return None if epsilon is None else {"epsilon": epsilon, "delta": state.plan.target_delta}
+
+
+def _refuse_unprotected(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:
+    """Every link of the chain of starts: private data count only with a guarantee that a ledger proves."""
+    link: Any = facts
+    while isinstance(link, dict) and link.get("kind") == "checkpoint":
+        if link["training_data"] == "private" and not link.get("guarantee"):
+            raise ConfigError(
+                f"init.checkpoint {checkpoint.path}: run {link['run']} trained on private data, and no ledger beside the "
+                "checkpoint proves a guarantee; a private run cannot start from it. If its data are public or synthetic, "
+                'train it with data.provenance = "public" or "synthetic"'
+            )
+        link = link["before_that"]
+
+
+def _refuse_own_data(checkpoint: Checkpoint, behind: Mapping[str, Any], table: ExampleTable) -> None:
+    own = {entry.sha256[:_HASH_DIGITS] for entry in table.entries}
+    if own & set(behind.get("shards", ())):
+        raise ConfigError(
+            f"init.checkpoint {checkpoint.path} was trained on shards of this run's private data, declared "
+            f"{behind['provenance']}; a private run cannot start from it"
+        )
+
+
+def load_start(checkpoint: Checkpoint, config: InitSection, model: nn.Module) -> list[str]:
+    """Sets weights of a fresh model; returns the names of the parameters that keep their random start.
+
+    Args:
+        config: `parts = "encoder"` leaves the rest as it is, e.g. for another decoder or another kind of model.
+
+    Raises:
+        ConfigError: a parameter is missing or has another shape; learned positions of another image size are interpolated.
+    """
+    fresh = []
+    for name, parameter in model.named_parameters():
+        if config.parts == "encoder" and not name.startswith("encoder."):
+            fresh.append(name)
+            continue
+        if name not in checkpoint.shapes:
+            raise ConfigError(f'{checkpoint.path} has no {name}; init.parts = "encoder" starts the rest at random')
+        value = checkpoint.full("param", name)
+        if value.shape != parameter.shape:
+            value = _resized(value, parameter.shape, f"{checkpoint.path}: {name}")
+        with torch.no_grad():
+            parameter.copy_(value)
+    return fresh
+
+
+def _resized(table_1TD: Tensor, wanted: torch.Size, what: str) -> Tensor:
+    """Learned image positions for another grid: the class token's is kept, the others are interpolated (bicubic)."""
+    grids = [math.isqrt(max(shape[1] - 1, 0)) if len(shape) == 3 else 0 for shape in (table_1TD.shape, wanted)]
+    fits = what.endswith("position.table") and table_1TD.shape[-1] == wanted[-1]
+    if not fits or any(g**2 != s[1] - 1 for g, s in zip(grids, (table_1TD.shape, wanted), strict=True)):
+        raise ConfigError(f"{what} has shape {tuple(table_1TD.shape)}, but the model's is {tuple(wanted)}")
+    old, new = grids
+    patches = table_1TD[:, 1:].view(1, old, old, -1).permute(0, 3, 1, 2)
+    patches = F.interpolate(patches, size=(new, new), mode="bicubic", align_corners=False)
+    return torch.cat([table_1TD[:, :1], patches.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
