@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.config import load_config
-from trainer.ds_config import RECIPE_KEYS, MachineSettings, load_machine_settings, resolve
+from trainer.ds_config import NO_EFFECT, RECIPE_KEYS, ZERO_KEYS, MachineSettings, load_machine_settings, resolve
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,8 +60,8 @@ def test_every_recipe_key_that_is_named_exists() -> None:
             "zero_optimization.offload_param.pin_memory",
         ),
         ({**ZERO2, "bf16": {"enabled": "auto"}}, "bf16.enabled"),
-        ({**ZERO2, "aio": {"sizes": [1, {"deep": "auto"}]}}, "aio.sizes.1.deep"),
-        ({**ZERO2, "comms_logger": {"prof_ops": ["auto"]}}, "comms_logger.prof_ops.0"),
+        ({**ZERO2, "bf16": {"sizes": [1, {"deep": "auto"}]}}, "bf16.sizes.1.deep"),
+        ({**ZERO2, "activation_checkpointing": {"enabled": ["auto"]}}, "activation_checkpointing.enabled.0"),
     ],
 )
 def test_auto_is_refused_wherever_it_is(file: Path, content: Any, where: str) -> None:
@@ -130,15 +130,96 @@ def test_fp16_is_refused(file: Path) -> None:
     assert load(file, {**ZERO2, "fp16": {"enabled": False}}).compute_dtype == torch.float32
 
 
-def test_activation_checkpointing_is_refused(file: Path) -> None:
-    line = refusal(file, {**ZERO2, "activation_checkpointing": {"partition_activations": False}})
-    assert "activation_checkpointing" in line and "micro_batch_size" in line
+def test_activation_checkpointing(file: Path) -> None:
+    def read(section: Any) -> MachineSettings:
+        return load(file, {**ZERO2, "activation_checkpointing": section})
+
+    assert not load(file, ZERO2).activation_checkpointing
+    assert not read({}).activation_checkpointing
+    assert not read({"enabled": False, "cpu_checkpointing": True}).activation_checkpointing
+    assert read({"enabled": True}).activation_checkpointing and not read({"enabled": True}).checkpoint_on_cpu
+    assert read({"enabled": True, "cpu_checkpointing": True}).checkpoint_on_cpu
+
+
+@pytest.mark.parametrize(
+    "key", ["partition_activations", "contiguous_memory_optimization", "number_checkpoints",
+            "synchronize_checkpoint_boundary", "profile"],
+)  # fmt: skip
+def test_keys_of_deepspeeds_own_activation_checkpointing_are_refused_by_name(file: Path, key: str) -> None:
+    line = refusal(file, {**ZERO2, "activation_checkpointing": {"enabled": True, key: False}})
+    assert f"unknown key activation_checkpointing.{key}" in line
+
+
+def test_activation_checkpointing_without_a_switch(file: Path) -> None:
+    """DeepSpeed has no such key; whether a section alone means on or off should not be guessed."""
+    line = refusal(file, {**ZERO2, "activation_checkpointing": {"cpu_checkpointing": True}})
+    assert "needs the key enabled" in line
 
 
 @pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
-def test_offload_is_noticed(file: Path, part: str) -> None:
-    assert load(file, {"zero_optimization": {"stage": 3, part: {"device": "cpu"}}}).offloads
-    assert not load(file, {"zero_optimization": {"stage": 3, part: {"device": "none"}}}).offloads
+def test_offload(file: Path, part: str) -> None:
+    def read(offload: Any) -> bool:
+        return bool(getattr(load(file, {"zero_optimization": {"stage": 3, part: offload}}), part))
+
+    assert read({"device": "cpu"}) and read({"device": "cpu", "pin_memory": False})
+    assert not read({"device": "none"}) and not read({})
+
+
+def test_offload_to_nvme_is_refused(file: Path) -> None:
+    line = refusal(file, {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/mnt"}}})
+    assert "zero_optimization.offload_param.device" in line and "NVMe is not supported" in line
+    line = refusal(file, {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}})
+    assert "unknown key zero_optimization.offload_optimizer.ratio" in line
+
+
+@pytest.mark.parametrize("key", sorted(NO_EFFECT))
+def test_keys_without_effect_are_refused(file: Path, key: str) -> None:
+    section, _, inner = key.rpartition(".")
+    content = {"zero_optimization": {"stage": 2, inner: True}} if section else {**ZERO2, key: True}
+    assert f"{key} has no effect" in refusal(file, content)
+
+
+WRONG: dict[str, list[Any]] = {
+    "offload_optimizer": [3, None, True, ["cpu"]],
+    "overlap_comm": ["true", 1, None, {}],
+    "zero_init": ["yes", 1],
+    "sub_group_size": ["1e9", 1e9, True, 0, -1, None, {}],
+    "stage3_prefetch_bucket_size": ["big", 5e7, False, -1],
+    "stage3_max_live_parameters": [1.5, [], -1],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+def test_values_of_the_wrong_kind_are_one_line(file: Path, key: str, value: Any) -> None:
+    """DeepSpeed's own reader would turn "yes" into true, 1e9 into an integer, or end in a traceback."""
+    line = refusal(file, {"zero_optimization": {"stage": 3, key: value}})
+    assert f"zero_optimization.{key} must be" in line and json.dumps(value) in line
+
+
+def test_keys_of_another_stage(file: Path) -> None:
+    for stage, key, value in [(2, "offload_param", {}), (1, "zero_init", True), (3, "allgather_bucket_size", 5)]:
+        line = refusal(file, {"zero_optimization": {"stage": stage, key: value}})
+        assert f"zero_optimization.{key} has no effect at stage {stage}" in line
+
+
+EXAMPLES: dict[str, Any] = {
+    "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}, "overlap_comm": False, "zero_init": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", sorted(ZERO_KEYS.keys() - {"stage", "zero_hpz_partition_size"}))
+def test_deepspeed_reads_every_accepted_key(file: Path, key: str) -> None:
+    """What is accepted here must not end in DeepSpeed's traceback, nor be unknown to it."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    value = EXAMPLES.get(key, 12345)
+    machine = load(file, {"zero_optimization": {"stage": ZERO_KEYS[key][0][-1], key: value}})
+    read = DeepSpeedConfig(resolve(machine, micro_batch_size=4, world_size=1)).zero_config
+    assert read.stage == machine.stage
+    if key == "zero_init":  # ours: DeepSpeed has a context manager for it
+        assert machine.zero_init
+    elif not isinstance(value, dict):
+        assert getattr(read, key.removeprefix("stage3_")) == value
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
@@ -146,6 +227,7 @@ def test_shipped_files_say_what_their_names_say(path: Path) -> None:
     machine = load_machine_settings(path)
     assert machine.stage == int(path.stem.removeprefix("zero")[0])
     assert machine.compute_dtype == (torch.bfloat16 if "bf16" in path.stem else torch.float32)
+    assert machine.offload_optimizer == machine.offload_param == ("offload" in path.stem)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
@@ -168,10 +250,23 @@ def test_every_recipe_resolves_on_every_machine(recipe: Path, path: Path, world_
 
 
 def test_resolving_changes_nothing_of_the_machine(file: Path) -> None:
-    machine = load(file, {**ZERO2, "wall_clock_breakdown": True, "fp16": {"enabled": False, "loss_scale": 0}})
+    machine = load(
+        file, {"zero_optimization": {"stage": 3, "zero_init": True}, "fp16": {"enabled": False, "loss_scale": 0}}
+    )
     before = json.dumps(machine.raw)
-    assert resolve(machine, micro_batch_size=4, world_size=2)["wall_clock_breakdown"] is True
+    resolve(machine, micro_batch_size=4, world_size=2)
     assert json.dumps(machine.raw) == before
+
+
+def test_no_weight_gradient_is_deepspeeds_business(file: Path) -> None:
+    """Its linear of stage 3 would compute them, and its gradient buffer of 5e8 elements would wait for them."""
+    for stage in (1, 2, 3):
+        zero = resolve(load(file, {"zero_optimization": {"stage": stage}}), micro_batch_size=4, world_size=2)[
+            "zero_optimization"
+        ]
+        assert (zero.get("memory_efficient_linear"), zero.get("contiguous_gradients")) == (
+            (False, False) if stage == 3 else (None, None)
+        )
 
 
 def test_deepspeed_reads_the_resolved_keys() -> None:
