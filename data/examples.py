@@ -34,13 +34,15 @@ class CaptionExample:
         image_size: side in pixels.
         num_tokens: L, start and end included.
         tokenizer_path: a Hugging Face tokenizer.json.
-        train: random crop and flip; otherwise the centre.
+        train: random crop and flip, and one of several captions at random; otherwise the centre and the first.
+        caption_field: of the `.json` member; see `RawExample.captions`.
     """
 
     image_size: int
     num_tokens: int
     tokenizer_path: Path | str
     train: bool = True
+    caption_field: str | None = None
 
     @property
     def tokenizer(self) -> CaptionTokenizer:
@@ -55,12 +57,14 @@ class CaptionExample:
         """
         if raw.image is None:
             raise DecodeError("the example has no image")
-        if raw.caption is None or not raw.caption.strip():
+        captions = [caption for caption in raw.captions(self.caption_field) if caption.strip()]
+        if not captions:
             raise DecodeError("the example has no caption")
+        caption = captions[key % len(captions) if self.train else 0]
         image_CHW = (
             train_image(raw.image, self.image_size, key) if self.train else eval_image(raw.image, self.image_size)
         )
-        tokens_L, mask_L = self.tokenizer.encode(" ".join(raw.caption[: 1 << 16].split()), self.num_tokens)
+        tokens_L, mask_L = self.tokenizer.encode(" ".join(caption[: 1 << 16].split()), self.num_tokens)
         return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L}
 
     def padding(self) -> dict[str, np.ndarray]:
@@ -84,6 +88,7 @@ class MaskedImageExample:
     patch_size: int
     num_visible: int
     train: bool = True
+    caption_field: str | None = None
 
     @property
     def num_patches(self) -> int:

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data.batch import Batch
+from data.bucketing import by_caption_length, cut_to_longest, require_captions
 from data.errors import DataError, DecodeError, ReadError
 from data.examples import MakeExample
 from data.reader import TarReader
@@ -63,7 +64,9 @@ class Loader:
     """Delivers the micro-batches of planned steps.
 
     Attributes:
-        data_wait: seconds that the consumer of the current step has waited for micro-batches so far.
+        data_wait: seconds that the consumer of the current step has waited for micro-batches so far. Private: it
+            follows the bytes of the examples.
+        prefetch_factor: micro-batches that each worker prepares ahead; None without workers.
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class Loader:
         micro_batch_size: int,
         num_workers: int,
         prefetch_micro_batches: int = 8,
+        memory_limit_mib: int | None = None,
         pin_memory: bool = False,
+        bucket_captions: bool = False,
     ):
         """Prepares; workers start with `steps`.
 
@@ -84,19 +89,29 @@ class Loader:
             micro_batch_size: B, rows of every micro-batch.
             num_workers: worker processes; 0 works in this process.
             prefetch_micro_batches: how many micro-batches workers prepare ahead, rounded up to a multiple of
-                num_workers. Bounds memory; ignored without workers.
+                num_workers. Ignored without workers.
+            memory_limit_mib: prepare fewer ahead where these would take more than this.
             pin_memory: page-locked tensors, for copies to a GPU.
+            bucket_captions: examples with captions of like length share a micro-batch (`data.bucketing`).
 
         Raises:
-            DataError: a size below 1 or a negative number of workers.
+            DataError: a size below 1, a negative number of workers, or a limit below one micro-batch per worker.
         """
         if micro_batch_size < 1 or num_workers < 0 or prefetch_micro_batches < 1:
             raise DataError("micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at least 0")
-        self._dataset = MicroBatches(table, make_example, micro_batch_size)
+        if bucket_captions:
+            require_captions([batched_name(name) for name in make_example.padding()])
+        self._dataset = MicroBatches(table, make_example, micro_batch_size, bucket_captions)
+        self._order_of = table if bucket_captions else None
         self._micro_batch_size = micro_batch_size
         self._num_workers = num_workers
-        self._prefetch_factor = math.ceil(prefetch_micro_batches / num_workers) if num_workers else None
         self._pin_memory = pin_memory
+        self.prefetch_factor: int | None = None
+        if num_workers:
+            self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers)
+            if memory_limit_mib is not None:
+                within = _micro_batches_within(memory_limit_mib, make_example, micro_batch_size, num_workers)
+                self.prefetch_factor = min(self.prefetch_factor, within // num_workers)
         self.data_wait = 0.0
 
     def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
@@ -116,7 +131,7 @@ class Loader:
             DataError: a plan that does not fit.
         """
         pulled: deque[StepPlan] = deque()
-        results = iter(self._data_loader(_Requests(plans, pulled, self._micro_batch_size)))
+        results = iter(self._data_loader(_Requests(plans, pulled, self._micro_batch_size, self._order_of)))
         while True:
             self.data_wait = 0.0
             first = self._next(results)
@@ -139,7 +154,7 @@ class Loader:
             batch_size=None,
             collate_fn=_as_is,
             num_workers=self._num_workers,
-            prefetch_factor=self._prefetch_factor,
+            prefetch_factor=self.prefetch_factor,
             multiprocessing_context=context,
             pin_memory=self._pin_memory,
             worker_init_fn=_end_with_parent,
@@ -172,14 +187,16 @@ class Loader:
 class MicroBatches(Dataset):
     """Request -> Batch, inside a worker. Errors that name an exit code come back as `Failure`."""
 
-    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int):
+    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int, cut_captions: bool):
         self._reader = TarReader(table)
         self._make_example = make_example
         self._micro_batch_size = micro_batch_size
+        self._cut_captions = cut_captions
 
     def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
         try:
-            return make_batch(self._reader, self._make_example, request, self._micro_batch_size)
+            batch = make_batch(self._reader, self._make_example, request, self._micro_batch_size)
+            return cut_to_longest(batch) if self._cut_captions else batch
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
 
@@ -196,8 +213,8 @@ def make_batch(
     padding = make_example.padding()
     rows: list[dict[str, np.ndarray]] = []
     is_padding_B = torch.ones(micro_batch_size, dtype=torch.bool)
-    for row, (example_id, key) in enumerate(zip(request.example_ids, request.example_keys, strict=True)):
-        raw = reader.read(int(example_id))
+    raws = reader.read_all(request.example_ids)
+    for row, (raw, key) in enumerate(zip(raws, request.example_keys, strict=True)):
         try:
             rows.append(make_example(raw, int(key)))
             is_padding_B[row] = False
@@ -249,16 +266,38 @@ def eval_batches(
 class _Requests(Sampler):
     """The micro-batch requests of all plans; notes each plan as it is pulled."""
 
-    def __init__(self, plans: Iterator[StepPlan], pulled: deque[StepPlan], micro_batch_size: int):
-        self._plans, self._pulled, self._micro_batch_size = plans, pulled, micro_batch_size
+    def __init__(
+        self,
+        plans: Iterator[StepPlan],
+        pulled: deque[StepPlan],
+        micro_batch_size: int,
+        bucketed: ExampleTable | None,
+    ):
+        self._plans, self._pulled, self._micro_batch_size, self._bucketed = plans, pulled, micro_batch_size, bucketed
 
     def __iter__(self) -> Iterator[MicroBatchRequest]:
         size = self._micro_batch_size
         for plan in self._plans:
             _check_plan(plan, size)
             self._pulled.append(plan)
+            ids, keys = plan.example_ids, plan.example_keys
+            if self._bucketed is not None:
+                order = by_caption_length(self._bucketed, ids, size)
+                ids, keys = ids[order], keys[order]
             for start in range(0, plan.num_micro_batches * size, size):
-                yield MicroBatchRequest(plan.example_ids[start : start + size], plan.example_keys[start : start + size])
+                yield MicroBatchRequest(ids[start : start + size], keys[start : start + size])
+
+
+def _micro_batches_within(limit_mib: int, make_example: MakeExample, micro_batch_size: int, num_workers: int) -> int:
+    """How many micro-batches fit the limit; at least one per worker, or the limit is refused."""
+    row_bytes = sum(array.nbytes for array in make_example.padding().values())
+    mib = row_bytes * micro_batch_size / 2**20
+    if mib * num_workers > limit_mib:
+        raise DataError(
+            f"data.memory_limit_mib is {limit_mib}, but a micro-batch of {micro_batch_size} takes {mib:.0f} MiB and each of "
+            f"{num_workers} workers prepares one; raise it, or lower data.num_workers or train.micro_batch_size"
+        )
+    return int(limit_mib / mib)
 
 
 def _check_plan(plan: StepPlan, micro_batch_size: int) -> None:

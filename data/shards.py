@@ -1,20 +1,80 @@
-"""Which files a shard pattern means, with a clear complaint for everything that is no shard."""
+"""Which shards a pattern means: local files or URLs, with a clear complaint for everything that is no shard."""
 
 import glob
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from data.errors import DataError
 
 _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
+_URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _MAX_SHARDS = 10_000_000
 
 
-def expand_shards(pattern: str, root: Path) -> list[Path]:
+@dataclass(frozen=True)
+class ShardSet:
+    """The shards of one data set.
+
+    Attributes:
+        root: a folder, or everything of a URL that all shards share, without the last slash.
+        names: relative to the root, sorted; the order of ids follows them.
+    """
+
+    root: str
+    names: tuple[str, ...]
+
+    @classmethod
+    def of_files(cls, paths: Sequence[Path]) -> "ShardSet":
+        """Local files; the root is the deepest folder that holds them all.
+
+        Raises:
+            DataError: none, or one twice.
+        """
+        if not paths:
+            raise DataError("no shards to index")
+        root = common_root(paths)
+        names = sorted(path.absolute().relative_to(root).as_posix() for path in paths)
+        if len(set(names)) != len(names):
+            raise DataError("a shard is listed twice")
+        return cls(str(root), tuple(names))
+
+    @property
+    def is_remote(self) -> bool:
+        return is_url(self.root)
+
+    def locations(self) -> list[str]:
+        """Paths, with links resolved, or URLs: equal for equal files."""
+        if self.is_remote:
+            return [f"{self.root}/{name}" for name in self.names]
+        return [str((Path(self.root) / name).resolve()) for name in self.names]
+
+
+def find_shards(pattern: str, root: Path) -> ShardSet:
     """Finds the shards that a pattern names.
+
+    Args:
+        pattern: what `expand_shards` takes, or a comma list of URLs with braces:
+            `https://host/train-{0000..0127}.tar`, `s3://bucket/{a,b}/000.tar`. All of one scheme and host.
+        root: what relative local items are relative to.
+
+    Raises:
+        DataError: nothing found, local and remote shards mixed, or a URL that is none of a shard.
+    """
+    urls = [item for item in _items(pattern) if is_url(item)]
+    if not urls:
+        return ShardSet.of_files(expand_shards(pattern, root))
+    if len(urls) != len(list(_items(pattern))):
+        raise DataError(f"{pattern} mixes URLs and local files; one data set lies in one place")
+    return _of_urls(sorted(set(urls)))
+
+
+def expand_shards(pattern: str, root: Path) -> list[Path]:
+    """Finds the local shards that a pattern names.
 
     Args:
         pattern: a comma list; each item a file, a glob, a folder (all `*.tar` directly in it) or any of these with
@@ -27,20 +87,49 @@ def expand_shards(pattern: str, root: Path) -> list[Path]:
     Raises:
         DataError: nothing found, or a file missing or empty.
     """
-    items = [item.strip() for item in _split_commas(pattern) if item.strip()]
-    if not items:
-        raise DataError("no shards given; name tar files, a folder of them or a pattern such as train-{000..012}.tar")
     found: set[Path] = set()
-    for item in itertools.chain.from_iterable(_expand_braces(item) for item in items):
+    for item in _items(pattern):
+        if is_url(item):
+            raise DataError(f"{item} is a URL; only local shards can be used here")
         found.update(_expand_item(item, root))
     shards = sorted(found)
     _check_files(shards)
     return shards
 
 
+def is_url(text: str) -> bool:
+    """Whether this names something that is read over the network."""
+    return _URL.match(text) is not None
+
+
 def common_root(shards: Sequence[Path]) -> Path:
     """The deepest folder that holds all shards; their names in an index are relative to it."""
     return Path(os.path.commonpath([str(path.absolute().parent) for path in shards]))
+
+
+def _of_urls(urls: Sequence[str]) -> ShardSet:
+    for url in urls:
+        parts = urlsplit(url)
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise DataError(
+                f"the URL of {parts.hostname or url} carries a password, a query or a fragment, which would end up in "
+                "records; give plain URLs and leave credentials to the driver's own environment"
+            )
+        if glob.has_magic(url) or url.endswith("/") or "/../" in url:
+            raise DataError(f"{url} is no single shard; name URLs one by one or by ranges such as {{0000..0127}}.tar")
+    if len({urlsplit(url)[:2] for url in urls}) > 1:
+        raise DataError("the shards lie on several hosts; one data set has one scheme and one host")
+    scheme_and_host = "://".join(urlsplit(urls[0])[:2])
+    folder = os.path.commonpath([os.path.dirname(urlsplit(url).path) or "/" for url in urls]).rstrip("/")
+    root = scheme_and_host + folder
+    return ShardSet(root, tuple(url[len(root) + 1 :] for url in urls))
+
+
+def _items(pattern: str) -> Iterator[str]:
+    items = [item.strip() for item in _split_commas(pattern) if item.strip()]
+    if not items:
+        raise DataError("no shards given; name tar files, a folder of them or a pattern such as train-{000..012}.tar")
+    return itertools.chain.from_iterable(_expand_braces(item) for item in items)
 
 
 def _expand_item(item: str, root: Path) -> list[Path]:

@@ -4,8 +4,9 @@ The standard `tarfile` builds an object per member and follows links; an index o
 needs neither. The same walk serves the index (over a file) and the reader (over one example in memory), so that both
 always agree on what a member is.
 
-Rules: regular files only. Directories, links, devices and members without a usable name are passed over. GNU long names
-and pax headers (`path`, `size`) are understood. Names stay bytes: their encoding is nobody's business here.
+GNU long names and pax headers (`path`, `size`) are understood. Names stay bytes: their encoding is nobody's business
+here. A name never becomes a path on this machine, so one that climbs (`../x`) is a key like any other. Who walks passes
+over what is no regular file: a link is never followed.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,12 +26,13 @@ class TarFormatError(ValueError):
 
 
 class Member(NamedTuple):
-    """One regular file. Offsets and sizes in bytes from the start of what was walked."""
+    """One member. Offsets and sizes in bytes from the start of what was walked."""
 
     name: bytes
     header_offset: int  # of its first header block, long-name and pax headers included
     payload_offset: int
     size: int
+    is_regular: bool  # a file; not a folder, link or device
 
     @property
     def end_offset(self) -> int:
@@ -66,7 +68,7 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
             an extent cut out of one.
 
     Yields:
-        Regular files in their order.
+        All members in their order.
 
     Raises:
         TarFormatError: a bad checksum, a member that reaches past the end, a missing end, a sparse member.
@@ -93,10 +95,11 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
             elif kind in b"xg":
                 records = _parse_pax(body, start)
                 _refuse_global(kind, records)
-                pax |= records if kind == ord("x") else {}
+                if kind == ord("x"):
+                    pax |= {key: records[key] for key in (b"path", b"size") if key in records}
             continue
-        if kind in _REGULAR:
-            yield Member(pax.get(b"path") or long_name or _short_name(header), start, payload, size)
+        name = pax.get(b"path") or long_name or _short_name(header)
+        yield Member(name, start, payload, 0 if kind in _NO_PAYLOAD else size, kind in _REGULAR)
         start, long_name, pax = None, None, {}
     if needs_end:
         raise TarFormatError("there is no end marker: it is cut off")

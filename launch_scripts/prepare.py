@@ -1,6 +1,7 @@
 """Prepares data: the tar index and its check, the embedded demo and the embedded tokenizer.
 
 python launch_scripts/prepare.py index 'shards/train-{000..127}.tar' --output index/
+mpirun -n 16 python launch_scripts/prepare.py index 'https://host/train-{000..127}.tar' --output index/
 python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/ --sample 1000
 python launch_scripts/prepare.py demo --source /usr/share/openclipart --output data/demo
 python launch_scripts/prepare.py tokenizer --words /usr/share/dict/words --output data/tokenizer/tokenizer.json
@@ -9,82 +10,81 @@ python launch_scripts/prepare.py tokenizer --words /usr/share/dict/words --outpu
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 from rich.progress import track
 
-from data.errors import DataError, DecodeError
-from data.reader import RawExample, TarReader
-from data.shards import common_root, expand_shards
-from data.tar_index import ExampleTable, build_index, hash_shard
-from data.transforms import eval_image
+from data.index_build import build_index
+from data.pool import available_cores, worker_pool
+from data.shards import find_shards
+from data.storage import RemoteOptions
+from data.tar_index import ExampleTable
+from data.verify import STATES, verify_hashes, verify_sample
 from trainer.cli import run_command
 
 _STDERR = Console(stderr=True)
 
 
 def index(arguments: argparse.Namespace) -> int:
-    """Builds the index of a set of shards."""
-    shards = expand_shards(arguments.shards, Path.cwd())
-    start = time.perf_counter()
-    table = build_index(shards, arguments.output, progress=_STDERR.is_terminal)
-    seconds = time.perf_counter() - start
-    print(f"{len(table)} examples in {len(shards)} shards, {len(table) / seconds:.0f} examples/s: {arguments.output}")
+    """Builds the index of a set of shards, or brings it up to date: shards that it knows are not read again.
+
+    A build that was stopped goes on where it was. Under `mpirun -n N` the other ranks are the workers.
+    """
+    with worker_pool(arguments.workers) as pool:
+        if not pool.is_main:
+            return 0
+        shards = find_shards(arguments.shards, Path.cwd())
+        start = time.perf_counter()
+        table = build_index(
+            shards,
+            arguments.output,
+            remote=_remote(arguments),
+            executor=pool.executor,
+            progress=_STDERR.is_terminal,
+        )
+        seconds = time.perf_counter() - start
+    print(
+        f"{len(table)} examples in {len(shards.names)} shards, {len(table) / seconds:.0f} examples/s: {arguments.output}"
+    )
+    repeated, skipped = (sum(getattr(entry, what) for entry in table.entries) for what in ("repeated_keys", "skipped"))
+    if repeated or skipped:
+        print(
+            f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example", file=sys.stderr
+        )
     return 0
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Hashes all shards again, or decodes a sample of the examples."""
-    if arguments.sample is not None and arguments.sample < 1:
-        raise DataError(f"--sample is {arguments.sample}; it must be at least 1")
-    shards = expand_shards(arguments.shards, Path.cwd())
-    root = common_root(shards)
-    table = ExampleTable.open(arguments.index, root)
-    listed = {path.absolute().relative_to(root).as_posix() for path in shards}
-    indexed = {entry.name for entry in table.entries}
-    if listed != indexed:
-        raise DataError(f"{len(listed ^ indexed)} shards are only in one of SHARDS and index; index them again")
-    if arguments.sample is None:
-        _verify_hashes(table)
-    else:
-        _verify_sample(table, arguments.sample)
+    """Hashes all shards again and notes their present times, or decodes a sample of the examples."""
+    with worker_pool(arguments.workers) as pool:
+        if not pool.is_main:
+            return 0
+        shards = find_shards(arguments.shards, Path.cwd())
+        table = ExampleTable.open(arguments.index, shards.root, remote=_remote(arguments), check_shards=False)
+        table.require_shards(shards)
+        if arguments.sample is None:
+            verify_hashes(table, pool.executor, _bar("hashing", len(table.entries)))
+            print(f"{len(table.entries)} shards with {len(table)} examples are what was indexed")
+            return 0
+        size = min(arguments.sample, len(table))
+        counts = verify_sample(table, size, arguments.caption_field, _bar("decoding", size))
+        print(f"{size} of {len(table)} examples: " + ", ".join(f"{counts[state]} {state}" for state in STATES))
     return 0
 
 
-def _verify_hashes(table: ExampleTable) -> None:
-    for ordinal in _track(range(len(table.entries)), "hashing"):
-        if hash_shard(table.shard_path(ordinal)) != table.entries[ordinal].sha256:
-            raise DataError(f"{table.shard_path(ordinal)} is not what was indexed; restore it or index again")
-    print(f"{len(table.entries)} shards with {len(table)} examples are what was indexed")
-
-
-def _verify_sample(table: ExampleTable, size: int) -> None:
-    reader = TarReader(table)
-    ids = np.random.default_rng().choice(len(table), min(size, len(table)), replace=False)
-    counts = {"usable": 0, "without image": 0, "undecodable image": 0, "without caption": 0}
-    for example_id in _track(np.sort(ids), "decoding"):
-        counts[_state(reader.read(int(example_id)))] += 1
-    print(f"{len(ids)} of {len(table)} examples: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
-
-
-def _state(raw: RawExample) -> str:
-    if raw.image is None:
-        return "without image"
-    try:
-        eval_image(raw.image, 32)
-    except DecodeError:
-        return "undecodable image"
-    return "usable" if raw.caption and raw.caption.strip() else "without caption"
-
-
-def _track(items: "range | np.ndarray", what: str) -> "range | np.ndarray":
+def _bar(what: str, total: int) -> Callable[[Iterable], Iterable]:
     """A progress bar on a terminal, nothing elsewhere."""
-    return track(items, what, console=_STDERR, transient=True) if _STDERR.is_terminal else items  # type: ignore[return-value]
+    if not _STDERR.is_terminal:
+        return lambda items: items
+    return lambda items: track(items, what, total=total, console=_STDERR, transient=True)
+
+
+def _remote(arguments: argparse.Namespace) -> RemoteOptions:
+    return RemoteOptions(allow_plain_http=arguments.allow_plain_http)
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -106,6 +106,12 @@ def tokenizer(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    cores = available_cores()
+    parser.add_argument("--workers", type=int, default=cores, metavar="N", help=f"processes (default: {cores} cores)")
+    parser.add_argument("--allow_plain_http", action="store_true", help="see data.remote.allow_plain_http")
+
+
 def _add_words(parser: argparse.ArgumentParser, what: str) -> None:
     default = Path("/usr/share/dict/words")
     parser.add_argument("--words", type=Path, default=default, metavar="FILE", help=f"{what} (default: {default})")
@@ -116,17 +122,20 @@ def parse_arguments() -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="prepare.py", description=__doc__, formatter_class=formatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    shards_help = "comma list of tar files, globs, folders or ranges: train-{000..127}.tar"
+    shards_help = "comma list of tar files, globs, folders, ranges: train-{000..127}.tar, or of URLs with ranges"
 
     sub = commands.add_parser("index", help="index tar shards for random access", description=index.__doc__)
     sub.add_argument("shards", metavar="SHARDS", help=shards_help)
     sub.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the index (private)")
+    _add_reading(sub)
     sub.set_defaults(run=index)
 
     sub = commands.add_parser("verify", help="check shards against their index", description=verify.__doc__)
     sub.add_argument("shards", metavar="SHARDS", help=shards_help)
     sub.add_argument("--index", type=Path, required=True, metavar="DIR", help="what `index` wrote")
     sub.add_argument("--sample", type=int, metavar="N", help="decode N random examples instead of hashing everything")
+    sub.add_argument("--caption_field", metavar="NAME", help="data.caption_field of the recipe, for --sample")
+    _add_reading(sub)
     sub.set_defaults(run=verify)
 
     sub = commands.add_parser("demo", help="build the embedded demo shards", description=demo.__doc__)

@@ -22,9 +22,9 @@ LARGEST_PUBLIC_OVERHEAD = 0.05
 """Above this the capped batch is not padded to, and timings become private (contract 12)."""
 
 
-def timings_are_public(expected_batch_size: int, cap: int | None) -> bool:
+def timings_are_public(expected_batch_size: int, cap: int | None, *, bucket_captions: bool = False) -> bool:
     """Whether every step runs the number and shapes of micro-batches of the capped batch."""
-    return cap is not None and cap <= (1 + LARGEST_PUBLIC_OVERHEAD) * expected_batch_size
+    return not bucket_captions and cap is not None and cap <= (1 + LARGEST_PUBLIC_OVERHEAD) * expected_batch_size
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class LogicalBatches:
     """The plans of one session.
 
     Attributes:
+        bucket_captions: the loader cuts micro-batches to their longest caption, so that shapes follow the sample.
         key, nonce: with the attempt they determine every coin.
         attempts: number of earlier attempts of a step, from the ledger; a retry takes new coins.
     """
@@ -42,6 +43,12 @@ class LogicalBatches:
     nonce: bytes
     attempts: Mapping[int, int]
     micro_batch_size: int
+    bucket_captions: bool = False
+
+    @property
+    def timings_are_public(self) -> bool:
+        """See the function of this name."""
+        return timings_are_public(self.expected_batch_size, self.sampler.cap, bucket_captions=self.bucket_captions)
 
     def attempt(self, step: int) -> int:
         """0 for a step that was never tried."""
@@ -64,7 +71,7 @@ class LogicalBatches:
 
     def _num_micro_batches(self, count: int) -> int:
         """Equal on all ranks; the same in every step where timings are public."""
-        if timings_are_public(self.expected_batch_size, self.sampler.cap):
+        if self.timings_are_public:
             assert self.sampler.cap is not None
             count = self.sampler.cap
         return max(1, math.ceil(math.ceil(count / distributed.world_size()) / self.micro_batch_size))

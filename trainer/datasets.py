@@ -1,13 +1,14 @@
 """Opens the run's data: tar indexes, made once where the recipe names none, of exactly the shards that were asked for."""
 
-import shutil
 from pathlib import Path
 
 from data.errors import DataError
-from data.shards import common_root, expand_shards
-from data.tar_index import MANIFEST, ExampleTable, build_index
+from data.index_build import build_index
+from data.shards import ShardSet, find_shards
+from data.storage import RemoteOptions
+from data.tar_index import MANIFEST, ExampleTable
 from trainer.config import RunConfig
-from trainer.distributed import first_on_main, on_main
+from trainer.distributed import first_on_main, on_main, rank
 from trainer.run_folder import RunFolder
 
 
@@ -16,16 +17,23 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
 
     Raises:
         DataError: no shards, no examples, or an index of other shards.
+        ReadError: remote shards cannot be read.
     """
-    shards = first_on_main(lambda: expand_shards(config.data.shards, root))
+    shards, remote = first_on_main(lambda: find_shards(config.data.shards, root)), remote_options(config)
     if config.data.index is None:
         index = folder.index
-        on_main(lambda: _index_once(shards, index))
+        on_main(lambda: _index_once(shards, index, remote))
     else:
         index = root / config.data.index
-    table = first_on_main(lambda: _open_table(index, shards))
+    table = first_on_main(lambda: _open_table(index, shards, remote))
     if len(table) == 0:
         raise DataError(f"{config.data.shards} holds no examples")
+    if shards.is_remote and rank() == 0:
+        print(
+            f"warning: examples are read from {shards.root}: whoever serves it or sees the requests knows who is in every "
+            "batch, and must be inside the trust boundary (docs/data.md)",
+            flush=True,
+        )
     return table
 
 
@@ -34,33 +42,34 @@ def heldout_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTa
 
     Raises:
         DataError: no shards, or training shards that are declared public.
+        ReadError: remote shards cannot be read.
     """
     if config.heldout is None:
         return None
     pattern = config.heldout.shards
-    shards = first_on_main(lambda: expand_shards(pattern, root))
-    private = {s.resolve() for s in first_on_main(lambda: expand_shards(config.data.shards, root))}
-    if config.heldout.is_public and any(s.resolve() in private for s in shards):
+    shards, remote = first_on_main(lambda: find_shards(pattern, root)), remote_options(config)
+    private = first_on_main(lambda: find_shards(config.data.shards, root)).locations()
+    if config.heldout.is_public and not set(private).isdisjoint(shards.locations()):
         raise DataError("heldout.shards contains training shards, so it cannot be declared public (heldout.is_public)")
     index = folder.private / "heldout-index"
-    on_main(lambda: _index_once(shards, index))
-    return _open_table(index, shards)
+    on_main(lambda: _index_once(shards, index, remote))
+    return first_on_main(lambda: _open_table(index, shards, remote))
 
 
-def _index_once(shards: list[Path], index: Path) -> None:
-    if not (index / MANIFEST).exists():  # without it an earlier start was cut short
-        shutil.rmtree(index, ignore_errors=True)
-        build_index(shards, index, progress=True)
+def remote_options(config: RunConfig) -> RemoteOptions:
+    """How the recipe wants shards to be read over the network."""
+    return RemoteOptions(**config.data.remote.model_dump())
 
 
-def _open_table(index: Path, shards: list[Path]) -> ExampleTable:
-    """The index, if it is one of exactly these shards: a changed pattern must never train on yesterday's files."""
-    folder = common_root(shards)
-    table = ExampleTable.open(index, folder)
-    wanted, indexed = {str(s.relative_to(folder)) for s in shards}, {entry.name for entry in table.entries}
-    if wanted != indexed:
-        raise DataError(
-            f"the index {index} is of other shards than those asked for (first difference: {min(wanted ^ indexed)}); "
-            "build one for these shards with prepare.py index, or choose another run folder"
-        )
+def _index_once(shards: ShardSet, index: Path, remote: RemoteOptions) -> None:
+    if not (index / MANIFEST).exists():  # an earlier start may have been cut short; the shards it finished are kept
+        build_index(shards, index, remote=remote, progress=True)
+
+
+def _open_table(index: Path, shards: ShardSet, remote: RemoteOptions) -> ExampleTable:
+    """The index, if it is one of exactly these shards. Rank 0 looks at every shard; every read is checked by itself."""
+    table = ExampleTable.open(index, shards.root, remote=remote, check_shards=False)
+    table.require_shards(shards)
+    if rank() == 0:
+        table.check_shards()
     return table

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.batches import timings_are_public
 from trainer.metrics import MetricsWriter
 from trainer.progress import ProgressLine
 
@@ -26,7 +25,7 @@ class StepReporter:
     def __init__(self, run: "Run") -> None:
         self._run = run
         self._is_main = run.is_main
-        self._public_timings = timings_are_public(run.plan.expected_batch_size, run.plan.cap)
+        self._public_timings = run.batches.timings_are_public
         if self._is_main:
             self._public = MetricsWriter(run.folder.root, times=self._public_timings)
             self._private = MetricsWriter(run.folder.private)

@@ -9,7 +9,8 @@ import pytest
 import webdataset
 from PIL import Image
 
-from data.tar_index import ExampleTable, build_index
+from data.index_build import build_index
+from data.tar_index import ExampleTable
 
 ROOT = Path(__file__).resolve().parents[2]
 

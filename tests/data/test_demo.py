@@ -11,9 +11,9 @@ import pytest
 from data.demo_captions import Captioner, Metadata
 from data.errors import DecodeError
 from data.examples import CaptionExample
+from data.index_build import build_index
 from data.reader import RawExample, TarReader
 from data.shards import expand_shards
-from data.tar_index import build_index
 from data.tokenizer import EMBEDDED_TOKENIZER
 from data.transforms import denormalize, eval_image
 from tests.data.conftest import ROOT

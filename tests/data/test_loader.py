@@ -16,9 +16,10 @@ import torch
 from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples import CaptionExample
+from data.index_build import build_index
 from data.loader import Loader, StepPlan, batched_name, eval_batches
 from data.reader import RawExample, TarReader
-from data.tar_index import ExampleTable, build_index
+from data.tar_index import ExampleTable
 from data.tokenizer import EMBEDDED_TOKENIZER
 from tests.data.conftest import ROOT
 

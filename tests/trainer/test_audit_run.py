@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from data.examples import CaptionExample
+from data.index_build import build_index
 from data.reader import TarReader
-from data.tar_index import build_index
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.audit.canaries import audit_canaries

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from data.examples import CaptionExample
+from data.index_build import build_index
 from data.shards import common_root, expand_shards
-from data.tar_index import ExampleTable, build_index
+from data.tar_index import ExampleTable
 from trainer.config import OptimizerSection, load_config
 from trainer.ds_config import load_machine_settings
 from trainer.engines.local import LocalEngine

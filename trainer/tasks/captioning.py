@@ -2,7 +2,7 @@
 
 import hashlib
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.batch import Batch
 from data.examples import CaptionExample
@@ -20,7 +20,7 @@ from models.config import captioner_config
 from models.generation import greedy_captions
 from trainer.config import RunConfig
 from trainer.engines.base import Engine
-from trainer.tasks.base import Samples, pixels, to_device
+from trainer.tasks.base import Samples, pixels, to_device, with_one_block
 
 
 class CaptioningTask:
@@ -43,11 +43,19 @@ class CaptioningTask:
         }
         self.model_config = captioner_config(self._size, **{**config.model.overrides, **from_data})
 
-    def build(self, generator: torch.Generator) -> Captioner:
-        return build_captioner(self.model_config, generator=generator)
+    def build(
+        self,
+        generator: torch.Generator,
+        *,
+        after: Callable[[nn.Module], None] | None = None,
+        one_block: bool = False,
+    ) -> Captioner:
+        config = with_one_block(self.model_config) if one_block else self.model_config
+        return build_captioner(config, generator=generator, after=after)
 
     def make_example(self, *, train: bool) -> CaptionExample:
-        return CaptionExample(self._data.image_size, self._data.num_tokens, self._tokenizer_path, train)
+        data = self._data
+        return CaptionExample(data.image_size, data.num_tokens, self._tokenizer_path, train, data.caption_field)
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,76 @@
+"""Many shards at once: processes of this machine, or the ranks of an MPI job (`mpirun -n N python ...`).
+
+mpi4py is imported only under MPI: without an MPI library it cannot be.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from data.errors import DataError, ReadError
+
+T = TypeVar("T")
+_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+class Pool(NamedTuple):
+    """Who works. `is_main` is False on MPI ranks that have only served; an executor of None works in this process."""
+
+    executor: Executor | None
+    is_main: bool
+
+
+@contextmanager
+def worker_pool(num_workers: int) -> Iterator[Pool]:
+    """Workers for `run_all`; under MPI its other ranks, whatever `num_workers` says.
+
+    Raises:
+        DataError: started by an MPI launcher without a usable mpi4py, or fewer than one worker.
+    """
+    if num_workers < 1:
+        raise DataError(f"{num_workers} workers; there must be at least 1")
+    if any(int(os.environ.get(name) or 1) > 1 for name in _SIZE_VARIABLES):
+        try:
+            from mpi4py import MPI
+            from mpi4py.futures import MPICommExecutor
+        except (ImportError, RuntimeError) as error:
+            raise DataError(f"started by MPI, but mpi4py does not work here ({error}); see requirements.txt") from error
+        if MPI.COMM_WORLD.Get_size() == 1:
+            raise DataError("the MPI launcher is not the one of mpi4py's library: every rank believes it is alone")
+        with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
+            yield Pool(executor, executor is not None)
+    elif num_workers == 1:
+        yield Pool(None, True)
+    else:
+        # A fresh interpreter per worker: nothing of this process is inherited half-way through.
+        with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as executor:
+            yield Pool(executor, True)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_all(executor: Executor | None, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]]) -> Iterator[T]:
+    """Results of function(*job) for all jobs, as they are done. The first error ends it; jobs not begun are dropped.
+
+    Raises:
+        ReadError: a worker process died.
+    """
+    if executor is None:
+        yield from (function(*job) for job in jobs)
+        return
+    futures = [executor.submit(function, *job) for job in jobs]
+    try:
+        for future in as_completed(futures):
+            yield future.result()
+    except BrokenProcessPool as error:
+        raise ReadError("a worker process died (killed, or out of memory); the same command goes on") from error
+    finally:
+        for future in futures:
+            future.cancel()
