@@ -70,7 +70,14 @@ def _clipping(run_dir: Path) -> tuple[str, str]:
     if not recipe.exists():
         return "flat", "bookkeeping"
     privacy = load_config(recipe).privacy
-    return privacy.clipping_function, privacy.clipping_mode
+    return privacy.clipping_function, _mode(run_dir) if privacy.clipping_mode == "auto" else privacy.clipping_mode
+
+
+def _mode(run_dir: Path) -> str:
+    """What `auto` chose at the latest start."""
+    environment = run_dir / "environment.json"
+    chosen = json.loads(environment.read_text()).get("clipping_mode", {}) if environment.exists() else {}
+    return str(chosen.get("mode", "bookkeeping"))
 
 
 def read_plan(run_dir: Path) -> PrivacyPlan:

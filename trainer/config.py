@@ -127,8 +127,9 @@ class PrivacySection(Section):
     """Adaptive clipping: eta_C of the geometric update; default 0.2."""
     unclipped_num_std: float | None = Field(None, gt=0)
     """Adaptive clipping: sigma_b, the noise on the count of unclipped examples; default expected_batch_size / 20."""
-    clipping_mode: Literal["bookkeeping", "two_pass"] = "bookkeeping"
-    """One backward, or two with less memory; the sum is the same. May change between starts."""
+    clipping_mode: Literal["auto", "bookkeeping", "two_pass"] = "auto"
+    """One backward, or two with less memory; the sum is the same. By default the first where its predicted memory is
+    available (trainer/clipping_mode.py). May change between starts."""
     reserved_attempts: int | None = Field(None, ge=0)
     """Attempts that the budget keeps for crashed steps; default max(2, 1 % of the steps)."""
     allow_small_noise: bool = False

@@ -55,11 +55,17 @@ class RunFolder:
                 f"run folder {self.root} is in use by another trainer; wait for it or choose another --run_dir"
             ) from error
 
-    def record_configuration(self, config_toml: str, ds_config: Mapping[str, Any]) -> None:
-        """What this start resolved to; the files of earlier starts are overwritten, the ledger remembers them."""
+    def record_configuration(
+        self, config_toml: str, ds_config: Mapping[str, Any], chosen: Mapping[str, Any] | None = None
+    ) -> None:
+        """What this start resolved to; the files of earlier starts are overwritten, the ledger remembers them.
+
+        Args:
+            chosen: what the program decided by itself, with its reasons; no private data.
+        """
         write_durably(self.root / "config.toml", config_toml)
         write_durably(self.root / "ds_config.json", json.dumps(ds_config, indent=1) + "\n")
-        write_durably(self.root / "environment.json", json.dumps(environment(), indent=1) + "\n")
+        write_durably(self.root / "environment.json", json.dumps({**environment(), **(chosen or {})}, indent=1) + "\n")
 
 
 def environment() -> dict[str, Any]:

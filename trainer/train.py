@@ -1,5 +1,6 @@
 """Builds a run from its configuration, in the order in which things can be refused, and trains it."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from privacy.clipping.functions import FUNCTIONS
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.noise import NoiseSource, noise_source
 from privacy.plan import PrivacyPlan
+from trainer import distributed
 from trainer.adaptive_bound import resumed_bound
 from trainer.audit_members import MembersLog
 from trainer.averaging import WeightAverage
 from trainer.batches import LogicalBatches
 from trainer.checkpoint import Checkpoint, newest_whole
 from trainer.checkpoint_writer import CheckpointWriter, Retention
+from trainer.clipping_mode import ModeChoice, choose_mode
 from trainer.compilation import compile_blocks
 from trainer.config import EngineName, RunConfig, to_toml
 from trainer.datasets import heldout_table, training_table
@@ -79,13 +82,14 @@ def train(
     if config.train.compile:
         compile_blocks(engine.module, engine_name, machine, device)
     nonce = ledger.start_session()
+    clipped, choice = _clipped_sum(config, ledger.plan, task, engine, resumed)
     run = Run(
         config=config,
         folder=folder,
         plan=ledger.plan,
         ledger=ledger,
         engine=engine,
-        clipped=_clipped_sum(config, ledger.plan, task, engine, resumed),
+        clipped=clipped,
         noise=noise or noise_source(ledger.plan.noise_source),
         batches=LogicalBatches(
             ledger.plan.sampler,
@@ -120,9 +124,12 @@ def train(
         ),
         model_facts={**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table)},
     )
-    on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw)))
+    chosen = {"clipping_mode": choice.facts()} if choice is not None else {}
+    on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw), chosen))
     if ranks.is_main:
         _announce(run, ranks, engine_name, machine)
+        if choice is not None:
+            print(choice.sentence, flush=True)
     outcome = fit(run)
     if outcome == DONE:
         ledger.close_run()
@@ -133,13 +140,14 @@ def train(
 
 def _clipped_sum(
     config: RunConfig, plan: PrivacyPlan, task: TrainingTask, engine: Engine, resumed: Checkpoint | None
-) -> ClippedSum:
-    privacy = config.privacy
+) -> tuple[ClippedSum, ModeChoice | None]:
+    """The clipper, and how its mode was chosen where the recipe leaves that to the memory. Collective."""
+    privacy, micro_batch_size = config.privacy, config.train.micro_batch_size
     clipped = ClippedSum(
         engine.module,
         privacy.max_grad_norm if privacy.enabled else float("inf"),
         shapes=engine.shapes,
-        mode=privacy.clipping_mode,
+        mode="bookkeeping" if privacy.clipping_mode == "auto" else privacy.clipping_mode,
         accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
         device=engine.device,
         function=FUNCTIONS[privacy.clipping_function if privacy.enabled else "flat"],
@@ -147,9 +155,13 @@ def _clipped_sum(
     )
     if plan.adaptive_clipping is not None and resumed is not None:
         clipped.max_grad_norm = resumed_bound(resumed.manifest, plan.max_grad_norm)
-    if privacy.clipping_mode == "two_pass":
-        clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(2), engine))
-    return clipped
+    choice = None
+    if privacy.clipping_mode == "auto":
+        rows = math.ceil(plan.max_batch_size / distributed.world_size())
+        choice = choose_mode(clipped, engine, task.synthetic_inputs, micro_batch_size, rows)
+    if clipped.mode == "two_pass":
+        clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
+    return clipped, choice
 
 
 def _take(folder: RunFolder) -> None:

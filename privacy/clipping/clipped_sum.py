@@ -56,7 +56,7 @@ class ClippedSum:
         model: every trainable parameter must be covered by a clipping rule.
         max_grad_norm: C, the L2 bound of one example's contribution; `inf` switches clipping off (tests, non-private runs).
         shapes: full parameter shapes by name, where the model holds them in shards.
-        mode: see the module docstring.
+        mode: see the module docstring; may be set between micro-batches.
         function: how a norm becomes a factor, and over which parameters; flat clipping with constant C by default.
         accumulator: made from (shapes, dtype, device); takes the sums.
         adaptive: C moves, from `max_grad_norm` on, and a step releases the count that it follows; flat clipping only.
@@ -83,7 +83,7 @@ class ClippedSum:
                 "adaptive clipping counts norms over all parameters: combine it with flat clipping only"
             )
         shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
-        self._mode = mode
+        self.mode = mode
         self._recorder = Recorder(claims(model, shapes), compiled_weights(model))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         first = next(iter(trained.values()))
@@ -150,7 +150,7 @@ class ClippedSum:
             return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*parts, strict=True)))
         with torch.no_grad():
             self.accumulator.start(size)
-            in_passes = self._in_one_pass if self._mode == "bookkeeping" else self._in_two_passes
+            in_passes = self._in_one_pass if self.mode == "bookkeeping" else self._in_two_passes
             stats = in_passes(task, inputs, is_padding_B)
             self.accumulator.finish()
         return stats

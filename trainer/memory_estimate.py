@@ -1,0 +1,145 @@
+"""How much memory a micro-batch takes, predicted from two small ones that really run; and how much there is.
+
+Layer inputs, output gradients, attention maps, recomputed activations: what is alive when depends on the model, the engine and
+the clipping mode, and any list of it by hand would be wrong for the next model. So the work runs for 2 and for 4 examples
+while every tensor that it makes is counted from birth to death. After each operation the live bytes are an affine function
+of the number of examples (weights that an engine gathers are the constant, activations the slope), so the two timelines give
+that of any number, and its highest point is the peak. Scratch memory inside an operation is not seen.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode  # the one private name here: flop_counter is built on it too
+
+PROBE_SIZES = (2, 4)
+"""Not 1: a batch of one may take other branches."""
+
+
+class MemoryTimeline(TorchDispatchMode):
+    """Live bytes of the tensors that are made while it is active, after every operation; on any device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes: list[int] = []
+        self._live = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _plain_tensors((args, kwargs)):
+            self._meet(tensor, is_new=False)
+        out = func(*args, **(kwargs or {}))
+        for tensor in _plain_tensors(out):
+            self._meet(tensor, is_new=True)
+        self.live_bytes.append(self._live)
+        return out
+
+    def _meet(self, tensor: Tensor, *, is_new: bool) -> None:
+        """Counts a storage that an operation made; one that is first met as an input was there before."""
+        storage = tensor.untyped_storage()
+        key = id(storage)  # torch keeps one Python object per living storage
+        if key in self._known:
+            return
+        self._known[key] = storage.nbytes() if is_new else 0
+        self._live += self._known[key]
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._live -= self._known.pop(key)
+
+
+def _plain_tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors with a storage of their own in nested arguments; wrappers like DTensor have none."""
+    if type(tree) in (Tensor, torch.nn.Parameter):
+        if tree.layout == torch.strided:
+            yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _plain_tensors(item)
+    elif isinstance(tree, dict):
+        yield from _plain_tensors(list(tree.values()))
+
+
+def predict_peak(work: Callable[[int], object], count: int) -> int:
+    """Bytes that `work(count)` has alive at its peak, on top of what was there before.
+
+    Args:
+        work: runs for a number of examples; it is called with PROBE_SIZES.
+    """
+    timelines = []
+    for size in PROBE_SIZES:
+        with MemoryTimeline() as timeline:
+            work(size)
+        timelines.append(timeline.live_bytes)
+    return extrapolate(timelines[0], timelines[1], count)
+
+
+def extrapolate(first: Sequence[int], second: Sequence[int], count: int) -> int:
+    """The peak for `count` examples, from live bytes after each operation for PROBE_SIZES examples."""
+    small, large = PROBE_SIZES
+    if len(first) != len(second):  # an engine that does something else the second time: the peaks alone
+        first, second = [max(first, default=0)], [max(second, default=0)]
+    steps = (count - small) / (large - small)
+    return max((math.ceil(a + steps * (b - a)) for a, b in zip(first, second, strict=True)), default=0)
+
+
+def available_memory(
+    device: torch.device, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Bytes that this process could still take on `device`; None where nobody says.
+
+    CUDA: free on the device, and what torch's allocator holds unused. CPU: the least of what the machine has left and what
+    each control group (container, batch job) around this process still allows.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    found = [_available(proc / "meminfo"), *(_left(folder) for folder in _groups(proc / "self" / "cgroup", cgroups))]
+    return min((value for value in found if value is not None), default=None)
+
+
+def _available(meminfo: Path) -> int | None:
+    for line in _text(meminfo).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _groups(own: Path, cgroups: Path) -> list[Path]:
+    """The folders of this process's control groups, from its own up to the root; version 1 and version 2."""
+    folders = []
+    for line in _text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            root = cgroups / "memory" if controllers else cgroups
+            below = root / path.lstrip("/")
+            # In a container the path may be the host's, of which only the root is mounted.
+            folders += [folder for folder in (below, *below.parents) if folder == root or root in folder.parents]
+    return list(dict.fromkeys(folders))
+
+
+def _left(folder: Path) -> int | None:
+    for limit_file, used_file in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        limit, used = _text(folder / limit_file).strip(), _text(folder / used_file).strip()
+        if limit.isdigit() and used.isdigit():
+            return max(0, int(limit) - int(used) + _reclaimable(folder / "memory.stat"))
+    return None
+
+
+def _reclaimable(stat: Path) -> int:
+    """Cached files, which the kernel gives up before it refuses memory."""
+    held = dict(line.split() for line in _text(stat).splitlines() if len(line.split()) == 2)
+    return int(held.get("total_inactive_file", held.get("inactive_file", 0)))
+
+
+def _text(path: Path) -> str:
+    """Empty where the kernel offers no such file."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
