@@ -7,6 +7,7 @@ spent and steps remain, 4 the privacy state is refused, 7 stopped early on reque
 """
 
 import argparse
+import functools
 import os
 import sys
 import traceback
@@ -18,9 +19,10 @@ sys.path.insert(0, str(ROOT))
 
 from privacy.noise import NoiseSource  # noqa: E402
 from trainer.config import EngineName, load_config  # noqa: E402
-from trainer.distributed import Ranks, discover_ranks, finish, quit_now, start  # noqa: E402
+from trainer.distributed import Ranks, discover_ranks, fail, finish, quit_now, start  # noqa: E402
 from trainer.ds_config import load_machine_settings  # noqa: E402
 from trainer.errors import ConfigError, RemoteError  # noqa: E402
+from trainer.rendezvous import RENDEZVOUS_SECONDS  # noqa: E402
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -31,6 +33,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.toml", help="what to train")
     parser.add_argument("--engine", choices=get_args(EngineName), default="deepspeed", help="how to shard")
     parser.add_argument("--run_dir", type=Path, help="run folder; default runs/RECIPE")
+    parser.add_argument(
+        "--rendezvous_seconds", type=float, default=RENDEZVOUS_SECONDS, help="how long to wait for all ranks to come up"
+    )
     parser.add_argument(
         "--local_rank", type=int, help=argparse.SUPPRESS
     )  # the launcher adds it; the environment says it
@@ -47,7 +52,7 @@ def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
         ranks = discover_ranks(os.environ)
         config = load_config(options.recipe, options.overrides)
         machine = load_machine_settings(options.ds_config)
-        device = start(ranks)
+        device = start(ranks, options.rendezvous_seconds)
         from trainer.train import train
 
         run_dir = options.run_dir or ROOT / "runs" / config.name
@@ -55,22 +60,23 @@ def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
     except KeyboardInterrupt:
         quit_now(130)
     except Exception as error:
-        _explain(error, ranks)
-        quit_now(getattr(error, "exit_code", 1))
+        fail(error, functools.partial(_explain, error, ranks))
     finish(code)
 
 
-def _explain(error: Exception, ranks: Ranks) -> None:
-    """One line for what the user can mend, said once; a traceback for a defect."""
+def _explain(error: Exception, ranks: Ranks) -> bool:
+    """One line for what the user can mend, said once; a traceback for a defect. Whether this rank said it."""
     if isinstance(error, RemoteError):
-        return
-    if hasattr(error, "exit_code"):
-        where = "" if ranks.is_main else f" on rank {ranks.rank}"
-        if ranks.is_main or not isinstance(error, ConfigError):  # those come from the command line: every rank has them
-            print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return
-    print(f"error on rank {ranks.rank}:", file=sys.stderr)
-    traceback.print_exception(error)
+        return True  # the other rank has
+    if not hasattr(error, "exit_code"):
+        print(f"error on rank {ranks.rank}:", file=sys.stderr)
+        traceback.print_exception(error)
+    elif ranks.is_main or not isinstance(error, ConfigError):  # those come from the command line: every rank has them
+        where = "" if ranks.is_main and error.exit_code != 1 else f" on rank {ranks.rank}"
+        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    else:
+        return False
+    return True
 
 
 if __name__ == "__main__":

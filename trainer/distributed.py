@@ -19,11 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.errors import ConfigError, RemoteError
+from trainer.heartbeat import Heartbeat, end_process
+from trainer.rendezvous import RENDEZVOUS_SECONDS, connect, meet, place_of
 
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""A logical batch may be silent for long; dead ranks are noticed by closed connections and the launcher, not by this."""
+"""A logical batch may be silent for long; dead ranks are noticed by closed connections and the heartbeat, not by this."""
+
+_heartbeat: Heartbeat | None = None
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,14 @@ def _address(environ: Mapping[str, str], world_size: int) -> str:
     return "127.0.0.1"
 
 
-def start(ranks: Ranks) -> torch.device:
+def start(ranks: Ranks, rendezvous_seconds: float = RENDEZVOUS_SECONDS) -> torch.device:
     """Joins the process group (nccl beside gloo with GPUs, gloo without) and returns this rank's device.
 
-    One process alone also gets a group, so that there is a single code path.
+    One process alone also gets a group, so that there is a single code path. From here on a rank that dies ends all ranks
+    (trainer/heartbeat.py).
+
+    Raises:
+        RendezvousError: naming who or what is missing after `rendezvous_seconds`.
     """
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", ranks.local_rank % max(torch.cuda.device_count(), 1)) if use_cuda else None
@@ -102,12 +110,11 @@ def start(ranks: Ranks) -> torch.device:
     torch.set_float32_matmul_precision(
         "highest"
     )  # fp32 norms and sums are fp32 (contract 6), whatever the image's defaults
-    store = _rendezvous(ranks)
+    store = _meet(ranks, rendezvous_seconds)
     _export(ranks)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
         store=store,
-        init_method=None if store is not None else "env://",
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=COLLECTIVE_TIMEOUT,
@@ -115,16 +122,19 @@ def start(ranks: Ranks) -> torch.device:
     return device or torch.device("cpu")
 
 
-def _rendezvous(ranks: Ranks) -> dist.TCPStore | None:
-    """Rank 0's store; None under torchrun, which has its own."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return None
-    port = ranks.port if ranks.world_size > 1 else 0
-    try:
-        return dist.TCPStore(ranks.address, port, ranks.world_size, is_master=ranks.is_main)
-    except dist.DistNetworkError as error:
-        reason = str(error).split("\n")[0]
-        raise ConfigError(f"no rendezvous at {ranks.address}:{port} (MASTER_ADDR, MASTER_PORT): {reason}") from error
+def _meet(ranks: Ranks, seconds: float) -> dist.Store:
+    """The store, once all ranks are at it; starts the heartbeat where there is more than one."""
+    global _heartbeat
+    place = place_of(ranks.address, ranks.port if ranks.world_size > 1 else 0, ranks.rank)
+    store = connect(place, seconds)
+    if ranks.world_size > 1:
+        hosts = meet(store, ranks.rank, ranks.world_size, place, seconds)
+        guest = place._replace(is_host=False)
+        _heartbeat = Heartbeat(
+            lambda: connect(guest, seconds), ranks.rank, hosts, speaks=ranks.rank == 1 or ranks.local_rank == 0
+        )
+        _heartbeat.start()
+    return store
 
 
 def _export(ranks: Ranks) -> None:
@@ -138,13 +148,53 @@ def _export(ranks: Ranks) -> None:
     )
 
 
+def note_progress(position: int) -> None:
+    """How far this rank has come; see `Heartbeat.note`."""
+    if _heartbeat is not None:
+        _heartbeat.note(position)
+
+
 def finish(exit_code: int) -> NoReturn:
     """Ends the program on all ranks together; see the module docstring for why it does not simply return."""
     if dist.is_initialized():
         if dist.get_world_size() > 1:
             dist.barrier()
+        if _heartbeat is not None:
+            _heartbeat.leave()
         dist.destroy_process_group()
     quit_now(exit_code)
+
+
+def fail(error: BaseException, explain: Callable[[], bool]) -> NoReturn:
+    """Ends this rank because of `error`, and with it all others, which learn that it was this one.
+
+    Args:
+        explain: says what went wrong, or returns False to leave that to rank 0. Not called where the cause is another rank,
+            which has said it or is named by the heartbeat.
+    """
+    exit_code = int(getattr(error, "exit_code", 1))
+    if _heartbeat is not None and _is_broken_connection(error):
+        _heartbeat.wait_for_the_cause()
+    said = explain()
+    if _heartbeat is not None and not isinstance(error, RemoteError):
+        message = f"error on rank {_heartbeat.rank}: {' '.join(str(error).split())}"
+        _heartbeat.fail(message, exit_code, said=said)
+    quit_now(exit_code)
+
+
+def abandon(message: str, exit_code: int) -> NoReturn:
+    """Ends all ranks from any thread, whatever they are doing; says so once."""
+    if _heartbeat is not None:
+        _heartbeat.fail(message, exit_code)
+    end_process(message, exit_code)
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    """Whether a collective failed because another rank went away: gloo and NCCL raise several types for that."""
+    said = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in said for word in ("gloo", "NCCL", "onnection"))
+    )
 
 
 def quit_now(exit_code: int) -> NoReturn:
