@@ -133,8 +133,8 @@ class Dense:
         return len(self.grad_B)
 
     def norm(self) -> tuple[Tensor, Tensor]:
-        squared_B = self.grad_B.square().flatten(1).sum(1)
-        return squared_B, squared_B.sqrt()
+        norm_B = torch.linalg.vector_norm(self.grad_B.flatten(1), dim=1)
+        return norm_B.square(), norm_B
 
     def add_weighted(self, weight_B: Tensor, total: Tensor) -> None:
         total.view(-1).addmv_(self.grad_B.flatten(1).t(), weight_B)
@@ -146,10 +146,17 @@ class Dense:
 Contribution = OuterProducts | Rows | Dense
 
 
+def sum_over_tokens(x_BTd: Tensor) -> Tensor:
+    """(B, d), widened. On CPU as a product with ones, which is four times as fast as torch's sum over a middle dimension."""
+    if x_BTd.device.type != "cpu":
+        return x_BTd.sum(1, dtype=_accumulate_dtype(x_BTd))
+    x_BTd = _wide(x_BTd)
+    return torch.bmm(x_BTd.new_ones(len(x_BTd), 1, x_BTd.shape[1]), x_BTd).squeeze(1)
+
+
 def dense_sum_over_tokens(g_BTp: Tensor) -> Dense:
-    """A bias gradient: sum_t g_t. As a product with ones, which on CPU is many times faster than `sum`."""
-    g_BTp = _wide(g_BTp)
-    return Dense(torch.bmm(g_BTp.new_ones(len(g_BTp), 1, g_BTp.shape[1]), g_BTp).squeeze(1))
+    """A bias gradient: sum_t g_t."""
+    return Dense(sum_over_tokens(g_BTp))
 
 
 def _zeroed(tensor: Tensor, excluded_B: Tensor) -> Tensor:

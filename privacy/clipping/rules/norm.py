@@ -3,11 +3,13 @@
 `normalised` is computed again from the layer's input, in fp32 at least, rather than stored.
 """
 
+import math
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privacy.clipping.contributions import Contribution, Dense
-from privacy.clipping.rules.registry import require_batch, rule, summed, wide
+from privacy.clipping.contributions import Contribution, Dense, sum_over_tokens
+from privacy.clipping.rules.registry import require_batch, rule, wide
 
 
 @rule(nn.LayerNorm)
@@ -15,11 +17,10 @@ def layer_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contributio
     """weight, bias (*normalized_shape,) for x, g (B, ..., *normalized_shape)."""
     assert isinstance(module, nn.LayerNorm)
     require_batch(module, x, len(module.normalized_shape) + 1)
-    dims, g = _middle(x, len(module.normalized_shape)), wide(g)
     normalised = F.layer_norm(wide(x), module.normalized_shape, eps=module.eps)
-    out: dict[str, Contribution] = {"weight": Dense(summed(normalised * g, dims))}
+    out: dict[str, Contribution] = {"weight": _summed(module, normalised.mul_(g))}
     if module.bias is not None:
-        out["bias"] = Dense(summed(g, dims))
+        out["bias"] = _summed(module, g)
     return out
 
 
@@ -30,18 +31,19 @@ def rms_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]
     require_batch(module, x, len(module.normalized_shape) + 1)
     # By default eps is that of the dtype that the layer itself computes in: fp32 for half-precision inputs.
     normalised = F.rms_norm(wide(x), list(module.normalized_shape), eps=module.eps)
-    return {"weight": Dense(summed(normalised * wide(g), _middle(x, len(module.normalized_shape))))}
+    return {"weight": _summed(module, normalised.mul_(g))}
 
 
 @rule(nn.GroupNorm)
 def group_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
     """weight, bias (C,) for x, g (B, C, ...)."""
     assert isinstance(module, nn.GroupNorm)
-    dims, g = tuple(range(2, x.dim())), wide(g)
-    normalised = F.group_norm(wide(x), module.num_groups, eps=module.eps)
-    return {"weight": Dense(summed(normalised * g, dims)), "bias": Dense(summed(g, dims))}
+    normalised, g = F.group_norm(wide(x), module.num_groups, eps=module.eps), wide(g)
+    weight, bias = normalised.mul_(g), g  # (B, C, ...)
+    return {name: Dense(y.reshape(*x.shape[:2], -1).sum(2)) for name, y in (("weight", weight), ("bias", bias))}
 
 
-def _middle(x: Tensor, last: int) -> tuple[int, ...]:
-    """The dimensions between the batch and the `last` ones."""
-    return tuple(range(1, x.dim() - last))
+def _summed(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Dense:
+    """(B, ..., *normalized_shape) -> (B, *normalized_shape)."""
+    shape = module.normalized_shape
+    return Dense(sum_over_tokens(x.reshape(len(x), -1, math.prod(shape))).view(len(x), *shape))
