@@ -1,0 +1,142 @@
+"""One private head, from features to weights, with a ledger of its own: the plan is charged before any noise is drawn."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+
+from evaluation.private_head.budget import ROUNDING_SLACK, Budget
+from evaluation.private_head.methods import METHODS, HeadMethod
+from privacy.errors import BudgetSpent, PrivacyConfigError
+from privacy.noise import NoiseSource, SystemNoise
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.run_state import SharedTerms, open_run_state
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """Weights (L, D) float64, and what they cost; epsilon is None where nothing is claimed."""
+
+    weights_LD: np.ndarray
+    epsilon: float | None
+    delta: float
+
+
+def head_plan(num_examples: int, epsilon: float, delta: float | None) -> PrivacyPlan:
+    """One full-batch release: no sampling, so no amplification, and an exact epsilon.
+
+    Raises:
+        PrivacyConfigError: an epsilon or delta that cannot be met.
+    """
+    return make_plan(
+        num_examples=num_examples,
+        expected_batch_size=num_examples,
+        num_steps=1,
+        target_epsilon=epsilon,
+        target_delta=delta,
+        sensitivity_slack=ROUNDING_SLACK,
+        reserved_attempts=0,
+        cap=None,
+    )
+
+
+def train_head(
+    features_ND: np.ndarray,
+    labels_N: np.ndarray,
+    num_classes: int,
+    method: str,
+    *,
+    epsilon: float,
+    delta: float | None = None,
+    output: Path,
+    options: dict[str, Any] | None = None,
+    shared: SharedTerms | None = None,
+    noise: NoiseSource | None = None,
+) -> HeadResult:
+    """Trains a head of `METHODS[method]` and writes ledger, weights and head.json into the new folder `output`.
+
+    The number of examples, the number of classes and the method's options count as public.
+
+    Raises:
+        PrivacyConfigError: labels out of range, unknown method or option, a folder with a head in it.
+        BudgetSpent: an earlier attempt in this folder ended between the charge and the weights; it stays charged.
+    """
+    head = make_method(method, options or {})
+    _check(features_ND, labels_N, num_classes)
+    plan = head_plan(len(features_ND), epsilon, delta)
+    digest = hashlib.sha256(np.ascontiguousarray(features_ND).tobytes() + np.ascontiguousarray(labels_N).tobytes())
+    private = output / "private"
+    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    facts = {"head": {"method": method, "num_classes": num_classes, **asdict(head)}}  # type: ignore[call-overload]
+    ledger, _ = open_run_state(
+        output / "ledger.jsonl",
+        private / "sampling.key",
+        plan,
+        data_manifest=digest.digest(),
+        open_fields=facts,
+        shared=shared,
+    )
+    try:
+        if ledger.closed is not None:
+            raise PrivacyConfigError(f"{output} holds a finished head; choose another folder")
+        if ledger.budget_spent(1) is not None:
+            raise BudgetSpent(f"{output}: an earlier attempt was charged and gave no head; choose another folder")
+        budget = Budget(head.statistics(num_classes), 1 / plan.noise_multiplier, noise or SystemNoise())
+        ledger.start_session({})
+        ledger.intent(1, 0, budget.releases)
+        weights_LD = head.fit(features_ND, labels_N, num_classes, budget)
+        budget.require_spent()
+        save_file({"weight": weights_LD}, output / "head.safetensors")
+        ledger.done(1, 0)
+        ledger.close("finished")
+        claimed = ledger.state.epsilon()
+    finally:
+        ledger.release()
+    result = HeadResult(weights_LD, claimed, plan.target_delta)
+    statement = {**facts["head"], "epsilon": claimed, "delta": plan.target_delta, "num_examples": plan.num_examples}
+    (output / "head.json").write_text(json.dumps(statement, indent=1) + "\n")
+    return result
+
+
+def make_method(method: str, options: dict[str, Any]) -> HeadMethod:
+    """
+    Raises:
+        PrivacyConfigError: unknown method or option; the line lists the choices.
+    """
+    if method not in METHODS:
+        raise PrivacyConfigError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+    known = METHODS[method].__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise PrivacyConfigError(f"{method} has no option {name!r}; choose among {', '.join(known)}")
+    return METHODS[method](**options)
+
+
+def without_noise(
+    features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int, method: str, options: dict[str, Any] | None = None
+) -> np.ndarray:
+    """The same estimator without privacy, for comparison; (L, D)."""
+    head = make_method(method, options or {})
+    _check(features_ND, labels_N, num_classes)
+    return head.fit(features_ND, labels_N, num_classes, Budget(head.statistics(num_classes), np.inf, _NoNoise()))
+
+
+class _NoNoise:
+    def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
+        raise AssertionError("a budget without noise draws none")
+
+
+def _check(features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int) -> None:
+    if features_ND.ndim != 2 or labels_N.shape != (len(features_ND),):
+        raise PrivacyConfigError(
+            f"features must be (N, D) and labels (N,), not {features_ND.shape} and {labels_N.shape}"
+        )
+    if not np.issubdtype(labels_N.dtype, np.integer):
+        raise PrivacyConfigError(f"labels must be integers, not {labels_N.dtype}")
+    if len(labels_N) and not 0 <= labels_N.min() <= labels_N.max() < num_classes:
+        raise PrivacyConfigError(f"labels must be between 0 and {num_classes - 1}")

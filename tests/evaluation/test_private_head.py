@@ -1,0 +1,279 @@
+"""Private heads: sensitivities by leave-one-out, noise by statistics, planted mistakes, digits against non-private."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from evaluation.private_head.budget import Budget, Statistic, clip_rows
+from evaluation.private_head.methods import METHODS, accuracy
+from evaluation.private_head.run import head_plan, make_method, train_head, without_noise
+from privacy.errors import BudgetSpent, PrivacyConfigError
+from privacy.noise import SystemNoise
+
+L, D = 5, 6
+OPTIONS: list[tuple[str, dict[str, float]]] = [
+    ("dp-ls", {}), ("dp-ls", {"class_moments": True, "max_norm": 0.5}), ("dp-newton", {"num_steps": 3}),
+    ("dp-fc", {"num_steps": 4, "max_grad_norm": 0.3}), ("dp-gd", {"max_grad_norm": 0.7}),
+]  # fmt: skip
+
+
+class Recorder(Budget):
+    """Notes what is released; without noise, or with the given noise."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.seen: dict[str, np.ndarray] = {}
+
+    def release(self, name: str, values: np.ndarray) -> np.ndarray:
+        self.seen[name] = np.array(values)
+        return super().release(name, values)
+
+
+def data(seed: int = 0, n: int = 40) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(n, D)), rng.integers(0, L, n)
+
+
+class Replay:
+    """The same noise for two data sets, so that later steps start from equal weights as far as the first step is equal."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(5)
+
+    def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(self._rng.standard_normal(count))
+
+
+@pytest.mark.parametrize(("method", "options"), OPTIONS)
+@pytest.mark.parametrize("hostile", [1.0, 1e150, float("nan"), float("inf"), 0.0])
+def test_one_example_moves_a_statistic_by_at_most_its_sensitivity(
+    method: str, options: dict[str, float], hostile: float
+) -> None:
+    """The statistics of the first step (later ones depend on the data through released weights only) and, with everything
+    before them held equal, those of all steps."""
+    head = make_method(method, dict(options))
+    statistics = {s.name: s.sensitivity for s in head.statistics(L)}
+    for seed in range(6):
+        features, labels = data(seed)
+        features[0] *= hostile
+        zeroed = features.copy()
+        zeroed[0] = 0
+        released = []
+        for x in (features, zeroed):
+            budget = Recorder(head.statistics(L), 0.2, Replay())
+            with pytest.MonkeyPatch.context() as patch:
+                if released:  # the same releases, whatever the data say, as the proof of composition has it
+                    before = released[0]
+                    patch.setattr(Recorder, "release", _answering(before.answers))
+                budget.answers = {}  # type: ignore[attr-defined]
+                if not released:
+                    patch.setattr(Recorder, "release", _keeping)
+                head.fit(x, labels, L, budget)
+            released.append(budget)
+        for name, bound in statistics.items():
+            assert np.isfinite(released[0].seen[name]).all()
+            change = np.linalg.norm(released[0].seen[name] - released[1].seen[name])
+            assert change <= bound * (1 + 1e-9), name
+
+
+def _keeping(self: Recorder, name: str, values: np.ndarray) -> np.ndarray:
+    self.seen[name] = np.array(values)
+    self.answers[name] = Budget.release(self, name, values)  # type: ignore[attr-defined]
+    return self.answers[name]  # type: ignore[attr-defined, no-any-return]
+
+
+def _answering(answers: dict[str, np.ndarray]):  # type: ignore[no-untyped-def]
+    def release(self: Recorder, name: str, values: np.ndarray) -> np.ndarray:
+        self.seen[name] = np.array(values)
+        self._take(name)
+        return answers[name]
+
+    return release
+
+
+def test_some_example_comes_close_to_each_bound() -> None:
+    """The stated sensitivities are not loose by accident: a long feature reaches those of DP-LS."""
+    features, labels = data()
+    features[0] *= 100
+    head = make_method("dp-ls", {"class_moments": True})
+    seen = []
+    for keep in (1, 0):
+        budget = Recorder(head.statistics(L), math.inf, SystemNoise())
+        head.fit(np.vstack([features[:1] * keep, features[1:]]), labels, L, budget)
+        seen.append(budget.seen)
+    for statistic in head.statistics(L):
+        change = np.linalg.norm(seen[0][statistic.name] - seen[1][statistic.name])
+        assert change == pytest.approx(statistic.sensitivity, rel=1e-9)
+
+
+@pytest.mark.parametrize(("method", "options"), OPTIONS)
+def test_all_statistics_together_cost_the_plan(method: str, options: dict[str, float]) -> None:
+    head = make_method(method, dict(options))
+    mu = 0.37
+    budget = Budget(head.statistics(L), mu, SystemNoise())
+    assert math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in budget.releases)) == pytest.approx(mu)
+    features, labels = data()
+    head.fit(features, labels, L, budget)
+    budget.require_spent()
+
+
+def residuals(method: str, times: int) -> np.ndarray:
+    """(times, statistics, ...) noise over its standard deviation of DP-FC-like releases: L classes, several steps."""
+    statistics = [Statistic(f"gradient[{step}]", 0.5) for step in range(3)]
+    found = []
+    for _ in range(times):
+        budget = BUDGETS[method](statistics, 0.8, SystemNoise())
+        stds = {r["name"]: r["std"] for r in budget.releases}
+        found.append([budget.release(name, np.zeros((L, D))) / std for name, std in stds.items()])
+    return np.array(found)
+
+
+class SharesNoise(Budget):
+    """The mistake of the released code: one vector of noise for all classes, and for all steps."""
+
+    def release(self, name: str, values: np.ndarray) -> np.ndarray:
+        one = super().release(name, np.zeros_like(values))[:1]
+        return values + one
+
+
+BUDGETS: dict[str, type[Budget]] = {"ours": Budget, "shared": SharesNoise}
+
+
+def independence(draws_TSLD: np.ndarray) -> float:
+    """Smallest p-value over pairs of classes, and of steps, of zero correlation; corrected for their number."""
+    flat = draws_TSLD.transpose(1, 2, 0, 3).reshape(3 * L, -1)
+    count = flat.shape[1]
+    correlations = np.corrcoef(flat)[np.triu_indices(3 * L, 1)]
+    p = 2 * stats.norm.sf(np.abs(correlations).max() * math.sqrt(count))
+    return min(1.0, p * len(correlations))
+
+
+def test_noise_is_calibrated_and_independent_over_classes_and_steps() -> None:
+    draws = residuals("ours", 400)
+    assert stats.kstest(draws.ravel(), "norm").pvalue > 1e-4
+    assert independence(draws) > 1e-4
+
+
+def test_shared_noise_is_caught() -> None:
+    assert independence(residuals("shared", 400)) < 1e-10
+
+
+def test_symmetric_noise_has_the_variance_of_the_frobenius_mechanism() -> None:
+    found = []
+    for _ in range(300):
+        budget = Budget([Statistic("m", 1.0)], 1.0, SystemNoise())
+        # Far from the cone's border, so that the projection changes nothing.
+        found.append(budget.release_symmetric("m", 1000 * np.eye(D)[None])[0] - 1000 * np.eye(D))
+    noise = np.array(found)
+    assert np.allclose(noise, noise.swapaxes(1, 2))
+    diagonal = noise[:, np.arange(D), np.arange(D)]
+    upper = noise[:, *np.triu_indices(D, 1)]
+    for values, variance in ((diagonal, 1.0), (upper, 0.5)):
+        ratio = (values**2).sum() / variance
+        assert 1e-4 < stats.chi2.cdf(ratio, values.size) < 1 - 1e-4
+
+
+def test_a_projected_matrix_has_no_negative_eigenvalue() -> None:
+    budget = Budget([Statistic("m", 1.0)], 0.1, SystemNoise())
+    assert np.linalg.eigvalsh(budget.release_symmetric("m", np.zeros((L, D, D)))).min() >= -1e-9
+
+
+def test_a_statistic_is_released_once() -> None:
+    budget = Budget([Statistic("m", 1.0), Statistic("n", 1.0)], 1.0, SystemNoise())
+    budget.release("m", np.zeros(3))
+    for name in ("m", "other"):
+        with pytest.raises(RuntimeError, match="released before, or never planned"):
+            budget.release(name, np.zeros(3))
+    with pytest.raises(RuntimeError, match="never released: n"):
+        budget.require_spent()
+
+
+def test_clipped_rows() -> None:
+    rows = np.array([[3.0, 4.0], [0.3, 0.4], [1e200, 0.0], [np.nan, 1.0], [np.inf, 0.0], [0.0, 0.0]])
+    expected = [[0.6, 0.8], [0.3, 0.4], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    assert clip_rows(rows, 1.0) == pytest.approx(np.array(expected))
+
+
+def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """scikit-learn's digits, rows centred by the public middle grey and scaled to about unit length; 1,200 + 597."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    x, y = (x[order] / 16 - 0.3) / 3, y[order]
+    return x[:1200], y[:1200], x[1200:], y[1200:]
+
+
+def recomputed(ledger: Path) -> float:
+    """Epsilon of all releases of all intents, by dp-accounting's own Gaussian PLD."""
+    from dp_accounting.dp_event import GaussianDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    records = [json.loads(line) for line in ledger.read_text().splitlines()]
+    accountant = PLDAccountant()
+    for release in (release for record in records if record["type"] == "intent" for release in record["releases"]):
+        accountant.compose(GaussianDpEvent(release["std"] / release["sensitivity"]))
+    return float(accountant.get_epsilon(records[0]["plan"]["target_delta"]))
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "epsilon", "least"),
+    [
+        ("dp-ls", {}, 2.0, 0.8), ("dp-ls", {}, 8.0, 0.87), ("dp-fc", {"max_grad_norm": 0.3, "num_steps": 5}, 8.0, 0.8),
+        ("dp-gd", {"max_grad_norm": 1.0}, 2.0, 0.7), ("dp-newton", {"ridge": 0.05}, 8.0, 0.5),
+    ],
+)  # fmt: skip
+def test_digits(tmp_path: Path, method: str, options: dict[str, float], epsilon: float, least: float) -> None:
+    x, y, x_test, y_test = digits()
+    best = accuracy(without_noise(x, y, 10, method, dict(options)), x_test, y_test)
+    result = train_head(x, y, 10, method, epsilon=epsilon, delta=1e-5, output=tmp_path / "head", options=dict(options))
+    found = accuracy(result.weights_LD, x_test, y_test)
+    assert (
+        result.epsilon is not None and result.epsilon == pytest.approx(epsilon, rel=1e-3) and result.epsilon <= epsilon
+    )
+    assert recomputed(tmp_path / "head/ledger.jsonl") == pytest.approx(result.epsilon, rel=1e-3)
+    assert least <= found <= best + 0.03
+
+
+def test_a_second_head_in_one_folder_is_refused(tmp_path: Path) -> None:
+    features, labels = data()
+    train_head(features, labels, L, "dp-gd", epsilon=1.0, output=tmp_path)
+    with pytest.raises(PrivacyConfigError, match="holds a finished head"):
+        train_head(features, labels, L, "dp-gd", epsilon=1.0, output=tmp_path)
+
+
+def test_a_crash_after_the_charge_stays_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels = data()
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(METHODS["dp-gd"], "fit", crash)
+        with pytest.raises(KeyboardInterrupt):
+            train_head(features, labels, L, "dp-gd", epsilon=1.0, output=tmp_path)
+    with pytest.raises(BudgetSpent):
+        train_head(features, labels, L, "dp-gd", epsilon=1.0, output=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "match"),
+    [("dp-x", {}, "unknown method"), ("dp-ls", {"sigma": 1}, "no option 'sigma'")],
+)
+def test_refused(method: str, options: dict[str, float], match: str) -> None:
+    with pytest.raises(PrivacyConfigError, match=match):
+        make_method(method, dict(options))
+    with pytest.raises(PrivacyConfigError, match="labels must be between 0 and 1"):
+        without_noise(np.zeros((2, 3)), np.array([0, 2]), 2, "dp-ls")
+
+
+def test_the_plan_is_exact() -> None:
+    plan = head_plan(1200, 1.0, 1e-5)
+    mu = (1 + plan.sensitivity_slack) / plan.noise_multiplier
+    delta = stats.norm.cdf(mu / 2 - 1 / mu) - math.e * stats.norm.cdf(-mu / 2 - 1 / mu)
+    assert delta <= 1e-5 and delta == pytest.approx(1e-5, rel=0.02)
