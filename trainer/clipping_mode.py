@@ -20,6 +20,8 @@ from trainer.engines.base import Engine
 from trainer.memory_estimate import available_memory, predict_peak
 from trainer.tasks.base import to_device
 
+WORTHWHILE = 0.9
+"""two_pass is taken if it needs less than this part of bookkeeping's memory; otherwise it would only be slower."""
 USABLE = 0.8
 """Of the available memory: what is left over is for scratch memory inside of operations and for fragmentation."""
 MOMENT_BYTES = 8
@@ -32,7 +34,7 @@ class ModeChoice:
 
     Attributes:
         needed: by one micro-batch in bookkeeping mode, and by what training allocates later.
-        needed_in_two_passes: the same for two_pass; None where bookkeeping fits and nobody measured.
+        needed_in_two_passes: the same for two_pass; None where bookkeeping fits and it was not measured.
         available: to one rank; None where the machine does not say.
     """
 
@@ -46,15 +48,18 @@ class ModeChoice:
     def sentence(self) -> str:
         """One line for the console."""
         room = "unknown memory" if self.available is None else f"{_gib(self.available)} available"
-        own = f"a micro-batch of {self.micro_batch_size} needs about"
-        if self.needed_in_two_passes is None:
-            return f"clipping mode {self.mode} (auto): {own} {_gib(self.needed)}, {room} a rank"
-        fits = self.available is not None and self.needed_in_two_passes <= USABLE * self.available
-        advice = "" if fits else "; even that may be too much: choose a smaller train.micro_batch_size"
-        return (
-            f"clipping mode {self.mode} (auto): {own} {_gib(self.needed_in_two_passes)}, {room} a rank; "
-            f"bookkeeping would need {_gib(self.needed)}{advice}"
+        own = self.needed if self.mode == "bookkeeping" else self.needed_in_two_passes
+        assert own is not None
+        text = (
+            f"clipping mode {self.mode} (auto): a micro-batch of {self.micro_batch_size} needs about {_gib(own)}, "
+            f"{room} a rank"
         )
+        if self.mode == "two_pass":
+            text += f"; bookkeeping would need {_gib(self.needed)}"
+        elif self.needed_in_two_passes is not None:
+            text += f"; two_pass would need as much ({_gib(self.needed_in_two_passes)})"
+        fits = self.available is None or own <= USABLE * self.available
+        return text if fits else f"{text}; that may be too much: choose a smaller train.micro_batch_size"
 
     def facts(self) -> dict[str, Any]:
         """For environment.json."""
@@ -83,9 +88,9 @@ def choose_mode(
     if tight[1] is None or tight[0] <= USABLE * tight[1]:
         clipped.mode = "bookkeeping"
         return ModeChoice("bookkeeping", micro_batch_size, tight[0], None, tight[1])
-    less = later + _peak(clipped, engine, synthetic_inputs, "two_pass", count)
-    clipped.mode = "two_pass"
-    return ModeChoice("two_pass", micro_batch_size, tight[0], max(distributed.gather_objects(less)), tight[1])
+    less = max(distributed.gather_objects(later + _peak(clipped, engine, synthetic_inputs, "two_pass", count)))
+    clipped.mode = "two_pass" if less < WORTHWHILE * tight[0] else "bookkeeping"
+    return ModeChoice(clipped.mode, micro_batch_size, tight[0], less, tight[1])
 
 
 def _peak(

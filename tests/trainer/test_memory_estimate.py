@@ -1,0 +1,173 @@
+"""The memory estimate against the kernel's own count, and what is read of the machine's limits."""
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from privacy.clipping import ClippedSum
+from tests.distributed.ranks import ROOT, quiet_environment
+from tests.privacy.clipping.test_modes import Blocks
+from trainer.memory_estimate import MemoryTimeline, available_memory, extrapolate, predict_peak
+
+FACTOR = 1.25
+"""How far the estimate may be from what the process really takes; measured: 1.00 to 1.01."""
+CPU = torch.device("cpu")
+
+
+def live(work: Callable[[], object]) -> list[int]:
+    with MemoryTimeline() as timeline:
+        kept = work()
+    del kept
+    return timeline.live_bytes
+
+
+def test_every_tensor_is_counted_from_birth_to_death() -> None:
+    before = torch.zeros(1000)
+
+    def work() -> Tensor:
+        x = before + 1  # 4000
+        view = x.view(10, 100)  # no memory of its own
+        y = view.square().sum()  # 8000, then 8004
+        del x, view
+        before.add_(1)  # in place, and not ours
+        return y * 2  # the square and the view are gone: 4 + 4
+
+    assert live(work) == [4000, 4000, 8000, 8004, 4, 8]
+
+
+def test_what_autograd_saves_is_counted_and_backward_frees_it() -> None:
+    x = torch.ones(1000, requires_grad=True)
+
+    def work() -> Tensor:
+        (gradient,) = torch.autograd.grad(x.exp().exp().sum(), [x])
+        return torch.cat([gradient[:1]])
+
+    timeline = live(work)
+    assert max(timeline) >= 3 * 4000 and timeline[-1] == 4000 + 4
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 33])
+def test_two_small_runs_predict_the_timeline_of_a_large_one_exactly(count: int) -> None:
+    model = Blocks(checkpointed=True)
+    for mode in ("bookkeeping", "two_pass"):
+        total = ClippedSum(model, 1.0, mode=mode)  # type: ignore[arg-type]
+
+        def work(size: int, total: ClippedSum = total) -> None:
+            total.add_micro_batch(model, {"x": torch.randn(size, 9, 16)}, torch.zeros(size, dtype=torch.bool))
+
+        assert predict_peak(work, count) == pytest.approx(max(live(lambda: work(count))), rel=1e-3)
+        total.detach()
+
+
+def test_the_peak_may_move_to_another_operation() -> None:
+    assert extrapolate([100, 10], [100, 20], 2) == 100
+    assert extrapolate([100, 10], [100, 20], 40) == 200
+    assert extrapolate([5, 100], [150], 6) == 200  # another sequence of operations: the peaks alone
+    assert extrapolate([], [], 6) == 0
+
+
+# What this process measures of itself, in a process of its own.
+
+
+def measure(width: int, depth: int, tokens: int, count: int) -> list[dict[str, Any]]:
+    """Predicted and real peaks for each mode, with and without activation checkpointing."""
+    torch.set_num_threads(1)
+    found = []
+    for checkpointed in (False, True):
+        for mode in ("bookkeeping", "two_pass"):
+            model = Blocks(checkpointed=checkpointed, width=width, depth=depth)
+            total = ClippedSum(model, 1.0, mode=mode)  # type: ignore[arg-type]
+
+            def work(size: int, model: Any = model, total: Any = total) -> None:
+                inputs = {"x": torch.randn(size, tokens, width)}
+                total.add_micro_batch(model, inputs, torch.zeros(size, dtype=torch.bool))
+
+            predicted = predict_peak(work, count)
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+            before = _status("VmRSS")
+            work(count)
+            found.append({"predicted": predicted, "measured": _status("VmHWM") - before, "case": [checkpointed, mode]})
+            total.detach()
+    return found
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def test_the_estimate_is_what_the_process_really_takes() -> None:
+    program = "import json; from tests.trainer.test_memory_estimate import measure; print(json.dumps(measure(128, 4, 64, 24)))"
+    # Every allocation by itself, so that what is freed goes back to the system at once.
+    environment = quiet_environment(MALLOC_MMAP_THRESHOLD_="65536")
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])
+    for row in rows:
+        assert 1 / FACTOR <= row["predicted"] / row["measured"] <= FACTOR, row
+    peaks = {tuple(row["case"]): row["measured"] for row in rows}
+    assert peaks[True, "two_pass"] < 0.5 * peaks[True, "bookkeeping"]  # checkpointing favours two passes
+
+
+# What the machine says
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree:          10 kB\nMemAvailable:    400 kB\n"
+
+
+def test_the_least_of_machine_and_control_groups_is_available(tmp_path: Path) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    assert available_memory(CPU, proc, cgroups) is None
+    write(proc, meminfo=MEMINFO)
+    assert available_memory(CPU, proc, cgroups) == 400 * 1024
+    write(proc, self__cgroup="0::/job/step\n")
+    for folder, limit, used in (("job", "300000", "100000"), ("job/step", "max", "50000")):
+        (cgroups / folder).mkdir(parents=True, exist_ok=True)
+        (cgroups / folder / "memory.max").write_text(f"{limit}\n")
+        (cgroups / folder / "memory.current").write_text(f"{used}\n")
+    assert available_memory(CPU, proc, cgroups) == 200000
+    (cgroups / "job" / "memory.stat").write_text("anon 5\ninactive_file 30000\n")
+    assert available_memory(CPU, proc, cgroups) == 230000
+
+
+def test_control_groups_of_version_1_and_of_a_container(tmp_path: Path) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    write(proc, meminfo=MEMINFO, self__cgroup="5:cpu,cpuacct:/\n4:memory:/docker/0123\n0::/\n")
+    # The container sees its own group at the root, not under the host's path.
+    write(cgroups / "memory", **{"memory.limit_in_bytes": "250000", "memory.usage_in_bytes": "100000"})
+    assert available_memory(CPU, proc, cgroups) == 150000
+    write(cgroups / "memory" / "docker" / "0123", **{"memory.limit_in_bytes": "9" * 19, "memory.usage_in_bytes": "1"})
+    assert available_memory(CPU, proc, cgroups) == 150000
+
+
+def test_this_machine_says_something_sensible() -> None:
+    available = available_memory(CPU)
+    assert available is not None and 2**20 < available < 2**50
+
+
+@pytest.mark.gpu
+def test_the_device_says_something_sensible() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = available_memory(device)
+    held = torch.empty(2**28, dtype=torch.uint8, device=device)
+    after = available_memory(device)
+    assert before is not None and after is not None
+    assert 0.9 * held.numel() <= before - after <= 1.2 * held.numel()
