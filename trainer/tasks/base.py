@@ -1,7 +1,8 @@
 """What the trainer asks of a kind of model."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.examples import MakeExample
 from data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from models.config import CaptionerConfig
+from models.mae_config import MaskedAutoencoderConfig
 from trainer.engines.base import Engine
 
 
@@ -32,8 +35,19 @@ class TrainingTask(Protocol):
     loss_name: str
     """What the loss is, for people: "caption loss"."""
 
-    def build(self, generator: torch.Generator) -> nn.Module:
-        """The model with fresh weights; `model(**inputs)` is loss_B and `model.blocks()` its repeated units."""
+    def build(
+        self,
+        generator: torch.Generator,
+        *,
+        after: Callable[[nn.Module], None] | None = None,
+        one_block: bool = False,
+    ) -> nn.Module:
+        """The model with fresh weights; `model(**inputs)` is loss_B and `model.blocks()` its repeated units.
+
+        Args:
+            after: called with every module as soon as its own weights are set; shards models that do not fit one process.
+            one_block: only one of the repeated units in each stack: a twin that fits anywhere, for checks.
+        """
         ...
 
     def make_example(self, *, train: bool) -> MakeExample:
@@ -51,6 +65,14 @@ class TrainingTask(Protocol):
     def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
         """Shows the model's work on held-out examples. Collective: sharded engines gather weights in every forward."""
         ...
+
+
+ModelConfig = TypeVar("ModelConfig", CaptionerConfig, MaskedAutoencoderConfig)
+
+
+def with_one_block(config: ModelConfig) -> ModelConfig:
+    """The same model with one block in each of its two stacks."""
+    return replace(config, encoder=replace(config.encoder, depth=1), decoder=replace(config.decoder, depth=1))
 
 
 def pixels(image_CHW: Tensor) -> np.ndarray:

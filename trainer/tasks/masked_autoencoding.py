@@ -1,12 +1,12 @@
 """Masked autoencoding: ViP (Yu et al. 2023, https://arxiv.org/abs/2306.08842)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.batch import Batch
 from data.examples import MaskedImageExample
@@ -14,7 +14,7 @@ from models.mae_config import masked_autoencoder_config
 from models.masked_autoencoder import MaskedAutoencoder, build_masked_autoencoder, from_patches, to_patches
 from trainer.config import RunConfig
 from trainer.engines.base import Engine
-from trainer.tasks.base import Samples, pixels, to_device
+from trainer.tasks.base import Samples, pixels, to_device, with_one_block
 
 
 class MaskedAutoencodingTask:
@@ -29,8 +29,15 @@ class MaskedAutoencodingTask:
             self._size, **{**config.model.overrides, "image_size": config.data.image_size}
         )
 
-    def build(self, generator: torch.Generator) -> MaskedAutoencoder:
-        return build_masked_autoencoder(self.model_config, generator=generator)
+    def build(
+        self,
+        generator: torch.Generator,
+        *,
+        after: Callable[[nn.Module], None] | None = None,
+        one_block: bool = False,
+    ) -> MaskedAutoencoder:
+        config = with_one_block(self.model_config) if one_block else self.model_config
+        return build_masked_autoencoder(config, generator=generator, after=after)
 
     def make_example(self, *, train: bool) -> MaskedImageExample:
         encoder = self.model_config.encoder
