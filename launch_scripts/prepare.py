@@ -1,8 +1,9 @@
-"""Prepares data: the tar index and its check, the embedded demo and the embedded tokenizer.
+"""Prepares data: the tar index and its check, synthetic shards, the embedded demo and the embedded tokenizer.
 
 python launch_scripts/prepare.py index 'shards/train-{000..127}.tar' --output index/
 mpirun -n 16 python launch_scripts/prepare.py index 'https://host/train-{000..127}.tar' --output index/
 python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/ --sample 1000
+python launch_scripts/prepare.py synthetic --output synthetic/ --num_examples 1000000
 python launch_scripts/prepare.py demo --source /usr/share/openclipart --output data/demo
 python launch_scripts/prepare.py tokenizer --words /usr/share/dict/words --output data/tokenizer/tokenizer.json
 """
@@ -22,6 +23,7 @@ from data.index_build import build_index
 from data.pool import available_cores, worker_pool
 from data.shards import find_shards
 from data.storage import RemoteOptions
+from data.synthetic.command import add_synthetic
 from data.tar_index import ExampleTable
 from data.verify import STATES, verify_hashes, verify_sample
 from trainer.cli import run_command
@@ -137,6 +139,8 @@ def parse_arguments() -> argparse.Namespace:
     sub.add_argument("--caption_field", metavar="NAME", help="data.caption_field of the recipe, for --sample")
     _add_reading(sub)
     sub.set_defaults(run=verify)
+
+    add_synthetic(commands)
 
     sub = commands.add_parser("demo", help="build the embedded demo shards", description=demo.__doc__)
     sub.add_argument("--source", type=Path, default=Path("/usr/share/openclipart"), metavar="DIR", help="png/ and svg/")

@@ -1,15 +1,20 @@
 #!/bin/sh
-# Debian packages that tests use and `make test` does without: a browser that looks at the privacy card.
-# Installs what is missing when it can; otherwise says so, and the tests that need it skip themselves.
+# Debian packages that tests use and `make test` does without: a browser that looks at the privacy card, and Mesa's software
+# renderer for synthetic pictures. Installs what is missing when it can; otherwise says so, and the tests that need it skip.
 set -eu
 
-if command -v chromium >/dev/null 2>&1; then
+missing=""
+command -v chromium >/dev/null 2>&1 || missing="chromium"
+.venv/bin/python -c 'import moderngl; moderngl.create_context(standalone=True, backend="egl", require=330)' >/dev/null 2>&1 ||
+    missing="$missing libegl1 libgl1-mesa-dri"
+if [ -z "$missing" ]; then
     exit 0
 fi
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
-    echo "chromium is missing and can be installed by root with apt-get only: browser tests will be skipped" >&2
+    echo "missing and installable by root with apt-get only: $missing; the tests that need them will be skipped" >&2
     exit 0
 fi
-if ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } >&2; then
-    echo "chromium could not be installed: browser tests will be skipped" >&2
+# shellcheck disable=SC2086
+if ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing; } >&2; then
+    echo "could not be installed: $missing; the tests that need them will be skipped" >&2
 fi

@@ -1,0 +1,93 @@
+"""Images per second of the synthetic generator: composing, rendering and encoding, apart.
+
+    python benchmarks/synthetic.py [--json] [--backend glsl] [--num_examples 2048]
+
+Per wall-clock second and per second of processor time of this process (all threads), which a busy machine changes less.
+With --json one JSON object on stdout. Set LP_NUM_THREADS to limit Mesa's software renderer.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.synthetic.generate import SyntheticData
+from data.synthetic.scene import BACKENDS, FORMATS
+from data.synthetic.write import encode
+
+BATCH = 64
+
+
+def rates(work: Callable[[], Any], count: int, repeats: int) -> dict[str, float]:
+    """The best of `repeats` runs of `work`, which does `count` examples."""
+    best_wall = best_cpu = float("inf")
+    for _ in range(repeats):
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        best_wall = min(best_wall, time.perf_counter() - wall)
+        best_cpu = min(best_cpu, time.process_time() - cpu)
+    return {"per_second": count / best_wall, "per_processor_second": count / best_cpu}
+
+
+def measure(data: SyntheticData, count: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Rates of every stage."""
+    batches = [range(start, min(start + BATCH, count)) for start in range(0, count, BATCH)]
+    scenes = [[data.composition(index)[0].scene for index in batch] for batch in batches]
+    data.renderer.render(scenes[0])  # compiles the shaders
+    examples = data.examples(range(min(count, 256)))
+    found = {
+        "compose": rates(lambda: [data.composition(index) for index in range(count)], count, repeats),
+        "render": rates(lambda: [data.renderer.render(batch) for batch in scenes], count, repeats),
+        "compose_and_render": rates(lambda: [data.examples(batch) for batch in batches], count, repeats),
+    }
+    for image_format in FORMATS:
+        found[f"encode_{image_format}"] = rates(
+            lambda chosen=image_format: [encode(example, chosen) for example in examples],  # type: ignore[misc]
+            len(examples),
+            repeats,
+        )
+    found["all_with_jpg"] = rates(
+        lambda: [encode(example, "jpg") for batch in batches for example in data.examples(batch)], count, repeats
+    )
+    return found
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description="Images per second of the synthetic generator.")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto")
+    parser.add_argument("--num_examples", type=int, default=1024)
+    parser.add_argument("--image_size", type=int, default=224)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    args = parser.parse_args()
+    data = SyntheticData(0, args.image_size, args.backend)
+    found = measure(data, args.num_examples, args.repeats)
+    result = {
+        "benchmark": "synthetic",
+        "backend": data.renderer.name,
+        "renderer": data.renderer.description,
+        "image_size": args.image_size,
+        "num_examples": args.num_examples,
+        "stages": found,
+        "processors": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "lp_num_threads": os.environ.get("LP_NUM_THREADS"),
+    }
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(f"{result['renderer']}, {args.image_size} pixels, {result['processors']} processors")
+    for stage, rate in found.items():
+        print(f"{stage:20} {rate['per_second']:9.0f}/s {rate['per_processor_second']:9.0f}/processor second")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""Synthetic pictures with true captions: no natural image, no person, no privacy cost.
+
+`generate.SyntheticData` gives the example of any index: picture, caption and the scene behind both. The way:
+`compose` (seed and index -> scene and statement), `caption` (statement -> true text, and false variants of it),
+`render_glsl` or `render_numpy` (scene -> pixels), `write` (tar shards with provenance), `sheet` (a look at it).
+"""

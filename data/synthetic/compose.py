@@ -1,0 +1,291 @@
+"""Seed and index -> a scene and what is true of it. Each example has its own generator and knows of no other."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import cos, pi, sin
+from typing import NamedTuple
+
+import numpy as np
+
+from data.synthetic import shapes
+from data.synthetic.scene import Scene, Shape, Texture
+from data.synthetic.statement import Group, Statement
+from data.synthetic.textures import describe, random_colours, random_texture
+from data.synthetic.vocabulary import BASIC, COLOURS, PLACES, a, rgb, size_word
+
+Rng = np.random.Generator
+Point = tuple[float, float]
+Box = tuple[float, float, float, float]
+
+_CALM = ("stripes", "checkerboard", "dots", "gradient", "grid", "clouds", "bricks", "triangles", "zigzag")
+"""Textures on which shapes are still seen."""
+_BACKGROUND_CONTRAST = 0.3
+_UPRIGHT = {
+    "square",
+    "diamond",
+    "arrow",
+    "house",
+    "tree",
+    "fish",
+    "cloud",
+    "mushroom",
+    "crown",
+    "balloon",
+    "cup",
+    "semicircle",
+    "rectangle",
+    "oval",
+}
+_ARROWS = (("up", 0.0), ("right", pi / 2), ("down", pi), ("left", -pi / 2))
+
+
+class Composition(NamedTuple):
+    """A scene and what is said of it."""
+
+    scene: Scene
+    statement: Statement
+
+
+class _Look(NamedTuple):
+    """How the shapes of a picture may look."""
+
+    names: Sequence[str]
+    colours: Sequence[str]
+    patterned: bool
+    backgrounds: Sequence[str]
+
+
+_FREE = _Look(shapes.NAMES, tuple(COLOURS), True, _CALM)
+_TESTABLE = _Look(shapes.SIMPLE, BASIC, False, tuple(name for name in _CALM if name not in ("clouds", "gradient")))
+
+
+def compose(rng: Rng) -> Composition:
+    """One picture of any kind."""
+    makers = (_texture, _halves, _scattered, _arranged, _two_groups, _nested, _three_in_order)
+    chances = (0.3, 0.06, 0.17, 0.08, 0.22, 0.07, 0.1)
+    maker: Callable[[Rng, _Look], Composition] = makers[rng.choice(len(makers), p=chances)]
+    return maker(rng, _FREE)
+
+
+def compose_relation(rng: Rng) -> Composition:
+    """Two groups in a relation, one inside the other, or three in order: plain shapes in basic colours only."""
+    makers = (_two_groups, _nested, _three_in_order)
+    maker: Callable[[Rng, _Look], Composition] = makers[rng.choice(3, p=(0.65, 0.15, 0.2))]
+    scene, said = maker(rng, _TESTABLE)
+    # A word such as "huge" would give the order away without a look at the picture.
+    return Composition(scene, replace(said, groups=tuple(replace(group, size="") for group in said.groups)))
+
+
+def _texture(rng: Rng, look: _Look) -> Composition:
+    texture = random_texture(rng)
+    return Composition(Scene((texture,)), Statement(textures=(describe(texture, rng),)))
+
+
+def _halves(rng: Rng, look: _Look) -> Composition:
+    side_by_side = rng.random() < 0.5
+    boxes: tuple[Box, Box] = ((0, 0, 0.5, 1), (0.5, 0, 1, 1)) if side_by_side else ((0, 0, 1, 0.5), (0, 0.5, 1, 1))
+    whole = (
+        "stripes",
+        "checkerboard",
+        "dots",
+        "mosaic",
+        "cracks",
+        "clouds",
+        "marble",
+        "bricks",
+        "honeycomb",
+        "zigzag",
+        "plaid",
+        "loops",
+        "grid",
+        "triangles",
+        "basket",
+        "specks",
+    )
+    first = random_texture(rng, kinds=whole, box=boxes[0])
+    second = random_texture(rng, kinds=[name for name in whole if name != first.program], box=boxes[1])
+    relation = "left" if side_by_side else "above"
+    phrases = (describe(first, rng), describe(second, rng))
+    if rng.random() < 0.5:
+        relation, phrases = {"left": "right", "above": "below"}[relation], phrases[::-1]
+    return Composition(Scene((first, second)), Statement(textures=phrases, relation=relation))
+
+
+def _scattered(rng: Rng, look: _Look) -> Composition:
+    """One group anywhere; a single shape has a place."""
+    count = int(rng.choice(10, p=(0.28, 0.15, 0.13, 0.1, 0.09, 0.07, 0.06, 0.05, 0.04, 0.03))) + 1
+    group, background = _groups(rng, look, (count,))
+    if count == 1:
+        place, phrases = list(PLACES.items())[rng.integers(len(PLACES))]
+        radius = float(rng.uniform(0.05, 0.15))
+        at = [0.19 + 0.31 * step + float(rng.uniform(-0.02, 0.02)) for step in place]
+        if place == (1, 1):
+            radius = float(rng.uniform(0.05, 0.4))
+        spots, where = [(at[0], at[1], radius)], str(phrases[rng.integers(2)])
+    else:
+        spots, where = _spread(rng, count, (0.03, 0.03, 0.97, 0.97)), ""
+    return _finish(rng, group, [spots], background, Statement(place=where))
+
+
+def _arranged(rng: Rng, look: _Look) -> Composition:
+    """One group in a row, a column, a circle or a square grid."""
+    kind = int(rng.integers(4))
+    count = int(rng.integers(3, 8)) if kind < 3 else 4 if rng.random() < 0.4 else 9
+    groups, background = _groups(rng, look, (count,))
+    radius = 0.36 / count if kind < 2 else {4: 0.16, 9: 0.11}[count] if kind == 3 else 0.09
+    radius *= float(rng.uniform(0.8, 1.1))
+    steps = [0.5 + (place - (count - 1) / 2) * 0.9 / count for place in range(count)]
+    if kind < 2:
+        across = float(rng.uniform(0.35, 0.65))
+        points = [(step, across) if kind == 0 else (across, step) for step in steps]
+    elif kind == 2:
+        turn = float(rng.uniform(0, 2 * pi))
+        points = [
+            (0.5 + 0.34 * cos(turn + 2 * pi * k / count), 0.5 + 0.34 * sin(turn + 2 * pi * k / count))
+            for k in range(count)
+        ]
+    else:
+        side = int(count**0.5)
+        points = [
+            (0.5 + (k % side - (side - 1) / 2) * 0.9 / side, 0.5 + (k // side - (side - 1) / 2) * 0.9 / side)
+            for k in range(count)
+        ]
+    words = (
+        ("in a row", "in a horizontal line"),
+        ("in a column", "in a vertical line"),
+        ("in a circle", "arranged in a circle"),
+        ("in a square grid", "arranged in rows and columns"),
+    )
+    where = str(words[kind][rng.integers(2)])
+    return _finish(rng, groups, [[(x, y, radius) for x, y in points]], background, Statement(place=where))
+
+
+def _two_groups(rng: Rng, look: _Look) -> Composition:
+    """One group left of, right of, above or below another."""
+    counts = tuple(int(value) for value in rng.choice((1, 2, 3, 4, 5), size=2, p=(0.5, 0.2, 0.15, 0.1, 0.05)))
+    groups, background = _groups(rng, look, counts)
+    gap = 0.02
+    relation = ("left", "right", "above", "below")[rng.integers(4)]
+    low, high = (0.03, 0.5 - gap), (0.5 + gap, 0.97)
+    spans = (low, high) if relation in ("left", "above") else (high, low)
+    spots = []
+    for count, span in zip(counts, spans, strict=True):
+        sides = (0.15, 0.85) if count == 1 else (0.05, 0.95)
+        box = (
+            (span[0], sides[0], span[1], sides[1])
+            if relation in ("left", "right")
+            else (sides[0], span[0], sides[1], span[1])
+        )
+        spots.append(_spread(rng, count, box))
+    return _finish(rng, groups, spots, background, Statement(relation=relation))
+
+
+def _nested(rng: Rng, look: _Look) -> Composition:
+    """A small shape inside of a large roomy one."""
+    roomy = ("circle", "square", "hexagon", "pentagon")
+    inner, background = _groups(rng, look, (1,))
+    used = [inner[0].colour, *([inner[0].second] if inner[0].second else []), *background.colours]
+    names = [name for name in roomy if name != inner[0].shape]
+    colour = random_colours(rng, 1, avoid=used, contrast=_BACKGROUND_CONTRAST, among=look.colours)[0]
+    outer = Group(1, names[rng.integers(len(names))], colour, "hollow" if rng.random() < 0.3 else "solid")
+    x, y = (float(value) for value in rng.uniform(0.42, 0.58, 2))
+    spots = [[(x, y, float(rng.uniform(0.1, 0.19)))], [(x, y, float(rng.uniform(0.34, 0.4)))]]
+    groups = (inner[0], outer)
+    drawn = _finish(rng, groups, spots, background, Statement(relation="inside"), back_to_front=True)
+    if rng.random() < 0.4:
+        turned = Statement(drawn.statement.groups[::-1], "around", background=drawn.statement.background)
+        return Composition(drawn.scene, turned)
+    return drawn
+
+
+def _three_in_order(rng: Rng, look: _Look) -> Composition:
+    """Three different shapes from left to right or from top to bottom."""
+    groups, background = _groups(rng, look, (1, 1, 1))
+    relation = "right" if rng.random() < 0.6 else "down"
+    spots = []
+    for place in range(3):
+        along, across = 0.18 + 0.32 * place + float(rng.uniform(-0.02, 0.02)), float(rng.uniform(0.4, 0.6))
+        x, y = (along, across) if relation == "right" else (across, along)
+        spots.append([(x, y, float(rng.uniform(0.09, 0.13)))])
+    return _finish(rng, groups, spots, background, Statement(relation=relation))
+
+
+def _groups(rng: Rng, look: _Look, counts: tuple[int, ...]) -> tuple[tuple[Group, ...], Texture]:
+    """Groups of different shapes in clearly different colours, and a background clearly different from all of them."""
+    names = rng.permutation(list(look.names))[: len(counts)]
+    colours = list(random_colours(rng, len(counts), contrast=_BACKGROUND_CONTRAST, among=look.colours))
+    groups, used = [], list(colours)
+    for count, name, colour in zip(counts, names, colours, strict=True):
+        fill, second = "solid", None
+        if rng.random() < 0.25 and str(name) in shapes.HOLLOW and (count == 1 or look.patterned):
+            fill = "hollow"
+        elif look.patterned and rng.random() < 0.25:
+            fill = str(rng.choice(["striped", "dotted", "checkered"]))
+            second = random_colours(rng, 1, avoid=used, contrast=0.25)[0]
+            used.append(second)
+        groups.append(Group(count, str(name), colour, fill, second))
+    return tuple(groups), _background(rng, used, look.backgrounds)
+
+
+def _background(rng: Rng, avoid: Sequence[str], kinds: Sequence[str]) -> Texture:
+    if rng.random() < 0.7:
+        return Texture("plain", random_colours(rng, 1, avoid=avoid, contrast=_BACKGROUND_CONTRAST))
+    return random_texture(rng, avoid=avoid, contrast=_BACKGROUND_CONTRAST, kinds=kinds)
+
+
+def _spread(rng: Rng, count: int, box: Box) -> list[tuple[float, float, float]]:
+    """Places (x, y, radius) of equal circles that neither touch each other nor leave the box."""
+    left, top, right, bottom = box
+    width, height = right - left, bottom - top
+    columns = max(1, round((count * width / height) ** 0.5))
+    rows = -(-count // columns)
+    columns = -(-count // rows)
+    cell = min(width / columns, height / rows)
+    radius = float(cell * rng.uniform(0.32, 0.42)) if count > 1 else float(min(cell * rng.uniform(0.2, 0.45), 0.3))
+    slack_x, slack_y = width / columns / 2 - radius - 0.012, height / rows / 2 - radius - 0.012
+    spots = []
+    for place in rng.permutation(columns * rows)[:count]:
+        x = left + (place % columns + 0.5) * width / columns + float(rng.uniform(-1, 1)) * slack_x
+        y = top + (place // columns + 0.5) * height / rows + float(rng.uniform(-1, 1)) * slack_y
+        spots.append((float(x), float(y), radius))
+    return spots
+
+
+def _finish(
+    rng: Rng,
+    groups: Sequence[Group],
+    spots: Sequence[Sequence[tuple[float, float, float]]],
+    background: Texture,
+    said: Statement,
+    *,
+    back_to_front: bool = False,
+) -> Composition:
+    """Draws the groups at their places; adds size words and the background to what is said."""
+    drawn: list[Shape] = []
+    named: list[Group] = []
+    for group, places in zip(groups, spots, strict=True):
+        word = size_word(places[0][2]) if rng.random() < 0.6 else ""
+        name, angle = group.shape, float(rng.uniform(-0.2, 0.2)) if group.shape not in _UPRIGHT else 0.0
+        if name == "arrow":
+            direction, angle = _ARROWS[rng.integers(4)]
+            word = f"{word} {direction}-pointing".strip()
+        drawn += [Shape(name, group.colour, x, y, radius, angle, group.fill, group.second) for x, y, radius in places]
+        named.append(Group(group.count, name, group.colour, group.fill, group.second, word))
+    order = drawn[::-1] if back_to_front else drawn
+    phrase = _background_phrase(background, rng)
+    return Composition(Scene((background,), tuple(order)), Statement(tuple(named), said.relation, said.place, phrase))
+
+
+def _background_phrase(background: Texture, rng: Rng) -> str:
+    if background.program != "plain":
+        return describe(background, rng)
+    colour = background.colours[0]
+    lightness = float(rgb(colour).mean())
+    tone = (
+        "bright "
+        if colour == "white" and lightness > 0.9 and rng.random() < 0.2
+        else "plain "
+        if rng.random() < 0.2
+        else ""
+    )
+    return a(f"{tone}{colour} {rng.choice(['background', 'background', 'ground', 'backdrop'])}")

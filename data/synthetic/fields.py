@@ -1,0 +1,311 @@
+"""Texture programs in numpy: the fallback of `shaders/fields.glsl`, formula by formula under the same names.
+
+Each takes x, y (float32 (H, W), in image sides, origin top left, y down), its eight parameters and the size of a pixel,
+and returns a number in [0, 1] per pixel that picks the colour.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+TAU = np.float32(2 * np.pi)
+TABLE_SIZE = 256
+Array = np.ndarray
+Field = Callable[[Array, Array, Array, float], Array]
+
+
+@cache
+def noise_table() -> Array:
+    """Two independent uniform numbers per texel, float32 (256, 256, 2); part of the generator's version."""
+    rng = np.random.Generator(np.random.Philox(key=20240229))
+    return rng.random((TABLE_SIZE, TABLE_SIZE, 2), dtype=np.float32)
+
+
+def edge(d: Array, width: float | Array) -> Array:
+    return np.clip(d / width + 0.5, 0, 1)
+
+
+def fract(u: Array) -> Array:
+    return u - np.floor(u)
+
+
+def rotated(x: Array, y: Array, angle: float) -> tuple[Array, Array]:
+    c, s = np.cos(angle), np.sin(angle)
+    return c * x + s * y, c * y - s * x
+
+
+def hashed(i: Array, j: Array) -> Array:
+    """Two uniform numbers of an integer cell (i across, j down)."""
+    return noise_table()[j.astype(np.int64) & 255, i.astype(np.int64) & 255]
+
+
+def noise(x: Array, y: Array) -> Array:
+    i, j = np.floor(x), np.floor(y)
+    u, v = x - i, y - j
+    u, v = u * u * (3 - 2 * u), v * v * (3 - 2 * v)
+    column, row = i.astype(np.int64) & 255, j.astype(np.int64) & 255
+    table = noise_table()[:, :, 0]
+    right, down = (column + 1) & 255, (row + 1) & 255
+    top = table[row, column] * (1 - u) + table[row, right] * u
+    bottom = table[down, column] * (1 - u) + table[down, right] * u
+    return top * (1 - v) + bottom * v
+
+
+def fbm(x: Array, y: Array) -> Array:
+    total, weight = np.zeros_like(x), 0.5
+    for _ in range(5):
+        total = total + weight * noise(x, y)
+        x, y = 1.6 * x + 1.2 * y + 17, 1.6 * y - 1.2 * x + 17
+        weight *= 0.5
+    return total / 0.96875
+
+
+def voronoi(x: Array, y: Array) -> tuple[Array, Array, Array]:
+    i0, j0 = np.floor(x), np.floor(y)
+    first, second, number = np.full_like(x, 9), np.full_like(x, 9), np.zeros_like(x)
+    for dj in (-1, 0, 1):
+        for di in (-1, 0, 1):
+            i, j = i0 + di, j0 + dj
+            h = hashed(i, j)
+            d = np.hypot(x - i - h[..., 0], y - j - h[..., 1])
+            nearer = d < first
+            second = np.where(nearer, first, np.minimum(second, d))
+            number = np.where(nearer, hashed(i + 101, j + 101)[..., 0], number)
+            first = np.where(nearer, d, first)
+    return first, second, number
+
+
+def bands(u: Array, width: float | Array) -> Array:
+    return edge(np.abs(fract(u) - 0.5) - 0.25, width)
+
+
+def smooth(low: float, high: float, u: Array) -> Array:
+    t = np.clip((u - low) / (high - low), 0, 1)
+    return t * t * (3 - 2 * t)
+
+
+def stripes(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = rotated(x, y, a[1])
+    u = (u + a[2] * np.sin(TAU * a[3] * v)) * a[0]
+    return bands(u, a[0] * px) if a[4] < 2.5 else np.floor(fract(u) * 3) * 0.5
+
+
+def checkerboard(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = rotated(x, y, a[1])
+    return edge((np.abs(fract(u * a[0]) - 0.5) - 0.25) * (np.abs(fract(v * a[0]) - 0.5) - 0.25), 0.25 * a[0] * px)
+
+
+def dots(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = rotated(x, y, a[3])
+    u, v = u * a[0], v * a[0]
+    u = u + a[2] * (np.floor(v) % 2)
+    return edge(a[1] - np.hypot(fract(u) - 0.5, fract(v) - 0.5), a[0] * px)
+
+
+def rings(x: Array, y: Array, a: Array, px: float) -> Array:
+    return bands(np.hypot(x - a[1], y - a[2]) * a[0], a[0] * px)
+
+
+def spiral(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x - a[2], y - a[3]
+    r = np.maximum(np.hypot(u, v), 1e-4)
+    return bands(np.arctan2(v, u) / TAU * a[0] + r * a[1], (a[0] / (TAU * r) + abs(a[1])) * px)
+
+
+def rays(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x - a[2], y - a[3]
+    r = np.maximum(np.hypot(u, v), 1e-4)
+    return bands(np.arctan2(v, u) / TAU * a[0] + a[1], a[0] / (TAU * r) * px)
+
+
+def mosaic(x: Array, y: Array, a: Array, px: float) -> Array:
+    number = voronoi(x * a[0] + a[6], y * a[0] + a[7])[2]
+    return np.floor(np.minimum(number, 0.999) * a[1]) / (a[1] - 1)
+
+
+def cracks(x: Array, y: Array, a: Array, px: float) -> Array:
+    first, second, _ = voronoi(x * a[0] + a[6], y * a[0] + a[7])
+    return edge(a[1] - (second - first), 2 * a[0] * px)
+
+
+def clouds(x: Array, y: Array, a: Array, px: float) -> Array:
+    return smooth(0.3, 0.7, fbm(x * a[0] + a[6], y * a[0] + a[7]))
+
+
+def marble(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x * a[0] + a[6], y * a[0] + a[7]
+    return smooth(0.3, 0.7, fbm(u + a[1] * fbm(u, v), v + a[1] * fbm(u + 41, v + 83)))
+
+
+def swirls(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x * a[0], y * a[0]
+    for k in range(1, 5):
+        u = u + a[1] / k * np.sin(k * v + a[2])
+        v = v + a[1] / k * np.sin(k * u + a[3])
+    return 0.5 + 0.5 * np.sin(u + v)
+
+
+def kaleidoscope(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x - 0.5, y - 0.5
+    r, wedge = np.hypot(u, v), TAU / a[0]
+    angle = np.abs((np.arctan2(v, u) + TAU) % wedge - 0.5 * wedge)
+    n = fbm(r * a[1] * np.cos(angle) + a[6], r * a[1] * np.sin(angle) + a[7])
+    return 0.5 + 0.5 * np.sin(TAU * (a[2] * n + a[3] * r))
+
+
+def escape(x: Array, y: Array, cx: Array | float, cy: Array | float, scale: float) -> Array:
+    n, alive = np.zeros_like(x), np.ones(x.shape, dtype=bool)
+    for _ in range(48):
+        x, y = np.where(alive, x * x - y * y + cx, x), np.where(alive, 2 * x * y + cy, y)
+        alive = alive & (x * x + y * y <= 16)
+        n = n + alive
+    return np.where(alive, 1, 0.5 - 0.5 * np.cos(scale * np.sqrt(n)))
+
+
+def julia(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = rotated(x - 0.5, y - 0.5, a[3])
+    return escape(u * a[2], v * a[2], a[0], a[1], a[4])
+
+
+def mandelbrot(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = rotated(x - 0.5, y - 0.5, a[3])
+    return escape(np.zeros_like(x), np.zeros_like(y), u * a[2] + a[0], v * a[2] + a[1], a[4])
+
+
+def carpet(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = fract(x * a[1] + a[2]), fract(y * a[1] + a[3])
+    hole = np.zeros(x.shape, dtype=bool)
+    for _ in range(int(a[0])):
+        u, v = fract(u) * 3, fract(v) * 3
+        hole |= (np.floor(u) == 1) & (np.floor(v) == 1)
+    return hole.astype(np.float32)
+
+
+def bricks(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x * 0.5 * a[0], y * a[0]
+    u = u + 0.5 * (np.floor(v) % 2)
+    gap = np.minimum((0.5 - np.abs(fract(u) - 0.5)) * 2, 0.5 - np.abs(fract(v) - 0.5))
+    return edge(a[1] - gap, a[0] * px)
+
+
+def honeycomb(x: Array, y: Array, a: Array, px: float) -> Array:
+    w, h = 1.0, 1.7320508
+    u, v = x * a[0], y * a[0]
+    one = u % w - 0.5 * w, v % h - 0.5 * h
+    two = (u - 0.5 * w) % w - 0.5 * w, (v - 0.5 * h) % h - 0.5 * h
+    nearer = one[0] ** 2 + one[1] ** 2 < two[0] ** 2 + two[1] ** 2
+    gx, gy = np.abs(np.where(nearer, one[0], two[0])), np.abs(np.where(nearer, one[1], two[1]))
+    return edge(a[1] - (0.5 - np.maximum(gx, 0.5 * gx + 0.8660254 * gy)), a[0] * px)
+
+
+def zigzag(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = rotated(x, y, a[3])
+    return bands((v + a[1] * np.abs(fract(u * a[2]) - 0.5)) * a[0], 1.5 * a[0] * px)
+
+
+def plaid(x: Array, y: Array, a: Array, px: float) -> Array:
+    return 0.5 * (bands(x * a[0], a[0] * px) + bands(y * a[1], a[1] * px))
+
+
+def gradient(x: Array, y: Array, a: Array, px: float) -> Array:
+    u = np.hypot(x - 0.5, y - 0.5) * 1.4 if a[0] > 8 else rotated(x - 0.5, y - 0.5, a[0])[0] + 0.5
+    return np.clip((u - a[1]) / a[2], 0, 1)
+
+
+def ripples(x: Array, y: Array, a: Array, px: float) -> Array:
+    return edge(np.sin(np.hypot(x - a[0], y - a[1]) * a[4]) + np.sin(np.hypot(x - a[2], y - a[3]) * a[4]), 0.6)
+
+
+def loops(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x * a[0] + a[6], y * a[0] + a[7]
+    i, j = np.floor(u), np.floor(v)
+    f, g = u - i, v - j
+    f = np.where(hashed(i, j)[..., 0] > 0.5, 1 - f, f)
+    d = np.minimum(np.abs(np.hypot(f, g) - 0.5), np.abs(np.hypot(f - 1, g - 1) - 0.5))
+    return edge(a[1] - d, a[0] * px)
+
+
+def contours(x: Array, y: Array, a: Array, px: float) -> Array:
+    u = fbm(x * a[0] + a[6], y * a[0] + a[7]) * a[1]
+    return edge(a[2] - np.abs(fract(u) - 0.5), 0.15)
+
+
+def wood(x: Array, y: Array, a: Array, px: float) -> Array:
+    u = x * a[0] + a[1] * noise(x * 3 + a[6], y * a[2] + a[7])
+    return smooth(0, 1, np.abs(2 * fract(u) - 1))
+
+
+def scales(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x * a[0], y * a[0] * 2
+    best, row = np.zeros_like(x), np.floor(v)
+    for k in (1, 0):
+        r = row - k
+        d = np.hypot(fract(u + 0.5 * (r % 2)) - 0.5, (v - r) * 0.5) - 0.5
+        cover = edge(-d, a[0] * px)
+        best = best * (1 - cover) + edge(a[1] - np.abs(d + a[1]), a[0] * px) * cover
+    return best
+
+
+def grid(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = rotated(x, y, a[2])
+    return edge(a[1] - np.minimum(np.abs(fract(u * a[0]) - 0.5), np.abs(fract(v * a[0]) - 0.5)), a[0] * px)
+
+
+def triangles(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x * a[0], y * a[0] * 1.1547
+    return edge(1 - fract(u - 0.5 * v) - fract(v), 1.5 * a[0] * px)
+
+
+def rosette(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x - 0.5, y - 0.5
+    r = np.hypot(u, v) / (1 + a[2] * np.cos(a[0] * np.arctan2(v, u) + a[3]))
+    return bands(r * a[1], 1.6 * a[1] * px)
+
+
+def basket(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x * a[0], y * a[0]
+    across = (np.floor(u) + np.floor(v)) % 2 < 0.5
+    return bands(np.where(across, fract(u), fract(v)) * a[1], a[0] * a[1] * px)
+
+
+def specks(x: Array, y: Array, a: Array, px: float) -> Array:
+    u, v = x * a[0] + a[6], y * a[0] + a[7]
+    i, j = np.floor(u), np.floor(v)
+    h = (hashed(i, j) - 0.5) * (1 - 2 * a[1])
+    return edge(a[1] - np.hypot(u - i - 0.5 - h[..., 0], v - j - 0.5 - h[..., 1]), a[0] * px)
+
+
+FIELDS: tuple[Field, ...] = (
+    stripes,
+    checkerboard,
+    dots,
+    rings,
+    spiral,
+    rays,
+    mosaic,
+    cracks,
+    clouds,
+    marble,
+    swirls,
+    kaleidoscope,
+    julia,
+    mandelbrot,
+    carpet,
+    bricks,
+    honeycomb,
+    zigzag,
+    plaid,
+    gradient,
+    ripples,
+    loops,
+    contours,
+    wood,
+    scales,
+    grid,
+    triangles,
+    rosette,
+    basket,
+    specks,
+)
+FIELD_BY_NAME: dict[str, Field] = {field.__name__: field for field in FIELDS}

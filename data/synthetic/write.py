@@ -1,0 +1,172 @@
+"""Synthetic tar shards, written by several processes, with their provenance beside them.
+
+A shard is a function of its settings and its number, so that any number of processes writes the same bytes, and an
+interrupted run goes on with the shards that are missing.
+"""
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from data.errors import DataError, ReadError
+from data.pool import run_all
+from data.synthetic.generate import GENERATOR_VERSION, SyntheticData, SyntheticExample
+from data.synthetic.scene import FORMATS
+from data.tar_writer import Example, write_shard
+
+PROVENANCE = "provenance.json"
+QUALITY = 90
+_BATCH = 64
+_STATEMENT = (
+    "Pictures and captions were computed from a seed by programs of this project. No photograph, no person and no other "
+    "data set was used, so training on them costs no privacy."
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the shards are a function of.
+
+    Attributes:
+        num_examples: in all shards.
+        image_size: side in pixels.
+        seed: of the generator.
+        backend: glsl or numpy.
+        image_format: one of FORMATS.
+        shard_examples: examples per shard.
+    """
+
+    num_examples: int
+    image_size: int
+    seed: int
+    backend: str
+    image_format: str = "jpg"
+    shard_examples: int = 5000
+
+    def __post_init__(self) -> None:
+        if self.num_examples < 1 or self.shard_examples < 1:
+            raise DataError(f"the number of examples is {self.num_examples}; it must be at least 1")
+        if self.image_format not in FORMATS:
+            raise DataError(f"unknown image format {self.image_format}; choose one of {', '.join(FORMATS)}")
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_examples // self.shard_examples)
+
+    def shard_name(self, shard: int) -> str:
+        return f"synthetic-{shard:05d}.tar"
+
+    def indices(self, shard: int) -> range:
+        """Example indices of a shard."""
+        start = shard * self.shard_examples
+        return range(start, min(start + self.shard_examples, self.num_examples))
+
+
+def write_synthetic(
+    output: Path,
+    settings: Settings,
+    *,
+    executor: Executor | None = None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Path:
+    """Writes all shards that are not there yet, and `provenance.json`.
+
+    Args:
+        output: folder of the shards; a folder with other content is refused.
+        settings: backend "auto" is resolved here.
+        executor: workers of `pool.worker_pool`; None works in this process.
+        advance: told of the examples of every shard that is done.
+
+    Returns:
+        The path of the provenance.
+
+    Raises:
+        DataError: the folder holds something else or cannot be written; the renderer is missing.
+    """
+    probe = SyntheticData(settings.seed, settings.image_size, settings.backend)
+    settings = replace(settings, backend=probe.renderer.name)
+    record = _provenance(settings, probe.renderer.description)
+    probe.close()
+    try:
+        _claim(output, record)
+        missing = [shard for shard in range(settings.num_shards) if not (output / settings.shard_name(shard)).exists()]
+        advance(settings.num_examples - sum(len(settings.indices(shard)) for shard in missing))
+        jobs = [(output, settings, shard, executor is not None) for shard in missing]
+        for count in run_all(executor, _write_one, jobs):
+            advance(count)
+    except OSError as error:
+        if isinstance(error, ReadError):
+            raise
+        raise DataError(f"cannot write to {output}: {error.strerror or error}") from error
+    return output / PROVENANCE
+
+
+_OPEN: dict[tuple[Any, ...], SyntheticData] = {}
+
+
+def _write_one(output: Path, settings: Settings, shard: int, is_worker: bool) -> int:
+    if is_worker:  # Mesa's software renderer otherwise starts a thread per processor in every process
+        os.environ.setdefault("LP_NUM_THREADS", "1")
+    source = (settings.seed, settings.image_size, settings.backend)
+    if source not in _OPEN:  # a context takes longer to open than a small shard to draw
+        _OPEN[source] = SyntheticData(*source)
+    return write_shard(output / settings.shard_name(shard), _encoded(_OPEN[source], settings, shard))
+
+
+def _encoded(data: SyntheticData, settings: Settings, shard: int) -> Iterator[Example]:
+    indices = settings.indices(shard)
+    for start in range(0, len(indices), _BATCH):
+        batch = indices[start : start + _BATCH]
+        for index, example in zip(batch, data.examples(batch), strict=True):
+            image = encode(example, settings.image_format)
+            yield f"{index:012d}", {settings.image_format: image, "txt": example.caption.encode()}
+
+
+def encode(example: SyntheticExample, image_format: str) -> bytes:
+    """The picture as JPEG or WebP of quality 90, or as PNG."""
+    buffer = io.BytesIO()
+    image = Image.fromarray(example.image_HWC)
+    if image_format == "jpg":
+        image.save(buffer, "JPEG", quality=QUALITY, subsampling=0)  # thin coloured lines keep their colour
+    elif image_format == "webp":
+        image.save(buffer, "WEBP", quality=QUALITY, method=2)
+    else:
+        image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _provenance(settings: Settings, renderer: str) -> dict[str, Any]:
+    return {
+        "kind": "synthetic",
+        "generator_version": GENERATOR_VERSION,
+        **asdict(settings),
+        "renderer": renderer,
+        "statement": _STATEMENT,
+    }
+
+
+def _claim(output: Path, record: dict[str, Any]) -> None:
+    """Makes the folder ours, or checks that it holds a part of exactly these examples."""
+    path = output / PROVENANCE
+    output.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path} is damaged ({error}); choose an empty folder") from error
+        differing = [key for key in record if not isinstance(found, dict) or found.get(key) != record[key]]
+        if differing:
+            raise DataError(f"{output} holds other data (it differs in {', '.join(differing)}); choose an empty folder")
+        return
+    if any(output.glob("*.tar")):
+        raise DataError(f"{output} holds shards without {PROVENANCE}; choose an empty folder")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
