@@ -31,7 +31,7 @@ class LocalStorage:
                 raise DataError(f"missing or empty shards: {path}: {error.strerror or error}") from error
             if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
                 raise DataError(f"missing or empty shards: {path} is empty or no file; fetch it again")
-            yield ShardStatus(status.st_size, str(status.st_mtime_ns))
+            yield ShardStatus(status.st_size, f"mtime_ns:{status.st_mtime_ns}")
 
     @contextmanager
     def local_copy(self, name: str) -> Iterator[Path]:

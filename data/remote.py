@@ -27,6 +27,15 @@ from data.storage import ReadRequest, RemoteOptions, ShardStatus, check_crc
 T = TypeVar("T")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LONGEST_PAUSE_SECONDS = 30.0
+_VERSIONS = {
+    "ETag": "etag",
+    "etag": "etag",
+    "Last-Modified": "modified",
+    "LastModified": "modified",
+    "last_modified": "modified",
+    "mtime": "modified",
+}
+"""Names that drivers give to what changes with an object."""
 _GONE = "it is gone"
 _FINAL = {
     401: "access is refused",
@@ -109,10 +118,8 @@ class RemoteStorage:
             raise DataError(f"{url}: its server does not serve ranges; use one that does")
         if not info.get("size"):
             raise DataError(f"missing or empty shards: {url} is empty, or its server does not say how long it is")
-        version = next(
-            (info[key] for key in ("ETag", "etag", "Last-Modified", "LastModified", "mtime") if info.get(key)), ""
-        )
-        return ShardStatus(int(info["size"]), str(version))
+        version = next((f"{_VERSIONS[key]}:{info[key]}" for key in _VERSIONS if info.get(key)), "")
+        return ShardStatus(int(info["size"]), version)
 
     def _read(self, request: ReadRequest) -> bytes:
         data = self._cache.get(request) if self._cache is not None else None
@@ -146,7 +153,8 @@ class RemoteStorage:
         if not self._is_http:
             return {}
         headers = {"Accept-Encoding": "identity"}
-        return {"headers": headers | ({"If-Match": version} if version.startswith('"') else {})}
+        is_strong = version.startswith('etag:"')
+        return {"headers": headers | ({"If-Match": version.removeprefix("etag:")} if is_strong else {})}
 
     def _retry(self, url: str, call: Callable[[], T]) -> T:
         """Tries again with doubling pauses, unless the answer is final.

@@ -27,7 +27,8 @@ class ShardEntry:
         keys_sha256: of the list of its keys, in hex.
         repeated_keys: examples whose key came before in the same shard (copies count as a group in privacy).
         skipped: members that belong to no example: links, devices, folders, hidden or nameless files.
-        version: modification time (local, ns) or ETag (remote) when it was indexed; empty when there is none.
+        version: what told its state when it was indexed, KIND:VALUE: `mtime_ns` of a file, `etag` or `modified` of an
+            object; empty when there is nothing.
     """
 
     name: str
@@ -45,6 +46,13 @@ class ShardStatus(NamedTuple):
 
     size: int
     version: str
+
+    def is_newer_than(self, entry: ShardEntry) -> bool:
+        """Whether the versions say that it was written again. Those of another kind (an index moved with a copy) say
+        nothing; then only the checksum of every read tells."""
+        kind, _, value = self.version.partition(":")
+        old_kind, _, old_value = entry.version.partition(":")
+        return bool(kind) and kind == old_kind and value != old_value
 
 
 class ReadRequest(NamedTuple):

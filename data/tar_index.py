@@ -163,7 +163,7 @@ class ExampleTable:
                 raise DataError(
                     f"{location} has {status.size} bytes, its index says {entry.size}; restore the shard or index again"
                 )
-            if status.version and entry.version and status.version != entry.version:
+            if status.is_newer_than(entry):
                 raise DataError(
                     f"{location} was written after it was indexed; `prepare.py verify` accepts it if its bytes are the "
                     "same, else restore the shard or index again"

@@ -1,0 +1,148 @@
+"""Web servers on loopback that serve a folder with ranges: a small one with planned faults, and the real nginx."""
+
+import hashlib
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+
+
+class RangeServer(ThreadingHTTPServer):
+    """Serves `folder`. Each GET first takes one of `faults`: a status, "hang", "cut", "whole", "garbage" or None."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder = folder
+        self.faults: deque[int | str | None] = deque()
+        self.requests: list[tuple[str, str | None]] = []
+        self.num_now = self.most_at_once = 0
+        self.lock = threading.Lock()
+        self.released = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: RangeServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Silent."""
+
+    def do_HEAD(self) -> None:
+        path = self.server.folder / self.path.lstrip("/")
+        if not path.is_file():
+            self._answer(404, b"", send=False)
+            return
+        self._answer(200, path.read_bytes(), send=False, etag=_etag(path.read_bytes()))
+
+    def do_GET(self) -> None:
+        with self.server.lock:
+            self.server.requests.append((self.path, self.headers["Range"]))
+            self.server.num_now += 1
+            self.server.most_at_once = max(self.server.most_at_once, self.server.num_now)
+            fault = self.server.faults.popleft() if self.server.faults else None
+        try:
+            self._get(fault)
+        finally:
+            with self.server.lock:
+                self.server.num_now -= 1
+
+    def _get(self, fault: int | str | None) -> None:
+        path = self.server.folder / self.path.lstrip("/")
+        if fault == "hang":
+            self.server.released.wait(30)
+            self.close_connection = True
+            return
+        if isinstance(fault, int):
+            self._answer(fault, b"planned")
+            return
+        if not path.is_file():
+            self._answer(404, b"")
+            return
+        body = path.read_bytes()
+        if self.headers["If-Match"] not in (None, _etag(body)):
+            self._answer(412, b"")
+            return
+        span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"] or "")
+        if span is None or fault == "whole":
+            self._answer(200, body, etag=_etag(body))
+            return
+        part = body[int(span[1]) : int(span[2]) + 1]
+        if not part:
+            self._answer(416, b"")
+        elif fault == "cut":
+            self._answer(206, part, missing=len(part) // 2)
+        else:
+            self._answer(206, bytes(len(part)) if fault == "garbage" else part)
+
+    def _answer(self, status: int, body: bytes, *, send: bool = True, missing: int = 0, etag: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Accept-Ranges", "bytes")
+        if etag:
+            self.send_header("ETag", etag)
+        self.end_headers()
+        if send:
+            self.wfile.write(body[: len(body) - missing])
+        self.close_connection = missing > 0
+
+
+def _etag(body: bytes) -> str:
+    return f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+
+
+@contextmanager
+def range_server(folder: Path) -> Iterator[RangeServer]:
+    server = RangeServer(folder)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.released.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def nginx(folder: Path, work: Path) -> Iterator[str]:
+    """The URL of an nginx that serves `folder`; its own files go to `work`."""
+    assert NGINX is not None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "nginx.conf").write_text(
+        f"user root;\nworker_processes 2;\ndaemon off;\npid {work}/pid;\nerror_log {work}/error.log;\n"
+        f"events {{}}\nhttp {{\n  access_log {work}/access.log;\n  client_body_temp_path {work}/body;\n"
+        f"  proxy_temp_path {work}/proxy;\n  fastcgi_temp_path {work}/fastcgi;\n  uwsgi_temp_path {work}/uwsgi;\n"
+        f"  scgi_temp_path {work}/scgi;\n  server {{ listen 127.0.0.1:{port}; root {folder}; }}\n}}\n"
+    )
+    process = subprocess.Popen([NGINX, "-c", f"{work}/nginx.conf", "-p", str(work)], stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 20
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, "nginx did not start"
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)

@@ -1,0 +1,186 @@
+"""Every kind of bad input of docs/data.md: each alone, among good examples, through the real index and loader."""
+
+import io
+import json
+import re
+import struct
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.examples import CaptionExample
+from data.index_build import build_index
+from data.loader import Loader, StepPlan
+from data.reader import MAX_CAPTION_BYTES, TarReader
+from data.tokenizer import EMBEDDED_TOKENIZER
+from data.transforms import denormalize
+from data.verify import verify_sample
+from tests.data.conftest import ROOT, picture
+
+MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER, train=False)
+GOOD = {"jpg": picture(1), "txt": b"good"}
+
+
+def encoded(image: Image.Image, fmt: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, fmt, **options)
+    return buffer.getvalue()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A small PNG of many pixels."""
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(100)))]
+    parts = [
+        struct.pack(">I", len(b)) + t + b + struct.pack(">I", zlib.crc32(t + b)) for t, b in [*chunks, (b"IEND", b"")]
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+RED, GREEN = (200, 0, 0), (0, 200, 0)
+FRAMES = [Image.new("RGB", (30, 30), RED), Image.new("RGB", (30, 30), GREEN)]
+
+UNDECODABLE: dict[str, dict[str, bytes]] = {
+    "zero-byte image": {"jpg": b"", "txt": b"x"},
+    "no image bytes": {"jpg": b"no image", "txt": b"x"},
+    "image cut off": {"jpg": picture(1)[:300], "txt": b"x"},
+    "decompression bomb": {"png": bomb(60_000, 60_000), "txt": b"x"},
+    "other format under a known name": {"jpg": encoded(FRAMES[0], "TIFF"), "txt": b"x"},
+    "missing image": {"txt": b"x"},
+    "missing caption": {"jpg": picture(1)},
+    "empty caption": {"jpg": picture(1), "txt": b""},
+    "blank caption": {"jpg": picture(1), "txt": b" \n\t "},
+    "caption not UTF-8": {"jpg": picture(1), "txt": b"caf\xe9"},
+    "caption over 1 MiB": {"jpg": picture(1), "txt": b"x" * (MAX_CAPTION_BYTES + 1)},
+    "caption field of another type": {"jpg": picture(1), "json": b'{"caption": 7}'},
+    "broken JSON": {"jpg": picture(1), "json": b'{"caption": '},
+    "deep JSON": {"jpg": picture(1), "json": b"[" * 200_000},
+    "image of another extension": {"bmp": encoded(FRAMES[0], "BMP"), "txt": b"x"},
+}
+
+DECODABLE: dict[str, tuple[dict[str, bytes], tuple[int, int, int], str]] = {
+    "1-pixel image": ({"png": encoded(Image.new("RGB", (1, 1), RED), "PNG"), "txt": b"x"}, RED, "x"),
+    "CMYK": ({"jpg": encoded(Image.new("CMYK", (30, 30), (0, 255, 255, 55)), "JPEG"), "txt": b"x"}, RED, "x"),
+    "alpha": ({"png": encoded(Image.new("RGBA", (30, 30), (*RED, 0)), "PNG"), "txt": b"x"}, (255, 255, 255), "x"),
+    "animated": (
+        {"webp": encoded(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:], lossless=True), "txt": b"x"},
+        RED,
+        "x",
+    ),
+    "huge caption": ({"png": encoded(FRAMES[0], "PNG"), "txt": b"word " * 150_000}, RED, "word " * 4),
+    "caption with control characters": ({"png": encoded(FRAMES[0], "PNG"), "txt": b"a\x00\x07b"}, RED, "a"),
+    "caption in JSON": ({"png": encoded(FRAMES[0], "PNG"), "json": b'{"caption": "j"}'}, RED, "j"),
+    "two images": (
+        {"left.png": encoded(FRAMES[0], "PNG"), "right.png": encoded(FRAMES[1], "PNG"), "txt": b"x"},
+        RED,
+        "x",
+    ),
+    "jpeg": ({"jpeg": encoded(FRAMES[0], "JPEG"), "txt": b"x"}, RED, "x"),
+    "upper case": ({"PNG": encoded(FRAMES[0], "PNG"), "TXT": b"x"}, RED, "x"),
+}
+
+
+def write(path: Path, examples: list[tuple[str, dict[str, bytes]]]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for key, members in examples:
+            for extension, body in members.items():
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(body)
+                tar.addfile(info, io.BytesIO(body))
+    return path
+
+
+def batch_of(path: Path, tmp_path: Path, make: CaptionExample = MAKE):  # type: ignore[no-untyped-def]
+    table = build_index([path], tmp_path / "index")
+    ids = np.arange(len(table))
+    plan = StepPlan(0, ids, ids.astype(np.uint64), 1)
+    [(_, batches)] = [
+        (p, list(b)) for p, b in Loader(table, make, micro_batch_size=len(ids), num_workers=0).steps(iter([plan]))
+    ]
+    return table, batches[0]
+
+
+@pytest.mark.parametrize("kind", UNDECODABLE)
+def test_undecodable_examples_are_zero_rows_counted_and_leave_others_alone(kind: str, tmp_path: Path) -> None:
+    bad = UNDECODABLE[kind]
+    table, batch = batch_of(write(tmp_path / "s.tar", [("a", GOOD), ("b", bad), ("c", GOOD)]), tmp_path)
+    assert len(table) == 3  # n does not depend on what can be decoded
+    assert batch.is_padding_B.tolist() == [False, True, False] and batch.num_undecodable == 1
+    assert not batch.inputs["images_BCHW"][1].any()
+    for name, value in batch.inputs.items():
+        assert torch.equal(value[0], value[2]), name
+        assert torch.equal(value[1], torch.from_numpy(MAKE.padding()[name.replace("_B", "_")])), name
+    counts = verify_sample(table, 3, None, lambda items: items)
+    assert counts["usable"] == 2 and counts.total() == 3
+
+
+@pytest.mark.parametrize("kind", DECODABLE)
+def test_odd_examples_are_decoded_as_documented(kind: str, tmp_path: Path) -> None:
+    members, colour, caption = DECODABLE[kind]
+    _, batch = batch_of(write(tmp_path / "s.tar", [("a", GOOD), ("b", members)]), tmp_path)
+    assert batch.num_undecodable == 0
+    shown = denormalize(batch.inputs["images_BCHW"][1].numpy())[8, 8].astype(int)
+    assert np.abs(shown - colour).max() <= 6
+    assert MAKE.tokenizer.decode(batch.inputs["tokens_BL"][1].tolist()).startswith(caption.strip())
+
+
+def test_names_never_become_paths(tmp_path: Path) -> None:
+    """Traversal, absolute and foreign names are keys; links, devices and folders are passed over; nothing is extracted."""
+    (tmp_path / "work").mkdir()
+    path = tmp_path / "work" / "s.tar"
+    with tarfile.open(path, "w") as tar:
+        for key in ("../../outside", "/etc/absolute", "b\udcff\udcfe", "sub/x"):
+            for extension, body in GOOD.items():
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(body)
+                tar.addfile(info, io.BytesIO(body))
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE):
+            info = tarfile.TarInfo("sub/x.png")  # of the last example's key
+            info.type, info.linkname = kind, "/etc/passwd"
+            tar.addfile(info)
+    before = set(tmp_path.rglob("*"))
+    table, batch = batch_of(path, tmp_path / "work")
+    assert len(table) == 4 and batch.num_undecodable == 0 and table.entries[0].skipped == 5
+    assert all(set(raw.fields) == {"jpg", "txt"} for raw in TarReader(table).read_all(range(4)))
+    assert {p for p in tmp_path.rglob("*") if "index" not in p.parts} == before
+
+
+def test_duplicate_keys(tmp_path: Path) -> None:
+    """Neighbours of one key are one example, its first member of an extension counts; a key that comes back is another."""
+    one, two = {"jpg": picture(1), "txt": b"first"}, {"jpg": picture(2), "txt": b"second"}
+    table, _ = batch_of(write(tmp_path / "s.tar", [("a", one), ("a", two), ("b", one), ("a", two)]), tmp_path)
+    raws = list(TarReader(table).read_all(range(len(table))))
+    assert [raw.caption for raw in raws] == ["first", "first", "second"]
+    assert raws[0].image == one["jpg"] and table.entries[0].repeated_keys == 1
+
+
+def test_several_captions_belong_to_one_example(tmp_path: Path) -> None:
+    captions = {"0.txt": b"zero", "1.txt": b"one", "2.txt": b"\xff"}
+    members = {
+        "png": encoded(FRAMES[0], "PNG"),
+        **captions,
+        "json": json.dumps({"caption": "no", "all": ["x", "y", 3]}).encode(),
+    }
+    path = write(tmp_path / "s.tar", [("a", members)])
+    table, _ = batch_of(path, tmp_path)
+    raw = TarReader(table).read(0)
+    assert raw.captions() == ["zero", "one"] and raw.captions("all") == ["x", "y"] and raw.captions("none") == []
+    train = CaptionExample(16, 12, EMBEDDED_TOKENIZER)
+    said = [train.tokenizer.decode(train(raw, key)["tokens_L"].tolist()) for key in range(20)]
+    assert set(said) == {"zero", "one"} and said == [
+        train.tokenizer.decode(train(raw, key)["tokens_L"].tolist()) for key in range(20)
+    ]
+    fielded = CaptionExample(16, 12, EMBEDDED_TOKENIZER, train=False, caption_field="all")
+    assert fielded.tokenizer.decode(fielded(raw, 1)["tokens_L"].tolist()) == "x"
+
+
+def test_the_documentation_lists_every_kind() -> None:
+    text = (ROOT / "docs" / "data.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)
+    listed = {part.strip() for row in rows for part in row.split(";")}
+    for kind in [*UNDECODABLE, *DECODABLE]:
+        assert kind in listed, kind

@@ -1,0 +1,266 @@
+"""Building an index: in parallel, under MPI, after a kill, again with more shards; and what it refuses."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import index_build
+from data.errors import DataError, ReadError
+from data.index_build import build_index
+from data.index_shard import ROW
+from data.pool import worker_pool
+from data.tar_index import MANIFEST, ExampleTable
+from data.verify import verify_hashes
+from tests.data.conftest import ROOT, picture, write_shard
+
+PREPARE = str(ROOT / "launch_scripts" / "prepare.py")
+
+
+def make_shards(folder: Path, count: int, *, first: int = 0) -> list[Path]:
+    """Shards with 1, 2, 3, ... examples."""
+    return [
+        write_shard(
+            folder / f"train-{number:03d}.tar",
+            [{"__key__": f"{number}-{i}", "jpg": picture(i), "txt": b"x" * (i * 20)} for i in range(number % 5 + 1)],
+        )
+        for number in range(first, first + count)
+    ]
+
+
+def contents(index: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in index.iterdir()}
+
+
+def test_at_most_twelve_bytes_and_private_keys_hash(table: ExampleTable) -> None:
+    assert ROW.itemsize == 11
+    [extents] = table.index_dir.glob("extents-*.npy")
+    assert extents.stat().st_size == 12 * ROW.itemsize + 192
+    manifest = json.loads((table.index_dir / MANIFEST).read_text())
+    first = manifest["shards"][0]
+    assert set(first) >= {"name", "size", "sha256", "count", "keys_sha256"}
+    assert b"folder/ex0000" not in (table.index_dir / MANIFEST).read_bytes() + extents.read_bytes()
+
+
+def test_processes_give_the_same_bytes(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "shards", 7)
+    build_index(shards, tmp_path / "one")
+    with worker_pool(2) as pool:
+        build_index(shards, tmp_path / "two", executor=pool.executor)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def mpirun(count: int, *arguments: object, expected: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "mpirun"), "-n", str(count), sys.executable, PREPARE]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "SLURM"))}
+    done = subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT
+    )
+    assert done.returncode == expected, done.stderr
+    return done
+
+
+def test_mpi_ranks_give_the_same_bytes(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "shards", 7)
+    build_index(shards, tmp_path / "one")
+    done = mpirun(2, "index", tmp_path / "shards", "--output", tmp_path / "two")
+    assert done.stdout.startswith("18 examples in 7 shards")  # said once
+    assert done.stdout.count("\n") == 1
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    done = mpirun(2, "verify", tmp_path / "shards", "--index", tmp_path / "two")
+    assert done.stdout == "7 shards with 18 examples are what was indexed\n"
+    shards[3].write_bytes(b"no tar" * 100)
+    done = mpirun(2, "index", tmp_path / "shards", "--output", tmp_path / "three", expected=2)
+    assert done.stderr.count("error: ") == 1 and "train-003.tar is no tar archive" in done.stderr
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from data import index_build
+written = []
+def kill_after_four(path, entry, rows, write=index_build._write_part):
+    write(path, entry, rows)
+    written.append(path)
+    if len(written) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+index_build._write_part = kill_after_four
+index_build.build_index(sorted(Path(sys.argv[2]).glob("*.tar")), Path(sys.argv[3]))
+"""
+
+
+def test_a_killed_build_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = make_shards(tmp_path / "shards", 7)
+    build_index(shards, tmp_path / "whole")
+    command = [sys.executable, "-c", KILLED, str(ROOT), str(tmp_path / "shards"), str(tmp_path / "index")]
+    assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
+    with pytest.raises(DataError, match="there is no index"):
+        ExampleTable.open(tmp_path / "index", tmp_path / "shards")
+    parts = sorted((tmp_path / "index" / "parts").glob("?" * 32))
+    assert len(parts) == 4
+    parts[0].write_bytes(parts[0].read_bytes()[:-1])  # a file system that lost its end
+    read = count_reads(monkeypatch)
+    build_index(shards, tmp_path / "index")
+    assert len(read) == 4  # three that were never read, and the spoiled one
+    assert contents(tmp_path / "index") == contents(tmp_path / "whole")
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    read: list[str] = []
+    original = index_build.index_file
+
+    def note(path: Path, name: str, *more: str):  # type: ignore[no-untyped-def]
+        read.append(name)
+        return original(path, name, *more)
+
+    monkeypatch.setattr(index_build, "index_file", note)
+    return read
+
+
+def test_more_shards_are_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = make_shards(tmp_path / "shards", 3)
+    before = build_index(old, tmp_path / "index").manifest_digest()
+    new = make_shards(tmp_path / "shards", 2, first=3)
+    read = count_reads(monkeypatch)
+    table = build_index([*old, *new], tmp_path / "index")
+    assert read == ["train-003.tar", "train-004.tar"] and len(table) == 15
+    assert table.manifest_digest() != before  # a run on the old index refuses the new one
+    build_index([*old, *new], tmp_path / "whole")
+    assert contents(tmp_path / "index") == contents(tmp_path / "whole")
+    read.clear()
+    write_shard(old[1], [{"__key__": "other", "jpg": picture(9), "txt": b"x"}])
+    assert len(build_index([*old, *new], tmp_path / "index")) == 14
+    assert read == ["train-001.tar"]
+    read.clear()
+    assert len(build_index(new, tmp_path / "index")) == 9 and read == []
+
+
+def test_workers_refuse_an_index_that_was_replaced(shards: list[Path], tmp_path: Path) -> None:
+    table = build_index(
+        shards[:2],
+        tmp_path / "index",
+    )
+    reopen, arguments = table.__reduce__()
+    assert len(reopen(*arguments)) == 8
+    build_index(shards, tmp_path / "index")
+    with pytest.raises(DataError, match="was replaced while it was in use"):
+        reopen(*arguments)
+
+
+def test_verify_accepts_copies_with_new_times(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "shards", 2)
+    table = build_index(shards, tmp_path / "index")
+    os.utime(shards[0], (1, 1))
+    with pytest.raises(DataError, match=r"train-000\.tar was written after it was indexed"):
+        ExampleTable.open(tmp_path / "index", tmp_path / "shards")
+    verify_hashes(table, None, lambda items: items)
+    assert ExampleTable.open(tmp_path / "index", tmp_path / "shards").manifest_digest() == table.manifest_digest()
+    data = bytearray(shards[1].read_bytes())
+    data[700] ^= 1
+    shards[1].write_bytes(data)
+    with pytest.raises(DataError, match="is not what was indexed"):
+        verify_hashes(table, None, lambda items: items)
+
+
+@pytest.mark.parametrize("folder", ["/sys/kernel/index", "FILE/index"])
+def test_a_folder_that_cannot_be_written_is_known_before_any_reading(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = make_shards(tmp_path / "shards", 1)
+    (tmp_path / "file").write_text("")
+    read = count_reads(monkeypatch)
+    with pytest.raises(DataError, match="cannot write the index to") as caught:
+        build_index(shards, Path(folder.replace("FILE", str(tmp_path / "file"))))
+    assert "\n" not in str(caught.value) and not read
+
+
+def test_a_read_only_index_folder_serves_reading(tmp_path: Path) -> None:
+    """Training needs no more than that; only another build is refused."""
+    shards = make_shards(tmp_path / "shards", 2)
+    index = tmp_path / "index"
+    table = build_index(shards, index)
+    mount = ["mount", "--bind", "-o", "ro", str(index), str(index)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("no permission to mount")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(index)], check=True)
+        assert ExampleTable.open(index, tmp_path / "shards").manifest_digest() == table.manifest_digest()
+        with pytest.raises(DataError, match="Read-only file system"):
+            build_index(shards, index)
+    finally:
+        subprocess.run(["umount", str(index)], check=True)
+
+
+def test_one_build_at_a_time(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "shards", 1)
+    (tmp_path / "index" / "parts").mkdir(parents=True)
+    with open(tmp_path / "index" / "parts" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="another build is at work"):
+            build_index(shards, tmp_path / "index")
+    assert len(build_index(shards, tmp_path / "index")) == 1
+
+
+def test_a_dead_worker_is_one_line(tmp_path: Path) -> None:
+    from concurrent.futures import ProcessPoolExecutor
+
+    from data.pool import run_all
+
+    with ProcessPoolExecutor(1) as executor, pytest.raises(ReadError, match="a worker process died"):
+        list(run_all(executor, os._exit, [(9,), (9,)]))
+
+
+def test_repeated_keys_and_passed_over_members_are_counted(tmp_path: Path) -> None:
+    path = write_shard(
+        tmp_path / "s.tar",
+        [{"__key__": key, "txt": b"x"} for key in ("a", "b", "a", "../../etc/passwd", "/abs", "a")],
+    )
+    [entry] = build_index([path], tmp_path / "index").entries
+    assert (entry.count, entry.repeated_keys, entry.skipped) == (6, 2, 0)
+
+
+def test_checksums_are_those_of_the_extents(table: ExampleTable, shards: list[Path]) -> None:
+    import zlib
+
+    extents = table.extents(range(len(table)))
+    for shard, offset, length, crc32 in zip(*extents, strict=True):
+        assert zlib.crc32(shards[shard].read_bytes()[offset : offset + length]) == crc32
+
+
+def test_checksums_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = make_shards(tmp_path / "shards", 5)
+    whole = [build_index([s], tmp_path / f"whole{i}")._rows_N.tobytes() for i, s in enumerate(shards)]
+    monkeypatch.setattr("data.index_shard._HASH_CHUNK", 700)
+    monkeypatch.setattr("data.index_shard._WINDOW", 600)
+    small = [build_index([s], tmp_path / f"small{i}")._rows_N.tobytes() for i, s in enumerate(shards)]
+    assert whole == small
+
+
+def test_longer_captions_have_higher_classes(tmp_path: Path) -> None:
+    sizes = [0, 1, 16, 17, 100, 239, 241, 5000]
+    samples = [{"__key__": f"{i}", "jpg": b"", "txt": b"x" * size} for i, size in enumerate(sizes)]
+    samples.append({"__key__": "json", "json": b'{"caption": "' + b"y" * 50 + b'"}'})
+    table = build_index([write_shard(tmp_path / "s.tar", samples)], tmp_path / "index")
+    assert table.caption_classes(range(9)).tolist() == [0, 1, 1, 2, 7, 15, 15, 15, 5]
+
+
+def test_a_million_rows_cost_no_memory_to_open(tmp_path: Path) -> None:
+    """Opening maps; a worker that reads a few rows touches a few pages."""
+    shard = make_shards(tmp_path / "shards", 1)[0]
+    build_index([shard], tmp_path / "index")
+    manifest = json.loads((tmp_path / "index" / MANIFEST).read_text())
+    manifest["shards"][0]["count"] = manifest["num_examples"] = 50_000_000
+    extents = tmp_path / "index" / manifest["extents"]
+    np.lib.format.open_memmap(extents, mode="w+", dtype=ROW, shape=(50_000_000,)).flush()
+    (tmp_path / "index" / MANIFEST).write_text(json.dumps(manifest))
+    start = time.perf_counter()
+    table = ExampleTable.open(tmp_path / "index", tmp_path / "shards")
+    assert table.extents([49_999_999]).lengths.tolist() == [0] and time.perf_counter() - start < 2

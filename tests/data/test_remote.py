@@ -1,0 +1,274 @@
+"""Shards over HTTP against the same shards on disk; every way in which a network fails."""
+
+import stat
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.block_cache import BlockCache
+from data.errors import DataError, ReadError
+from data.examples import CaptionExample
+from data.index_build import build_index
+from data.loader import Loader, StepPlan
+from data.reader import TarReader
+from data.shards import find_shards
+from data.storage import RemoteOptions
+from data.tar_index import ExampleTable
+from data.tokenizer import EMBEDDED_TOKENIZER
+from tests.data.servers import RangeServer, range_server
+from tests.distributed.ranks import free_port
+
+QUICK = RemoteOptions(timeout_seconds=2, tries=3, backoff_seconds=0.01, connections=4)
+MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER)
+
+
+@pytest.fixture
+def server(shards: list[Path], tmp_path: Path) -> Iterator[RangeServer]:
+    folder = tmp_path / "served"
+    folder.mkdir()
+    for path in shards:
+        (folder / path.name).write_bytes(path.read_bytes())
+    with range_server(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def remote(server: RangeServer, tmp_path: Path) -> ExampleTable:
+    found = find_shards(f"{server.url}/train-{{000..002}}.tar", tmp_path)
+    return build_index(found, tmp_path / "remote", remote=QUICK)
+
+
+def using(table: ExampleTable, **options: object) -> TarReader:
+    return TarReader(
+        ExampleTable.open(table.index_dir, table.shard_root, remote=replace(QUICK, **options), check_shards=False)
+    )
+
+
+def test_index_and_examples_equal_those_of_the_folder(remote: ExampleTable, table: ExampleTable) -> None:
+    assert remote.manifest_digest() == table.manifest_digest()
+    extents = [next(t.index_dir.glob("extents-*")) for t in (remote, table)]
+    assert extents[0].name == extents[1].name and extents[0].read_bytes() == extents[1].read_bytes()
+    assert all(entry.version.startswith('etag:"') for entry in remote.entries)  # the ETag
+    ids = np.random.default_rng(0).permutation(12)
+    assert list(TarReader(remote).read_all(ids)) == list(TarReader(table).read_all(ids))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_same_batches_as_from_the_folder(num_workers: int, remote: ExampleTable, table: ExampleTable) -> None:
+    plan = StepPlan(1, np.arange(12), np.arange(12, dtype=np.uint64), 4)
+    found = []
+    for source in (table, remote):
+        loader = Loader(source, MAKE, micro_batch_size=3, num_workers=num_workers)
+        [(_, batches)] = [(plan, list(batches)) for plan, batches in loader.steps(iter([plan]))]
+        found.append(batches)
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one.is_padding_B, two.is_padding_B) and one.num_undecodable == two.num_undecodable
+        assert all(torch.equal(one.inputs[name], two.inputs[name]) for name in one.inputs)
+
+
+@pytest.mark.parametrize("fault", [500, 503, 429, "hang", "cut", "garbage"])
+def test_passing_faults_are_tried_again(fault: int | str, server: RangeServer, remote: ExampleTable) -> None:
+    expected = TarReader(remote).read(3)
+    server.faults.extend([fault, fault])
+    assert using(remote, timeout_seconds=0.3).read(3) == expected
+    assert not server.faults
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ([500] * 3, "in 3 tries"),
+        (["hang"] * 3, "in 3 tries"),
+        (["cut"] * 3, "in 3 tries"),
+        (["garbage"] * 3, "the bytes changed"),
+        ([404], "it is gone"),
+        ([403], "access is refused"),
+        ([412], "it changed since it was indexed"),
+        (["whole"], "does not serve ranges"),
+    ],
+)
+def test_lasting_faults_are_one_clear_read_error(
+    faults: list[int | str], message: str, server: RangeServer, remote: ExampleTable
+) -> None:
+    server.faults.extend(faults)
+    before = len(server.requests)
+    with pytest.raises(ReadError, match=message) as caught:
+        using(remote, timeout_seconds=0.3).read(3)
+    assert f"{server.url}/train-000.tar" in str(caught.value) and "\n" not in str(caught.value)
+    assert len(server.requests) - before == len(faults)
+
+
+def test_a_read_error_ends_the_step_and_is_no_zero_gradient(server: RangeServer, remote: ExampleTable) -> None:
+    server.faults.extend([403])
+    loader = Loader(remote, MAKE, micro_batch_size=3, num_workers=1)
+    plan = StepPlan(0, np.array([1]), np.array([1], dtype=np.uint64), 1)
+    with pytest.raises(ReadError, match="access is refused"):
+        list(loader.steps(iter([plan])))
+
+
+def test_an_index_may_be_made_elsewhere(server: RangeServer, table: ExampleTable) -> None:
+    """Times of files say nothing about copies on a server; the checksum of every read does."""
+    moved = ExampleTable.open(table.index_dir, server.url, remote=QUICK)
+    assert list(TarReader(moved).read_all(range(12))) == list(TarReader(table).read_all(range(12)))
+    shard = server.folder / "train-000.tar"
+    flipped = bytearray(shard.read_bytes())
+    flipped[700] ^= 1
+    shard.write_bytes(flipped)
+    with pytest.raises(ReadError, match="the bytes changed"):
+        TarReader(moved).read(0)
+
+
+def test_changed_and_vanished_shards(server: RangeServer, remote: ExampleTable, tmp_path: Path) -> None:
+    shard = server.folder / "train-000.tar"
+    original = shard.read_bytes()
+    shard.write_bytes(original[:-512] + b"\1" * 512)  # of the same size, and no example differs
+    with pytest.raises(ReadError, match="it changed since it was indexed"):
+        TarReader(remote).read(0)
+    with pytest.raises(DataError, match="written after it was indexed"):
+        ExampleTable.open(remote.index_dir, remote.shard_root, remote=QUICK)
+    shard.write_bytes(original[:1024])
+    with pytest.raises(DataError, match="its index says"):
+        ExampleTable.open(remote.index_dir, remote.shard_root, remote=QUICK)
+    shard.unlink()
+    with pytest.raises(ReadError, match="it is gone"):
+        TarReader(remote).read(0)
+    with pytest.raises(DataError, match="missing or empty shards"):
+        ExampleTable.open(remote.index_dir, remote.shard_root, remote=QUICK)
+    shard.write_bytes(original)
+    assert len(ExampleTable.open(remote.index_dir, remote.shard_root, remote=QUICK)) == 12
+
+
+def test_a_refused_connection(remote: ExampleTable) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ReadError, match=r"in 3 tries: .*[Cc]onnect"):
+        TarReader(ExampleTable.open(remote.index_dir, nobody, remote=QUICK, check_shards=False)).read(0)
+    with pytest.raises(ReadError, match="in 3 tries"):
+        ExampleTable.open(remote.index_dir, nobody, remote=QUICK)
+
+
+def test_parallelism_is_bounded(server: RangeServer, remote: ExampleTable) -> None:
+    server.most_at_once = 0
+    assert len(list(using(remote, connections=3).read_all(np.arange(12).repeat(5)))) == 60
+    assert 1 < server.most_at_once <= 3
+
+
+def test_reading_ahead_is_bounded(server: RangeServer, remote: ExampleTable) -> None:
+    before = len(server.requests)
+    examples = using(remote, connections=2).read_all(np.arange(12).repeat(5))
+    next(examples)
+    threading.Event().wait(0.3)
+    assert len(server.requests) - before <= 6
+    examples.close()
+
+
+class TestCache:
+    def reader(self, remote: ExampleTable, tmp_path: Path, mib: int = 64) -> TarReader:
+        return using(remote, cache_dir=str(tmp_path / "cache"), cache_mib=mib)
+
+    def test_a_block_is_fetched_once_and_is_private(
+        self, server: RangeServer, remote: ExampleTable, tmp_path: Path
+    ) -> None:
+        reader = self.reader(remote, tmp_path)
+        first = list(reader.read_all(range(12)))
+        before = len(server.requests)
+        assert list(reader.read_all(range(12))) == first
+        assert list(self.reader(remote, tmp_path).read_all(range(12))) == first  # another process would too
+        assert len(server.requests) == before
+        for path in [tmp_path / "cache", *(tmp_path / "cache").rglob("*")]:
+            assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+
+    def test_a_spoiled_block_is_fetched_again(self, server: RangeServer, remote: ExampleTable, tmp_path: Path) -> None:
+        reader = self.reader(remote, tmp_path)
+        first = list(reader.read_all(range(12)))
+        blocks = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+        assert len(blocks) == 12
+        blocks[0].write_bytes(blocks[0].read_bytes()[:-1])  # torn
+        flipped = bytearray(blocks[1].read_bytes())
+        flipped[700] ^= 1
+        blocks[1].write_bytes(flipped)  # rotten
+        before = len(server.requests)
+        assert list(reader.read_all(range(12))) == first
+        assert len(server.requests) == before + 2
+        assert list(reader.read_all(range(12))) == first
+        assert len(server.requests) == before + 2
+
+    def test_its_size_is_bounded(self, remote: ExampleTable, tmp_path: Path) -> None:
+        [request] = remote.requests(0)
+        cache = BlockCache(tmp_path / "cache", 1 << 20)
+        for number in range(4000):
+            cache.put(request._replace(offset=number, length=1000), bytes(1000))
+            if number % 500 == 499:
+                held = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
+                assert held <= 1 << 20
+        assert held > 1 << 19
+
+    def test_a_full_disk_turns_it_off(self, remote: ExampleTable, tmp_path: Path) -> None:
+        (tmp_path / "cache").mkdir()
+        for number in range(64):
+            (tmp_path / "cache" / f"{number:02d}").write_text("in the way")
+        reader = self.reader(remote, tmp_path)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert len(list(reader.read_all(range(12)))) == 12
+        assert any("going on without" in str(warning.message) for warning in caught)
+        with pytest.raises(DataError, match="cannot use the cache folder"):
+            BlockCache(tmp_path / "cache" / "00", 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("https://user:secret@host/a.tar", "password"),
+        ("https://host/a.tar?signature=1", "query"),
+        ("https://host/*.tar", "no single shard"),
+        ("https://host/folder/", "no single shard"),
+        ("https://host/a.tar,https://other/b.tar", "several hosts"),
+        ("https://host/a.tar,local.tar", "mixes"),
+    ],
+)
+def test_bad_urls(pattern: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        find_shards(pattern, tmp_path)
+    assert "secret" not in str(caught.value) or message == "mixes"
+
+
+def test_url_patterns(tmp_path: Path) -> None:
+    found = find_shards("https://host/x/{a,b}/{08..10}.tar, https://host/x/c.tar", tmp_path)
+    assert found.root == "https://host/x" and found.is_remote
+    assert found.names == ("a/08.tar", "a/09.tar", "a/10.tar", "b/08.tar", "b/09.tar", "b/10.tar", "c.tar")
+    assert find_shards("s3://bucket/only.tar", tmp_path).locations() == ["s3://bucket/only.tar"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("http://example.invalid/a.tar", "is not encrypted"),
+        ("nothing://host/a.tar", "no driver for nothing://"),
+        ("s3://bucket/a.tar", "s3fs"),
+    ],
+)
+def test_places_that_cannot_be_read(pattern: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        build_index(find_shards(pattern, tmp_path), tmp_path / "index", remote=QUICK)
+    assert not (tmp_path / "index").exists()
+
+
+def test_any_driver_of_fsspec_will_do(shards: list[Path], table: ExampleTable, tmp_path: Path) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for path in shards:
+        memory.pipe(f"/bucket/{path.name}", path.read_bytes())
+    found = find_shards("memory://bucket/train-{000..002}.tar", tmp_path)
+    other = build_index(found, tmp_path / "memory", remote=QUICK)
+    assert other.manifest_digest() == table.manifest_digest()
+    assert list(TarReader(other).read_all(range(12))) == list(TarReader(table).read_all(range(12)))
+    memory.rm("/bucket/train-001.tar")
+    with pytest.raises(ReadError, match=r"cannot read memory://bucket/train-001\.tar"):
+        TarReader(other).read(7)

@@ -1,0 +1,74 @@
+"""The same training run from a folder and over HTTP; and what a run says and does when its shards are remote."""
+
+from pathlib import Path
+
+import pytest
+
+from data.index_build import build_index
+from tests.data.servers import NGINX, nginx, range_server
+from tests.distributed.ranks import ROOT
+from tests.e2e.launch import alone, count, train_arguments
+
+DEMO = ROOT / "data" / "demo"
+SCRIPT = "tests/e2e/repeatable_train.py"
+
+
+def run(run_dir: Path, shards: str, steps: int, *more: str) -> tuple[list[str], dict[str, bytes], str]:
+    """What the run recorded, its last weights, and what it printed."""
+    record = run_dir.with_suffix(".record")
+    done = alone(
+        train_arguments(run_dir, "--engine", "local", f"data.shards={shards}", f"train.num_steps={steps}", *more),
+        script=SCRIPT,
+        RECORD=str(record),
+    )
+    assert done.returncode == 0, done.stderr
+    last = max((run_dir / "checkpoints").glob("step-*"))
+    weights = {path.name: path.read_bytes() for path in last.rglob("*.safetensors")}
+    assert weights
+    return record.read_text().splitlines(), weights, done.stdout
+
+
+def compare(tmp_path: Path, url: str, steps: int) -> None:
+    recorded, weights, said = run(tmp_path / "folder", "data/demo/train-{00000..00002}.tar", steps)
+    assert "warning: examples are read from" not in said
+    remote, remote_weights, said = run(tmp_path / "remote", f"{url}/train-{{00000..00002}}.tar", steps)
+    assert f"warning: examples are read from {url}" in said and said.count("trust boundary") == 1
+    assert sum(line.startswith("batch ") for line in recorded) >= steps and len(recorded) > 10
+    assert remote == recorded  # batches and reduced clipped sums, in their order
+    assert remote_weights == weights
+
+
+def test_the_same_run_over_ranges(tmp_path: Path) -> None:
+    with range_server(DEMO) as server:
+        compare(tmp_path, server.url, 2)
+        ranges = [span for path, span in server.requests if span is not None]
+        assert ranges and len({path for path, _ in server.requests}) == 3
+
+
+@pytest.mark.full
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed: tests/install_packages.sh")
+def test_the_same_run_from_nginx(tmp_path: Path) -> None:
+    with nginx(DEMO, tmp_path / "nginx") as url:
+        compare(tmp_path, url, 8)
+        log = (tmp_path / "nginx" / "access.log").read_text()
+        assert log.count('" 206 ') > 100 and '" 416 ' not in log and '" 412 ' not in log
+
+
+@pytest.mark.full
+def test_a_shard_that_vanishes_costs_no_charge(tmp_path: Path) -> None:
+    folder = tmp_path / "served"
+    folder.mkdir()
+    for path in DEMO.glob("train-*.tar"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    index = build_index(sorted(folder.glob("*.tar")), tmp_path / "index")
+    with range_server(folder) as server:
+        server.faults.extend([None] * 60 + [410] * 10_000)
+        arguments = [f"data.shards={server.url}/train-{{00000..00002}}.tar", f"data.index={index.index_dir}"]
+        done = alone(
+            train_arguments(tmp_path / "run", "--engine", "local", "train.num_steps=50", *arguments),
+            script=SCRIPT,
+            RECORD=str(tmp_path / "record"),
+        )
+    assert done.returncode == 1
+    assert done.stderr.count("error") == 1 and "it is gone" in done.stderr and "Traceback" not in done.stderr
+    assert count(tmp_path / "run", "intent") == count(tmp_path / "run", "done") > 0
