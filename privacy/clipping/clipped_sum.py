@@ -26,7 +26,8 @@ from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
 from privacy.clipping.functions import ClippingFunction, flat, unclipped
 from privacy.clipping.norms import NormTally
-from privacy.clipping.recorder import Call, Recorder, Task, exact
+from privacy.clipping.precision import exact
+from privacy.clipping.recorder import Call, Recorder, Task
 from privacy.errors import PrivacyConfigError
 from privacy.releases import Release, step_releases
 

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from privacy.clipping import compiled
 from privacy.clipping.contributions import Contribution, Dense, OuterProducts
 from privacy.clipping.coverage import Claim, refuse_unsupported
+from privacy.clipping.precision import exact
 from privacy.clipping.raw import per_example
 from privacy.clipping.rules import RULES
 from privacy.errors import PrivacyConfigError
@@ -65,11 +66,6 @@ class Call:
                 )
             part = found[local]
             yield name, part.settled() if isinstance(part, OuterProducts) else part
-
-
-def exact(device: torch.device) -> torch.autocast:
-    """Norms and sums keep their own precision although the model may run under autocast (contract 6)."""
-    return torch.autocast(device.type, enabled=False)
 
 
 class _Tap(torch.autograd.Function):
