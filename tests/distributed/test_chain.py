@@ -21,10 +21,12 @@ from tests.distributed.test_engines import (
 from tests.distributed.test_parity import ENGINES, MAX_GRAD_NORM, OPTIMIZERS, SIGMA, NamedNoise
 from tests.privacy.clipping import oracle
 from trainer import distributed
-from trainer.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
+from trainer.checkpoint import newest_whole
+from trainer.checkpoint_writer import CheckpointWriter, Retention
 from trainer.engines import build_engine
 from trainer.engines.base import Engine
 from trainer.loop import train_step
+from trainer.optimizers import moments
 
 CHAIN = [("zero3", 2), ("fsdp", 1), ("zero1", 2), ("oss", 2)]
 MORE = [
@@ -46,14 +48,13 @@ def rank_link(device: torch.device, engine: str, optimizer: str, folder: Path, n
     """Resumes from the newest checkpoint, if there is one, and trains on; the whole state before and after."""
     name, stage, settings = ENGINES[engine]
     model = tiny_captioner()
-    path = newest_checkpoint(folder)
-    checkpoint = Checkpoint(path) if path is not None else None
+    checkpoint = newest_whole(folder, lambda position: None)
     if checkpoint is not None:
         checkpoint.load_weights(model)
     machine = machine_settings(stage, **settings)
     wrapped = build_engine(name, model, OPTIMIZERS[optimizer], machine, device, MICRO_BATCH)  # type: ignore[arg-type]
     if checkpoint is not None:
-        checkpoint.restore(wrapped)
+        checkpoint.restore(wrapped, moments(OPTIMIZERS[optimizer]))
     done = checkpoint.step if checkpoint is not None else 0
     before = whole_state(wrapped)
     clipped = ClippedSum(wrapped.module, MAX_GRAD_NORM, shapes=wrapped.shapes)
@@ -61,7 +62,7 @@ def rank_link(device: torch.device, engine: str, optimizer: str, folder: Path, n
     deals = DEALS[distributed.world_size()]
     for step in range(done + 1, done + num_steps + 1):
         train_step(run, step, iter(micro_batches(pairs(), deals[step % 2])))
-    save_checkpoint(folder, wrapped, done + num_steps, {}, keep=2)
+    CheckpointWriter(folder, Retention(2)).save(done + num_steps, wrapped.state(), wrapped.shapes, {})
     return before, whole_state(wrapped)
 
 

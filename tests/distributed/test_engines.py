@@ -1,4 +1,6 @@
-"""Every engine against one process with a float64 loop: clipped sums, optimizer steps, noise. Two real ranks each.
+"""Engines against one process with a float64 loop: clipped sums and optimizer steps. Two real ranks each.
+
+All engines against each other, and their noise: test_parity.py.
 
 The batch is dealt out unevenly (5 and 2 examples, or 7 and none), so padding and empty ranks are always part of it.
 """
@@ -9,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -195,25 +196,3 @@ def test_without_noise_and_clipping_it_is_ordinary_training(name: str, stage: in
     assert oracle.relative_error(results[0][0], expected) < 1e-5
     if len(results) == 2 and results[0][1] is not None:
         assert all(torch.equal(results[0][1][n], results[1][1][n]) for n in expected)
-
-
-def rank_noise(device: torch.device, name: str, stage: int, sigma: float, steps: int) -> Any:
-    engine, noise = build(device, name, stage), RecordedNoise()
-    run = a_run(engine, ClippedSum(engine.module, 0.5, shapes=engine.shapes), noise, sigma, 4)
-    for step in range(1, steps + 1):
-        train_step(run, step, iter(micro_batches(pairs(), (0, 0))))
-    return torch.cat(noise.draws).numpy(), list(engine.layout.owned_by(distributed.rank()))
-
-
-@pytest.mark.parametrize(("name", "stage"), ENGINES)
-def test_contract_7_noise_once_per_coordinate_and_never_twice(name: str, stage: int) -> None:
-    steps = 3
-    results = run_ranks(f"{__name__}:rank_noise", 2, name=name, stage=stage, sigma=2.0, steps=steps)
-    draws = np.concatenate([r[0] for r in results])
-    num_parameters = sum(p.numel() for p in tiny_captioner().parameters())
-    assert len(draws) == steps * num_parameters
-    assert len(np.unique(draws)) == len(draws)
-    owned = [piece for r in results for piece in r[1]]
-    assert sum(p.length for p in owned) == num_parameters
-    assert abs(draws.std() - 1) < 0.01
-    assert abs(draws.mean()) < 4 / np.sqrt(len(draws))

@@ -1,0 +1,175 @@
+"""FSDP2 as this project uses it: it never reduces a gradient, replicas hold the same bits, and nothing stays gathered."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from privacy.clipping import ClippedSum
+from privacy.noise import SystemNoise
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_chain import whole_state
+from tests.distributed.test_engines import MICRO_BATCH, a_run, machine_settings, micro_batches, pairs, tiny_captioner
+from tests.distributed.test_parity import CPU, MAX_GRAD_NORM, OPTIMIZERS, build
+from trainer import distributed
+from trainer.engines import build_engine
+from trainer.engines.base import Engine, Piece
+from trainer.errors import ConfigError
+from trainer.loop import train_step
+
+NUM_BLOCKS, NUM_MICRO_BATCHES = 4, 4
+
+
+def raw_shards(engine: Engine) -> dict[str, Tensor]:
+    """This rank's own memory of the weights, read without a collective."""
+    shards = {}
+    for name, parameter in engine.module.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is still gathered"
+        shards[name] = parameter.detach().to_local().clone()
+    return shards
+
+
+def a_noisy_step(engine: Engine, step: int) -> None:
+    run = a_run(engine, ClippedSum(engine.module, 1.0, shapes=engine.shapes), SystemNoise(), 1.0, 7)
+    train_step(run, step, iter(micro_batches(pairs(), (5, 2))))
+
+
+def rank_replicas(device: torch.device) -> list[dict[str, Tensor]]:
+    """Raw weights after a step, after loading another state (given by the owners only), and after one more step."""
+    engine = build(device, "hsdp 2x1")
+    a_noisy_step(engine, 1)
+    stepped = raw_shards(engine)
+    owned = engine.layout.owned_by(distributed.rank())
+    values = {kind: torch.Generator().manual_seed(i) for i, kind in enumerate(("param", "exp_avg", "exp_avg_sq"))}
+    whole = {
+        (kind, name): torch.rand(shape.numel(), generator=generator)
+        for kind, generator in values.items()
+        for name, shape in engine.shapes.items()
+    }
+
+    def part(kind: str, piece: Piece) -> Tensor:
+        return whole[kind, piece.name][piece.offset : piece.offset + piece.length]
+
+    engine.load_state({piece: {kind: part(kind, piece) for kind in values} for piece in owned}, num_steps=1)
+    state = whole_state(engine)
+    assert all(torch.equal(state[key], whole[key]) for key in whole)
+    loaded = raw_shards(engine)
+    assert all(torch.equal(loaded[name].view(-1), whole["param", name]) for name in loaded)
+    a_noisy_step(engine, 2)
+    return [stepped, loaded, raw_shards(engine)]
+
+
+def test_contract_7_replicas_take_the_noise_from_its_owner() -> None:
+    first, second = run_ranks(f"{__name__}:rank_replicas", 2)
+    start = {name: p.detach() for name, p in tiny_captioner().named_parameters()}
+    for mine, others in zip(first, second, strict=True):
+        assert all(torch.equal(mine[name], others[name]) for name in start)
+        assert all(not torch.equal(mine[name], start[name]) for name in start)
+    assert all(not torch.equal(first[1][name], first[2][name]) for name in start)
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts torch's own collectives in this thread, whoever calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def rank_collectives(device: torch.device, engines: Sequence[str]) -> list[tuple[dict[str, int], dict[str, int]]]:
+    return [_collectives(device, engine) for engine in engines]
+
+
+def _collectives(device: torch.device, engine: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Collectives while gradients are computed, and the units whose weights are whole afterwards and after the step."""
+    wrapped = build(device, engine)
+    clipped = ClippedSum(wrapped.module, MAX_GRAD_NORM, shapes=wrapped.shapes)
+    batches = micro_batches(pairs(), (5, 2))
+    assert len(batches) == NUM_MICRO_BATCHES
+    with CollectiveCounter() as counter:
+        for batch in batches:
+            clipped.add_micro_batch(wrapped.module, batch.inputs, batch.is_padding_B)
+    assert all(parameter.grad is None for parameter in wrapped.module.parameters())
+    whole = {"before": gathered_units(wrapped.module)}
+    a_noisy_step(wrapped, 1)
+    whole["after"] = gathered_units(wrapped.module)
+    with torch.no_grad():  # a held-out batch in between must not leave outdated weights for the next step
+        wrapped.module(**pairs(2))
+    a_noisy_step(wrapped, 2)
+    raw_shards(wrapped)
+    return dict(counter.counts), whole
+
+
+def gathered_units(model: nn.Module) -> int:
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    assert len(units) == NUM_BLOCKS + 1
+    return sum(any(not isinstance(p, DTensor) for p in unit.parameters()) for unit in units)
+
+
+def test_weights_are_gathered_and_no_gradient_is_reduced() -> None:
+    gathers = {
+        "fsdp": NUM_MICRO_BATCHES * (2 * NUM_BLOCKS + 1),  # blocks for forward and backward, the rest once
+        "fsdp gathered": NUM_BLOCKS + 1,
+    }
+    for rank in run_ranks(f"{__name__}:rank_collectives", 2, engines=list(gathers)):
+        for engine, (collectives, whole) in zip(gathers, rank, strict=True):
+            assert sum(collectives.values()) == gathers[engine], collectives
+            assert all("gather" in operation and "scatter" not in operation for operation in collectives)
+            assert whole == {"before": 0 if engine == "fsdp" else NUM_BLOCKS + 1, "after": 0}
+
+
+def rank_two_pass(device: torch.device) -> float:
+    """Largest difference between both modes' sums, with blocks recomputed in every backward; relative."""
+    engine = build(device, "fsdp checkpointed")
+    (batch, *_) = micro_batches(pairs(), (5, 2))
+    sums = []
+    for mode in ("two_pass", "bookkeeping"):
+        clipped = ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes, mode=mode)  # type: ignore[arg-type]
+        clipped.check_repeatable(engine.module, batch.inputs)
+        clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
+        sums.append(torch.cat([total.view(-1) for _, total in clipped.sums()]))
+        clipped.detach()
+    return float((sums[0] - sums[1]).norm() / sums[1].norm())
+
+
+def test_two_pass_with_checkpointing() -> None:
+    assert max(run_ranks(f"{__name__}:rank_two_pass", 2)) < 1e-6
+
+
+def rank_refusals(device: torch.device, cases: Any) -> list[str]:
+    said = []
+    for engine, stage, settings in cases:
+        machine = machine_settings(stage, **settings)
+        try:
+            build_engine(engine, tiny_captioner(), OPTIMIZERS["adamw"], machine, device, MICRO_BATCH)
+            said.append("nothing")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_an_engine_cannot_honour_is_refused() -> None:
+    partition = "zero_optimization.zero_hpz_partition_size"
+    cases = {
+        ("fsdp", 3, "zero_hpz_partition_size", 2): f"{partition} 2 must divide the 1 ranks",
+        ("deepspeed", 3, "zero_hpz_partition_size", 1): f"{partition} (groups of ranks that each hold the whole model)",
+        ("local", 1, "zero_hpz_partition_size", 1): f"{partition} (groups of ranks that each hold the whole model)",
+        ("fairscale", 1, "zero_hpz_partition_size", 1): f"{partition} (groups of ranks that each hold the whole model)",
+        ("fsdp", 2, "offload_optimizer", None): "zero_optimization.offload_optimizer: FSDP2 keeps",
+        ("fairscale", 2, "offload_optimizer", None): "zero_optimization.offload_optimizer: --engine fairscale cannot",
+        ("fairscale", 3, "stage3_param_persistence_threshold", 0): "zero_optimization.stage 3 is refused",
+    }
+    arguments = [(engine, stage, {key: CPU if value is None else value}) for engine, stage, key, value in cases]
+    (said,) = run_ranks(f"{__name__}:rank_refusals", 1, cases=arguments)
+    for message, wanted in zip(said, cases.values(), strict=True):
+        assert message.startswith("ds_config ") and wanted in message, (message, wanted)
