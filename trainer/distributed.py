@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import ConfigError, RemoteError
+from trainer.errors import ConfigError, RemoteError, StepDropped
 from trainer.heartbeat import Heartbeat, end_process
 from trainer.rendezvous import RENDEZVOUS_SECONDS, connect, meet, place_of
 
@@ -184,9 +184,10 @@ def fail(error: BaseException, explain: Callable[[], bool]) -> NoReturn:
 
 def abandon(message: str, exit_code: int) -> NoReturn:
     """Ends all ranks from any thread, whatever they are doing; says so once."""
+    speaks = _heartbeat is None or _heartbeat.rank == 0
     if _heartbeat is not None:
-        _heartbeat.fail(message, exit_code)
-    end_process(message, exit_code)
+        _heartbeat.fail(message, exit_code, said=speaks)
+    end_process(message if speaks else "", exit_code)
 
 
 def _is_broken_connection(error: BaseException) -> bool:
@@ -266,9 +267,16 @@ def first_on_main(function: Callable[[], T]) -> T:
     return function()
 
 
-def barrier() -> None:
-    """Waits until all ranks are here, without using a device."""
-    dist.all_reduce(torch.zeros(1))
+def agree(*, ready: bool) -> None:
+    """Waits until all ranks are here, without using a device.
+
+    Raises:
+        StepDropped: on all ranks, if one is not ready.
+    """
+    unready = torch.tensor([0.0 if ready else 1.0])
+    dist.all_reduce(unready)
+    if unready:
+        raise StepDropped("a rank dropped the step before its intent")
 
 
 def gather_objects(value: T) -> list[T]:

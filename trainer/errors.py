@@ -7,6 +7,10 @@ class ConfigError(ValueError):
     exit_code = 2
 
 
+class StepDropped(RuntimeError):
+    """All ranks agreed to drop a step before its intent: nothing of it left its process, and it costs nothing."""
+
+
 class RemoteError(RuntimeError):
     """Another rank failed; carries its exit code so that all ranks end alike."""
 

@@ -22,8 +22,9 @@ from privacy.releases import Release
 from trainer import distributed
 from trainer.adaptive_bound import adapt_bound
 from trainer.checkpoint import newest_checkpoint
-from trainer.engines.base import GradShard
+from trainer.engines.base import GradShard, holds_whole_weights
 from trainer.engines.reduction import reduce_to_owners
+from trainer.errors import StepDropped
 from trainer.report_step import StepReporter
 from trainer.schedule import learning_rate
 from trainer.stopping import StopRequests
@@ -82,7 +83,8 @@ def train_step(run: "Run", step: int, micro_batches: Iterator[Batch]) -> StepRec
 
 def _intend(run: "Run", step: int, releases: list[Release]) -> None:
     """The charge: durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process."""
-    distributed.barrier()  # a rank that failed until here costs no charge
+    distributed.note_progress(2 * step + 1)
+    distributed.agree(ready=True)  # a rank that failed until here, or ran out of time to stop, costs no charge
     run.ledger.intent(step, releases=releases)
 
 
@@ -104,7 +106,8 @@ def fit(run: "Run") -> int:
     """Trains from the run's first step to its last; returns the exit code of design: 0, 3 (budget spent) or 7 (stopped)."""
     num_steps = run.config.train.num_steps
     reporter = StepReporter(run)
-    requests = StopRequests(run.folder.stop)
+    requests = _stop_requests(run)
+    may_drop = holds_whole_weights(run.engine) and not run.clipped.leaves_process  # no collective until the intent
     steps = run.loader.steps(run.batches.plans(run.first_step, num_steps))
     step = run.first_step - 1
     # A run that ends before its first step still leaves a model.
@@ -122,10 +125,16 @@ def fit(run: "Run") -> int:
             plan, micro_batches = next(steps)
             step = plan.step
             run.members.note(plan, run.batches.attempt(step))
-            record = train_step(run, step, micro_batches)
-            if run.average is not None:
-                run.average.update(step)
-            reporter.step(step, record, time.monotonic() - started)
+            distributed.note_progress(2 * step)
+            try:
+                with requests.step():
+                    record = train_step(run, step, requests.droppable(micro_batches) if may_drop else micro_batches)
+                    if run.average is not None:
+                        run.average.update(step)
+                    reporter.step(step, record, time.monotonic() - started)
+            except StepDropped:
+                step, outcome = step - 1, STOPPED_EARLY
+                break
             if step % run.checkpoint_interval == 0 or step == num_steps:
                 saved = save(run, step)
     finally:
@@ -136,7 +145,22 @@ def fit(run: "Run") -> int:
     if outcome == DONE and run.heldout is not None:
         reporter.heldout(step)
     reporter.close()
+    requests.close()
     return outcome
+
+
+def _stop_requests(run: "Run") -> StopRequests:
+    train = run.config.train
+    words = (
+        f"stopped: a step did not end within {train.grace_seconds:g} s of SIGTERM; it is abandoned, what the ledger "
+        "charged for it stays charged, and the same command resumes from the newest checkpoint"
+    )
+    return StopRequests(
+        run.folder.stop,
+        grace_seconds=train.grace_seconds,
+        max_minutes=train.max_minutes,
+        abandon=lambda: distributed.abandon(words, STOPPED_EARLY),
+    )
 
 
 def _may_go_on(run: "Run", step: int, requests: StopRequests) -> int:

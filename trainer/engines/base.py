@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class Piece(NamedTuple):
@@ -93,6 +94,12 @@ class ShardState(NamedTuple):
 
     piece: Piece
     tensors: dict[str, Tensor]
+
+
+def holds_whole_weights(engine: "Engine") -> bool:
+    """Whether this rank's module has all weights, so that a forward pass needs no other rank."""
+    own = [p for p in engine.module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    return sum(p.numel() for p in own) == sum(shape.numel() for shape in engine.shapes.values())
 
 
 class Engine(Protocol):

@@ -1,0 +1,85 @@
+"""launch_scripts/train.py that fails at one point on one rank: failing_train.py POINT RANK STEP SECONDS TRAIN_ARGUMENTS...
+
+POINT: `raise` in the middle of a step; `disk` full in a checkpoint; `crawl` sleeps SECONDS before every micro-batch;
+`after_intent` sleeps SECONDS between the intent and the noise; `before_intent` sleeps SECONDS once before the intent;
+`kill` dies by SIGKILL in the middle of a step; `hold` keeps the interpreter lock for SECONDS in one C call. RANK -1: every rank.
+"""
+
+import errno
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from launch_scripts import train  # noqa: E402
+from privacy.clipping import ClippedSum  # noqa: E402
+from privacy.noise import SystemNoise  # noqa: E402
+from trainer import checkpoint_writer, loop  # noqa: E402
+
+point, rank, when, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+here = rank in (-1, int(os.environ.get("RANK", "0")))
+step_now = 0
+
+
+def in_step(*_: Any) -> None:
+    """Before every micro-batch."""
+    if point == "crawl":
+        time.sleep(seconds)
+    if step_now != when:
+        return
+    if point == "raise":
+        raise ArithmeticError("made to fail")
+    if point == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if point == "hold":
+        re.match(r"(a|a)*b", "a" * int(seconds))  # backtracks without letting go of the lock
+
+
+class SlowNoise(SystemNoise):
+    """Sleeps after the intent."""
+
+    def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
+        if here and point == "after_intent" and step_now == when:
+            time.sleep(seconds)
+        return super().standard_normal(count, device)
+
+
+def install() -> None:
+    step, add, intend, save = loop.train_step, ClippedSum.add_micro_batch, loop._intend, checkpoint_writer.save_file
+
+    def counted(run: Any, number: int, micro_batches: Any) -> Any:
+        global step_now
+        step_now = number
+        return step(run, number, micro_batches)
+
+    def before_adding(self: ClippedSum, *arguments: Any) -> Any:
+        if here:
+            in_step()
+        return add(self, *arguments)
+
+    def before_intending(*arguments: Any) -> Any:
+        if here and point == "before_intent" and step_now == when:
+            time.sleep(seconds)
+        return intend(*arguments)
+
+    def on_a_full_disk(*arguments: Any) -> Any:
+        if here and point == "disk" and step_now == when:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return save(*arguments)
+
+    loop.train_step, loop._intend = counted, before_intending
+    ClippedSum.add_micro_batch = before_adding  # type: ignore[method-assign]
+    checkpoint_writer.save_file = on_a_full_disk
+
+
+if __name__ == "__main__":
+    install()
+    train.main(sys.argv[5:], SlowNoise())

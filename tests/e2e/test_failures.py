@@ -1,0 +1,290 @@
+"""Failures with real ranks: all end within a minute, with one readable error that names the rank; the same command resumes."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import ROOT, free_port, quiet_environment
+from tests.e2e.launch import count, kill_group, ledger_lines, start_ranks, train_arguments
+
+FAILING = "tests/e2e/failing_train.py"
+WITHIN = 60
+NO_FAILURE = ("none", "-1", "0", "0")
+
+Ranks = list[subprocess.Popen[bytes]]
+
+
+def arguments(run_dir: Path, *more: str, engine: str = "local", steps: int = 400) -> list[str]:
+    return train_arguments(
+        run_dir, "--engine", engine, f"train.num_steps={steps}", "heldout.num_captions=0", "train.checkpoint_every=2",
+        *more, ds_config="ds_configs/zero1.json",
+    )  # fmt: skip
+
+
+@contextmanager
+def running(run_dir: Path, *failure: str, more: tuple[str, ...] = (), engine: str = "local") -> Iterator[Ranks]:
+    ranks = start_ranks(
+        [*(failure or NO_FAILURE), *arguments(run_dir, *more, engine=engine)], 2, log_of(run_dir), script=FAILING
+    )
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            kill_group(rank)
+
+
+def log_of(run_dir: Path) -> Path:
+    return run_dir.with_suffix(".log")
+
+
+def wait_for(run_dir: Path, condition: Callable[[], bool], ranks: Ranks) -> None:
+    deadline = time.monotonic() + 180
+    while not condition():
+        assert all(rank.poll() is None for rank in ranks) and time.monotonic() < deadline, log_of(run_dir).read_text()
+        time.sleep(0.01)
+
+
+def ends(ranks: Ranks, run_dir: Path, within: float = WITHIN) -> list[int]:
+    """Exit codes; each must come within so many seconds from now."""
+    deadline = time.monotonic() + within
+    try:
+        return [rank.wait(timeout=max(0.01, deadline - time.monotonic())) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"a rank still runs after {within} s:\n{log_of(run_dir).read_text()[-3000:]}") from None
+
+
+def errors(run_dir: Path) -> list[str]:
+    return [line for line in log_of(run_dir).read_text().splitlines() if line.startswith("error")]
+
+
+def resumes(run_dir: Path) -> None:
+    """The same command goes on after the newest whole checkpoint, and every charge is still there."""
+    charged, done = count(run_dir, "intent"), count(run_dir, "done")
+    with running(run_dir) as ranks:
+        wait_for(run_dir, lambda: count(run_dir, "done") >= done + 2, ranks)
+        os.kill(ranks[1].pid, signal.SIGUSR1)
+        assert ends(ranks, run_dir) == [7, 7], log_of(run_dir).read_text()[-3000:]
+    assert count(run_dir, "intent") >= charged + 2
+
+
+@pytest.mark.parametrize(
+    ("victim", "engine"),
+    [
+        (0, "local"),
+        (1, "deepspeed"),
+        *(
+            pytest.param(victim, engine, marks=pytest.mark.full)
+            for victim, engine in [(1, "local"), (0, "deepspeed"), (0, "fsdp"), (1, "fairscale")]
+        ),
+    ],
+)
+def test_a_killed_rank(tmp_path: Path, victim: int, engine: str) -> None:
+    """SIGKILL to each rank in turn at a random point of a step."""
+    run_dir = tmp_path / "run"
+    with running(run_dir, engine=engine) as ranks:
+        wait_for(run_dir, lambda: count(run_dir, "done") >= 3, ranks)
+        time.sleep(random.random() * 0.3)
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+        codes = ends(ranks, run_dir)
+    assert codes[victim] == -9 and codes[1 - victim] == 1
+    said = errors(run_dir)
+    assert len(said) == 1 and f"rank {victim} (host" in said[0] and "dead" in said[0], said
+    resumes(run_dir)
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_raising_rank(tmp_path: Path, victim: int) -> None:
+    run_dir = tmp_path / "run"
+    with running(run_dir, "raise", str(victim), "3", "0") as ranks:
+        wait_for(run_dir, lambda: count(run_dir, "done") >= 2, ranks)
+        assert ends(ranks, run_dir) == [1, 1]
+    said = log_of(run_dir).read_text()
+    assert errors(run_dir) == [f"error on rank {victim}:"] and said.count("ArithmeticError: made to fail") == 1
+    assert said.count("Traceback") == 1, said
+    assert count(run_dir, "intent") == 2, "the step had not been charged"
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_full_disk_in_a_checkpoint(tmp_path: Path, victim: int) -> None:
+    run_dir = tmp_path / "run"
+    with running(run_dir, "disk", str(victim), "4", "0", more=("train.async_checkpoints=true",)) as ranks:
+        wait_for(run_dir, lambda: count(run_dir, "done") >= 4, ranks)
+        assert ends(ranks, run_dir) == [1, 1]
+    said = errors(run_dir)
+    assert len(said) == 1 and said[0].startswith(f"error on rank {victim}: checkpoint step-00000004 could not be")
+    assert "No space left on device" in said[0]
+    assert (run_dir / "checkpoints" / "LATEST").read_text() == "step-00000002\n"
+    resumes(run_dir)
+
+
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    run_dir, port = tmp_path / "run", str(free_port())
+    with log_of(run_dir).open("w") as log:
+        ranks = [start_one(r, 3, port, [*arguments(run_dir), "--rendezvous_seconds", "12"], log) for r in (0, 2)]
+    try:
+        assert ends(ranks, run_dir) == [2, 2]
+    finally:
+        for rank in ranks:
+            kill_group(rank)
+    said = errors(run_dir)
+    assert len(said) == 1 and "rank 1 of 3 did not come to 127.0.0.1" in said[0], said
+    assert not (run_dir / "ledger.jsonl").exists()
+
+
+def start_one(rank: int, world_size: int, port: str, options: list[str], log: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "launch_scripts/train.py", *options], cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
+        env=quiet_environment(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        ),
+    )  # type: ignore[call-overload,no-any-return]  # fmt: skip
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["a port in use", "nobody there"])
+def test_an_unreachable_rendezvous(tmp_path: Path, listens: bool) -> None:
+    """Rank 1 alone meets something that is no store, or nothing."""
+    run_dir = tmp_path / "run"
+    with socket.socket() as other, log_of(run_dir).open("w") as log:
+        other.bind(("127.0.0.1", 0))
+        if listens:
+            other.listen()
+        port = str(other.getsockname()[1])
+        rank = start_one(1, 2, port, [*arguments(run_dir), "--rendezvous_seconds", "6"], log)
+        try:
+            assert ends([rank], run_dir) == [2]
+        finally:
+            kill_group(rank)
+    said = errors(run_dir)
+    assert len(said) == 1 and said[0].startswith(f"error on rank 1: no rendezvous at 127.0.0.1:{port} (MASTER_ADDR")
+
+
+class TestStop:
+    def test_a_step_before_its_intent_is_dropped_and_costs_nothing(self, tmp_path: Path) -> None:
+        """Every micro-batch takes a second, a step five; the grace time ends in the middle."""
+        run_dir = tmp_path / "run"
+        slow = ("crawl", "-1", "0", "1.0")
+        more = ("train.grace_seconds=1", "privacy.expected_batch_size=40", "train.micro_batch_size=4")
+        with running(run_dir, *slow, more=(*more, "train.checkpoint_every=1000")) as ranks:
+            wait_for(run_dir, lambda: count(run_dir, "done") >= 1, ranks)
+            for rank in ranks:
+                os.kill(rank.pid, signal.SIGTERM)
+            assert ends(ranks, run_dir, within=30) == [7, 7], log_of(run_dir).read_text()[-3000:]
+        assert count(run_dir, "intent") == count(run_dir, "done") == 1
+        assert (run_dir / "checkpoints" / "LATEST").read_text() == "step-00000001\n"
+
+    @pytest.mark.parametrize("signalled", [1, pytest.param(0, marks=pytest.mark.full)])
+    def test_a_step_after_its_intent_is_abandoned_and_stays_charged(self, tmp_path: Path, signalled: int) -> None:
+        """One rank sleeps between intent and noise; the other is blocked in a collective, where no handler runs."""
+        run_dir = tmp_path / "run"
+        with running(run_dir, "after_intent", "0", "3", "600", more=("train.grace_seconds=2",)) as ranks:
+            wait_for(run_dir, lambda: count(run_dir, "intent") >= 3, ranks)
+            os.kill(ranks[signalled].pid, signal.SIGTERM)
+            assert ends(ranks, run_dir, within=30) == [7, 7], log_of(run_dir).read_text()[-3000:]
+        said = log_of(run_dir).read_text()
+        assert said.count("stopped: a step did not end within 2 s of SIGTERM") == 1 and "error" not in said
+        assert count(run_dir, "intent") == 3 and count(run_dir, "done") == 2
+        assert (run_dir / "checkpoints" / "LATEST").read_text() == "step-00000002\n"
+
+    def test_max_minutes(self, tmp_path: Path) -> None:
+        run_dir = tmp_path / "run"
+        with running(run_dir, more=("train.max_minutes=0.02", "train.checkpoint_every=1000")) as ranks:
+            assert ends(ranks, run_dir, within=240) == [7, 7]
+        done = count(run_dir, "done")
+        assert done < 400
+        assert (run_dir / "checkpoints" / "LATEST").read_text() == f"step-{done:08d}\n"
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with running(run_dir) as ranks:
+        wait_for(run_dir, lambda: count(run_dir, "done") >= 5, ranks)
+        os.kill(ranks[0].pid, signal.SIGUSR1)
+        assert ends(ranks, run_dir) == [7, 7]
+    newest = run_dir / "checkpoints" / (run_dir / "checkpoints" / "LATEST").read_text().strip()
+    file = next(newest.glob("rank-00001-*"))
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 4
+    file.write_bytes(content)
+    resumes(run_dir)
+    said = log_of(run_dir).read_text()
+    assert said.count(f"damaged checkpoint: {file} is missing or damaged") == 1
+    steps = [line["step"] for line in ledger_lines(run_dir) if line["type"] == "intent"]
+    assert len(steps) > len(set(steps)), "the steps since the one before are charged twice"
+    assert (run_dir / "checkpoints" / f"set-aside-{newest.name}").is_dir()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_stopped_rank_counts_as_dead(tmp_path: Path) -> None:
+    for victim in (0, 1):
+        run_dir = tmp_path / f"run{victim}"
+        with running(run_dir) as ranks:
+            wait_for(run_dir, lambda found=run_dir: count(found, "done") >= 3, ranks)  # type: ignore[misc]
+            os.kill(ranks[victim].pid, signal.SIGSTOP)
+            assert ends([ranks[1 - victim]], run_dir) == [1]
+        assert re.search(rf"error: rank {victim} \(host .*\) is dead", log_of(run_dir).read_text())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_slow_rank_only_draws_a_warning(tmp_path: Path) -> None:
+    """Two minutes in one step, without a word to the others."""
+    run_dir = tmp_path / "run"
+    with running(run_dir, "before_intent", "1", "3", "130") as ranks:
+        wait_for(run_dir, lambda: count(run_dir, "done") >= 5, ranks)
+        os.kill(ranks[0].pid, signal.SIGUSR1)
+        assert ends(ranks, run_dir) == [7, 7]
+    said = log_of(run_dir).read_text()
+    assert "warning: rank 1 (host" in said and "slow" in said and errors(run_dir) == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_under_a_launcher(tmp_path: Path, launcher: str, victim: int) -> None:
+    run_dir = tmp_path / "run"
+    folder, port = Path(sys.executable).parent, str(free_port())
+    command = {
+        "deepspeed": [str(folder / "deepspeed"), "--num_gpus", "2", "--master_port", port],
+        "torchrun": [str(folder / "torchrun"), "--nproc_per_node", "2", "--master_port", port],
+    }[launcher]
+    with log_of(run_dir).open("w") as log:
+        started = subprocess.Popen(
+            [*command, FAILING, "kill", str(victim), "3", "0", *arguments(run_dir)],
+            cwd=ROOT, env=quiet_environment(), stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        wait_for(run_dir, lambda: count(run_dir, "done") >= 2, [started])
+        assert started.wait(timeout=WITHIN) != 0
+    finally:
+        kill_group(started)
+    resumes(run_dir)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine", ["local", "deepspeed", "fsdp", "fairscale"])
+def test_ten_kills_at_random_points(tmp_path: Path, engine: str) -> None:
+    run_dir, chance = tmp_path / "run", random.Random(engine)
+    for kill in range(10):
+        done = count(run_dir, "done")
+        with running(run_dir, more=("privacy.reserved_attempts=60",), engine=engine) as ranks:
+            wait_for(run_dir, lambda so_far=done: count(run_dir, "done") >= so_far + 1, ranks)  # type: ignore[misc]
+            time.sleep(chance.random() * 0.5)
+            victim = chance.randint(0, 1)
+            os.kill(ranks[victim].pid, signal.SIGKILL)
+            assert ends(ranks, run_dir)[1 - victim] == 1, (kill, log_of(run_dir).read_text()[-3000:])
+        assert f"rank {victim} (host" in errors(run_dir)[-1]
+    assert json.loads((run_dir / "ledger.jsonl").read_text().splitlines()[0])["type"] == "open"
