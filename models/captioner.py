@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from models.config import CaptionerConfig
 from models.decoder import ImageMemory, TextDecoder
@@ -20,19 +19,16 @@ from models.initialization import After, init_weights
 from models.vit import VisionTransformer
 
 
-def caption_loss(logits_BLV: Tensor, targets_BL: Tensor, target_mask_BL: Tensor) -> Tensor:
-    """Mean cross-entropy over each example's own target tokens, in float32 (or float64).
+def caption_loss(loss_BL: Tensor, target_mask_BL: Tensor) -> Tensor:
+    """Mean of the losses of each example's own target tokens.
 
     Args:
-        logits_BLV: scores of the next token.
-        targets_BL: the tokens to predict.
+        loss_BL: cross-entropy of the tokens to predict.
         target_mask_BL: True where a target counts.
 
     Returns:
         loss (B,); a row without target tokens has loss 0 and gradient 0.
     """
-    logits_BLV = logits_BLV if logits_BLV.dtype == torch.float64 else logits_BLV.float()
-    loss_BL = F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="none").view(targets_BL.shape)
     count_B = target_mask_BL.sum(dim=1).clamp(min=1)
     return loss_BL.masked_fill(~target_mask_BL, 0.0).sum(dim=1) / count_B
 
@@ -93,8 +89,8 @@ class Captioner(nn.Module):
             return self.logits(images_BCHW, tokens_BL)
         if token_mask_BL is None:
             raise ValueError("the loss needs token_mask_BL")
-        logits_BLV = self.logits(images_BCHW, tokens_BL[:, :-1])
-        return caption_loss(logits_BLV, tokens_BL[:, 1:], token_mask_BL[:, 1:].bool())
+        loss_BL = self.decoder(tokens_BL[:, :-1], self.encode(images_BCHW), tokens_BL[:, 1:])
+        return caption_loss(loss_BL, token_mask_BL[:, 1:].bool())
 
     def blocks(self) -> list[nn.Module]:
         """The repeated units, in order of use, for activation checkpointing and sharding."""

@@ -140,6 +140,8 @@ class CaptionerConfig:
         vocab_size: V.
         num_tokens: longest caption, counted with its first (`bos_id`) and last (`eos_id`) token.
         pad_id, bos_id, eos_id: the tokenizer's special tokens.
+        max_logits: most scores (B * L * V) that the loss holds at once; above it the head works by chunks of the vocabulary
+            and computes each score again when it is needed (`models.vocabulary_head`). Speed and memory only.
     """
 
     encoder: VitConfig
@@ -149,10 +151,11 @@ class CaptionerConfig:
     pad_id: int = 0
     bos_id: int = 101
     eos_id: int = 102
+    max_logits: int = 2**27
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_positive(self, "vocab_size")
+        check_positive(self, "vocab_size", "max_logits")
         if self.num_tokens < 2:
             raise ModelConfigError(f"num_tokens must be at least 2 (first and last token), got {self.num_tokens}")
         special = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}

@@ -20,6 +20,7 @@ from models.layers import (
     image_sincos_table,
     text_sincos_table,
 )
+from models.vocabulary_head import VocabularyHead
 
 
 class ImageMemory(nn.Module):
@@ -66,7 +67,7 @@ class DecoderBlock(nn.Module):
 
 
 class TextDecoder(nn.Module):
-    """Token embedding + text positions + text type embedding, blocks, and an untied head (LayerNorm, Linear).
+    """Token embedding + text positions + text type embedding, blocks, and an untied head (LayerNorm, VocabularyHead).
 
     `type_embedding` is a raw parameter.
     """
@@ -81,18 +82,20 @@ class TextDecoder(nn.Module):
         self.type_embedding = nn.Parameter(torch.zeros(1, 1, width))
         self.blocks = nn.ModuleList([DecoderBlock(decoder) for _ in range(decoder.depth)])
         self.head_norm = nn.LayerNorm(width, eps=decoder.norm_eps)
-        self.head = nn.Linear(width, config.vocab_size)
+        self.head = VocabularyHead(width, config.vocab_size, max_logits=config.max_logits)
 
-    def forward(self, tokens_BL: Tensor, memory_BTD: Tensor) -> Tensor:
+    def forward(self, tokens_BL: Tensor, memory_BTD: Tensor, targets_BL: Tensor | None = None) -> Tensor:
         """
         Args:
             tokens_BL: integer tokens; padding comes after the caption, where causal attention never sees it.
             memory_BTD: output of `ImageMemory`.
+            targets_BL: the token that follows each of them, for the loss.
 
         Returns:
-            Logits (B, L, V): entry t scores the token that follows tokens 0 to t.
+            Logits (B, L, V): entry t scores the token that follows tokens 0 to t. With targets their cross-entropy (B, L).
         """
         x_BLD = self.position(self.token_embedding(tokens_BL)) + self.type_embedding
         for block in self.blocks:
             x_BLD = block(x_BLD, memory_BTD)
-        return self.head(self.head_norm(x_BLD))
+        hidden_BLD = self.head_norm(x_BLD)
+        return self.head(hidden_BLD) if targets_BL is None else self.head.token_losses(hidden_BLD, targets_BL)

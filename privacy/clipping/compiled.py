@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping.rules import RULES
+from privacy.clipping.rules import KEEPS, RULES
 from privacy.errors import PrivacyConfigError
 
 
@@ -99,10 +99,13 @@ def compiled_weights(model: nn.Module) -> list[nn.Parameter]:
             continue
         for name, module in block.named_modules():
             for local, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and type(module) not in RULES:
+                if parameter.requires_grad and (type(module) not in RULES or type(module) in KEEPS):
                     whole = ".".join(filter(None, (path, name, local)))
+                    what = (
+                        "is read without a layer" if type(module) not in RULES else "needs more than its layer's input"
+                    )
                     raise PrivacyConfigError(
-                        f"{whole} is read without a layer, which cannot be compiled with clipping on; do not compile "
+                        f"{whole} {what}, which cannot be compiled with clipping on; do not compile "
                         f"{path or 'the model'}, or compile its parts that have no such parameter"
                     )
                 if parameter.requires_grad:

@@ -3,12 +3,13 @@
 A parameter's gradient for example b is the sum of its contributions, so a layer that is used twice and a weight that two
 layers share need no special case: the squared norm of a sum is the sum of all pairwise inner products.
 
-Three kinds cover every layer:
+Four kinds cover every layer:
 
 * `OuterProducts`: sum_t g_t (x) a_t, of Linear and convolution weights. Its inner products are sums over two small Gram
   matrices (the ghost norm of Goodfellow 2015; Li et al. 2022, section 4).
 * `Rows`: the same with one-hot a_t, of embeddings; the one-hot vectors are never formed.
 * `Dense`: the per-example gradient itself, of biases, norms and raw parameters.
+* `ChunkedOuterProducts`: outer products of which g is too large to hold, and computed again when it is needed (chunked.py).
 
 Shapes: B examples, T tokens (any flattened middle dimensions), d input width, p output width, V rows.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from privacy.clipping import triton_norm
+from privacy.clipping.chunked import ChunkedOuterProducts
 
 
 def _accumulate_dtype(tensor: Tensor) -> torch.dtype:
@@ -143,7 +145,7 @@ class Dense:
         return Dense(_zeroed(self.grad_B, excluded_B))
 
 
-Contribution = OuterProducts | Rows | Dense
+Contribution = OuterProducts | Rows | Dense | ChunkedOuterProducts
 
 
 def sum_over_tokens(x_BTd: Tensor) -> Tensor:
@@ -201,6 +203,11 @@ _TOKENS_PER_STRIP = (48, 128)
 def inner(x: Contribution, y: Contribution) -> Tensor:
     """(B,) Frobenius inner product of two contributions to the same parameter."""
     match x, y:
+        case ChunkedOuterProducts(), _:
+            parts = [inner(OuterProducts(x.a_BTd, g), _restricted(y, rows)) for rows, g in x.gradients()]
+            return torch.stack(parts).sum(0)
+        case _, ChunkedOuterProducts():
+            return inner(y, x)
         case OuterProducts(), OuterProducts():
             return (_gram(x.a_BTd, y.a_BTd) * _gram(x.g_BTp, y.g_BTp)).flatten(1).sum(1)
         case Rows(), Rows():
@@ -224,3 +231,24 @@ def inner(x: Contribution, y: Contribution) -> Tensor:
             return inner(y, x)
         case _:
             raise NotImplementedError(f"one parameter used as {type(x).__name__} and as {type(y).__name__}")
+
+
+def _restricted(x: Contribution, rows: slice) -> Contribution:
+    """The part of x that belongs to some rows of the parameter, numbered from 0."""
+    match x:
+        case OuterProducts():
+            return OuterProducts(x.a_BTd, x.g_BTp[:, :, rows])
+        case Rows():
+            is_here_BT = (x.ids_BT >= rows.start) & (x.ids_BT < rows.stop)
+            ids_BT = (x.ids_BT - rows.start).clamp(0, rows.stop - rows.start - 1)
+            return Rows(ids_BT, x.g_BTp.masked_fill(~is_here_BT[:, :, None], 0))
+        case Dense():
+            return Dense(x.grad_B[:, rows])
+        case ChunkedOuterProducts():
+            parts = [g[:, :, _overlap(own, rows)] for own, g in x.gradients()]
+            return OuterProducts(x.a_BTd, torch.cat(parts, 2))
+
+
+def _overlap(own: slice, rows: slice) -> slice:
+    """Which of its own rows, numbered from 0, a chunk has in common with `rows`."""
+    return slice(max(rows.start - own.start, 0), max(min(rows.stop, own.stop) - own.start, 0))

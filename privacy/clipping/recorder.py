@@ -30,7 +30,7 @@ from privacy.clipping.contributions import Contribution, Dense, OuterProducts
 from privacy.clipping.coverage import Claim, refuse_unsupported
 from privacy.clipping.precision import exact
 from privacy.clipping.raw import per_example
-from privacy.clipping.rules import RULES
+from privacy.clipping.rules import KEEPS, RULES
 from privacy.errors import PrivacyConfigError
 
 Task = Callable[..., Tensor]
@@ -43,12 +43,14 @@ class Call:
     Attributes:
         local_name: of a raw parameter; empty for a layer with a rule.
         input: None for a raw parameter.
+        kept: what else the layer's rule asked for.
     """
 
     claim: Claim
     local_name: str
     input: Tensor | None
     output_gradient: Tensor
+    kept: tuple[Tensor, ...] = ()
 
     def contributions(self) -> Iterator[tuple[str, Contribution]]:
         """(canonical parameter name, contribution) for each trainable parameter of the layer."""
@@ -58,7 +60,7 @@ class Call:
             rows = gradient.to(wide)  # a scalar parameter is a vector of one
             yield self.claim.parameters[self.local_name], Dense(rows[:, None] if rows.dim() == 1 else rows)
             return
-        found = RULES[type(self.claim.module)](self.claim.module, self.input, gradient)
+        found = RULES[type(self.claim.module)](self.claim.module, self.input, gradient, *self.kept)
         for local, name in self.claim.parameters.items():
             if local not in found:
                 raise PrivacyConfigError(
@@ -71,18 +73,18 @@ class Call:
 class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, root: Tensor, x: Tensor | None, recorder: "Recorder", claim: Claim, local_name: str
+        ctx: Any, output: Tensor, root: Tensor, recorder: "Recorder", claim: Claim, local_name: str, *kept: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(*kept)
         ctx.recorder, ctx.claim, ctx.local_name = recorder, claim, local_name
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        (x,) = ctx.saved_tensors
-        call = Call(ctx.claim, ctx.local_name, None if x is None else x.detach(), gradients[0].detach())
-        ctx.recorder.report(call)
-        return gradients[0], None, None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        kept = [tensor.detach() for tensor in ctx.saved_tensors]
+        x = kept[0] if kept else None
+        ctx.recorder.report(Call(ctx.claim, ctx.local_name, x, gradients[0].detach(), tuple(kept[1:])))
+        return gradients[0], *[None] * (4 + len(kept))
 
 
 class Recorder:
@@ -101,7 +103,9 @@ class Recorder:
                 self._handles.append(claim.module.register_forward_pre_hook(self._shadow(claim), with_kwargs=True))
                 self._handles.append(claim.module.register_forward_hook(self._unshadow(claim), always_call=True))
             else:
-                self._handles.append(claim.module.register_forward_hook(self._record(claim), with_kwargs=True))
+                # First of all hooks: a sharded engine's would take the weights away that a rule may want to keep.
+                hook = claim.module.register_forward_hook(self._record(claim), prepend=True, with_kwargs=True)
+                self._handles.append(hook)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -143,13 +147,13 @@ class Recorder:
         with torch.no_grad(), exact(call.output_gradient.device):
             self._sink(call)
 
-    def _tap(self, output: Tensor, x: Tensor | None, claim: Claim, local_name: str) -> Tensor:
+    def _tap(self, output: Tensor, claim: Claim, local_name: str, *kept: Tensor) -> Tensor:
         assert self._root is not None
         self._num_calls.update([claim.parameters[local_name]] if local_name else claim.parameters.values())
-        return _Tap.apply(output, self._root, x, self, claim, local_name)
+        return _Tap.apply(output, self._root, self, claim, local_name, *kept)
 
     def _record(self, claim: Claim) -> Callable[..., Tensor | None]:
-        tap_in_graph = self._tap_in_graph(claim)
+        tap_in_graph, keep = self._tap_in_graph(claim), KEEPS.get(type(claim.module))
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             if self._root is None:
@@ -160,7 +164,9 @@ class Recorder:
             if len(x) == len(output) == 1 != self._batch_size and not x.requires_grad:
                 return self._shared(output, x, claim)
             self._require_examples(x, output, claim)
-            return self._tap(output, x.detach(), claim, "")
+            with torch.no_grad():
+                others = keep(module, (*args, *kwargs.values()), output) if keep is not None else ()
+            return self._tap(output, claim, "", x.detach(), *others)
 
         return hook
 
@@ -182,7 +188,7 @@ class Recorder:
         """The output of a call with one row for all examples: as if every example had made the call for itself."""
         size = self._batch_size
         rows = output.detach().expand(size, *output.shape[1:])
-        return per_example(self._tap(rows, x.detach().expand(size, *x.shape[1:]), claim, "").unsqueeze(1), claim.path)
+        return per_example(self._tap(rows, claim, "", x.detach().expand(size, *x.shape[1:])).unsqueeze(1), claim.path)
 
     def _shadow(self, claim: Claim) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -192,7 +198,7 @@ class Recorder:
             for local in claim.parameters:
                 parameter = module._parameters[local]
                 assert parameter is not None
-                copies = self._tap(parameter.detach().expand(self._batch_size, *parameter.shape), None, claim, local)
+                copies = self._tap(parameter.detach().expand(self._batch_size, *parameter.shape), claim, local)
                 module.__dict__[local] = per_example(copies, claim.parameters[local], [*args, *kwargs.values()])
 
         return hook

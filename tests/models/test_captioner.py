@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from models.captioner import Captioner, build_captioner, caption_loss
+from models.vocabulary_head import token_losses
 from tests.models.tiny import VOCAB, tiny_batch, tiny_captioner, tiny_config
 
 VARIANTS = [
@@ -37,17 +38,17 @@ def test_perfect_prediction_costs_nothing() -> None:
     targets_BL = torch.tensor([[3, 4, 2], [5, 2, 0]])
     mask_BL = targets_BL != 0
     logits_BLV = 100.0 * nn.functional.one_hot(targets_BL, 8)
-    torch.testing.assert_close(caption_loss(logits_BLV, targets_BL, mask_BL), torch.zeros(2))
+    torch.testing.assert_close(caption_loss(token_losses(logits_BLV, targets_BL), mask_BL), torch.zeros(2))
     wrong_BLV = 10.0 * nn.functional.one_hot(targets_BL + 1, 8)
     expected = torch.full((2,), 10.0 + log(1 + 7 * torch.exp(torch.tensor(-10.0)).item()))
-    torch.testing.assert_close(caption_loss(wrong_BLV, targets_BL, mask_BL), expected)
+    torch.testing.assert_close(caption_loss(token_losses(wrong_BLV, targets_BL), mask_BL), expected)
 
 
 def test_loss_is_the_mean_over_the_captions_own_targets() -> None:
     logits_BLV = torch.randn(1, 3, 5)
     targets_BL = torch.tensor([[4, 1, 0]])
     nll = [-logits_BLV[0, t].log_softmax(0)[targets_BL[0, t]] for t in range(2)]
-    loss_B = caption_loss(logits_BLV, targets_BL, torch.tensor([[True, True, False]]))
+    loss_B = caption_loss(token_losses(logits_BLV, targets_BL), torch.tensor([[True, True, False]]))
     torch.testing.assert_close(loss_B[0], (nll[0] + nll[1]) / 2)
 
 

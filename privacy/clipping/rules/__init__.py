@@ -5,8 +5,8 @@ that call adds to each of the module's own parameters. Rules are found by exact 
 something else; add one with `@rule(MyLayer)` (docs/add_a_rule.md).
 """
 
-from privacy.clipping.rules import convolution, embedding, linear, norm  # noqa: F401  # registers the rules
-from privacy.clipping.rules.registry import RULES, Rule, register_lazily, rule
+from privacy.clipping.rules import convolution, embedding, linear, norm, vocabulary  # noqa: F401  # registers the rules
+from privacy.clipping.rules.registry import KEEPS, RULES, Rule, register_lazily, rule
 from privacy.clipping.rules.unsupported import unsupported_reason
 
-__all__ = ["RULES", "Rule", "register_lazily", "rule", "unsupported_reason"]
+__all__ = ["KEEPS", "RULES", "Rule", "register_lazily", "rule", "unsupported_reason"]

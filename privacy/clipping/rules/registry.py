@@ -1,7 +1,8 @@
 """The table of rules, and helpers that rules share."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +10,15 @@ from torch import Tensor, nn
 from privacy.clipping.contributions import Contribution
 from privacy.errors import PrivacyConfigError
 
-Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Contribution]]
+Rule = Callable[..., dict[str, Contribution]]
+"""`function(module, x, g)`, and one more argument for each tensor of a `Keep`."""
+Keep = Callable[[nn.Module, Sequence[Any], Tensor], tuple[Tensor, ...]]
+"""`function(module, inputs of the call, its output)`: tensors that a rule needs beside x and g, at most once per call."""
 
 RULES: dict[type[nn.Module], Rule] = {}
+KEEPS: dict[type[nn.Module], Keep] = {}
 
-_LAZY: dict[tuple[str, str], Rule] = {}
+_LAZY: dict[tuple[str, str], tuple[Rule, Keep | None]] = {}
 
 
 def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
@@ -30,11 +35,11 @@ def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
     return register
 
 
-def lazy_rule(module_name: str, class_name: str) -> Callable[[Rule], Rule]:
-    """Like `rule`, for a class of an optional library: it counts as soon as somebody else has imported that library."""
+def lazy_rule(module_name: str, class_name: str, *, keep: Keep | None = None) -> Callable[[Rule], Rule]:
+    """Like `rule`, for a class that is not imported here: it counts as soon as somebody else has imported its module."""
 
     def register(function: Rule) -> Rule:
-        _LAZY[module_name, class_name] = function
+        _LAZY[module_name, class_name] = function, keep
         return function
 
     return register
@@ -42,10 +47,10 @@ def lazy_rule(module_name: str, class_name: str) -> Callable[[Rule], Rule]:
 
 def register_lazily() -> None:
     """Looks for the classes of `lazy_rule` among the imported modules; a rule that was registered by hand stays."""
-    for (module_name, class_name), function in _LAZY.items():
+    for (module_name, class_name), (function, keep) in _LAZY.items():
         kind = getattr(sys.modules.get(module_name), class_name, None)
-        if kind is not None:
-            RULES.setdefault(kind, function)
+        if kind is not None and RULES.setdefault(kind, function) is function and keep is not None:
+            KEEPS[kind] = keep
 
 
 def require_batch(module: nn.Module, x: Tensor, dims: int) -> None:

@@ -1,0 +1,277 @@
+"""The head by chunks of the vocabulary, clipped: against the loop of single examples, plain and tied, in every mode and dtype."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.captioner import build_captioner
+from models.config import captioner_config
+from models.vocabulary_head import VocabularyHead
+from privacy.clipping import ClippedSum
+from privacy.clipping.chunked import ChunkedOuterProducts
+from privacy.clipping.contributions import Dense, OuterProducts, Rows, inner
+from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.clipping.selfcheck import check_against_autograd
+from privacy.errors import PrivacyConfigError
+from tests.models.largest_tensor import LargestTensor
+from tests.models.tiny import tiny_batch, tiny_captioner
+from tests.privacy.clipping import oracle
+
+B, L, D, V = 6, 7, 12, 31
+MODES = ["bookkeeping", "two_pass"]
+
+
+class Language(nn.Module):
+    """Embedding, one hidden layer, head; tied or not, the head used once or twice."""
+
+    def __init__(self, *, chunk: int = 8, tied: bool = False, bias: bool = True, twice: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(V, D)
+        self.hidden = nn.Linear(D, D)
+        self.head = VocabularyHead(D, V, bias=bias, max_logits=B * L * chunk)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.twice = twice
+        self.checkpointed = False
+
+    def forward(self, tokens_BL: Tensor, mask_BL: Tensor, scale_B: Tensor) -> Tensor:
+        # Chunks follow the shape of the micro-batch; the loop of single examples has the same number.
+        self.head.max_logits = len(tokens_BL) * L * 8
+        x_BLD = self.embedding(tokens_BL[:, :-1]) * scale_B[:, None, None]
+        call = checkpoint(self.hidden, x_BLD, use_reentrant=False) if self.checkpointed else self.hidden(x_BLD)
+        x_BLD = x_BLD + call
+        loss_BL = self.head.token_losses(x_BLD, tokens_BL[:, 1:])
+        if self.twice:
+            loss_BL = loss_BL + self.head.token_losses(x_BLD.flip(1) * 0.5, tokens_BL[:, 1:])
+        return loss_BL.masked_fill(~mask_BL, 0).sum(1) / mask_BL.sum(1).clamp(min=1)
+
+
+def language(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Language, dict[str, Tensor]]:
+    model = Language(**options).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    inputs = {
+        "tokens_BL": torch.randint(0, V, (B, L + 1), generator=generator),
+        "mask_BL": torch.arange(L) < torch.tensor([[7], [5], [1], [7], [3], [6]]),
+        "scale_B": torch.logspace(-1, 1, B, dtype=torch.float64).to(dtype),
+    }
+    return model, inputs
+
+
+def clipped(model: nn.Module, inputs: dict[str, Tensor], c: float, mode: Any = "bookkeeping") -> dict[str, Tensor]:
+    total = ClippedSum(model, c, mode=mode)
+    total.add_micro_batch(model, inputs, torch.zeros(len(next(iter(inputs.values()))), dtype=torch.bool))
+    total.detach()
+    return {name: value.clone() for name, value in total.sums()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_float64_equals_the_loop(mode: str, tied: bool, bias: bool, twice: bool) -> None:
+    model, inputs = language(tied=tied, bias=bias, twice=twice)
+    assert model.head.num_chunks(torch.zeros(B, L, 1)) == 4
+    c = oracle.median_norm(model, model, inputs)
+    expected = oracle.clipped_sum(model, model, inputs, c)
+    assert oracle.relative_error(clipped(model, inputs, c, mode), expected) < 1e-9
+    model.checkpointed = True
+    assert oracle.relative_error(clipped(model, inputs, c, mode), expected) < 1e-9
+
+
+@pytest.mark.parametrize("frozen", ["head.weight", "head.bias"])
+def test_a_frozen_half_of_the_head(frozen: str) -> None:
+    model, inputs = language()
+    model.get_parameter(frozen).requires_grad_(False)
+    c = oracle.median_norm(model, model, inputs)
+    assert oracle.relative_error(clipped(model, inputs, c), oracle.clipped_sum(model, model, inputs, c)) < 1e-9
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_float32_is_as_good_as_a_float32_loop(tied: bool) -> None:
+    model, inputs = language(torch.float32, tied=tied)
+    exact_model = copy.deepcopy(model).double()
+    exact_inputs = inputs | {"scale_B": inputs["scale_B"].double()}
+    c = oracle.median_norm(exact_model, exact_model, exact_inputs)
+    exact = oracle.clipped_sum(exact_model, exact_model, exact_inputs, c)
+    loop_error = oracle.relative_error(oracle.clipped_sum(model, model, inputs, c), exact)
+    assert oracle.relative_error(clipped(model, inputs, c), exact) <= 2 * loop_error
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bf16_against_the_float64_sum_of_the_same_gradients(mode: str) -> None:
+    model, inputs = language(torch.bfloat16)
+    c = oracle.median_norm(model, model, inputs)
+    exact: dict[str, Tensor] = {}
+    for g in oracle.per_example_gradients(model, model, inputs):
+        weight = min(1.0, c / oracle.norm(g))
+        for name, value in g.items():
+            exact[name] = exact.get(name, torch.zeros_like(value, dtype=torch.float64)) + weight * value.double()
+    found = clipped(model, inputs, c, mode)
+    assert all(value.dtype == torch.float32 for value in found.values())
+    assert oracle.relative_error(found, exact) <= 1e-2
+
+
+def test_under_autocast_the_same_scores_are_computed_again() -> None:
+    model, inputs = language(torch.float32)
+
+    def task(**kwargs: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(**kwargs)
+
+    c = oracle.median_norm(model, task, inputs)
+    total = ClippedSum(model, c)
+    total.add_micro_batch(task, inputs, torch.zeros(B, dtype=torch.bool))
+    total.detach()
+    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, task, inputs, c)) <= 1e-2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_contract_4_adversarial_examples(mode: str, dtype: torch.dtype, tied: bool) -> None:
+    """Scaled, non-finite, all-padding and repeated tokens: each moves the sum by at most C (1 + r)."""
+    model, inputs = language(dtype, tied=tied)
+    c, moved = 0.1, 0
+    for i in range(30):
+        example = {k: v[i % B : i % B + 1].clone() for k, v in inputs.items()}
+        example["scale_B"][:] = [1e-6, 1e6, torch.nan, torch.inf, 3e30, 1.0][i % 6]
+        if i % 4 == 0:
+            example["tokens_BL"][:] = i
+        if i % 5 == 0:
+            example["mask_BL"][:] = False
+        both = {k: torch.cat([v, example[k]]) for k, v in inputs.items()}
+        total = ClippedSum(model, c, mode=mode)  # type: ignore[arg-type]
+        sums = []
+        for is_padding in (False, True):
+            total.zero_()
+            total.add_micro_batch(model, both, torch.tensor([False] * B + [is_padding]))
+            sums.append(oracle.flat(dict(total.sums())).clone())
+        total.detach()
+        size = float((sums[0] - sums[1]).norm()) / c
+        assert sums[0].isfinite().all()
+        assert size <= 1 + SENSITIVITY_SLACK, (i, size)
+        moved += size > 0.5
+    assert moved >= 5
+
+
+def test_contract_4_cancelling_activations() -> None:
+    """Hidden states with a common mean, and tokens whose gradients nearly cancel: the Gram matrix reads low, the bound holds."""
+    torch.manual_seed(0)
+    tokens, width, words = 48, 64, 997
+    head = VocabularyHead(width, words, max_logits=words * 20)
+
+    def task(hidden_BLD: Tensor, targets_BL: Tensor, weight_BL: Tensor) -> Tensor:
+        return (head.token_losses(hidden_BLD, targets_BL) * weight_BL).sum(1)
+
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        for mean in (0.0, 1000.0, 1e5):
+            weight_BL = torch.randn(2, tokens, generator=generator)
+            inputs = {
+                "hidden_BLD": mean + torch.randn(2, tokens, width, generator=generator),
+                "targets_BL": torch.randint(0, words, (2, 1), generator=generator).expand(2, tokens),
+                "weight_BL": weight_BL - weight_BL.mean(1, keepdim=True),
+            }
+            total = ClippedSum(head, 0.1)
+            total.add_micro_batch(task, inputs, torch.tensor([False, True]))
+            total.detach()
+            assert oracle.norm(dict(total.sums())) <= 0.1 * (1 + SENSITIVITY_SLACK)
+
+
+def test_inner_products_with_every_other_kind() -> None:
+    """Chunks of different cuts, whole outer products, rows and written-out gradients of the same table."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def chunked(a: Tensor, g: Tensor, size: int) -> ChunkedOuterProducts:
+        cuts = [slice(i, min(i + size, V)) for i in range(0, V, size)]
+        return ChunkedOuterProducts(a, torch.bmm(g, g.transpose(1, 2)), V, lambda: ((c, g[:, :, c]) for c in cuts))
+
+    a, g, b, h = random(B, 5, D), random(B, 5, V), random(B, 3, D), random(B, 3, V)
+    own = torch.einsum("btv,btd->bvd", g, a)
+    other = torch.einsum("btv,btd->bvd", h, b)
+    x = chunked(a, g, 7)
+    torch.testing.assert_close(x.norm()[0], own.square().sum((1, 2)))
+    for y in (chunked(b, h, 10), chunked(b, h, V), OuterProducts(b, h), Dense(other)):
+        torch.testing.assert_close(inner(x, y), (own * other).sum((1, 2)))
+        torch.testing.assert_close(inner(y, x), (own * other).sum((1, 2)))
+    ids, r = torch.randint(0, V, (B, 4), generator=generator), random(B, 4, D)
+    table = torch.zeros(B, V, D, dtype=torch.float64).scatter_add_(1, ids[:, :, None].expand(-1, -1, D), r)
+    torch.testing.assert_close(inner(x, Rows(ids, r)), (own * table).sum((1, 2)))
+    torch.testing.assert_close(inner(Rows(ids, r), x), (own * table).sum((1, 2)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_captioner_by_chunks_clips_like_the_whole_one(mode: str) -> None:
+    images_BCHW, tokens_BL, mask_BL = tiny_batch()
+    inputs = {"images_BCHW": images_BCHW.double(), "tokens_BL": tokens_BL, "token_mask_BL": mask_BL}
+    model = tiny_captioner(max_logits=50).double()
+    c = oracle.median_norm(model, model, inputs)
+    assert oracle.relative_error(clipped(model, inputs, c, mode), oracle.clipped_sum(model, model, inputs, c)) < 1e-9
+    check_against_autograd(tiny_captioner(max_logits=50), {**inputs, "images_BCHW": images_BCHW})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_tensor_holds_all_logits(mode: str) -> None:
+    """40 tokens, a batch whose logits are the largest tensor by far: neither forward, norm nor sum holds them."""
+    words, rows, length, most = 2003, 16, 40, 300_000
+    overrides = {"vocab_size": words, "num_tokens": length, "image_size": 16, "decoder_depth": 1, "encoder_depth": 1}
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "images_BCHW": torch.randn(rows, 3, 16, 16, generator=generator),
+        "tokens_BL": torch.randint(3, words, (rows, length), generator=generator),
+        "token_mask_BL": torch.ones(rows, length, dtype=torch.bool),
+    }
+    largest = {}
+    for name, max_logits in (("chunked", most), ("plain", 2**27)):
+        config = captioner_config("pico", max_logits=max_logits, **overrides)
+        model = build_captioner(config, generator=torch.Generator().manual_seed(0))
+        with LargestTensor() as seen:
+            clipped(model, inputs, 0.1, mode)
+        largest[name] = seen.num_elements
+    assert largest["plain"] == rows * (length - 1) * words
+    assert largest["chunked"] <= most
+
+
+@pytest.mark.parametrize(("mode", "plain", "chunked_passes"), [("bookkeeping", 3, 6), ("two_pass", 5, 10)])
+def test_matrix_products_that_recomputation_costs(mode: str, plain: int, chunked_passes: int) -> None:
+    """What models/vocabulary_head.py says, counted by torch; Gram matrices and the small layers are subtracted."""
+    width, words, length, rows = 16, 4001, 4, 3
+    counts = {}
+    for name, most in (("plain", 2**27), ("chunked", rows * length * words // 3)):
+        head = VocabularyHead(width, words, max_logits=most)
+        inputs = {
+            "hidden_BLD": torch.randn(rows, length, width),
+            "targets_BL": torch.zeros(rows, length, dtype=torch.long),
+        }
+        entrance = nn.Linear(width, width)  # so that a gradient with respect to the hidden states is wanted
+        model = nn.ModuleDict({"entrance": entrance, "head": head})
+
+        def task(hidden_BLD: Tensor, targets_BL: Tensor, head: Any = head, entrance: Any = entrance) -> Tensor:
+            return head.token_losses(entrance(hidden_BLD), targets_BL).sum(1)
+
+        total = ClippedSum(model, 0.1, mode=mode)  # type: ignore[arg-type]
+        with FlopCounterMode(display=False) as counter:
+            total.add_micro_batch(task, inputs, torch.zeros(rows, dtype=torch.bool))
+        total.detach()
+        counts[name] = counter.get_total_flops() / (2 * rows * length * width * words)
+    share_of_grams = length / width  # of one matrix product, for each Gram matrix of output gradients
+    assert (
+        plain <= counts["plain"] + 1 <= plain + 2 * share_of_grams + 0.6
+    )  # torch does not count addmm_, the weighted sum
+    assert counts["chunked"] - counts["plain"] <= chunked_passes - plain + share_of_grams + 0.1
+
+
+def test_in_a_compiled_block_it_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(D, D), VocabularyHead(D, V, max_logits=8))
+    model[1].compile(backend="aot_eager")
+    with pytest.raises(PrivacyConfigError, match="more than its layer's input"):
+        ClippedSum(model, 1.0)
