@@ -6,15 +6,17 @@ after Abadi et al. 2016 (arXiv 1607.00133), without any weight gradient that is 
 
 * `bookkeeping` (Bu et al. 2022, arXiv 2210.00038): one forward, one backward for activation gradients, then norms and
   weighted sums from the inputs and output gradients that all layers kept.
-* `two_pass`: one forward and backward for the norms, a second one for the weighted sums; each layer's tensors are used and
-  freed as soon as its gradient is known, so activation checkpointing keeps its memory benefit. The second pass must repeat
-  the first to the last bit, or the norm that divides is not that of what is summed: see `check_repeatable`.
+* `two_pass`: a backward for the norms, a second one for the weighted sums; each layer's tensors are used and freed as soon
+  as its gradient is known, so activation checkpointing keeps its memory benefit. Both go through the graph of one forward,
+  except where weights are sharded (gathered for one backward only) or compiled: there each has a forward of its own. The
+  second must repeat the first to the last bit, or the norm that divides is not that of what is summed: see
+  `check_repeatable`.
 
 The sums gather in an accumulator: by default in this process, without communication (`accumulators.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,12 @@ from privacy.releases import Release, step_releases
 
 Mode = Literal["bookkeeping", "two_pass"]
 Parts = list[Contribution]
+
+
+class Sink(Protocol):
+    """Takes every layer call of a backward; see `Recorder.differentiate`."""
+
+    def start(self, num_calls: Mapping[str, int]) -> Callable[[Call], None]: ...
 
 
 class MicroBatchStats(NamedTuple):
@@ -88,6 +96,9 @@ class ClippedSum:
         self._recorder = Recorder(claims(model, shapes), compiled_weights(model))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         first = next(iter(trained.values()))
+        self._keeps_graph = not compiled_weights(model) and all(
+            type(p) is nn.Parameter and p.shape == shapes[name] for name, p in model.named_parameters()
+        )
         self._names, self._dtype, self._device = list(trained), _sum_dtype(first.dtype), device or first.device
         self.accumulator = accumulator({name: shapes[name] for name in trained}, self._dtype, self._device)
         self._make_function = function
@@ -164,47 +175,58 @@ class ClippedSum:
         """
         batch_size = len(next(iter(inputs.values())))
         with torch.no_grad():
-            first, again = (self._tally(task, inputs, batch_size)[1] for _ in range(2))
-        if any(not torch.equal(a.squared_B, b.squared_B) for a, b in zip(first, again, strict=True)):
+            first, again = (_NormPass(self._new_tallies(batch_size), self._function) for _ in range(2))
+            self._differentiate_twice(task, inputs, batch_size, first, lambda _: again)
+            first.finish()
+            again.finish()
+        if any(not torch.equal(a.squared_B, b.squared_B) for a, b in zip(first.tallies, again.tallies, strict=True)):
             raise PrivacyConfigError(
-                "two_pass clipping is refused: the same forward and backward gave different gradients; "
+                "two_pass clipping is refused: the same backward gave different gradients the second time; "
                 "use deterministic kernels, or bookkeeping"
             )
 
     def _in_one_pass(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         kept: dict[str, Parts] = {}
-
-        def keep(call: Call) -> None:
-            for name, part in call.contributions():
-                kept.setdefault(name, []).append(part)
-
-        loss_B = self._recorder.differentiate(task, inputs, len(is_padding_B), lambda _: keep)
+        norms = _NormPass(self._new_tallies(len(is_padding_B)), self._function, kept)
+        loss_B = self._recorder.differentiate(task, inputs, len(is_padding_B), norms.start)
         with exact(loss_B.device):
-            tallies = self._new_tallies(len(loss_B))
-            for name, parts in kept.items():
-                tallies[self._function.group_of[name]].add(parts)
-            factors = self._factors(tallies, loss_B, is_padding_B)
-            for name, parts in kept.items():
-                self._accumulate(name, parts, factors)
+            norms.finish()
+            factors = self._factors(norms.tallies, loss_B, is_padding_B)
+            while kept:  # what has been summed makes room
+                self._accumulate(*kept.popitem(), factors)
             return factors.stats(loss_B, is_padding_B)
 
     def _in_two_passes(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
-        loss_B, tallies = self._tally(task, inputs, len(is_padding_B))
-        factors = self._factors(tallies, loss_B, is_padding_B)
-        accumulate = _ByParameter(lambda name, parts: self._accumulate(name, parts, factors))
-        self._recorder.differentiate(task, inputs, len(is_padding_B), accumulate.start)
-        with exact(loss_B.device):
-            accumulate.finish()
-        return factors.stats(loss_B, is_padding_B)
+        norms = _NormPass(self._new_tallies(len(is_padding_B)), self._function)
+        found: list[_Factors] = []
+        sums = _ByParameter(lambda name, parts: self._accumulate(name, parts, found[0]))
 
-    def _tally(self, task: Task, inputs: Mapping[str, Tensor], batch_size: int) -> tuple[Tensor, list[NormTally]]:
-        """The norm pass: loss_B and norms, nothing kept."""
-        tallies = self._new_tallies(batch_size)
-        add = _ByParameter(lambda name, parts: tallies[self._function.group_of[name]].add(parts))
-        loss_B = self._recorder.differentiate(task, inputs, batch_size, add.start)
+        def then(loss_B: Tensor) -> Sink:
+            norms.finish()
+            found.append(self._factors(norms.tallies, loss_B, is_padding_B))
+            return sums
+
+        loss_B = self._differentiate_twice(task, inputs, len(is_padding_B), norms, then)
         with exact(loss_B.device):
-            add.finish()
-        return loss_B, tallies
+            sums.finish()
+        return found[0].stats(loss_B, is_padding_B)
+
+    def _differentiate_twice(
+        self, task: Task, inputs: Mapping[str, Tensor], batch_size: int, first: Sink, then: Callable[[Tensor], Sink]
+    ) -> Tensor:
+        """Two backwards: of one forward where its graph can be kept, else of two. Returns loss_B of the first.
+
+        Args:
+            first: takes the first backward's calls.
+            then: called with loss_B between the two, returns what takes the second's.
+        """
+        if self._keeps_graph:
+            return self._recorder.differentiate(task, inputs, batch_size, first.start, then=lambda x: then(x).start)
+        loss_B = self._recorder.differentiate(task, inputs, batch_size, first.start)
+        with exact(loss_B.device):
+            second = then(loss_B)
+        self._recorder.differentiate(task, inputs, batch_size, second.start)
+        return loss_B
 
     def _new_tallies(self, batch_size: int) -> list[NormTally]:
         return [NormTally.zeros(batch_size, self._device, self._dtype) for _ in self._function.bounds]
@@ -252,7 +274,10 @@ class _Factors(NamedTuple):
 
 
 class _ByParameter:
-    """A sink that hands over a parameter's contributions as soon as the last of its calls is there, usually the only one."""
+    """A sink that hands over a parameter's contributions as soon as the last of its calls is there, usually the only one:
+
+    then they are still in the processor's caches.
+    """
 
     def __init__(self, use: Callable[[str, Parts], None]) -> None:
         self._use = use
@@ -275,6 +300,21 @@ class _ByParameter:
         for name, parts in self._waiting.items():
             self._use(name, parts)
         self._waiting = {}
+
+
+class _NormPass(_ByParameter):
+    """Tallies the norms of each group of parameters; keeps the contributions in `kept`, if given."""
+
+    def __init__(
+        self, tallies: list[NormTally], function: ClippingFunction, kept: dict[str, Parts] | None = None
+    ) -> None:
+        super().__init__(self._add)
+        self.tallies, self._group_of, self._kept = tallies, function.group_of, kept
+
+    def _add(self, name: str, parts: Parts) -> None:
+        self.tallies[self._group_of[name]].add(parts)
+        if self._kept is not None:
+            self._kept[name] = parts
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -34,6 +34,7 @@ from privacy.clipping.rules import KEEPS, RULES
 from privacy.errors import PrivacyConfigError
 
 Task = Callable[..., Tensor]
+MakeSink = Callable[[Mapping[str, int]], "Callable[[Call], None]"]
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,15 @@ class Recorder:
         task: Task,
         inputs: Mapping[str, Tensor],
         batch_size: int,
-        make_sink: Callable[[Mapping[str, int]], Callable[[Call], None]],
+        make_sink: MakeSink,
+        then: Callable[[Tensor], MakeSink] | None = None,
     ) -> Tensor:
-        """One forward and one backward of `task(**inputs)`; returns loss_B, detached.
+        """One forward and one backward of `task(**inputs)`, or two of the same graph; returns loss_B, detached.
 
         Args:
             make_sink: called between forward and backward with the number of calls by parameter name; what it returns
                 receives every call as soon as its gradient is known, last layer first.
+            then: called with loss_B after the first backward; what it returns takes the calls of a second one.
         """
         device = next(p.device for c in self._claims for p in c.module.parameters(recurse=False))
         self._root = torch.zeros((), device=device, requires_grad=True)
@@ -133,8 +136,13 @@ class Recorder:
                 loss_B = task(**inputs)
                 if loss_B.shape != (batch_size,):
                     raise RuntimeError(f"the task must return one loss per example, not shape {tuple(loss_B.shape)}")
-                self._sink = make_sink(dict(self._num_calls))
-                torch.autograd.grad(loss_B.sum(), [self._root], allow_unused=True)
+                num_calls, loss = dict(self._num_calls), loss_B.sum()
+                self._sink = make_sink(num_calls)
+                torch.autograd.grad(loss, [self._root], retain_graph=then is not None, allow_unused=True)
+                if then is not None:
+                    with torch.no_grad(), exact(device):
+                        self._sink = then(loss_B.detach())(num_calls)
+                    torch.autograd.grad(loss, [self._root], allow_unused=True)
             return loss_B.detach()
         finally:
             self._root = self._sink = None

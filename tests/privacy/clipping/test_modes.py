@@ -74,17 +74,40 @@ def test_a_partly_unused_shared_layer_is_summed_in_both_modes() -> None:
         assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(shared, task, inputs, 0.5)) < 1e-12
 
 
-def test_contract_6_two_pass_refuses_a_model_that_does_not_repeat() -> None:
+@pytest.mark.parametrize("keeps_graph", [True, False])
+def test_contract_6_two_pass_refuses_a_model_that_does_not_repeat(keeps_graph: bool) -> None:
     model = nn.Linear(4, 4)
     noise = itertools.count()
 
     def task(x: Tensor) -> Tensor:
-        return (model(x) * (1 + next(noise))).sum(1)
+        y = model(x)
+        y.register_hook(lambda g: g * (1 + next(noise)))  # another gradient in every backward
+        return y.sum(1)
 
     inputs = {"x": torch.randn(3, 4)}
+    total = ClippedSum(model, 1.0, mode="two_pass")
+    assert total._keeps_graph
+    total._keeps_graph = keeps_graph
     with pytest.raises(PrivacyConfigError, match="two_pass"):
-        ClippedSum(model, 1.0, mode="two_pass").check_repeatable(task, inputs)
-    ClippedSum(model, 1.0, mode="two_pass").check_repeatable(lambda x: model(x).sum(1), inputs)
+        total.check_repeatable(task, inputs)
+    total.check_repeatable(lambda x: model(x).sum(1), inputs)
+
+
+def test_two_passes_over_one_forward_unless_weights_are_sharded_or_compiled() -> None:
+    for keeps_graph, forwards in ((True, 1), (False, 2)):
+        model = nn.Linear(4, 4)
+        count = itertools.count()
+        total = ClippedSum(model, 1.0, mode="two_pass")
+        total._keeps_graph = keeps_graph
+        total.add_micro_batch(
+            lambda x, model=model, count=count: (next(count), model(x).sum(1))[1],
+            {"x": torch.randn(3, 4)},
+            torch.zeros(3, dtype=torch.bool),
+        )
+        assert next(count) == forwards
+    sharded = nn.Linear(4, 4)
+    shapes = {"weight": torch.Size([8, 4]), "bias": torch.Size([4])}
+    assert not ClippedSum(sharded, 1.0, shapes=shapes, mode="two_pass")._keeps_graph
 
 
 @pytest.mark.parametrize("function", [flat, automatic, per_layer, grouped])
