@@ -192,8 +192,8 @@ class ClippedSum:
         with exact(loss_B.device):
             norms.finish()
             factors = self._factors(norms.tallies, loss_B, is_padding_B)
-            while kept:  # what has been summed makes room
-                self._accumulate(*kept.popitem(), factors)
+            for name in list(kept):  # the last layer first, as two_pass does; what has been summed makes room
+                self._accumulate(name, kept.pop(name), factors)
             return factors.stats(loss_B, is_padding_B)
 
     def _in_two_passes(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
