@@ -1,0 +1,94 @@
+"""`clipping_mode = "auto"`: bookkeeping where it fits, two_pass where it does not, the same on every rank."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from privacy.clipping import ClippedSum
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_engines import build, pairs
+from tests.privacy.clipping.test_modes import Blocks
+from trainer import distributed
+from trainer.clipping_mode import USABLE, ModeChoice, choose_mode
+from trainer.engines.base import Piece, ShardLayout
+
+ROWS = 16
+
+
+class BlocksEngine:
+    """As much of an engine as the choice needs."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        self.module = Blocks(checkpointed=checkpointed)
+        self.device, self.compute_dtype = torch.device("cpu"), torch.float32
+        self.shapes = {name: p.shape for name, p in self.module.named_parameters()}
+        self.layout = ShardLayout((tuple(Piece(n, 0, s.numel()) for n, s in self.shapes.items()),))
+
+
+def inputs(count: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(count, 9, 16)}
+
+
+def choose(available: int | None, *, checkpointed: bool = True, rows: int = ROWS) -> tuple[ModeChoice, ClippedSum]:
+    engine: Any = BlocksEngine(checkpointed)
+    clipped = ClippedSum(engine.module, 1.0)
+    choice = choose_mode(clipped, engine, inputs, ROWS, rows, available=lambda device: available)
+    clipped.detach()
+    assert clipped.mode == choice.mode
+    assert not any(total.any() for _, total in clipped.sums()), "made-up examples must not stay in the sums"
+    return choice, clipped
+
+
+def test_bookkeeping_where_it_fits_and_two_passes_where_it_does_not(one_rank: torch.device) -> None:
+    plenty, _ = choose(2**40)
+    assert plenty.mode == "bookkeeping" and plenty.needed_in_two_passes is None
+    just = round(plenty.needed / USABLE) + 1
+    assert choose(just)[0].mode == "bookkeeping"
+    tight, _ = choose(just - 10)
+    assert tight.mode == "two_pass" and tight.needed_in_two_passes is not None
+    assert tight.needed_in_two_passes < 0.5 * tight.needed == 0.5 * plenty.needed
+    assert choose(None)[0].mode == "bookkeeping"
+
+
+def test_two_passes_that_save_nothing_are_not_taken(one_rank: torch.device) -> None:
+    """Without checkpointing the peak is the end of the forward pass in both modes; the second pass would only cost time."""
+    tight, _ = choose(1000, checkpointed=False)
+    assert tight.mode == "bookkeeping" and tight.needed_in_two_passes is not None
+    assert "two_pass would need as much" in tight.sentence and "smaller train.micro_batch_size" in tight.sentence
+
+
+def test_what_training_allocates_later_is_counted(one_rank: torch.device) -> None:
+    count = sum(p.numel() for p in Blocks(checkpointed=True).parameters())
+    small, large = choose(2**40)[0].needed, choose(2**40, rows=1025)[0].needed
+    assert large - small == 8 * count and small > 8 * count
+
+
+def test_one_line_and_plain_facts(one_rank: torch.device) -> None:
+    for available in (None, 2**40, 2**20, 10):
+        choice, _ = choose(available)
+        assert "\n" not in choice.sentence and f"a micro-batch of {ROWS} needs about" in choice.sentence
+        assert json.loads(json.dumps(choice.facts()))["mode"] == choice.mode
+    assert "smaller train.micro_batch_size" in choose(10)[0].sentence
+    assert "smaller train.micro_batch_size" not in choose(2**40)[0].sentence
+
+
+def rank_choices(device: torch.device, name: str, stage: int) -> list[dict[str, Any]]:
+    engine = build(device, name, stage)
+    clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes)
+    return [
+        choose_mode(clipped, engine, pairs, 8, 8, available=lambda device: rooms[distributed.rank()]).facts()
+        for rooms in ((2**40, 2**41), (2**40, 1000))
+    ]
+
+
+@pytest.mark.parametrize(("name", "stage"), [("local", 1), ("deepspeed", 3)])
+def test_every_rank_makes_the_choice_of_the_tightest(name: str, stage: int) -> None:
+    first, second = run_ranks(f"{__name__}:rank_choices", 2, name=name, stage=stage)
+    assert first == second
+    plenty, tight = first
+    # They share a machine, so each has half of what the one that sees least sees.
+    assert plenty["mode"] == "bookkeeping" and plenty["available"] == 2**39
+    assert tight["needed_in_two_passes"] is not None and tight["available"] == 500
