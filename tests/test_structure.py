@@ -30,7 +30,9 @@ ONLY_IN = {
     "fairscale": ("trainer/engines/",),
     "tensorboard": ("trainer/metrics.py",),
     "torch.utils.tensorboard": ("trainer/metrics.py",),
-    "mpi4py": ("data/", "launch_scripts/prepare.py"),
+    "mpi4py": ("data/pool.py",),
+    "fsspec": ("data/remote.py",),
+    "aiohttp": ("data/remote.py",),
     "torchvision": (),  # it does not import beside a CPU build of torch
 }
 """Where a package may be imported in what runs; tests are free."""
@@ -152,6 +154,7 @@ def test_starting_imports_no_heavy_package() -> None:
         "transformers",
         "torchvision",
         "webdataset",
+        "aiohttp",
     ):
         assert name not in loaded
 

@@ -1,0 +1,242 @@
+"""The Poisson loader against webdataset's sequential pipeline, the index, the schedule of one rank, and what a large run needs.
+
+python benchmarks/loader.py [--json] [--rounds 5] [--images 1500] [--num_examples 1000000]
+
+Both pipelines read the same shards, decode by the same code and stack the same micro-batches, each in a process of its
+own, in turns; the first pass of each fills the page cache and is not counted. Rates are given by the clock and by CPU
+time, which a busy machine does not change. Needs about 2 KiB of disk per example of the synthetic index.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks.synthetic_shards import write_tiny_shards  # noqa: E402
+from data.examples import CaptionExample  # noqa: E402
+from data.index_build import build_index  # noqa: E402
+from data.loader import Loader, StepPlan  # noqa: E402
+from data.pool import worker_pool  # noqa: E402
+from data.reader import IMAGE_EXTENSIONS, RawExample, TarReader  # noqa: E402
+from data.shards import expand_shards  # noqa: E402
+from data.tar_index import ExampleTable  # noqa: E402
+from data.tokenizer import EMBEDDED_TOKENIZER  # noqa: E402
+from privacy.sampling import PoissonSampler, assign, default_cap, example_keys, slice_bounds  # noqa: E402
+
+MAKE = CaptionExample(image_size=224, num_tokens=40, tokenizer_path=EMBEDDED_TOKENIZER)
+MICRO_BATCH = 32
+SAMPLE_RATE = 0.1
+LARGE = {"num_examples": 233_000_000, "expected_batch_size": 1_310_720, "ranks": 128, "bytes_per_example": 50_000}
+COIN_KEY = bytes(range(32))  # of made-up batches of the public demo
+
+
+def poisson_batches(index: Path, root: Path, num_workers: int) -> Iterator[int]:
+    """Images in each micro-batch of Poisson samples, step after step."""
+    table = ExampleTable.open(index, root)
+    sampler = PoissonSampler.with_expected_batch(len(table), int(SAMPLE_RATE * len(table)), None)
+
+    def plans() -> Iterator[StepPlan]:
+        for step in range(10**9):
+            ids = sampler.members(COIN_KEY, step)
+            yield StepPlan(step, ids, example_keys(COIN_KEY, step, ids), -(-len(ids) // MICRO_BATCH))
+
+    loader = Loader(table, MAKE, micro_batch_size=MICRO_BATCH, num_workers=num_workers)
+    for _, batches in loader.steps(plans()):
+        for batch in batches:
+            yield MICRO_BATCH - int(batch.is_padding_B.sum())
+
+
+def sequential_batches(root: Path, num_workers: int) -> Iterator[int]:
+    """The same from webdataset: shards from their start to their end, again and again."""
+    import webdataset
+
+    urls = [str(path) for path in expand_shards("train-*.tar", root)]
+    pipeline = webdataset.WebDataset(urls, shardshuffle=False).map(_make).batched(MICRO_BATCH, collation_fn=_stack)
+    while True:
+        for batch in torch.utils.data.DataLoader(pipeline, batch_size=None, num_workers=num_workers):
+            yield len(batch["images_CHW"])
+
+
+def _make(sample: dict[str, Any]) -> dict[str, np.ndarray]:
+    fields = {name: value for name, value in sample.items() if not name.startswith("__")}
+    image = next(fields[name] for name in fields if name in IMAGE_EXTENSIONS)
+    key = int.from_bytes(sample["__key__"].encode()[-8:], "little")
+    return MAKE(RawExample(image, fields), key)
+
+
+def _stack(rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in MAKE.padding()}
+
+
+def measure_pipeline(kind: str, index: Path, root: Path, images: int, num_workers: int) -> dict[str, float]:
+    """One pass that warms up and one that counts; CPU time is that of this process, so 0 workers count it all."""
+    torch.set_num_threads(1)
+    batches = poisson_batches(index, root, num_workers) if kind == "poisson" else sequential_batches(root, num_workers)
+    for _ in range(2):
+        count, wall, cpu = 0, time.perf_counter(), time.process_time()
+        while count < images:
+            count += next(batches)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"images_per_second": count / wall, "cpu_ms_per_image": 1e3 * cpu / count, "peak_mib": peak}
+
+
+def throughput(rounds: int, images: int, num_workers: int) -> dict[str, Any]:
+    """Medians over rounds of both pipelines in turns, and of the ratio of each round."""
+    root = ROOT / "data" / "demo"
+    with tempfile.TemporaryDirectory() as folder:
+        build_index(expand_shards("train-*.tar", root), Path(folder))
+        found: dict[str, list[dict[str, float]]] = {"poisson": [], "sequential": []}
+        for number in range(rounds):
+            for kind in sorted(found, reverse=bool(number % 2)):
+                found[kind].append(_in_child(kind, folder, str(root), str(images), str(num_workers)))
+    medians = {
+        kind: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for kind, runs in found.items()
+    }
+    pairs = list(zip(found["poisson"], found["sequential"], strict=True))
+    ratio = statistics.median(one["images_per_second"] / two["images_per_second"] for one, two in pairs)
+    result: dict[str, Any] = {**medians, "num_workers": num_workers, "poisson_over_sequential": ratio}
+    if num_workers == 0:
+        cpu = statistics.median(two["cpu_ms_per_image"] / one["cpu_ms_per_image"] for one, two in pairs)
+        result["poisson_over_sequential_by_cpu_time"] = cpu
+    else:
+        for kind in medians:
+            del medians[kind]["cpu_ms_per_image"]  # the workers' time is not in it
+    return result
+
+
+def _in_child(*arguments: str) -> dict[str, float]:
+    command = [sys.executable, __file__, "--child", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def index_rates(num_examples: int) -> dict[str, Any]:
+    """Build rate (one process, then one per core), size and random reads of a synthetic index."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shards = write_tiny_shards(folder / "shards", num_examples, examples_per_shard=50_000)
+        started, cpu = time.perf_counter(), time.process_time()
+        table = build_index(shards, folder / "index")
+        wall, cpu = time.perf_counter() - started, time.process_time() - cpu
+        size = sum(path.stat().st_size for path in (folder / "index").iterdir())
+        with worker_pool(os.cpu_count() or 1) as pool:
+            started = time.perf_counter()
+            build_index(shards, folder / "parallel", executor=pool.executor)
+            parallel = time.perf_counter() - started
+        return {
+            "num_examples": num_examples,
+            "examples_per_second_per_core": num_examples / cpu,
+            "examples_per_second": num_examples / wall,
+            "examples_per_second_all_cores": num_examples / parallel,
+            "bytes_per_example": size / num_examples,
+            **_random_reads(table),
+        }
+
+
+def _random_reads(table: ExampleTable, batches: int = 100, batch: int = 1024) -> dict[str, float]:
+    """Whole examples in random order, sorted within a batch as in training; warm page cache."""
+    reader, rng = TarReader(table), np.random.default_rng(0)
+    started, cpu = time.perf_counter(), time.process_time()
+    for _ in range(batches):
+        for _raw in reader.read_all(np.sort(rng.integers(0, len(table), batch))):
+            pass
+    count = batches * batch
+    return {
+        "random_reads_per_second": count / (time.perf_counter() - started),
+        "random_reads_per_cpu_second": count / (time.process_time() - cpu),
+    }
+
+
+def schedule() -> dict[str, float]:
+    """The schedule of one step at the large size: coins of one rank's slice, the merge of all, this rank's keys."""
+    n, ranks = LARGE["num_examples"], LARGE["ranks"]
+    expected = LARGE["expected_batch_size"]
+    sampler = PoissonSampler.with_expected_batch(n, expected, default_cap(expected))
+    sampler.decide(COIN_KEY, 0, 0, 1000)  # warms up
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    sampler.decide(COIN_KEY, 1, *slice_bounds(n, ranks, 5))
+    slice_seconds = time.perf_counter() - started
+    slice_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    slices = [sampler.decide(COIN_KEY, 1, *slice_bounds(n, ranks, rank)) for rank in range(ranks)]
+    started = time.perf_counter()
+    ids = assign(sampler.merge(slices), ranks, 5)
+    example_keys(COIN_KEY, 1, ids)
+    merge_seconds = time.perf_counter() - started
+    return {
+        "coins_of_one_rank_seconds": slice_seconds,
+        "merge_of_all_ranks_seconds": merge_seconds,
+        "examples_of_one_rank": len(ids),
+        "coins_of_one_rank_growth_mib": slice_mib,
+        "peak_growth_mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
+    }
+
+
+def projection(cpu_ms_per_image: float) -> dict[str, Any]:
+    """What a step of the large run asks of storage and cores, by step time."""
+    reads, size, ranks = LARGE["expected_batch_size"], LARGE["bytes_per_example"], LARGE["ranks"]
+    return {
+        f"step_of_{seconds}_seconds": {
+            "reads_per_second": reads / seconds,
+            "reads_per_second_per_rank": reads / seconds / ranks,
+            "gigabytes_per_second": reads * size / seconds / 1e9,
+            "megabytes_per_second_per_rank": reads * size / seconds / ranks / 1e6,
+            "decoding_cores_per_rank": reads / seconds / ranks * cpu_ms_per_image / 1e3,
+        }
+        for seconds in (30, 60, 120)
+    }
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    parser.add_argument("--rounds", type=int, default=5, help="of each pipeline, in turns")
+    parser.add_argument("--images", type=int, default=1500, help="in a round")
+    parser.add_argument("--num_examples", type=int, default=1_000_000, help="of the synthetic index")
+    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        kind, index, root, images, workers = options.child
+        print(json.dumps(measure_pipeline(kind, Path(index), Path(root), int(images), int(workers))))
+        return
+    report: dict[str, Any] = {"benchmark": "loader"}
+    parts = {
+        "schedule": schedule,
+        "one_process": lambda: throughput(options.rounds, options.images, 0),
+        "two_workers": lambda: throughput(options.rounds, options.images, 2),
+        "index": lambda: index_rates(options.num_examples),
+        "projection": lambda: projection(report["one_process"]["poisson"]["cpu_ms_per_image"]),
+    }
+    for name, measure in parts.items():
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        report[name] = measure()
+    report |= {
+        "large_run": LARGE,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(report, indent=None if options.json else 1))
+
+
+if __name__ == "__main__":
+    main()

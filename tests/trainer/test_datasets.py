@@ -1,0 +1,96 @@
+"""Which data a run accepts: exactly the shards it names, and after its first start exactly those it started with."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.errors import DataError
+from data.index_build import build_index
+from data.tar_index import MANIFEST
+from privacy.errors import PrivacyConfigError
+from tests.data.conftest import picture, write_shard
+from trainer.config import RunConfig, load_config
+from trainer.datasets import heldout_table, training_table
+from trainer.run_folder import RunFolder
+from trainer.run_ledger import open_run_ledger
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def shard(path: Path, count: int, seed: int = 0) -> Path:
+    samples = [{"__key__": f"{seed}-{i}", "jpg": picture(seed + i), "txt": b"a caption"} for i in range(count)]
+    return write_shard(path, samples)
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(ROOT / "tests" / "e2e" / "tiny.toml", overrides)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, one_rank: torch.device) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    return folder
+
+
+def test_a_run_keeps_the_data_that_it_started_with(folder: RunFolder, tmp_path: Path) -> None:
+    """Appending shards makes another data set: other n, other rate, other ids. The run says so and stops."""
+    shards = [shard(tmp_path / "data" / f"train-{number}.tar", 40, number * 100) for number in range(3)]
+    build_index(shards[:2], tmp_path / "index")
+    chosen = config(f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..1}}.tar")
+    table = training_table(chosen, folder, ROOT)
+    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table)
+    build_index(shards, tmp_path / "index")
+    with pytest.raises(DataError, match="is of other shards"):
+        training_table(chosen, folder, ROOT)
+    more = config(f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..2}}.tar")
+    with pytest.raises(PrivacyConfigError) as caught:
+        open_run_ledger(folder, more.privacy, more.train.num_steps, training_table(more, folder, ROOT))
+    assert caught.value.exit_code == 2
+    # The same number of examples in files of the same name and size, with other bytes.
+    build_index(shards[:2], tmp_path / "index")
+    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, training_table(chosen, folder, ROOT))
+    data = bytearray(shards[1].read_bytes())
+    data[700] ^= 1
+    shards[1].write_bytes(data)
+    with pytest.raises(DataError, match=r"train-1\.tar was written after it was indexed"):
+        training_table(chosen, folder, ROOT)
+    build_index(shards[:2], tmp_path / "index")
+    with pytest.raises(PrivacyConfigError, match="data"):
+        open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, training_table(chosen, folder, ROOT))
+
+
+def test_an_index_of_the_run_is_built_once_and_stays_private(folder: RunFolder, tmp_path: Path) -> None:
+    shard(tmp_path / "data" / "a.tar", 30)
+    chosen = config(f"data.shards={tmp_path}/data")
+    first = training_table(chosen, folder, ROOT)
+    assert len(first) == 30 and first.index_dir == folder.index and folder.private in folder.index.parents
+    before = (folder.index / MANIFEST).stat().st_mtime_ns
+    assert training_table(chosen, folder, ROOT).manifest_digest() == first.manifest_digest()
+    assert (folder.index / MANIFEST).stat().st_mtime_ns == before
+
+
+def test_training_shards_are_no_public_heldout_shards(folder: RunFolder, tmp_path: Path) -> None:
+    path = shard(tmp_path / "data" / "a.tar", 30)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "b.tar").symlink_to(path)
+    for pattern in (path, tmp_path / "other" / "b.tar"):
+        chosen = config(f"data.shards={tmp_path}/data", f"heldout.shards={pattern}")
+        with pytest.raises(DataError, match="cannot be declared public"):
+            heldout_table(chosen, folder, ROOT)
+    private = config(f"data.shards={tmp_path}/data", f"heldout.shards={path}", "heldout.is_public=false")
+    table = heldout_table(private, folder, ROOT)
+    assert table is not None and len(table) == 30
+
+
+def test_remote_settings_reach_the_table_and_the_record(folder: RunFolder, tmp_path: Path) -> None:
+    from trainer.config import to_toml
+    from trainer.datasets import remote_options
+
+    chosen = config("data.remote.tries=2", "data.remote.cache_dir=/cache", "data.remote.timeout_seconds=1.5")
+    options = remote_options(chosen)
+    assert (options.tries, options.cache_dir, options.timeout_seconds) == (2, "/cache", 1.5)
+    for loaded in (chosen, config()):
+        (tmp_path / "again.toml").write_text(to_toml(loaded))
+        assert load_config(tmp_path / "again.toml") == loaded
