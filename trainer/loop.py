@@ -126,9 +126,13 @@ def fit(run: "Run") -> int:
             step = plan.step
             run.members.note(plan, run.batches.attempt(step))
             distributed.note_progress(2 * step)
+            if run.sanity is not None:
+                micro_batches = run.sanity.before_step(step, micro_batches, plan.num_micro_batches)
             try:
                 with requests.step():
                     record = train_step(run, step, requests.droppable(micro_batches) if may_drop else micro_batches)
+                    if run.sanity is not None:
+                        run.sanity.after_step(step)
                     if run.average is not None:
                         run.average.update(step)
                     reporter.step(step, record, time.monotonic() - started)

@@ -19,6 +19,7 @@ from trainer.heldout import Heldout
 from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.run_folder import RunFolder
 from trainer.run_ledger import RunLedger
+from trainer.sanity import SanityChecks
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Run:
     first_step: int
     checkpoints: CheckpointWriter
     average: WeightAverage | None
+    sanity: SanityChecks | None
     noise_variance: NoiseVariance
     model_facts: dict[str, Any]
 

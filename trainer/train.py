@@ -38,6 +38,7 @@ from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.run import Run
 from trainer.run_folder import RunFolder
 from trainer.run_ledger import RunLedger, open_run_ledger
+from trainer.sanity import SanityChecks
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.base import to_device
 from trainer.warm_start import find_checkpoint, initialisation_facts, load_start, training_data_facts
@@ -83,6 +84,8 @@ def train(
         compile_blocks(engine.module, engine_name, machine, device)
     nonce = ledger.start_session()
     clipped, choice = _clipped_sum(config, ledger.plan, task, engine, resumed)
+    source = noise or noise_source(ledger.plan.noise_source)
+    sanity = SanityChecks(engine, source) if config.train.sanity_checks else None
     run = Run(
         config=config,
         folder=folder,
@@ -90,7 +93,8 @@ def train(
         ledger=ledger,
         engine=engine,
         clipped=clipped,
-        noise=noise or noise_source(ledger.plan.noise_source),
+        noise=sanity.noise if sanity is not None else source,
+        sanity=sanity,
         batches=LogicalBatches(
             ledger.plan.sampler,
             ledger.plan.expected_batch_size,

@@ -26,9 +26,11 @@ Ranks = list[subprocess.Popen[bytes]]
 
 
 def arguments(run_dir: Path, *more: str, engine: str = "local", steps: int = 400) -> list[str]:
+    every = () if any(a.startswith("train.checkpoint_every") for a in more) else ("train.checkpoint_every=2",)
     return train_arguments(
-        run_dir, "--engine", engine, f"train.num_steps={steps}", "heldout.num_captions=0", "train.checkpoint_every=2",
-        *more, ds_config="ds_configs/zero1.json",
+        run_dir, "--engine", engine, f"train.num_steps={steps}", "heldout.num_captions=0", "train.sanity_checks=true",
+        *every, *more,
+        ds_config="ds_configs/zero1.json",
     )  # fmt: skip
 
 
