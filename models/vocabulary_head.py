@@ -4,10 +4,12 @@ Shapes: B batch, L text tokens, D width, V vocabulary, v words of one chunk.
 
 The scores of a large micro-batch are its largest tensor by far: 64 captions of 39 tokens and 30,522 words are 305 MB in fp32,
 and cross-entropy keeps several of that size. Above `max_logits` scores the head never holds them all. The forward pass keeps
-two numbers per token, log-sum-exp and the target's score; every later use computes the scores of a chunk again. In units of one
-matrix product with the weights (2 B L D V FLOPs) a step then costs 5 instead of 3 (scores, hidden gradient, weight gradient),
-with clipping 6 instead of 3 (scores again for hidden gradient, norm and weighted sum), in two passes 10 instead of 5, each with
-its Gram matrices besides. So the head works in one piece where it can: see `VocabularyHead.num_chunks`. As in cut cross-entropy (Wijmans et al. 2024, https://arxiv.org/abs/2411.09009).
+two numbers per token, log-sum-exp and the target's score; every later use computes the scores of a chunk again, as in cut
+cross-entropy (Wijmans et al. 2024, https://arxiv.org/abs/2411.09009).
+
+In units of one matrix product with the weights (2 B L D V FLOPs) a step then costs 5 instead of 3 (scores, hidden gradient,
+weight gradient), with clipping 6 instead of 3 (scores again for hidden gradient, norm and weighted sum), in two passes 9
+instead of 4, each with its Gram matrices besides. So the head works in one piece where it can: `VocabularyHead.num_chunks`.
 """
 
 from collections.abc import Iterator

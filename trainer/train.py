@@ -9,6 +9,7 @@ from torch import nn
 
 from data.loader import Loader
 from data.tar_index import ExampleTable
+from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.functions import FUNCTIONS
@@ -163,9 +164,15 @@ def _clipped_sum(
     if privacy.clipping_mode == "auto":
         rows = math.ceil(plan.max_batch_size / distributed.world_size())
         choice = choose_mode(clipped, engine, task.synthetic_inputs, micro_batch_size, rows)
-    if clipped.mode == "two_pass":
+    if clipped.mode == "two_pass" or _cuts_vocabulary(engine.module, micro_batch_size, config.data.num_tokens):
         clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
     return clipped, choice
+
+
+def _cuts_vocabulary(module: nn.Module, micro_batch_size: int, num_tokens: int) -> bool:
+    """Whether the scores of the vocabulary are computed again for norm and sum: that must repeat to the last bit too."""
+    hidden_BLD = torch.empty(micro_batch_size, num_tokens - 1, 1, device="meta")
+    return any(m.num_chunks(hidden_BLD) > 1 for m in module.modules() if isinstance(m, VocabularyHead))
 
 
 def _take(folder: RunFolder) -> None:

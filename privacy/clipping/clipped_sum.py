@@ -181,8 +181,8 @@ class ClippedSum:
             again.finish()
         if any(not torch.equal(a.squared_B, b.squared_B) for a, b in zip(first.tallies, again.tallies, strict=True)):
             raise PrivacyConfigError(
-                "two_pass clipping is refused: the same backward gave different gradients the second time; "
-                "use deterministic kernels, or bookkeeping"
+                "clipping that computes gradients twice (two_pass, a vocabulary by chunks) is refused: the same backward gave "
+                "different gradients the second time; use deterministic kernels, or bookkeeping with a larger max_logits"
             )
 
     def _in_one_pass(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:

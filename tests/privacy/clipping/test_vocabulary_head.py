@@ -241,9 +241,9 @@ def test_no_tensor_holds_all_logits(mode: str) -> None:
     assert largest["chunked"] <= most
 
 
-@pytest.mark.parametrize(("mode", "plain", "chunked_passes"), [("bookkeeping", 3, 6), ("two_pass", 5, 10)])
-def test_matrix_products_that_recomputation_costs(mode: str, plain: int, chunked_passes: int) -> None:
-    """What models/vocabulary_head.py says, counted by torch; Gram matrices and the small layers are subtracted."""
+@pytest.mark.parametrize(("mode", "more"), [("bookkeeping", 3), ("two_pass", 5)])
+def test_matrix_products_that_recomputation_costs(mode: str, more: int) -> None:
+    """What models/vocabulary_head.py says, counted by torch; the weighted sum, which it does not count, is the same in both."""
     width, words, length, rows = 16, 4001, 4, 3
     counts = {}
     for name, most in (("plain", 2**27), ("chunked", rows * length * words // 3)):
@@ -263,11 +263,7 @@ def test_matrix_products_that_recomputation_costs(mode: str, plain: int, chunked
             total.add_micro_batch(task, inputs, torch.zeros(rows, dtype=torch.bool))
         total.detach()
         counts[name] = counter.get_total_flops() / (2 * rows * length * width * words)
-    share_of_grams = length / width  # of one matrix product, for each Gram matrix of output gradients
-    assert (
-        plain <= counts["plain"] + 1 <= plain + 2 * share_of_grams + 0.6
-    )  # torch does not count addmm_, the weighted sum
-    assert counts["chunked"] - counts["plain"] <= chunked_passes - plain + share_of_grams + 0.1
+    assert counts["chunked"] - counts["plain"] == pytest.approx(more, abs=0.3)  # strips of a Gram matrix, or all of it
 
 
 def test_in_a_compiled_block_it_is_refused() -> None:
