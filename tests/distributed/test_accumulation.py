@@ -1,0 +1,326 @@
+"""Local and sharded accumulation: the same sums, the promised collectives and no others, nothing before the intent.
+
+Collectives are counted twice: by the trainer's own counter and, independently of who issues them, where torch dispatches them.
+"""
+
+import dataclasses
+import itertools
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from privacy.clipping import ClippedSum
+from privacy.clipping.accumulators import LocalSums
+from privacy.noise import SystemNoise
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_engines import (
+    MICRO_BATCH,
+    MICRO_BATCHES,
+    NUM_EXAMPLES,
+    NoLedger,
+    a_run,
+    build,
+    micro_batches,
+    pairs,
+)
+from tests.privacy.clipping import oracle
+from trainer import distributed
+from trainer.engines.base import GradShard, Piece, ShardLayout, even_layout
+from trainer.engines.reduction import reduce_to_owners
+from trainer.engines.sharded_sums import ShardedSums
+from trainer.loop import train_step
+
+ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
+DEALS = [(5, 2), (7, 0)]
+"""Examples per rank."""
+NUM_PARAMETERS = 30_637
+BUCKET = 5000
+"""Coordinates: several buckets for the tiny captioner."""
+
+Sums = dict[tuple[str, int], Tensor]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts torch's collectives on more than 100 numbers; control messages and statistics are smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            largest = max((t.numel() for t in _tensors(args)), default=0)
+            if largest > 100:
+                self.seen.append((function.__name__.split(".")[0].strip("_"), largest))
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def reductions(self) -> int:
+        return sum("reduce" in name for name, _ in self.seen)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []
+
+
+class StrictLedger(NoLedger):
+    """Contract 9: at the intent nothing that depends on a gradient has left its process."""
+
+    def intent(self, step: int, **release: Any) -> None:
+        assert not distributed.traffic.collectives
+        super().intent(step, **release)
+
+
+class CountingOpenBuckets(ShardedSums):
+    """Notes the most coordinates that were ever held unsharded."""
+
+    most = 0
+
+    def slot(self, name: str) -> Tensor:
+        slot = super().slot(name)
+        self.most = max(self.most, sum(b.sums.numel() for b in self._buckets if b.sums is not None))
+        return slot
+
+
+def sharded(bucket: int = BUCKET) -> Any:
+    return partial(CountingOpenBuckets, bucket_coordinates=bucket)
+
+
+@pytest.fixture(scope="module")
+def collectives() -> list[Any]:
+    return run_ranks(f"{__name__}:rank_collectives", 2)
+
+
+def rank_collectives(device: torch.device) -> dict[tuple[str, int], Any]:
+    """All engines in one pair of processes: starting those is what costs."""
+    return {engine: [_collectives(device, *engine, deal) for deal in DEALS] for engine in ENGINES}
+
+
+def _collectives(device: torch.device, name: str, stage: int, deal: tuple[int, ...]) -> dict[str, Any]:
+    """Of one step, by way of accumulation: ours, and all large ones that torch saw."""
+    found: dict[str, Any] = {}
+    engine = build(device, name, stage)
+    for way, accumulator, mode in [
+        ("local", LocalSums, "bookkeeping"),
+        ("sharded", sharded(), "bookkeeping"),
+        ("two_pass", sharded(), "two_pass"),
+    ]:
+        clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, accumulator=accumulator, mode=mode)  # type: ignore[arg-type]
+        run = a_run(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
+        run.ledger = StrictLedger()
+        with Collectives() as seen:
+            train_step(run, 1, iter(micro_batches(pairs(), deal)))
+        traffic = distributed.traffic
+        found[way] = dict(traffic.collectives), dict(traffic.bytes), seen.reductions, seen.seen
+        found["buckets"] = getattr(clipped.accumulator, "num_buckets", None)
+        clipped.detach()
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_collectives_of_a_logical_batch(engine: tuple[str, int], collectives: list[Any]) -> None:
+    uneven, empty = ([rank[engine][i] for rank in collectives] for i in range(len(DEALS)))
+    first = uneven[0]
+    buckets = first["buckets"]
+    assert buckets >= 5
+    counts, num_bytes, reductions, _ = first["local"]
+    assert counts["reduce_scatter"] == reductions == 1
+    size = 8 * NUM_PARAMETERS  # in fp64; all but the own half is sent
+    assert 0 <= num_bytes["reduce_scatter"] - size / 2 <= 0.1 * size
+    for way in ("sharded", "two_pass"):
+        counts, num_bytes, reductions, _ = first[way]
+        assert counts["reduce_scatter"] == reductions == MICRO_BATCHES * buckets
+        assert counts["exchange"] == buckets
+        assert 0 <= num_bytes["reduce_scatter"] - MICRO_BATCHES * size / 2 <= 8 * 2 * MICRO_BATCHES * buckets
+    for way, rank in itertools.product(("local", "sharded", "two_pass"), (0, 1)):  # whatever the data
+        assert uneven[rank][way] == empty[rank][way]
+        names = [[name for name, _ in seen[way][3]] for seen in (uneven[rank], first)]
+        assert names[0] == names[1]
+
+
+def shards_of(shards: Sequence[GradShard]) -> Sums:
+    return {(s.name, s.offset): s.values.clone() for s in shards}
+
+
+@pytest.fixture(scope="module")
+def sums() -> list[Any]:
+    return run_ranks(f"{__name__}:rank_sums", 2)
+
+
+def rank_sums(device: torch.device) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for engine in ENGINES:
+        found[engine, "open"] = []
+        found[engine] = [_sums(device, *engine, deal, found[engine, "open"]) for deal in DEALS]
+    return found
+
+
+def _sums(device: torch.device, name: str, stage: int, deal: tuple[int, ...], most: list[int]) -> dict[str, Sums]:
+    """Two logical batches with the same accumulator: the second starts from zero."""
+    engine = build(device, name, stage)
+    found = {}
+    for way, mode, accumulator in [
+        ("local", "bookkeeping", LocalSums),
+        ("one bucket", "bookkeeping", ShardedSums),
+        ("buckets", "bookkeeping", sharded()),
+        ("two_pass", "two_pass", sharded()),
+    ]:
+        clipped = ClippedSum(engine.module, 0.7, shapes=engine.shapes, accumulator=accumulator, mode=mode)  # type: ignore[arg-type]
+        for batch in micro_batches(pairs(), deal)[:2]:
+            clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
+        clipped.zero_()
+        for batch in micro_batches(pairs(), deal):
+            clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
+        found[way] = shards_of(reduce_to_owners(clipped, engine.layout))
+        if isinstance(clipped.accumulator, CountingOpenBuckets):
+            most.append(clipped.accumulator.most)
+        clipped.detach()
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sharded_sums_equal_local_ones(engine: tuple[str, int], sums: list[Any]) -> None:
+    for found in (ways for rank in sums for ways in rank[engine]):
+        for way, shards in found.items():
+            assert list(shards) == list(found["local"]), way
+            for key, values in shards.items():
+                assert values.dtype == torch.float64
+                torch.testing.assert_close(values, found["local"][key], rtol=1e-5, atol=1e-7, msg=f"{way} {key}")
+
+
+class WithExactSum(ClippedSum):
+    """Adds up, beside the real sum, the same contributions and factors in float64."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.exact: dict[str, Tensor] = {}
+
+    def _accumulate(self, name: str, parts: Any, factors: Any) -> None:
+        super()._accumulate(name, parts, factors)
+        shape = self.accumulator.slot(name).shape if isinstance(self.accumulator, LocalSums) else self._shapes[name]
+        total = self.exact.setdefault(name, torch.zeros(shape, dtype=torch.float64))
+        matrix = total.view(total.shape[0], -1) if total.dim() > 1 else total
+        weight_B = factors.weights[self._function.group_of[name]].double()
+        for part in parts:
+            values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+            wide = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in values.items()}
+            dataclasses.replace(part, **wide).add_weighted(weight_B, matrix)
+
+    _shapes: Mapping[str, torch.Size] = {}
+
+
+@pytest.fixture(scope="module")
+def bf16() -> list[Any]:
+    return run_ranks(f"{__name__}:rank_bf16", 2)
+
+
+def rank_bf16(device: torch.device) -> dict[tuple[str, int], Any]:
+    return {engine: _bf16(device, *engine) for engine in ENGINES}
+
+
+def _bf16(device: torch.device, name: str, stage: int) -> dict[str, tuple[Sums, Any]]:
+    """32 micro-batches on each of two ranks: 64 in all."""
+    engine = build(device, name, stage, bf16={"enabled": True})
+    generator = torch.Generator().manual_seed(distributed.rank())
+    found = {}
+    for way, accumulator in [("local", LocalSums), ("sharded", sharded())]:
+        clipped = WithExactSum(engine.module, 0.7, shapes=engine.shapes, accumulator=accumulator)
+        clipped._shapes = engine.shapes
+        for _ in range(32):
+            inputs = {n: v[:MICRO_BATCH].clone() for n, v in pairs().items()}
+            inputs["images_BCHW"] = torch.randn(inputs["images_BCHW"].shape, generator=generator).bfloat16()
+            clipped.add_micro_batch(engine.module, inputs, torch.zeros(MICRO_BATCH, dtype=torch.bool))
+        found[way] = shards_of(reduce_to_owners(clipped, engine.layout)), clipped.exact
+        clipped.detach()
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bf16_contributions_are_summed_exactly(engine: tuple[str, int], bf16: list[Any]) -> None:
+    """Accumulated in bf16 the error would be 6e-3."""
+    results = [rank[engine] for rank in bf16]
+    for way in ("local", "sharded"):
+        exact = {n: sum(r[way][1][n] for r in results) for n in results[0][way][1]}
+        found = {n: torch.full((v.numel(),), torch.nan, dtype=torch.float64) for n, v in exact.items()}
+        for result in results:
+            for (parameter, offset), values in result[way][0].items():
+                found[parameter][offset : offset + len(values)] = values
+        error = oracle.relative_error(found, {n: v.flatten() for n, v in exact.items()})
+        assert error <= 1e-6, (way, error)
+
+
+def random_layout(shapes: Mapping[str, torch.Size], world_size: int, rng: random.Random) -> ShardLayout:
+    """Every parameter cut somewhere, its parts owned by anyone."""
+    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+    for name, shape in shapes.items():
+        cuts = sorted({0, shape.numel(), *(rng.randint(0, shape.numel()) for _ in range(rng.randint(0, 3)))})
+        for a, b in itertools.pairwise(cuts):
+            pieces[rng.randrange(world_size)].append(Piece(name, a, b - a))
+    for owned in pieces:
+        rng.shuffle(owned)
+    return ShardLayout(tuple(tuple(p) for p in pieces))
+
+
+def rank_random_sums(device: torch.device, seeds: range) -> list[float]:
+    """The largest error of a sum, for made-up parameters, layouts, orders and missing contributions."""
+    return [_random_sums(device, seed) for seed in seeds]
+
+
+def _random_sums(device: torch.device, seed: int) -> float:
+    world_size, rank = distributed.world_size(), distributed.rank()
+    shared, own = random.Random(seed), random.Random(1000 * seed + rank)
+    shapes = {
+        f"p{i}": torch.Size(shared.randint(1, 9) for _ in range(shared.randint(1, 3)))
+        for i in range(shared.randint(1, 8))
+    }
+    layout = random_layout(shapes, world_size, shared) if seed % 3 else even_layout(shapes, world_size)
+    layout.check(shapes)
+    sums = ShardedSums(shapes, torch.float32, device, bucket_coordinates=shared.randint(1, 200))
+    generator = torch.Generator().manual_seed(own.randrange(1 << 30))
+    mine = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    for _ in range(shared.randint(1, 4)):
+        sums.start(2)
+        for name in own.sample(sorted(shapes), own.randint(0, len(shapes))):  # this rank's own order; some are missing
+            part = torch.randn(shapes[name], generator=generator)
+            slot = sums.slot(name)
+            assert slot.shape == shapes[name] and not slot.any()
+            slot += part
+            mine[name] += part
+            sums.filled(name)
+        sums.finish()
+    exact = {name: sum(parts[name] for parts in distributed.gather_objects(mine)) for name in shapes}
+    shards = sums.to_owners(layout)
+    assert [(s.name, s.offset, s.values.numel()) for s in shards] == list(layout.owned_by(rank))
+    errors = [(s.values - exact[s.name].flatten()[s.offset : s.offset + s.values.numel()]).abs().max() for s in shards]  # type: ignore[union-attr]
+    return max((float(e) for e in errors), default=0.0)
+
+
+@pytest.mark.parametrize("world_size", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_any_layout_order_and_missing_contribution(world_size: int) -> None:
+    for errors in run_ranks(f"{__name__}:rank_random_sums", world_size, seeds=range(40)):
+        assert max(errors) < 1e-14
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_rank_holds_more_than_two_buckets_unsharded(engine: tuple[str, int], sums: list[Any]) -> None:
+    """One in the order of the model; raw parameters of a module are used before its layers, but registered after them."""
+    for rank in sums:
+        assert 0 < max(rank[engine, "open"]) <= 2 * BUCKET
+
+
+def test_counter() -> None:
+    traffic = distributed.Traffic()
+    traffic.note("reduce_scatter", 5)
+    traffic.note("reduce_scatter", 7)
+    assert traffic.collectives == Counter(reduce_scatter=2) and traffic.bytes == Counter(reduce_scatter=12)
+    traffic.reset()
+    assert not traffic.collectives and not traffic.bytes
