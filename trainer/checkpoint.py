@@ -164,25 +164,27 @@ class Checkpoint:
             ConfigError: another model; no average was kept.
         """
         wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if {n: p.shape for n, p in wanted.items()} != self.shapes:
-            differing = sorted(
-                n
-                for n in wanted.keys() | self.shapes.keys()
-                if n not in wanted or n not in self.shapes or wanted[n].shape != self.shapes[n]
-            )
-            raise ConfigError(f"{self.path} does not fit the model; the first difference is {differing[0]}")
+        self._require({name: p.shape for name, p in wanted.items()})
         if average and AVERAGE not in self.kinds:
             raise ConfigError(f"{self.path} holds no average of the weights; the run had no train.ema_decay")
         with torch.no_grad():
             for name, parameter in wanted.items():
                 parameter.copy_(self.full(AVERAGE if average else "param", name))
 
+    def _require(self, shapes: Mapping[str, torch.Size]) -> None:
+        names = shapes.keys() | self.shapes.keys()
+        differing = sorted(n for n in names if n not in shapes or n not in self.shapes or shapes[n] != self.shapes[n])
+        if differing:
+            raise ConfigError(f"{self.path} does not fit the model; the first difference is {differing[0]}")
+
     def restore(self, engine: Engine, moments: tuple[str, ...]) -> None:
-        """Sets master weights and moments of a wrapped engine, whose module has these weights already.
+        """Sets master weights and moments of a wrapped engine, whose module has these weights already, or takes them with
+        the master weights (`trainer.engines.sharder`).
 
         Args:
             moments: those of the recipe's optimizer; a checkpoint of another one is refused.
         """
+        self._require(engine.shapes)
         kept = self.kinds - {"param", AVERAGE}
         if self.step > 0 and kept != set(moments):
             raise ConfigError(

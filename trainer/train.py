@@ -32,6 +32,7 @@ from trainer.ds_config import MachineSettings
 from trainer.engines import build_engine, sharder
 from trainer.engines.base import Engine
 from trainer.engines.sharded_sums import ShardedSums
+from trainer.errors import ConfigError
 from trainer.heldout import Heldout
 from trainer.loop import BUDGET_SPENT, DONE, STOPPED_EARLY, fit
 from trainer.optimizers import moments
@@ -64,6 +65,10 @@ def train(
     folder = RunFolder(run_dir)
     on_main(lambda: _take(folder))
     task = first_on_main(lambda: make_task(config, root))
+    if machine.zero_init and config.init is not None:
+        raise ConfigError(
+            f"ds_config {machine.path}: zero_optimization.zero_init cannot be combined with [init]: remove one"
+        )
     shard = sharder(engine_name, machine, device, config.train.micro_batch_size)
     model = task.build(torch.Generator().manual_seed(config.train.seed), after=shard)
     whole = model if shard is None else task.build(torch.Generator().manual_seed(config.train.seed), one_block=True)
@@ -71,7 +76,7 @@ def train(
     heldout = _heldout(config, folder, task, root)
     table = training_table(config, folder, root)  # last of these: hashing a large data set takes hours
     ledger = open_run_ledger(folder, config.privacy, config.train.num_steps, table)
-    resumed = _load_weights(folder, ledger, model)
+    resumed = _load_weights(folder, ledger, None if shard is not None else model)
     first_step = resumed.step + 1 if resumed is not None else 1
     if ledger.is_closed:
         if ranks.is_main:
@@ -200,10 +205,13 @@ def _start(config: RunConfig, model: nn.Module, table: ExampleTable, root: Path)
     return {**facts, "at_random": load_start(checkpoint, init, model)}
 
 
-def _load_weights(folder: RunFolder, ledger: RunLedger, model: nn.Module) -> Checkpoint | None:
-    """The newest whole checkpoint, its weights set; refuses one that knows more of the ledger than the ledger itself."""
+def _load_weights(folder: RunFolder, ledger: RunLedger, model: nn.Module | None) -> Checkpoint | None:
+    """The newest whole checkpoint, its weights set; refuses one that knows more of the ledger than the ledger itself.
+
+    A model that was built in shards (None here) takes its weights with the engine's state, piece by piece.
+    """
     checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
-    if checkpoint is not None:
+    if checkpoint is not None and model is not None:
         checkpoint.load_weights(model)
     return checkpoint
 
