@@ -7,10 +7,16 @@ roundoff and k for the number of terms of a dot product. Then, with e(k) = (8 + 
 
     |N^2 - n^2|                      <= E   = sum over parameters of  2 e(k) S_p^2              (Gram matrices)
     |summation error of the example| <= e(BT) S                                                 (the weighted sum)
+    |folding error of the example|   <= F   = sqrt(sum over parameters of  (f_p S_p)^2)         (bf16 on CUDA only)
 
-so that dividing by  safe = max(N, (sqrt(N^2 + E) + e(BT) S) / (1 + r))  gives
+so that dividing by  safe = max(N, (sqrt(N^2 + E) + e(BT) S + F) / (1 + r))  gives
 
-    |contribution| <= C (n + e(BT) S) / safe <= C (1 + r).
+    |contribution| <= C (n + e(BT) S + F) / safe <= C (1 + r).
+
+F: the weighted sum of bf16 tensors on CUDA multiplies one operand, say g, by the factor c and rounds to bf16. Entry by entry
+the rounding moves c g_t by at most u' = 2^-8 of itself, hence the token's vector by at most u' c |g_t|, and the example's sum
+of outer products by at most u' c sum_t |g_t| |a_t| = u' c S_p. That is a worst case, not a statistical one: who chooses an
+example chooses how it rounds. `fold_error` is f_p. Parameters are different coordinates, so their errors add in squares.
 
 (Rounding against the contributions of other examples in the same accumulator is kept below r in `clipped_sum.py`.)
 
@@ -30,7 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from privacy.clipping.contributions import Contribution, inner
+from privacy.clipping.contributions import Contribution, fold_error, inner
 
 SENSITIVITY_SLACK = 1e-3
 """r of contract 4: a clipped example may exceed C by this factor through rounding; the accountant is charged for it."""
@@ -44,7 +50,7 @@ def rounding(terms: int, dtype: torch.dtype) -> float:
 
 @dataclass
 class NormTally:
-    """Running sums over parameters, all (B,): squared norm N^2, its error bound E, squared gross norm S^2.
+    """Running sums over parameters, all (B,): squared norm N^2, its error bound E, squared gross norm S^2, F^2.
 
     `sum_terms` is the length of the longest weighted sum over tokens and examples (B T).
     """
@@ -52,12 +58,12 @@ class NormTally:
     squared_B: Tensor
     error_B: Tensor
     gross_squared_B: Tensor
+    fold_squared_B: Tensor
     sum_terms: int = 1
 
     @classmethod
     def zeros(cls, batch_size: int, device: torch.device, dtype: torch.dtype) -> "NormTally":
-        squared_B, error_B, gross_B = torch.zeros(3, batch_size, device=device, dtype=dtype)
-        return cls(squared_B, error_B, gross_B)
+        return cls(*torch.zeros(4, batch_size, device=device, dtype=dtype))
 
     def add(self, contributions: list[Contribution]) -> None:
         """Adds one parameter: the norm of the sum of its contributions."""
@@ -66,6 +72,9 @@ class NormTally:
         self.squared_B += squared_B
         self.error_B += 2 * rounding(terms, squared_B.dtype) * gross_B.square()
         self.gross_squared_B += gross_B.square()
+        fold = max(fold_error(c) for c in contributions)
+        if fold > 0:
+            self.fold_squared_B += (fold * gross_B).square()
         self.sum_terms = max(self.sum_terms, max(c.sum_terms for c in contributions))
 
     def safe_norm(self) -> Tensor:
@@ -73,6 +82,7 @@ class NormTally:
         squared_B = self.squared_B.clamp_min(0)
         bound_B = (squared_B + self.error_B).sqrt()
         bound_B = bound_B + rounding(self.sum_terms, squared_B.dtype) * self.gross_squared_B.sqrt()
+        bound_B = bound_B + self.fold_squared_B.sqrt()
         return torch.maximum(squared_B.sqrt(), bound_B / (1 + SENSITIVITY_SLACK))
 
 
