@@ -128,24 +128,6 @@ def test_weights_are_gathered_and_no_gradient_is_reduced() -> None:
             assert whole == {"before": 0 if engine == "fsdp" else NUM_BLOCKS + 1, "after": 0}
 
 
-def rank_two_pass(device: torch.device) -> float:
-    """Largest difference between both modes' sums, with blocks recomputed in every backward; relative."""
-    engine = build(device, "fsdp checkpointed")
-    (batch, *_) = micro_batches(pairs(), (5, 2))
-    sums = []
-    for mode in ("two_pass", "bookkeeping"):
-        clipped = ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes, mode=mode)  # type: ignore[arg-type]
-        clipped.check_repeatable(engine.module, batch.inputs)
-        clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
-        sums.append(torch.cat([total.view(-1) for _, total in clipped.sums()]))
-        clipped.detach()
-    return float((sums[0] - sums[1]).norm() / sums[1].norm())
-
-
-def test_two_pass_with_checkpointing() -> None:
-    assert max(run_ranks(f"{__name__}:rank_two_pass", 2)) < 1e-6
-
-
 def rank_refusals(device: torch.device, cases: Any) -> list[str]:
     said = []
     for engine, stage, settings in cases:

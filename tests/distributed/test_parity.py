@@ -63,6 +63,8 @@ DEALS = {1: [(7,), (7,), (7,)], 2: [(5, 2), (7, 0), (1, 6)]}
 """Examples per rank in each of the three steps."""
 
 
+TWO_PASS = "fsdp checkpointed"
+"""The engine that clips in two passes, which is what checkpointing is for."""
 ACCUMULATORS = {"local": LocalSums, "sharded": ShardedSums}
 ONLY_ON_TWO_RANKS = "hsdp 1x2"
 
@@ -113,7 +115,11 @@ def _three_steps(device: torch.device, case: Case) -> dict[str, Tensor]:
     engine = build(device, case.engine, case.optimizer)
     sigma = SIGMA if case.noisy else 0.0
     clipped = ClippedSum(
-        engine.module, MAX_GRAD_NORM, shapes=engine.shapes, accumulator=ACCUMULATORS[case.accumulation]
+        engine.module,
+        MAX_GRAD_NORM,
+        shapes=engine.shapes,
+        mode="two_pass" if case.engine == TWO_PASS else "bookkeeping",
+        accumulator=ACCUMULATORS[case.accumulation],
     )
     run = a_run(engine, clipped, NamedNoise(engine), sigma, NUM_EXAMPLES)
     for step, counts in enumerate(DEALS[distributed.world_size()], start=1):

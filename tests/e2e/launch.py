@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tests.distributed.ranks import ROOT, free_port, quiet_environment
 
@@ -21,13 +21,23 @@ def train_arguments(
 
 
 def launch(
-    arguments: list[str], *, script: str = TRAIN, timeout: float = 240, **environment: str
+    arguments: list[str],
+    *,
+    script: str = TRAIN,
+    timeout: float = 240,
+    launcher: Literal["deepspeed", "torchrun", "mpirun"] = "deepspeed",
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """`deepspeed --num_gpus 2 SCRIPT ARGUMENTS`."""
-    deepspeed = str(Path(sys.executable).parent / "deepspeed")
-    return _run(
-        [deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), script, *arguments], timeout, environment
-    )
+    """`deepspeed --num_gpus 2 SCRIPT ARGUMENTS`, or the same with another launcher."""
+    port, programs = str(free_port()), Path(sys.executable).parent
+    options = {
+        "deepspeed": ["--num_gpus", "2", "--master_port", port],
+        "torchrun": ["--nproc_per_node", "2", "--master_port", port],
+        "mpirun": ["-n", "2", sys.executable],
+    }
+    if launcher == "mpirun":
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return _run([str(programs / launcher), *options[launcher], script, *arguments], timeout, environment)
 
 
 def alone(

@@ -1,4 +1,4 @@
-"""The launcher as a user calls it: every ZeRO stage, and no crash at exit."""
+"""The launchers as a user calls them: every engine, and no crash at exit."""
 
 import contextlib
 import itertools
@@ -11,15 +11,19 @@ import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed.ranks import ROOT, free_port, quiet_environment
 from tests.e2e.launch import alone, count, kill_group, launch, ledger_lines, train_arguments
 
+ENGINES = [("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
 
-def launch_and_check(run_dir: Path, stage: int) -> None:
-    result = launch(train_arguments(run_dir, "heldout.num_captions=1", ds_config=f"ds_configs/zero{stage}.json"))
+
+def launch_and_check(run_dir: Path, engine: str, stage: int, launcher: Any = "deepspeed") -> None:
+    arguments = train_arguments(run_dir, "heldout.num_captions=1", ds_config=f"ds_configs/zero{stage}.json")
+    result = launch(["--engine", engine, *arguments], launcher=launcher)
     said = result.stdout + result.stderr
     assert result.returncode == 0, said[-4000:]
     assert "terminate called" not in said
@@ -28,17 +32,28 @@ def launch_and_check(run_dir: Path, stage: int) -> None:
     assert kinds == ["open", "session", *["intent", "done", "checkpoint"] * 4, "close"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_launch_of_each_stage(tmp_path: Path, stage: int) -> None:
-    launch_and_check(tmp_path / "run", stage)
+@pytest.mark.parametrize(("engine", "stage"), ENGINES)
+def test_a_launch_of_each_engine(tmp_path: Path, engine: str, stage: int) -> None:
+    launch_and_check(tmp_path / "run", engine, stage)
+
+
+FEW = [("torchrun", ("fsdp", 3)), ("mpirun", ("fairscale", 1))]
+ALL = [(launcher, engine) for launcher in ("torchrun", "mpirun") for engine in ENGINES]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "engine"), [*FEW, *(pytest.param(*case, marks=pytest.mark.full) for case in ALL if case not in FEW)]
+)
+def test_other_launchers(tmp_path: Path, launcher: str, engine: tuple[str, int]) -> None:
+    launch_and_check(tmp_path / "run", *engine, launcher)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_twenty_launches_of_each_stage(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(("engine", "stage"), ENGINES)
+def test_twenty_launches_of_each_engine(tmp_path: Path, engine: str, stage: int) -> None:
     for i in range(20):
-        launch_and_check(tmp_path / str(i), stage)
+        launch_and_check(tmp_path / str(i), engine, stage)
 
 
 def test_sigterm_to_the_launcher_saves_and_exits_7(tmp_path: Path) -> None:
