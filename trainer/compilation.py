@@ -23,10 +23,10 @@ from trainer.errors import ConfigError
 BACKEND = "inductor"
 
 
-def compile_blocks(module: nn.Module, engine_name: EngineName, machine: MachineSettings, device: torch.device) -> None:
-    """Compiles `module.blocks()` in place; call it after the engine took the module and before `ClippedSum` does.
-
-    The work is done at the first forward, once for every new combination of shapes.
+def require_compilable(
+    module: nn.Module, engine_name: EngineName, machine: MachineSettings, device: torch.device
+) -> None:
+    """Refuses before anything is trained.
 
     Raises:
         ConfigError: the engine gathers weights inside of the blocks, the model names no blocks, or no compiler is installed.
@@ -37,14 +37,20 @@ def compile_blocks(module: nn.Module, engine_name: EngineName, machine: MachineS
             f"train.compile cannot be combined with {sharding}, which gathers the weights of each layer in hooks inside the "
             "compiled blocks; use ds_configs/zero1.json or zero2.json, or remove train.compile"
         )
-    find_blocks = getattr(module, "blocks", None)
-    if not callable(find_blocks):
+    if not callable(getattr(module, "blocks", None)):
         raise ConfigError(
             f"train.compile needs a model with a method blocks() that lists its repeated modules; {type(module).__name__} "
             "has none: remove train.compile"
         )
     require_compiler(device)
-    for block in find_blocks():
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """Compiles `module.blocks()` in place; call it after an engine took the module and before `ClippedSum` does.
+
+    The work is done at the first forward, once for every new combination of shapes.
+    """
+    for block in module.blocks():  # type: ignore[operator]  # nn.Module's attributes have no types
         block.compile(backend=BACKEND)
 
 

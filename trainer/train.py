@@ -24,7 +24,7 @@ from trainer.batches import LogicalBatches
 from trainer.checkpoint import Checkpoint, newest_whole
 from trainer.checkpoint_writer import CheckpointWriter, Retention
 from trainer.clipping_mode import ModeChoice, choose_mode
-from trainer.compilation import compile_blocks
+from trainer.compilation import compile_blocks, require_compilable
 from trainer.config import EngineName, RunConfig, to_toml
 from trainer.datasets import heldout_table, training_table
 from trainer.distributed import Ranks, first_on_main, on_main
@@ -71,6 +71,8 @@ def train(
         )
     shard = sharder(engine_name, machine, device, config.train.micro_batch_size)
     model = task.build(torch.Generator().manual_seed(config.train.seed), after=shard)
+    if config.train.compile:
+        require_compilable(model, engine_name, machine, device)
     whole = model if shard is None else task.build(torch.Generator().manual_seed(config.train.seed), one_block=True)
     check_against_autograd(whole, task.synthetic_inputs(2))
     heldout = _heldout(config, folder, task, root)
@@ -87,7 +89,7 @@ def train(
     if resumed is not None:
         resumed.restore(engine, moments(config.optimizer))
     if config.train.compile:
-        compile_blocks(engine.module, engine_name, machine, device)
+        compile_blocks(engine.module)
     nonce = ledger.start_session()
     clipped, choice = _clipped_sum(config, ledger.plan, task, engine, resumed)
     source = noise or noise_source(ledger.plan.noise_source)

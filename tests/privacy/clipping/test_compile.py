@@ -19,7 +19,7 @@ from privacy.clipping.compiled import compiled_weights
 from privacy.errors import PrivacyConfigError
 from tests.models.tiny import tiny_captioner
 from tests.privacy.clipping import oracle
-from trainer.compilation import compile_blocks, compile_counts, require_compiler
+from trainer.compilation import compile_blocks, compile_counts, require_compilable, require_compiler
 from trainer.ds_config import load_machine_settings
 from trainer.errors import ConfigError
 
@@ -183,7 +183,7 @@ def test_a_compiled_layer_that_folds_the_batch_is_refused_and_breaks_are_counted
 def test_engines_that_gather_weights_inside_blocks_are_refused(engine: str, stage: int) -> None:
     machine = load_machine_settings(ROOT / "ds_configs" / f"zero{stage}.json")
     with pytest.raises(ConfigError, match=r"train\.compile"):
-        compile_blocks(Stack(1), engine, machine, torch.device("cpu"))  # type: ignore[arg-type]
+        require_compilable(Stack(1), engine, machine, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_without_a_compiler_or_blocks_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_without_a_compiler_or_blocks_it_is_refused(monkeypatch: pytest.MonkeyPa
         require_compiler(torch.device("cpu"))
     machine = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
     with pytest.raises(ConfigError, match=r"blocks\(\)"):
-        compile_blocks(nn.Linear(2, 2), "local", machine, torch.device("cpu"))
+        require_compilable(nn.Linear(2, 2), "local", machine, torch.device("cpu"))
 
 
 @pytest.mark.full
@@ -209,8 +209,7 @@ def test_the_default_backend_whose_buffers_are_used_again(mode: str) -> None:
     }
     plain = copy.deepcopy(model)
     c = oracle.median_norm(plain, plain, inputs)
-    machine = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
-    compile_blocks(model, "local", machine, torch.device("cpu"))
+    compile_blocks(model)
     torch._dynamo.utils.counters.clear()
     expected = oracle.clipped_sum(plain, plain, inputs, c)
     assert oracle.relative_error(clipped(model, inputs, c, mode), expected) < 1e-9
