@@ -8,6 +8,7 @@ time, which a busy machine does not change. Needs about 2 KiB of disk per exampl
 """
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from PIL import Image  # noqa: E402
 
 from benchmarks.synthetic_shards import write_tiny_shards  # noqa: E402
 from data.examples import CaptionExample  # noqa: E402
@@ -66,10 +68,10 @@ def sequential_batches(root: Path, num_workers: int) -> Iterator[int]:
     import webdataset
 
     urls = [str(path) for path in expand_shards("train-*.tar", root)]
-    pipeline = webdataset.WebDataset(urls, shardshuffle=False).map(_make).batched(MICRO_BATCH, collation_fn=_stack)
-    while True:
-        for batch in torch.utils.data.DataLoader(pipeline, batch_size=None, num_workers=num_workers):
-            yield len(batch["images_CHW"])
+    pipeline = webdataset.WebDataset(urls, shardshuffle=False).repeat().map(_make)
+    batches = pipeline.batched(MICRO_BATCH, collation_fn=_stack)
+    for batch in torch.utils.data.DataLoader(batches, batch_size=None, num_workers=num_workers):
+        yield len(batch["images_CHW"])
 
 
 def _make(sample: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -189,6 +191,22 @@ def schedule() -> dict[str, float]:
     }
 
 
+def decoding() -> dict[str, float]:
+    """CPU time of one photograph-like JPEG of 640 x 480, about the size of those of the large run."""
+    rng = np.random.default_rng(0)
+    small = Image.fromarray(rng.integers(0, 256, (120, 160, 3), dtype=np.uint8)).resize(
+        (640, 480), Image.Resampling.BICUBIC
+    )
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=90)
+    raw = RawExample(buffer.getvalue(), {"txt": b"a photograph of something"})
+    MAKE(raw, 0)
+    started = time.process_time()
+    for key in range(200):
+        MAKE(raw, key)
+    return {"jpeg_bytes": len(buffer.getvalue()), "cpu_ms_per_image": 1e3 * (time.process_time() - started) / 200}
+
+
 def projection(cpu_ms_per_image: float) -> dict[str, Any]:
     """What a step of the large run asks of storage and cores, by step time."""
     reads, size, ranks = LARGE["expected_batch_size"], LARGE["bytes_per_example"], LARGE["ranks"]
@@ -223,7 +241,8 @@ def main() -> None:
         "one_process": lambda: throughput(options.rounds, options.images, 0),
         "two_workers": lambda: throughput(options.rounds, options.images, 2),
         "index": lambda: index_rates(options.num_examples),
-        "projection": lambda: projection(report["one_process"]["poisson"]["cpu_ms_per_image"]),
+        "decoding": decoding,
+        "projection": lambda: projection(report["decoding"]["cpu_ms_per_image"]),
     }
     for name, measure in parts.items():
         print(f"{name} ...", file=sys.stderr, flush=True)

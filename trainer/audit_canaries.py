@@ -57,7 +57,7 @@ def make_canary(seed: str, index: int, image_size: int) -> RawExample:
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     words = ["".join(rng.choice(_SYLLABLES, 2)) for _ in range(_WORDS)]
-    return RawExample(buffer.getvalue(), " ".join(words), {})
+    return RawExample(buffer.getvalue(), {"png": buffer.getvalue(), "txt": " ".join(words).encode()})
 
 
 def write_canaries(output: Path, num_canaries: int, image_size: int) -> str:

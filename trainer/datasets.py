@@ -19,7 +19,7 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
         DataError: no shards, no examples, or an index of other shards.
         ReadError: remote shards cannot be read.
     """
-    shards, remote = first_on_main(lambda: find_shards(config.data.shards, root)), remote_options(config)
+    shards, remote = first_on_main(lambda: find_shards(config.data.shards, root)), remote_options(config, root)
     if config.data.index is None:
         index = folder.index
         on_main(lambda: _index_once(shards, index, remote))
@@ -28,6 +28,12 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
     table = first_on_main(lambda: _open_table(index, shards, remote))
     if len(table) == 0:
         raise DataError(f"{config.data.shards} holds no examples")
+    wanted = config.data.num_examples
+    if wanted is not None and wanted != len(table):
+        raise DataError(
+            f"{config.data.shards} holds {len(table):,} examples, but data.num_examples is {wanted:,}: the recipe's noise "
+            f"multiplier belongs to that number. Set data.num_examples={len(table)} and calibrate again (plan.py --recipe)"
+        )
     if shards.is_remote and rank() == 0:
         print(
             f"warning: examples are read from {shards.root}: whoever serves it or sees the requests knows who is in every "
@@ -47,7 +53,7 @@ def heldout_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTa
     if config.heldout is None:
         return None
     pattern = config.heldout.shards
-    shards, remote = first_on_main(lambda: find_shards(pattern, root)), remote_options(config)
+    shards, remote = first_on_main(lambda: find_shards(pattern, root)), remote_options(config, root)
     private = first_on_main(lambda: find_shards(config.data.shards, root)).locations()
     if config.heldout.is_public and not set(private).isdisjoint(shards.locations()):
         raise DataError("heldout.shards contains training shards, so it cannot be declared public (heldout.is_public)")
@@ -56,9 +62,11 @@ def heldout_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTa
     return first_on_main(lambda: _open_table(index, shards, remote))
 
 
-def remote_options(config: RunConfig) -> RemoteOptions:
+def remote_options(config: RunConfig, root: Path) -> RemoteOptions:
     """How the recipe wants shards to be read over the network."""
-    return RemoteOptions(**config.data.remote.model_dump())
+    remote = config.data.remote
+    cache_dir = None if remote.cache_dir is None else str(root / Path(remote.cache_dir).expanduser())
+    return RemoteOptions(**{**remote.model_dump(), "cache_dir": cache_dir})
 
 
 def _index_once(shards: ShardSet, index: Path, remote: RemoteOptions) -> None:

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
+
+from tests.data.servers import range_server
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,6 +25,28 @@ def test_index_and_verify(tmp_path: Path) -> None:
     assert done.returncode == 0 and "are what was indexed" in done.stdout
     done = prepare("verify", shards, "--index", tmp_path / "index", "--sample", 20)
     assert done.returncode == 0 and "20 of 2000 examples: 20 usable, 0 without image" in done.stdout
+
+
+def test_shards_on_a_server(tmp_path: Path) -> None:
+    with range_server(ROOT / "data" / "demo") as server:
+        pattern = f"{server.url}/train-{{00000..00001}}.tar"
+        done = prepare("index", pattern, "--output", tmp_path / "index", "--workers", 2)
+        assert done.returncode == 0 and done.stdout.startswith("2000 examples in 2 shards"), done.stderr
+        done = prepare("verify", pattern, "--index", tmp_path / "index", "--sample", 5, "--workers", 1)
+        assert done.returncode == 0 and "5 of 2000 examples: 5 usable" in done.stdout, done.stderr
+        done = prepare(
+            "index", f"{server.url}/train-{{00000..00007}}.tar", "--output", tmp_path / "more", "--workers", 1
+        )
+        assert done.returncode == 2 and "missing or empty shards" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_what_the_index_passed_over_is_said(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "s.tar", "w") as tar:
+        for name in ("a.txt", "b.txt", "a.txt", "README"):
+            tar.addfile(tarfile.TarInfo(name))
+    done = prepare("index", tmp_path / "s.tar", "--output", tmp_path / "index", "--workers", 1)
+    assert done.returncode == 0 and done.stdout.startswith("3 examples in 1 shards")
+    assert done.stderr == "1 examples repeat a key of their shard; 1 members belong to no example\n"
 
 
 def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:

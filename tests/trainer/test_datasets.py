@@ -88,9 +88,9 @@ def test_remote_settings_reach_the_table_and_the_record(folder: RunFolder, tmp_p
     from trainer.config import to_toml
     from trainer.datasets import remote_options
 
-    chosen = config("data.remote.tries=2", "data.remote.cache_dir=/cache", "data.remote.timeout_seconds=1.5")
-    options = remote_options(chosen)
-    assert (options.tries, options.cache_dir, options.timeout_seconds) == (2, "/cache", 1.5)
+    chosen = config("data.remote.tries=2", "data.remote.cache_dir=cache", "data.remote.timeout_seconds=1.5")
+    options = remote_options(chosen, tmp_path)
+    assert (options.tries, options.cache_dir, options.timeout_seconds) == (2, str(tmp_path / "cache"), 1.5)
     for loaded in (chosen, config()):
         (tmp_path / "again.toml").write_text(to_toml(loaded))
         assert load_config(tmp_path / "again.toml") == loaded
