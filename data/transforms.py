@@ -8,6 +8,7 @@ or on the step's order.
 import io
 import math
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -100,26 +101,33 @@ def _centred(width: int, height: int, crop_width: float, crop_height: float) -> 
     return CropBox((width - crop_width) / 2, (height - crop_height) / 2, crop_width, crop_height)
 
 
-def _transform(data: bytes, image_size: int, rng: np.random.Generator | None) -> np.ndarray:
-    """Crops while decoding. The one place where Pillow's many exceptions become DecodeError."""
+def decode(data: bytes, work: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """Opens an image and works on it. The one place where Pillow's many exceptions become DecodeError.
+
+    Raises:
+        DecodeError: the bytes are no usable image, or have more than MAX_PIXELS.
+    """
     if not data:
         raise DecodeError("the image has no bytes")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns about the content of single private images
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                cropped = _decode_and_crop(image, image_size, rng)
+                if image.width * image.height > MAX_PIXELS:
+                    raise DecodeError(f"the image has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
+                return work(image)
     except (DecodeError, MemoryError):
         raise
     except Exception as error:
         raise DecodeError(f"the image cannot be decoded: {type(error).__name__}") from error
-    return _normalize(cropped)
+
+
+def _transform(data: bytes, image_size: int, rng: np.random.Generator | None) -> np.ndarray:
+    return _normalize(decode(data, lambda image: _decode_and_crop(image, image_size, rng)))
 
 
 def _decode_and_crop(image: Image.Image, image_size: int, rng: np.random.Generator | None) -> Image.Image:
     """RGB, upright, image_size by image_size."""
-    if image.width * image.height > MAX_PIXELS:
-        raise DecodeError(f"the image has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
     is_turned = image.getexif().get(_ORIENTATION_TAG, 1) in (5, 6, 7, 8)
     width, height = (image.height, image.width) if is_turned else image.size
     side = min(width, height)

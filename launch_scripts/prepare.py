@@ -1,8 +1,9 @@
-"""Prepares data: the tar index and its check, synthetic shards, the embedded demo and the embedded tokenizer.
+"""Prepares data: the tar index and its check, imports, synthetic shards, the embedded demo and the embedded tokenizer.
 
 python launch_scripts/prepare.py index 'shards/train-{000..127}.tar' --output index/
 mpirun -n 16 python launch_scripts/prepare.py index 'https://host/train-{000..127}.tar' --output index/
 python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/ --sample 1000
+python launch_scripts/prepare.py import --from coco captions_train2017.json --image_root train2017/ --output coco/
 python launch_scripts/prepare.py synthetic --output synthetic/ --num_examples 1000000
 python launch_scripts/prepare.py demo --source /usr/share/openclipart --output data/demo
 python launch_scripts/prepare.py tokenizer --words /usr/share/dict/words --output data/tokenizer/tokenizer.json
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.progress import track
 
+from data.importers.command import add_import
 from data.index_build import build_index
 from data.pool import available_cores, worker_pool
 from data.shards import find_shards
@@ -140,6 +142,7 @@ def parse_arguments() -> argparse.Namespace:
     _add_reading(sub)
     sub.set_defaults(run=verify)
 
+    add_import(commands)
     add_synthetic(commands)
 
     sub = commands.add_parser("demo", help="build the embedded demo shards", description=demo.__doc__)

@@ -1,0 +1,77 @@
+"""A folder of images, each with its caption in a file of the same name (.txt or .json), or a table for all of them."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+from data.importers.items import Item, Source, in_parts
+from data.importers.tables import Columns, captions_of, owner_of, table_source
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
+_MAX_SIDECAR = 1 << 20
+
+
+def folder_source(folder: Path, columns: Columns) -> Source:
+    """All images below a folder; where it has one of TABLES, that table says which.
+
+    Symbolic links are never followed: linked images are counted as unsafe, linked folders passed over. Of several images
+    of one name (a.jpg, a.png) the first counts.
+
+    Raises:
+        DataError: no such folder, or no image in it.
+    """
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}")
+    for name in TABLES:
+        if (folder / name).is_file():
+            return table_source(folder / name, columns, folder)
+    root = folder.resolve()
+    items, digest, seen = [], hashlib.sha256(), set[Path]()
+    for path in _images(root):
+        name = path.relative_to(root).as_posix()
+        digest.update(f"{name} {path.lstat().st_size} {path.lstat().st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
+        if path.is_symlink():
+            items.append(Item(name, None, (), None, "unsafe_path"))
+        elif path.with_suffix("") in seen:
+            items.append(Item(name, None, (), None, "duplicate_key"))
+        else:
+            seen.add(path.with_suffix(""))
+            items.append(Item(name, path, *_sidecar(path, columns)))
+    if not items:
+        raise DataError(f"{folder} holds no images ({', '.join(IMAGE_SUFFIXES)}) and none of {', '.join(TABLES)}")
+    return Source(in_parts(items), digest.hexdigest())
+
+
+def _images(root: Path) -> list[Path]:
+    found = []
+    for folder, folders, files in os.walk(root, followlinks=False):
+        folders.sort()
+        found += [Path(folder, name) for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES]
+    return sorted(found)
+
+
+def _sidecar(image: Path, columns: Columns) -> tuple[tuple[str, ...], str | None]:
+    """Captions and owner beside an image; what is no UTF-8 or no JSON holds none."""
+    captions: tuple[str, ...] = ()
+    text, record = _text(image.with_suffix(".txt")), _text(image.with_suffix(".json"))
+    fields: Any = {}
+    try:
+        fields = json.loads(record) if record else {}
+    except (ValueError, RecursionError):
+        record = None
+    fields = fields if isinstance(fields, dict) else {}
+    captions = (text,) if text else captions_of(fields.get(columns.caption))
+    return captions, owner_of(fields.get(columns.owner)) if columns.owner else None
+
+
+def _text(path: Path) -> str | None:
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_SIDECAR:
+        return None
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return None

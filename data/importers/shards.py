@@ -1,0 +1,69 @@
+"""Existing webdataset shards. Names inside of an archive are keys, never paths: nothing is unpacked to the disk."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.errors import DataError, ReadError
+from data.importers.items import Item, Part, Source
+from data.importers.tables import Columns, file_fingerprint, owner_of
+from data.index_shard import walk_shard
+from data.reader import MAX_EXAMPLE_BYTES, RawExample, parse_example
+from data.shards import expand_shards
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """One shard."""
+
+    path: Path
+    columns: Columns
+    caption_field: str | None
+
+    def items(self) -> Iterator[Item]:
+        extents = walk_shard(self.path, str(self.path))
+        seen: set[bytes] = set()
+        with open(self.path, "rb") as file:
+            for key, (start, end) in zip(extents.keys, extents.bounds_K2.tolist(), strict=True):
+                name = key.decode("utf-8", "replace")
+                if key in seen:
+                    yield Item(name, None, (), None, "duplicate_key")
+                    continue
+                seen.add(key)
+                if end - start > MAX_EXAMPLE_BYTES:
+                    yield Item(name, None, (), None, "undecodable_image")
+                    continue
+                extent = os.pread(file.fileno(), end - start, start)
+                if len(extent) != end - start:
+                    raise ReadError(f"{self.path} shrank while it was read")
+                raw = parse_example(extent)
+                yield Item(name, raw.image, tuple(raw.captions(self.caption_field)), self._owner(raw))
+
+    def _owner(self, raw: RawExample) -> str | None:
+        if self.columns.owner is None:
+            return None
+        try:
+            record = json.loads(raw.fields.get("json", b"null"))
+        except (ValueError, RecursionError):
+            return None
+        return owner_of(record.get(self.columns.owner)) if isinstance(record, dict) else None
+
+
+def shard_source(pattern: str, columns: Columns, caption_field: str | None) -> Source:
+    """Shards by pattern, folder or list, as for `prepare.py index`.
+
+    Args:
+        pattern: see `data.shards`.
+        columns: only `owner` is used: a field of the .json member.
+        caption_field: of the .json member; None means the text member, or else the field `caption`.
+
+    Raises:
+        DataError: no such shards.
+    """
+    paths = expand_shards(pattern, Path.cwd())
+    if not paths:
+        raise DataError(f"no shards match {pattern}")
+    parts: list[Part] = [ShardPart(path.absolute(), columns, caption_field) for path in paths]
+    return Source(parts, "\n".join(map(file_fingerprint, paths)))

@@ -1,0 +1,410 @@
+"""Imports from every source, bad input, resumption after a kill."""
+
+import csv
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.errors import DataError, ReadError
+from data.importers.coco import coco_source
+from data.importers.convert import Conversion
+from data.importers.folders import folder_source
+from data.importers.items import ListedPart, Source
+from data.importers.parquet import parquet_source
+from data.importers.pipeline import REPORT, Settings, import_examples
+from data.importers.provenance import PROVENANCE
+from data.importers.shards import shard_source
+from data.importers.tables import Columns, table_source
+from data.pool import worker_pool
+from tests.data.conftest import ROOT, picture, write_shard
+
+COLUMNS = Columns()
+
+
+def pictures(folder: Path, count: int) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{number:03d}.jpg" for number in range(count)]
+    for number, name in enumerate(names):
+        (folder / name).write_bytes(picture(number, width=120, height=80))
+    return names
+
+
+def rows_of(names: list[str]) -> list[dict[str, str]]:
+    return [{"image": name, "caption": f"picture {name[:3]}", "owner": f"o{n % 3}"} for n, name in enumerate(names)]
+
+
+def write_csv(path: Path, rows: list[dict[str, str]]) -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def members(output: Path) -> dict[str, bytes]:
+    found = {}
+    for path in sorted(output.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            found |= {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    return found
+
+
+def captions(output: Path) -> list[str]:
+    return [body.decode() for name, body in members(output).items() if name.endswith(".txt")]
+
+
+def from_csv(folder: Path, names: list[str]) -> Source:
+    return table_source(write_csv(folder / "t.csv", rows_of(names)), COLUMNS, None)
+
+
+def from_jsonl(folder: Path, names: list[str]) -> Source:
+    (folder / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows_of(names)))
+    return table_source(folder / "t.jsonl", COLUMNS, None)
+
+
+def from_folder(folder: Path, names: list[str]) -> Source:
+    for row in rows_of(names):
+        (folder / row["image"]).with_suffix(".txt").write_text(row["caption"])
+    return folder_source(folder, COLUMNS)
+
+
+def from_metadata(folder: Path, names: list[str]) -> Source:
+    write_csv(folder / "metadata.csv", rows_of(names))
+    return folder_source(folder, COLUMNS)
+
+
+def from_coco(folder: Path, names: list[str]) -> Source:
+    images = [{"id": number, "file_name": name} for number, name in enumerate(names)]
+    notes = [{"image_id": n, "caption": c} for n, name in enumerate(names) for c in (f"picture {name[:3]}", "another")]
+    (folder / "coco.json").write_text(json.dumps({"images": images, "annotations": notes}))
+    return coco_source(folder / "coco.json", COLUMNS, None)
+
+
+def from_parquet(folder: Path, names: list[str], how: str = "bytes") -> Source:
+    import pyarrow
+    import pyarrow.parquet
+
+    images = {
+        "bytes": [(folder / name).read_bytes() for name in names],
+        "path": names,
+        "struct": [{"bytes": (folder / name).read_bytes(), "path": name} for name in names],
+    }[how]
+    table = pyarrow.table({"image": images, "caption": [row["caption"] for row in rows_of(names)]})
+    pyarrow.parquet.write_table(table, folder / "t.parquet", row_group_size=3)
+    return parquet_source(folder / "t.parquet", COLUMNS, None)
+
+
+def from_shards(folder: Path, names: list[str]) -> Source:
+    samples = [
+        {"__key__": name[:3], "jpg": (folder / name).read_bytes(), "txt": f"picture {name[:3]}".encode()}
+        for name in names
+    ]
+    write_shard(folder / "a.tar", samples[:3])
+    write_shard(folder / "b.tar", samples[3:])
+    return shard_source(str(folder / "*.tar"), COLUMNS, None)
+
+
+SOURCES: dict[str, Callable[[Path, list[str]], Source]] = {
+    "csv": from_csv,
+    "jsonl": from_jsonl,
+    "folder": from_folder,
+    "metadata": from_metadata,
+    "coco": from_coco,
+    "parquet bytes": from_parquet,
+    "parquet paths": lambda folder, names: from_parquet(folder, names, "path"),
+    "parquet structs": lambda folder, names: from_parquet(folder, names, "struct"),
+    "webdataset": from_shards,
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_source_gives_the_same_examples(kind: str, tmp_path: Path) -> None:
+    source = SOURCES[kind](tmp_path / "in", pictures(tmp_path / "in", 7))
+    report = import_examples(source, tmp_path / "out", Settings(kind, Conversion(size=40), shard_examples=3))
+    assert (report["read"], report["written"], report["dropped"]) == (7, 7, {})
+    assert captions(tmp_path / "out") == [f"picture {number:03d}" for number in range(7)]
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.tar")) == [f"train-0000{n}.tar" for n in range(3)]
+    if kind == "coco":
+        notes = [json.loads(body) for name, body in members(tmp_path / "out").items() if name.endswith(".json")]
+        assert notes[0] == {"captions": ["picture 000", "another"]}
+
+
+def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    names = pictures(folder, 5)
+    (tmp_path / "outside.jpg").write_bytes(picture(77))
+    (folder / "link.jpg").symlink_to(tmp_path / "outside.jpg")
+    (folder / "linked").symlink_to(tmp_path)
+    (folder / "broken.jpg").write_bytes(b"\xff\xd8 no")
+    (folder / "empty.jpg").write_bytes(b"")
+    (folder / "tiny.jpg").write_bytes(picture(8, width=3, height=3))
+    (folder / "again.jpg").write_bytes((folder / "001.jpg").read_bytes())
+    (folder / "similar.jpg").write_bytes(picture(2, width=118, height=80))
+    rows = rows_of(names)
+    for name, caption in [
+        ("../outside.jpg", "x"),
+        (str(tmp_path / "outside.jpg"), "x"),
+        ("link.jpg", "x"),
+        ("linked/outside.jpg", "x"),
+        ("nul\\0.jpg", "x"),
+        ("gone.jpg", "x"),
+        ("linked", "x"),
+        ("", "x"),
+        ("broken.jpg", "x"),
+        ("empty.jpg", "x"),
+        ("tiny.jpg", "x"),
+        ("004.jpg", " https://a.b "),
+        ("again.jpg", "picture 001"),
+        ("similar.jpg", "another text"),
+    ]:
+        rows.append({"image": name.replace("\\0", ""), "caption": caption, "owner": ""})
+    source = table_source(write_csv(folder / "t.csv", rows), COLUMNS, None)
+    report = import_examples(source, tmp_path / "out", Settings("csv"))
+    assert report["dropped"] == {
+        "unsafe_path": 5,
+        "missing_image": 3,
+        "undecodable_image": 2,
+        "small_image": 1,
+        "no_caption": 1,
+        "exact_duplicate": 1,
+        "near_duplicate": 1,
+    }
+    assert report["read"] == 19 == report["written"] + sum(report["dropped"].values())
+    assert "../outside.jpg" in report["samples"]["unsafe_path"]
+    assert captions(tmp_path / "out") == [f"picture {number:03d}" for number in range(5)]
+
+
+def test_report_is_private_and_provenance_has_no_counts(tmp_path: Path) -> None:
+    source = from_csv(tmp_path / "in", [*pictures(tmp_path / "in", 4), "000.jpg"])
+    import_examples(source, tmp_path / "out", Settings("csv"))
+    assert stat.S_IMODE((tmp_path / "out" / REPORT).stat().st_mode) == 0o600
+    facts = json.loads((tmp_path / "out" / PROVENANCE).read_text())
+    assert "Debenedetti" in facts["deduplication"] and "at most 4 bits" in facts["deduplication"]
+    text = (tmp_path / "out" / PROVENANCE).read_text()
+    assert str(tmp_path) not in text and "written" not in text and "000.jpg" not in text
+
+
+def test_owner_limit(tmp_path: Path) -> None:
+    columns = Columns(owner="owner")
+    rows = rows_of(pictures(tmp_path / "in", 10))
+    rows[9]["owner"] = " "
+    source = table_source(write_csv(tmp_path / "in" / "t.csv", rows), columns, None)
+    settings = Settings("csv", Conversion(needs_owner=True), owner_field="owner", max_per_owner=2)
+    report = import_examples(source, tmp_path / "out", settings)
+    assert report["dropped"] == {"no_owner": 1, "owner_limit": 3} and report["written"] == 6
+    kept = [int(caption[-3:]) % 3 for caption in captions(tmp_path / "out")]
+    assert sorted(kept) == [0, 0, 1, 1, 2, 2]
+    facts = json.loads((tmp_path / "out" / PROVENANCE).read_text())
+    assert facts["max_examples_per_owner"] == 2 and "At most 2 examples" in facts["owners"]
+    everything = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
+    assert b"o1" not in members(tmp_path / "out") and b'"o1"' not in everything
+
+
+def test_duplicate_keys_in_shards_and_folders(tmp_path: Path) -> None:
+    sample = {"jpg": picture(1), "txt": b"one"}
+    other = {"jpg": picture(2), "txt": b"two"}
+    samples = [{"__key__": "a/../../x", **sample}, {"__key__": "b", **other}, {"__key__": "a/../../x", **other}]
+    write_shard(tmp_path / "s.tar", samples)
+    source = shard_source(str(tmp_path / "s.tar"), COLUMNS, None)
+    report = import_examples(source, tmp_path / "out", Settings("webdataset"))
+    assert report["dropped"] == {"duplicate_key": 1} and captions(tmp_path / "out") == ["one", "two"]
+    assert all("/" not in name for name in members(tmp_path / "out"))
+
+    folder = tmp_path / "f"
+    pictures(folder, 1)
+    (folder / "000.png").write_bytes(picture(5, fmt="PNG"))
+    (folder / "000.txt").write_text("a caption")
+    report = import_examples(folder_source(folder, COLUMNS), tmp_path / "out2", Settings("folder"))
+    assert report["dropped"] == {"duplicate_key": 1} and report["written"] == 1
+
+
+class Stop:
+    """Ctrl-C after some units of a stage."""
+
+    def __init__(self, stage: str, after: int):
+        self._stage, self._left = stage, after
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self._left -= done * (stage == self._stage)
+        if not self._left:
+            raise KeyboardInterrupt
+
+
+def test_workers_and_interruptions_change_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    names = pictures(folder, 12)
+    rows = rows_of(names + names[:3])
+    source = table_source(write_csv(folder / "t.csv", rows), COLUMNS, None)
+    source = Source([ListedPart((item,)) for item in source.parts[0].items()], source.fingerprint)
+    settings = Settings("csv", Conversion(size=40), shard_examples=5)
+    import_examples(source, tmp_path / "plain", settings)
+    with worker_pool(2) as pool:
+        import_examples(source, tmp_path / "two", settings, executor=pool.executor)
+    for stop_at in (("converting", 4), ("writing", 1)):
+        output = tmp_path / f"stopped-{stop_at[0]}"
+
+        def stop(stage: str, done: int, total: int, seen=seen, stop_at=stop_at) -> None:
+            seen[stage] += done
+            if (stage, seen[stage]) == stop_at:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            import_examples(source, output, settings, advance=stop)
+        assert not (output / PROVENANCE).exists() and (output / ".import").is_dir()
+        import_examples(source, output, settings)
+    contents = [
+        {p.name: p.read_bytes() for p in sorted((tmp_path / name).iterdir())}
+        for name in ("plain", "two", "stopped-converting", "stopped-writing")
+    ]
+    assert all(content == contents[0] for content in contents)
+    assert ".import" not in contents[0]
+
+
+def _single(item):
+    from data.importers.items import ListedPart
+
+    return [ListedPart((item,))]
+
+
+def test_other_content_in_the_folder_is_refused(tmp_path: Path) -> None:
+    names = pictures(tmp_path / "in", 3)
+    source = from_csv(tmp_path / "in", names)
+    (tmp_path / "busy").mkdir()
+    (tmp_path / "busy" / "x").write_text("")
+    with pytest.raises(DataError, match="not empty"):
+        import_examples(source, tmp_path / "busy", Settings("csv"))
+    first = import_examples(source, tmp_path / "out", Settings("csv"))
+    assert import_examples(source, tmp_path / "out", Settings("csv")) == first  # done: nothing to do
+    with pytest.raises(DataError, match="another import"):
+        import_examples(source, tmp_path / "out", Settings("csv", Conversion(size=9)))
+    (tmp_path / "in" / "t.csv").write_text((tmp_path / "in" / "t.csv").read_text() + "000.jpg,x,y\n")
+    with pytest.raises(DataError, match="another import"):
+        import_examples(table_source(tmp_path / "in" / "t.csv", COLUMNS, None), tmp_path / "out", Settings("csv"))
+
+
+def test_a_file_that_cannot_be_read_is_an_error_and_no_bad_example(tmp_path: Path) -> None:
+    source = from_csv(tmp_path / "in", pictures(tmp_path / "in", 2))
+    (tmp_path / "in" / "001.jpg").unlink()
+    (tmp_path / "in" / "001.jpg").symlink_to("/proc/self/mem")  # between listing and reading
+    with pytest.raises(ReadError, match=r"cannot read .*001\.jpg"):
+        import_examples(source, tmp_path / "out", Settings("csv"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("image,text\na.jpg,x\n", "no column caption; it has image, text"),
+        ("", "no column image"),
+        ('image,caption\n"a.jpg,x' + "y" * (1 << 21), "line"),
+        ("image,caption\n\xff.jpg,x\n", "not UTF-8"),
+    ],
+)
+def test_bad_tables(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match=message):
+        table_source(tmp_path / "t.csv", COLUMNS, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "no COCO"),
+        ("{", "no JSON"),
+        ('{"images": [{"id": 1}, {"id": 1}], "annotations": []}', "occurs twice"),
+        ('{"images": [], "annotations": [{"image_id": 3, "caption": "x"}]}', "of no image"),
+    ],
+)
+def test_bad_coco_files(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        coco_source(tmp_path / "c.json", COLUMNS, None)
+
+
+def test_bad_parquet(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match="as Parquet"):
+        parquet_source(tmp_path / "t.parquet", COLUMNS, None)
+    (tmp_path / "t.parquet").unlink()
+    with pytest.raises(DataError, match="holds no"):
+        parquet_source(tmp_path, COLUMNS, None)
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, str(ROOT / "launch_scripts/prepare.py"), "import", *map(str, arguments)]
+
+
+def test_command_prints_what_was_dropped(tmp_path: Path) -> None:
+    pictures(tmp_path / "in", 4)
+    write_csv(tmp_path / "in" / "t.csv", rows_of(["000.jpg", "001.jpg", "gone.jpg"]))
+    arguments = ("--from", "csv", tmp_path / "in" / "t.csv", "--output", tmp_path / "out", "--workers", "1")
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 3 items" in done.stdout and "no such file" in done.stdout and "private" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--from", "csv", "missing.csv"), "there is no missing.csv"),
+        (("--from", "csv", "README.md"), "does not end in"),
+        (("--from", "webdataset", "no*.tar"), "no shards match"),
+        (("--from", "folder", "README.md"), "no folder"),
+        (("--from", "folder", "docs", "--max_per_owner", "2"), "or neither"),
+        (("--from", "folder", "docs", "--duplicate_distance", "40"), "0 to 10"),
+        (("--from", "folder", "docs", "--prefix", "../x"), "prefix"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_2(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    line = command(*arguments, "--output", tmp_path / "out", "--workers", "1")
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_a_killed_import_goes_on(tmp_path: Path) -> None:
+    """SIGKILL of the whole process group at several moments; the end is that of an undisturbed import."""
+    folder = tmp_path / "in"
+    names = pictures(folder, 40)
+    write_csv(folder / "t.csv", rows_of(names * 75))  # six parts
+    arguments = (
+        "--from",
+        "csv",
+        folder / "t.csv",
+        "--size",
+        "64",
+        "--shard_examples",
+        "10",
+        "--workers",
+        "2",
+        "--output",
+    )
+    assert subprocess.run(command(*arguments, tmp_path / "plain"), timeout=300, capture_output=True).returncode == 0
+    kills = 0
+    for seconds in np.linspace(1.0, 8.0, 8):
+        process = subprocess.Popen(
+            command(*arguments, tmp_path / "killed"),
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(float(seconds))
+        kills += process.poll() is None
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert subprocess.run(command(*arguments, tmp_path / "killed"), timeout=300, capture_output=True).returncode == 0
+    assert kills >= 2
+    found = [{p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("plain", "killed")]
+    assert found[0] == found[1]
