@@ -70,8 +70,3 @@ def tokens(x: Tensor) -> Tensor:
 def wide(x: Tensor) -> Tensor:
     """fp32, or fp64 for fp64: what per-example gradients are computed in."""
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-
-
-def summed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """x summed over dims; unlike torch, over none of them if dims is empty."""
-    return x.sum(dims) if dims else x
