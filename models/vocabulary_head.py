@@ -34,7 +34,7 @@ class VocabularyHead(nn.Linear):
         super().__init__(width, vocab_size, bias=bias)
         self.max_logits = max_logits
 
-    def forward(self, hidden_BLD: Tensor, targets_BL: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden_BLD: Tensor, targets_BL: Tensor | None = None) -> Tensor:
         if targets_BL is None:
             return super().forward(hidden_BLD)
         hidden_BLD, *weights = self.operands(hidden_BLD)
