@@ -16,6 +16,8 @@ from typing import get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+# Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from privacy.noise import NoiseSource  # noqa: E402
 from trainer.config import EngineName, load_config  # noqa: E402

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
     """Whether the message is on the console already."""
 
 
-def end_process(message: str, exit_code: int) -> None:
+def end_process(message: str, exit_code: int) -> NoReturn:
     """From any thread, whatever the main thread is doing; what is written durably stays whole."""
     if message:
         os.write(2, f"{message}\n".encode())
@@ -202,9 +202,12 @@ class Heartbeat:
 
     def _look_for_the_dead(self, now: float) -> None:
         limit = self._suspect_after if self._suspicion else self._dead_after
-        dead = [r for r, (_, since) in self._beats.items() if now - since > limit]
-        if not dead:
+        silence = {r: now - since for r, (_, since) in self._beats.items()}
+        if max(silence.values()) <= limit:
             return
+        dead = [
+            r for r, seconds in silence.items() if seconds > limit - 2 * self._interval
+        ]  # a whole host goes at once
         words = self._words(dead, f"no heartbeat for {limit:.0f} s")
         self.fail(words, 1)
         first = self._verdict is None or self._verdict.message == words

@@ -6,13 +6,15 @@ and every rank scales its part by the same ratio.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer import distributed
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 class Segment(NamedTuple):
@@ -24,7 +26,7 @@ class Segment(NamedTuple):
 
 
 def bind_segments(
-    optimizer: torch.optim.Optimizer, segments: Mapping[Tensor, Sequence[Segment]], *, sharded: bool
+    optimizer: torch.optim.Optimizer, segments: Mapping[AnyTensor, Sequence[Segment]], *, sharded: bool
 ) -> None:
     """Tells a layer-wise optimizer which named parameter each coordinate belongs to; nothing for element-wise ones.
 
@@ -57,7 +59,7 @@ class LayerWise(torch.optim.Optimizer):
         self._index: dict[str, int] = {}
         self._sharded = False
 
-    def bind(self, segments: Mapping[Tensor, Sequence[Segment]], *, sharded: bool) -> None:
+    def bind(self, segments: Mapping[AnyTensor, Sequence[Segment]], *, sharded: bool) -> None:
         """See `bind_segments`."""
         self._segments = {tensor: tuple(found) for tensor, found in segments.items()}
         for tensor, found in self._segments.items():

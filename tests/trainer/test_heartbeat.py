@@ -1,0 +1,197 @@
+"""The heartbeat's verdicts, with real stores and short times; whole processes are in tests/e2e/test_failures.py."""
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from trainer.errors import RemoteError
+from trainer.heartbeat import Heartbeat
+from trainer.rendezvous import Place, RendezvousError, connect, meet, place_of
+
+FAST = {"interval": 0.05, "dead_after": 0.6, "suspect_after": 0.25, "slow_after": 0.3}
+
+
+class World:
+    """Ranks that are threads of this process, each with its own connection; what they would print and exit with."""
+
+    def __init__(self, size: int) -> None:
+        self.host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.hosts = [f"node{r // 2}" for r in range(size)]
+        self.ends: dict[int, tuple[str, int]] = {}
+        self.warnings: list[str] = []
+        self._stopped = [False] * size
+        for r in range(size):
+            self.host.set(f"beat/{r}", "0:0")
+        self.ranks = [self._rank(r) for r in range(size)]
+        for rank in self.ranks:
+            rank.start()
+
+    def _rank(self, r: int) -> Heartbeat:
+        def end(message: str, exit_code: int) -> None:
+            self.ends[r] = (message, exit_code)
+            self.ranks[r].leave()
+
+        def connection() -> dist.Store:
+            return dist.TCPStore(
+                "127.0.0.1", self.host.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
+            )
+
+        return Heartbeat(connection, r, self.hosts, end=end, warn=self.warnings.append, **FAST)  # type: ignore[arg-type]
+
+    def all_end(self, ranks: list[int], within: float = 20) -> None:
+        deadline = time.monotonic() + within
+        while not set(ranks) <= self.ends.keys():
+            assert time.monotonic() < deadline, self.ends
+            time.sleep(0.01)
+
+    @property
+    def said(self) -> list[str]:
+        return [message for message, _ in self.ends.values() if message]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(3)
+    yield made
+    for rank in made.ranks:
+        rank.leave()
+
+
+def test_nobody_is_dead_while_all_beat(world: World) -> None:
+    time.sleep(1.5)
+    assert not world.ends and not world.warnings
+
+
+def test_a_silent_rank_is_named(world: World) -> None:
+    world.ranks[2].leave()  # its threads stop without a word
+    world.all_end([0, 1])
+    assert {code for _, code in world.ends.values()} == {1}
+    assert world.said == [
+        "error: rank 2 (host node1) is dead (no heartbeat for 1 s); all ranks end, and the same command resumes"
+    ]
+
+
+def test_several_silent_ranks_are_named(world: World) -> None:
+    world.ranks[1].leave()
+    world.ranks[2].leave()
+    world.all_end([0])
+    assert "ranks 1, 2 (hosts node0, node1) are dead" in world.said[0]
+
+
+def test_a_silent_rank_0(world: World) -> None:
+    """Under a launcher that keeps the store, the others find out by its beats."""
+    world.ranks[0].leave()
+    world.all_end([1, 2])
+    assert all("rank 0 (host node0) is dead" in line for line in world.said) and world.said
+
+
+def test_a_failing_rank_ends_the_others_with_its_code_and_in_silence(world: World) -> None:
+    world.ranks[1].fail("error on rank 1: made", 4)
+    world.ranks[1].leave()
+    world.all_end([0, 2])
+    assert world.ends == {0: ("", 4), 2: ("", 4)}
+
+
+def test_what_a_failing_rank_did_not_say_rank_0_says(world: World) -> None:
+    world.ranks[1].fail("error on rank 1: made", 2, said=False)
+    world.ranks[1].leave()
+    world.all_end([0, 2])
+    assert world.ends == {0: ("error on rank 1: made", 2), 2: ("", 2)}
+
+
+def test_the_first_of_two_failures_counts(world: World) -> None:
+    for rank, code in ((1, 4), (2, 5)):
+        world.ranks[rank].fail("said", code)
+    world.all_end([0])
+    assert world.ends[0] == ("", 4)
+
+
+def test_a_broken_connection_shortens_the_patience(world: World) -> None:
+    world.ranks[2].leave()
+    started = time.monotonic()
+    waiting = threading.Thread(target=world.ranks[1].wait_for_the_cause)
+    waiting.start()
+    world.all_end([0, 1])
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert "no heartbeat for 0 s" in world.said[0] and time.monotonic() - started < 15
+
+
+def test_a_store_that_is_gone(world: World) -> None:
+    def unreachable() -> dist.Store:
+        raise dist.DistNetworkError("Connection reset\nframes")
+
+    ends: list[tuple[str, int]] = []
+    lost = Heartbeat(unreachable, 1, world.hosts, end=lambda *end: ends.append(end), **FAST)  # type: ignore[arg-type]
+    lost.start()
+    deadline = time.monotonic() + 20
+    while not ends:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    lost.leave()
+    assert ends[0][1] == 1 and "rank 0 (host node0) is dead" in ends[0][0] and "Connection reset" in ends[0][0]
+    assert "frames" not in ends[0][0]
+
+
+def test_a_slow_rank_only_draws_warnings(world: World) -> None:
+    for rank in (0, 2):
+        world.ranks[rank].note(5)
+    deadline = time.monotonic() + 20
+    while len(world.warnings) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert all("rank 1 (host node0) is slow" in line for line in world.warnings)
+    assert not world.ends
+
+
+def test_a_slow_rank_0_too(world: World) -> None:
+    for rank in (1, 2):
+        world.ranks[rank].note(5)
+    deadline = time.monotonic() + 20
+    while not world.warnings:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "rank 0 (host node0) is slow" in world.warnings[0]
+
+
+class TestRendezvous:
+    def meet_all(self, ranks: list[int], world_size: int, seconds: float = 20) -> dict[int, object]:
+        host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place, found = Place("127.0.0.1", host.port, False), dict[int, object]()
+
+        def one(rank: int) -> None:
+            try:
+                found[rank] = meet(connect(place, 10), rank, world_size, place, seconds)
+            except Exception as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return found
+
+    def test_all_are_here(self) -> None:
+        found = self.meet_all([0, 1, 2], 3)
+        assert found[0] == found[1] == found[2] and len(found[0]) == 3  # type: ignore[arg-type]
+
+    def test_who_is_missing_is_named_once(self) -> None:
+        found = self.meet_all([0, 2], 4, seconds=0.5)
+        assert isinstance(found[0], RendezvousError) and found[0].exit_code == 2
+        assert str(found[0]).startswith("rank 1, 3 of 4 did not come")
+        assert isinstance(found[2], RemoteError) and found[2].exit_code == 2
+
+    def test_who_keeps_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        assert place_of("a", 1, 0).is_host and not place_of("a", 1, 1).is_host
+        before = place_of("a", 1, 0).prefix
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+        assert not place_of("a", 1, 0).is_host
+        assert place_of("a", 1, 0).prefix != before, "a restarted attempt does not meet the keys of the one before"

@@ -1,0 +1,99 @@
+"""Requests to stop, and the grace time."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer import stopping
+from trainer.errors import StepDropped
+from trainer.stopping import StopRequests
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture
+def abandoned() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def requests(tmp_path: Path, abandoned: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[StopRequests]:
+    monkeypatch.setattr(stopping, "MARGIN_SECONDS", 0.1)
+    made = StopRequests(tmp_path / "STOP", grace_seconds=0.2, abandon=abandoned.set)
+    yield made
+    made.close()
+
+
+def wait_until(condition: object) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_nothing_was_asked(requests: StopRequests) -> None:
+    assert not requests.pending() and not requests.grace_is_over()
+
+
+def test_a_file(requests: StopRequests, tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    assert requests.pending() and not requests.grace_is_over()
+
+
+def test_sigusr1_has_no_hurry(requests: StopRequests, abandoned: threading.Event) -> None:
+    """It comes minutes before the end (Slurm), so the step may take its time."""
+    os.kill(os.getpid(), signal.SIGUSR1)
+    wait_until(requests.pending)
+    with requests.step():
+        assert not abandoned.wait(0.6) and not requests.grace_is_over()
+
+
+def test_max_minutes(tmp_path: Path) -> None:
+    requests = StopRequests(tmp_path / "STOP", grace_seconds=1, max_minutes=0.3 / 60)
+    assert not requests.pending()
+    wait_until(requests.pending)
+    requests.close()
+
+
+def test_a_step_that_does_not_end_is_abandoned_while_the_main_thread_is_blocked(
+    requests: StopRequests, abandoned: threading.Event
+) -> None:
+    """No Python handler runs inside a C call; the signal is noticed all the same."""
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with requests.step():
+        assert abandoned.wait(10)
+
+
+def test_a_step_that_ends_in_time_is_not(requests: StopRequests, abandoned: threading.Event) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    with requests.step():
+        wait_until(requests.pending)
+    assert not abandoned.wait(0.6), "saving is never abandoned"
+    assert requests.grace_is_over()
+
+
+def test_a_step_before_its_intent_is_dropped(requests: StopRequests) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    done = []
+
+    def slow_step() -> None:
+        for number in requests.droppable(iter(range(1000))):
+            done.append(number)
+            time.sleep(0.05)
+
+    with pytest.raises(StepDropped):
+        slow_step()
+    assert 1 <= len(done) < 100
+
+
+def test_the_signals_are_given_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    made = StopRequests(tmp_path / "STOP", grace_seconds=1)
+    assert signal.getsignal(signal.SIGTERM) != before
+    made.close()
+    assert signal.getsignal(signal.SIGTERM) == before
