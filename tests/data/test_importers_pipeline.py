@@ -2,17 +2,11 @@
 
 import csv
 import json
-import os
-import signal
 import stat
-import subprocess
-import sys
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data.errors import DataError, ReadError
@@ -26,7 +20,7 @@ from data.importers.provenance import PROVENANCE
 from data.importers.shards import shard_source
 from data.importers.tables import Columns, table_source
 from data.pool import worker_pool
-from tests.data.conftest import ROOT, picture, write_shard
+from tests.data.conftest import picture, write_shard
 
 COLUMNS = Columns()
 
@@ -252,14 +246,8 @@ def test_workers_and_interruptions_change_nothing(tmp_path: Path) -> None:
         import_examples(source, tmp_path / "two", settings, executor=pool.executor)
     for stop_at in (("converting", 4), ("writing", 1)):
         output = tmp_path / f"stopped-{stop_at[0]}"
-
-        def stop(stage: str, done: int, total: int, seen=seen, stop_at=stop_at) -> None:
-            seen[stage] += done
-            if (stage, seen[stage]) == stop_at:
-                raise KeyboardInterrupt
-
         with pytest.raises(KeyboardInterrupt):
-            import_examples(source, output, settings, advance=stop)
+            import_examples(source, output, settings, advance=Stop(*stop_at))
         assert not (output / PROVENANCE).exists() and (output / ".import").is_dir()
         import_examples(source, output, settings)
     contents = [
@@ -337,74 +325,3 @@ def test_bad_parquet(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").unlink()
     with pytest.raises(DataError, match="holds no"):
         parquet_source(tmp_path, COLUMNS, None)
-
-
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, str(ROOT / "launch_scripts/prepare.py"), "import", *map(str, arguments)]
-
-
-def test_command_prints_what_was_dropped(tmp_path: Path) -> None:
-    pictures(tmp_path / "in", 4)
-    write_csv(tmp_path / "in" / "t.csv", rows_of(["000.jpg", "001.jpg", "gone.jpg"]))
-    arguments = ("--from", "csv", tmp_path / "in" / "t.csv", "--output", tmp_path / "out", "--workers", "1")
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "2 of 3 items" in done.stdout and "no such file" in done.stdout and "private" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--from", "csv", "missing.csv"), "there is no missing.csv"),
-        (("--from", "csv", "README.md"), "does not end in"),
-        (("--from", "webdataset", "no*.tar"), "no shards match"),
-        (("--from", "folder", "README.md"), "no folder"),
-        (("--from", "folder", "docs", "--max_per_owner", "2"), "or neither"),
-        (("--from", "folder", "docs", "--duplicate_distance", "40"), "0 to 10"),
-        (("--from", "folder", "docs", "--prefix", "../x"), "prefix"),
-    ],
-)
-def test_bad_arguments_are_one_line_and_exit_2(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    line = command(*arguments, "--output", tmp_path / "out", "--workers", "1")
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.full
-def test_a_killed_import_goes_on(tmp_path: Path) -> None:
-    """SIGKILL of the whole process group at several moments; the end is that of an undisturbed import."""
-    folder = tmp_path / "in"
-    names = pictures(folder, 40)
-    write_csv(folder / "t.csv", rows_of(names * 75))  # six parts
-    arguments = (
-        "--from",
-        "csv",
-        folder / "t.csv",
-        "--size",
-        "64",
-        "--shard_examples",
-        "10",
-        "--workers",
-        "2",
-        "--output",
-    )
-    assert subprocess.run(command(*arguments, tmp_path / "plain"), timeout=300, capture_output=True).returncode == 0
-    kills = 0
-    for seconds in np.linspace(1.0, 8.0, 8):
-        process = subprocess.Popen(
-            command(*arguments, tmp_path / "killed"),
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        time.sleep(float(seconds))
-        kills += process.poll() is None
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert subprocess.run(command(*arguments, tmp_path / "killed"), timeout=300, capture_output=True).returncode == 0
-    assert kills >= 2
-    found = [{p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("plain", "killed")]
-    assert found[0] == found[1]
