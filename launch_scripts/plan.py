@@ -2,7 +2,9 @@
 
 python launch_scripts/plan.py --num_examples 233000000 --expected_batch_size 1310720 --num_steps 5708 \
     --noise_multiplier 0.728 --delta 4.2918e-9 [--json]
-Computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for.
+python launch_scripts/plan.py --recipe recipes/dpcap_base.toml [section.key=value ...] [--num_examples N] [--json]
+The first computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for. The second
+gives what training with the recipe would claim: with cap, reserve and the slack for rounding in the clipping.
 """
 
 from __future__ import annotations
@@ -35,37 +37,68 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_args() -> argparse.Namespace:
     """Command-line arguments; a bad one is a PrivacyConfigError (exit 2)."""
-    parser = _Parser(description="Epsilon or noise multiplier of a planned run, by all accountants side by side.")
-    parser.add_argument("--num_examples", type=int, required=True, metavar="N", help="examples in the data set")
-    parser.add_argument("--expected_batch_size", type=int, required=True, metavar="B", help="expected logical batch")
-    parser.add_argument("--num_steps", type=int, required=True, metavar="T", help="optimizer steps")
-    noise = parser.add_mutually_exclusive_group(required=True)
-    noise.add_argument("--noise_multiplier", type=float, metavar="S", help="sigma; epsilon is computed")
-    noise.add_argument("--target_epsilon", type=float, metavar="E", help="epsilon; the smallest sigma is computed")
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, metavar="TOML", help="plan of a recipe, instead of the numbers below")
+    parser.add_argument("--num_examples", type=int, metavar="N", help="examples in the data set")
+    parser.add_argument("--expected_batch_size", type=int, metavar="B", help="expected logical batch")
+    parser.add_argument("--num_steps", type=int, metavar="T", help="optimizer steps")
+    parser.add_argument("--noise_multiplier", type=float, metavar="S", help="sigma; epsilon is computed")
+    parser.add_argument("--target_epsilon", type=float, metavar="E", help="epsilon; the smallest sigma is computed")
     parser.add_argument("--delta", type=float, metavar="D", help="default 1 / (2 N)")
     parser.add_argument("--cap", action="store_true", help="cut batches at B + 8 sqrt(B) and charge the truncation")
-    parser.add_argument("--reserve", type=int, default=0, metavar="K", help="further attempts that crashes may use up")
+    parser.add_argument("--reserve", type=int, metavar="K", help="further attempts that crashes may use up; default 0")
     parser.add_argument("--allow_small_noise", action="store_true", help="allow a noise multiplier below 0.3")
     parser.add_argument("--no_extras", action="store_true", help="the claim and its cross-checks only (faster)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes of the recipe")
     return parser.parse_args()
 
 
-def main() -> int:
-    """Plans, computes and prints."""
-    args = parse_args()
-    plan = make_plan(
+_NUMBERS = ("expected_batch_size", "num_steps", "noise_multiplier", "target_epsilon", "delta", "reserve")
+
+
+def _plan(args: argparse.Namespace) -> PrivacyPlan:
+    if args.recipe is not None:
+        return _recipe_plan(args)
+    if args.overrides:
+        raise PrivacyConfigError(f"{args.overrides[0]!r} changes a recipe: give --recipe")
+    for name in ("num_examples", "expected_batch_size", "num_steps"):
+        if getattr(args, name) is None:
+            raise PrivacyConfigError(f"--{name} is required (or --recipe)")
+    if (args.noise_multiplier is None) == (args.target_epsilon is None):
+        raise PrivacyConfigError("give exactly one of --noise_multiplier and --target_epsilon")
+    return make_plan(
         num_examples=args.num_examples,
         expected_batch_size=args.expected_batch_size,
         num_steps=args.num_steps,
         noise_multiplier=args.noise_multiplier,
         target_epsilon=args.target_epsilon,
         target_delta=args.delta,
-        reserved_attempts=args.reserve,
+        reserved_attempts=args.reserve or 0,
         cap="default" if args.cap else None,
         allow_small_noise=args.allow_small_noise,
         progress=_report_progress,
     )
+
+
+def _recipe_plan(args: argparse.Namespace) -> PrivacyPlan:
+    from trainer.config import load_config
+    from trainer.run_ledger import recipe_plan
+
+    given = next((name for name in _NUMBERS if getattr(args, name) is not None), None)
+    if given is not None or args.cap or args.allow_small_noise:
+        raise PrivacyConfigError(f"--{given or 'cap'} is the recipe's business: change it by section.key=value")
+    config = load_config(args.recipe, args.overrides)
+    num_examples = args.num_examples or config.data.num_examples
+    if num_examples is None:
+        raise PrivacyConfigError(f"recipe {args.recipe} names no data.num_examples: give --num_examples")
+    return recipe_plan(config.privacy, config.train.num_steps, num_examples, progress=_report_progress)
+
+
+def main() -> int:
+    """Plans, computes and prints."""
+    args = parse_args()
+    plan = _plan(args)
     for line in plan.warnings:
         print(f"warning: {line}", file=sys.stderr)
     result = summarise(plan, extras=not args.no_extras)

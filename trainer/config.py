@@ -76,6 +76,8 @@ class DataSection(Section):
     """Tar shards: a folder, a glob, a brace range or a comma list, relative to the project root; or URLs."""
     caption_field: str | None = None
     """Field of each example's JSON member; by default its text member, or else the field `caption`."""
+    num_examples: int | None = Field(None, ge=1)
+    """How many examples there should be: other data are refused, since sigma and epsilon belong to a number of examples."""
     tokenizer: str = "data/tokenizer/tokenizer.json"
     index: str | None = None
     """Folder made by `prepare.py index`; without it the first start builds one in the run folder's private part."""

@@ -14,7 +14,7 @@ from privacy.epsilon_table import EpsilonTable
 from privacy.keys import SamplingKey
 from privacy.ledger import Ledger
 from privacy.ledger_format import read_ledger
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, Progress, make_plan
 from privacy.releases import Release
 from privacy.run_state import SharedTerms, open_run_state
 from trainer import distributed
@@ -137,6 +137,22 @@ def _make_plan(folder: RunFolder, privacy: PrivacySection, num_steps: int, num_e
     frozen = read_ledger(folder.ledger).opened["plan"] if folder.ledger.exists() else None
     if frozen is None and privacy.target_epsilon is not None:
         print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
+    return recipe_plan(privacy, num_steps, num_examples, resume=frozen)
+
+
+def recipe_plan(
+    privacy: PrivacySection,
+    num_steps: int,
+    num_examples: int,
+    *,
+    resume: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> PrivacyPlan:
+    """The plan that a recipe means on so many examples: capped batches, clipping slack and reserve included.
+
+    Args:
+        resume, progress: as in `make_plan`.
+    """
     return make_plan(
         num_examples=num_examples,
         expected_batch_size=privacy.expected_batch_size,
@@ -153,5 +169,6 @@ def _make_plan(folder: RunFolder, privacy: PrivacySection, num_steps: int, num_e
         shuffle_as_gaussian=privacy.shuffle_as_gaussian,
         noise_source=privacy.noise_source,
         adaptive_clipping=privacy.adaptive_clipping,
-        resume=frozen,
+        resume=resume,
+        progress=progress,
     )

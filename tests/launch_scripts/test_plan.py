@@ -76,13 +76,31 @@ def test_tiny_delta_uses_rdp():
     assert result["epsilon_with_reserve"] == result["epsilon_rdp"]
 
 
+def test_a_recipe_gives_what_training_claims():
+    """The quickstart's ledger and this command agree: cap, reserve and slack included."""
+    from trainer.config import load_config
+    from trainer.run_ledger import recipe_plan
+
+    config = load_config(ROOT / "recipes/quickstart.toml")
+    plan = recipe_plan(config.privacy, config.train.num_steps, 3000)
+    arguments = "--recipe recipes/quickstart.toml --num_examples 3000 --no_extras --json"
+    said = json.loads(_plan(arguments).stdout)
+    assert said["epsilon_pld"] == plan.epsilon_planned and said["epsilon_with_reserve"] == plan.epsilon_with_reserve
+    assert (said["cap"], said["num_steps"]) == (plan.cap, config.train.num_steps)
+    fewer = json.loads(_plan(f"{arguments} train.num_steps=7").stdout)
+    assert fewer["num_steps"] == 7 and fewer["epsilon_pld"] < said["epsilon_pld"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--num_examples 100 --expected_batch_size 200 --num_steps 5 --noise_multiplier 1", "larger than the data"),
-        (f"{SMALL} --noise_multiplier 0 --target_epsilon 8", "not allowed with"),
-        (SMALL, "one of the arguments"),
+        (f"{SMALL} --noise_multiplier 0 --target_epsilon 8", "exactly one of"),
+        (SMALL, "exactly one of"),
         (f"{SMALL} --noise_multiplier 0.1", "below 0.3"),
+        ("--recipe recipes/quickstart.toml", "names no data.num_examples"),
+        ("--recipe recipes/vip_base.toml --num_steps 5", "--num_steps is the recipe's business"),
+        (f"{SMALL} --noise_multiplier 1 train.num_steps=5", "give --recipe"),
         (f"{SMALL} --noise_multiplier 1 --delta 2", "target_delta"),
         (f"{SMALL} --noise_multiplier x", "invalid float"),
         (f"{SMALL} --noise_multiplier 1 --reserve -1", "reserved_attempts"),

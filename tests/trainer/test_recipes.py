@@ -1,6 +1,10 @@
 """The shipped recipes: published hyper-parameters, shapes that fit, and a sigma that gives what the comment says."""
 
+import json
+import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +15,15 @@ from privacy.accounting import COARSE_INTERVAL, epsilon_pld, epsilon_rdp
 from privacy.calibration import MIN_NOISE_MULTIPLIER
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.plan import PrivacyPlan, make_plan
+from tests.e2e.launch import alone, train_arguments
 from trainer.config import RunConfig, load_config
+from trainer.run_ledger import recipe_plan
 from trainer.schedule import learning_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
-DPCAP = [path for path in RECIPES if path.stem.startswith("dpcap_")]
+DPCAP = [ROOT / "recipes" / f"dpcap_{size}.toml" for size in ("base", "large", "small", "tiny")]
+CALIBRATED = [path for path in RECIPES if path.stem.startswith(("dpcap_", "vip_"))]
 DPCAP_EXAMPLES = 233_804_767
 README = (ROOT / "recipes" / "README.md").read_text()
 
@@ -25,17 +32,7 @@ PARAMETERS = {"dpcap_tiny": 59.4, "dpcap_small": 115.7, "dpcap_base": 189.8, "dp
 
 def plan_of(config: RunConfig, num_examples: int) -> PrivacyPlan:
     """The plan that training would make on so many examples."""
-    privacy = config.privacy
-    return make_plan(
-        num_examples=num_examples,
-        expected_batch_size=privacy.expected_batch_size,
-        num_steps=config.train.num_steps,
-        noise_multiplier=privacy.noise_multiplier,
-        target_delta=privacy.target_delta,
-        max_grad_norm=privacy.max_grad_norm,
-        sensitivity_slack=SENSITIVITY_SLACK,
-        reserved_attempts=privacy.reserved_attempts,
-    )
+    return recipe_plan(config.privacy, config.train.num_steps, num_examples)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -51,7 +48,59 @@ def test_name_and_first_comment(path: Path) -> None:
 
 
 def test_all_sizes_are_there() -> None:
-    assert {path.stem for path in DPCAP} == set(PARAMETERS)
+    assert {path.stem for path in DPCAP} == set(PARAMETERS) and all(path in RECIPES for path in DPCAP)
+    assert {path.stem for path in RECIPES} >= {f"vip_{size}" for size in ("nano", "tiny", "small", "base", "large")}
+
+
+@pytest.mark.parametrize("path", CALIBRATED, ids=lambda p: p.stem)
+def test_sigma_of_every_recipe_by_rdp_and_by_an_epsilon_without_the_cap(path: Path) -> None:
+    """Cheap bounds on both sides; `test_every_calibrated_recipe` is exact."""
+    config = load_config(path)
+    assert config.data.num_examples is not None
+    plan = plan_of(config, config.data.num_examples)
+    target = {"dpcap_base_eps1": 1.0, "dpcap_base_eps2": 2.0}.get(path.stem, 8.0)
+    assert plan.formal_guarantee and plan.warnings == ()
+    assert target < epsilon_rdp([plan.release_group(plan.max_intents).without_cap()], plan.target_delta) < 1.25 * target
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", CALIBRATED, ids=lambda p: p.stem)
+def test_every_calibrated_recipe(path: Path) -> None:
+    """`plan.py --recipe` says what the comment says, rounded up, and it is the target."""
+    command = [sys.executable, "launch_scripts/plan.py", "--recipe", str(path), "--no_extras", "--json"]
+    said = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout)
+    target = {"dpcap_base_eps1": 1.0, "dpcap_base_eps2": 2.0}.get(path.stem, 8.0)
+    # Over 72,720 attempts one step of sigma's last digit moves the discretised epsilon by 5e-3.
+    assert target - (6e-3 if path.stem == "vip_base_batch8192" else 1e-3) <= said["epsilon_with_reserve"] <= target
+    planned, reserve = (math.ceil(said[k] * 1e4) / 1e4 for k in ("epsilon_pld", "epsilon_with_reserve"))
+    assert f"epsilon is {reserve:.4f}, without a crash {planned:.4f}" in path.read_text().replace("\n# ", " ")
+
+
+TINY = [
+    "model.overrides={encoder_width=16, encoder_depth=1, encoder_num_heads=2, decoder_width=16, decoder_depth=1, "
+    "decoder_num_heads=2}", "data.shards=data/demo/train-00000.tar", "data.image_size=32", "data.num_tokens=12",
+    "data.tokenizer=data/tokenizer/tokenizer.json", "data.num_workers=0", "privacy.expected_batch_size=16",
+    "schedule.warmup_steps=1", "train.num_steps=2", "train.micro_batch_size=8",
+]  # fmt: skip
+REDUCED = ("vip_base", "dpcap_base_eps2", "synthetic_vip_base")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p if p.stem in REDUCED else pytest.param(p, marks=pytest.mark.full) for p in RECIPES if p.stem != "quickstart"],
+    ids=lambda p: p.stem,
+)
+def test_two_small_steps_of_every_recipe(path: Path, tmp_path: Path) -> None:
+    """The recipe's own optimizer, schedule and kind of model on the demo, shrunk."""
+    shrunk = TINY if load_config(path).model.kind == "captioner" else [x for x in TINY if "num_tokens" not in x]
+    changes = [*shrunk, "data.num_examples=1000", "train.checkpoint_every=1"]
+    changes += ["schedule.decay_steps=4"] if path.stem.startswith("dpcap_") else []
+    arguments = train_arguments(tmp_path / "run", "--engine", "local", *changes, recipe=str(path))
+    result = alone(arguments)
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "done: 2 steps" in result.stdout
+    claim = "no formal guarantee" if path.stem.startswith("synthetic") else "epsilon"
+    assert claim in result.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("path", DPCAP, ids=lambda p: p.stem)
