@@ -67,6 +67,22 @@ def test_two_small_runs_predict_the_timeline_of_a_large_one_exactly(count: int) 
         total.detach()
 
 
+def test_compiled_blocks_are_still_compiled_afterwards() -> None:
+    graphs: list[object] = []
+
+    def backend(graph: Any, examples: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = Blocks(checkpointed=False)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    predict_peak(lambda size: model(torch.randn(size, 9, 16)), 8)
+    assert not graphs
+    model(torch.randn(2, 9, 16))
+    assert graphs
+
+
 def test_the_peak_may_move_to_another_operation() -> None:
     assert extrapolate([100, 10], [100, 20], 2) == 100
     assert extrapolate([100, 10], [100, 20], 40) == 200
