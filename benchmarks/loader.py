@@ -194,11 +194,11 @@ def schedule() -> dict[str, float]:
 def decoding() -> dict[str, float]:
     """CPU time of one photograph-like JPEG of 640 x 480, about the size of those of the large run."""
     rng = np.random.default_rng(0)
-    small = Image.fromarray(rng.integers(0, 256, (120, 160, 3), dtype=np.uint8)).resize(
+    small = Image.fromarray(rng.integers(0, 256, (60, 80, 3), dtype=np.uint8)).resize(
         (640, 480), Image.Resampling.BICUBIC
     )
     buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=90)
+    small.save(buffer, "JPEG", quality=85)
     raw = RawExample(buffer.getvalue(), {"txt": b"a photograph of something"})
     MAKE(raw, 0)
     started = time.process_time()

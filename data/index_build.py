@@ -118,8 +118,9 @@ def _keep_known(index_dir: Path, shards: ShardSet, statuses: dict[str, ShardStat
         return  # none, an older format or damaged: everything is read
     for ordinal, entry in enumerate(old.entries):
         status = statuses.get(entry.name)
-        if status is not None and entry.version and status == (entry.size, entry.version):
-            _write_part(parts / _part_name(entry.name), entry, old.shard_rows(ordinal).tobytes())
+        part = parts / _part_name(entry.name)
+        if status == (entry.size, entry.version) and entry.version and not part.exists():
+            _write_part(part, entry, old.shard_rows(ordinal).tobytes())
 
 
 def _part_name(name: str) -> str:

@@ -27,6 +27,7 @@ from data.storage import ReadRequest, RemoteOptions, ShardStatus, check_crc
 T = TypeVar("T")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LONGEST_PAUSE_SECONDS = 30.0
+_MAX_BYTES_AHEAD = 64 << 20
 _VERSIONS = {
     "ETag": "etag",
     "etag": "etag",
@@ -61,7 +62,7 @@ class RemoteStorage:
         self._owner = os.getpid()
 
     def status(self, names: Sequence[str]) -> Iterator[ShardStatus]:
-        return self._ahead(names, self._status)
+        return self._ahead(names, self._status, lambda _name: 0)
 
     @contextmanager
     def local_copy(self, name: str) -> Iterator[Path]:
@@ -77,25 +78,31 @@ class RemoteStorage:
             yield path
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
-        return self._ahead(requests, self._read)
+        return self._ahead(requests, self._read, lambda request: request.length)
 
     def close(self) -> None:
         threads, self._threads = self._threads, None
         if threads is not None and self._owner == os.getpid():
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _ahead(self, items: Sequence[Any], function: Callable[[Any], T]) -> Iterator[T]:
-        """Results in order; as many calls at the same time as there are connections, and as many results waiting."""
-        pending: deque[Future[T]] = deque()
+    def _ahead(self, items: Sequence[Any], function: Callable[[Any], T], size: Callable[[Any], int]) -> Iterator[T]:
+        """Results in order; at most one call per connection at a time, as many results waiting, and few bytes of them."""
+        pending: deque[tuple[Future[T], int]] = deque()
+        waiting = 0
         try:
             for item in items:
-                pending.append(self._pool().submit(function, item))
-                if len(pending) > 2 * self._options.connections:
-                    yield pending.popleft().result()
+                while pending and (
+                    len(pending) >= 2 * self._options.connections or waiting + size(item) > _MAX_BYTES_AHEAD
+                ):
+                    future, length = pending.popleft()
+                    waiting -= length
+                    yield future.result()
+                pending.append((self._pool().submit(function, item), size(item)))
+                waiting += size(item)
             while pending:
-                yield pending.popleft().result()
+                yield pending.popleft()[0].result()
         finally:
-            for future in pending:
+            for future, _ in pending:
                 future.cancel()
 
     def _pool(self) -> ThreadPoolExecutor:

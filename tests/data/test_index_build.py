@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.synthetic_shards import write_tiny_shards
 from data import index_build
 from data.errors import DataError, ReadError
 from data.index_build import build_index
 from data.index_shard import ROW
 from data.pool import worker_pool
+from data.reader import TarReader
 from data.tar_index import MANIFEST, ExampleTable
 from data.verify import verify_hashes
 from tests.data.conftest import ROOT, picture, write_shard
@@ -85,6 +87,7 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
+from benchmarks.synthetic_shards import write_tiny_shards
 from data import index_build
 written = []
 def kill_after_four(path, entry, rows, write=index_build._write_part):
@@ -250,6 +253,17 @@ def test_longer_captions_have_higher_classes(tmp_path: Path) -> None:
     samples.append({"__key__": "json", "json": b'{"caption": "' + b"y" * 50 + b'"}'})
     table = build_index([write_shard(tmp_path / "s.tar", samples)], tmp_path / "index")
     assert table.caption_classes(range(9)).tolist() == [0, 1, 1, 2, 7, 15, 15, 15, 5]
+
+
+@pytest.mark.full
+def test_the_build_is_fast_and_small(tmp_path: Path) -> None:
+    """By CPU time, which other work on the machine changes little: at least 40,000 examples a second and core."""
+    shards = write_tiny_shards(tmp_path / "shards", 200_000, examples_per_shard=50_000)
+    start = time.process_time()
+    table = build_index(shards, tmp_path / "index")
+    assert len(table) / (time.process_time() - start) > 40_000
+    assert sum(path.stat().st_size for path in table.index_dir.iterdir()) <= 12 * len(table)
+    assert [raw.caption for raw in TarReader(table).read_all([0, 199_999])] == ["twenty bytes of data"] * 2
 
 
 def test_a_million_rows_cost_no_memory_to_open(tmp_path: Path) -> None:

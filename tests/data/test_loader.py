@@ -201,6 +201,18 @@ def test_eval_batches_cover_everything_equally(table: ExampleTable) -> None:
     assert len(list(eval_batches(table, make, 2, num_examples=3))) == 2
 
 
+@pytest.mark.gpu
+def test_pinned_batches_copy_without_waiting(table: ExampleTable) -> None:
+    loader = Loader(table, MAKE, micro_batch_size=3, num_workers=2, pin_memory=True)
+    pinned = [batch for _, batches in loader.steps(plans()) for batch in batches]
+    plain = [batch for _, batches in collect(table, 0) for batch in batches]
+    for one, two in zip(pinned, plain, strict=True):
+        assert isinstance(one, Batch) and one.num_undecodable == two.num_undecodable
+        assert all(value.is_pinned() for value in (*one.inputs.values(), one.is_padding_B))
+        copied = {name: value.to("cuda", non_blocking=True) for name, value in one.inputs.items()}
+        assert all(torch.equal(copied[name].cpu(), two.inputs[name]) for name in copied)
+
+
 def test_names() -> None:
     assert [batched_name(name) for name in ("images_CHW", "token_mask_L", "label", "example_key")] == [
         "images_BCHW",

@@ -167,6 +167,19 @@ def test_reading_ahead_is_bounded(server: RangeServer, remote: ExampleTable) -> 
     examples.close()
 
 
+def test_bytes_read_ahead_are_bounded(
+    server: RangeServer, remote: ExampleTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [length] = remote.extents(0).lengths
+    monkeypatch.setattr("data.remote._MAX_BYTES_AHEAD", int(length) * 2)
+    before = len(server.requests)
+    examples = using(remote, connections=16).read_all([0] * 20)
+    next(examples)
+    threading.Event().wait(0.3)
+    assert len(server.requests) - before <= 3
+    assert len(list(examples)) == 19
+
+
 class TestCache:
     def reader(self, remote: ExampleTable, tmp_path: Path, mib: int = 64) -> TarReader:
         return using(remote, cache_dir=str(tmp_path / "cache"), cache_mib=mib)
