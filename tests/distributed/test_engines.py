@@ -7,6 +7,7 @@ The batch is dealt out unevenly (5 and 2 examples, or 7 and none), so padding an
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,10 @@ from tests.privacy.clipping import oracle
 from trainer import distributed
 from trainer.config import OptimizerSection, ScheduleSection
 from trainer.ds_config import ZERO_KEYS, MachineSettings, load_machine_settings
-from trainer.engines import build_engine
+from trainer.engines import build_engine, sharder
+from trainer.engines.base import Engine
 from trainer.engines.reduction import reduce_to_owners
+from trainer.errors import ConfigError
 from trainer.loop import train_step
 from trainer.optimizers import make_optimizer, parameter_groups
 from trainer.optimizers.adam_bc import NoiseVariance
@@ -36,12 +39,16 @@ OPTIMIZER = OptimizerSection(peak_lr=1e-2, eps=1e-4, weight_decay=0.01)
 NUM_EXAMPLES, MICRO_BATCH, MICRO_BATCHES = 7, 2, 4
 
 
-def tiny_captioner(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def fresh_captioner(after: Callable[[torch.nn.Module], None] | None = None) -> torch.nn.Module:
     config = captioner_config(
         "pico", image_size=16, patch_size=8, vocab_size=37, num_tokens=7, encoder_width=16, encoder_depth=2,
         encoder_num_heads=2, decoder_width=24, decoder_depth=2, decoder_num_heads=2,
     )  # fmt: skip
-    model = build_captioner(config, generator=torch.Generator().manual_seed(3))
+    return build_captioner(config, generator=torch.Generator().manual_seed(3), after=after)
+
+
+def tiny_captioner(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    model = fresh_captioner()
     with torch.no_grad():  # away from the initial zeros and ones, so that every parameter has a gradient of its own
         generator = torch.Generator().manual_seed(4)
         for parameter in model.parameters():
@@ -196,3 +203,99 @@ def test_without_noise_and_clipping_it_is_ordinary_training(name: str, stage: in
     assert oracle.relative_error(results[0][0], expected) < 1e-5
     if len(results) == 2 and results[0][1] is not None:
         assert all(torch.equal(results[0][1][n], results[1][1][n]) for n in expected)
+
+
+CPU = {"device": "cpu"}
+CHECKPOINTING = {"enabled": True}
+OPTIONS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "zero1": (1, {}, "bookkeeping"),
+    "zero1 offload": (1, {"offload_optimizer": CPU}, "bookkeeping"),
+    "zero2 offload": (2, {"offload_optimizer": CPU}, "bookkeeping"),
+    "zero3": (3, {}, "bookkeeping"),
+    "zero3 optimizer offload": (3, {"offload_optimizer": CPU}, "bookkeeping"),
+    "zero3 offload": (3, {"offload_optimizer": CPU, "offload_param": CPU}, "bookkeeping"),
+    "zero3 small groups": (3, {"sub_group_size": 500, "stage3_prefetch_bucket_size": 0}, "bookkeeping"),
+    "zero3 checkpointing": (3, {"activation_checkpointing": CHECKPOINTING}, "bookkeeping"),
+    "two_pass": (3, {}, "two_pass"),
+    "two_pass checkpointing": (3, {"activation_checkpointing": CHECKPOINTING}, "two_pass"),
+    "two_pass checkpointing offload": (
+        3,
+        {"activation_checkpointing": {**CHECKPOINTING, "cpu_checkpointing": True}, "offload_param": CPU},
+        "two_pass",
+    ),
+}
+
+
+def three_clipped_steps(engine: Engine, mode: Any = "bookkeeping") -> dict[str, Tensor]:
+    run = a_run(
+        engine, ClippedSum(engine.module, 1.0, shapes=engine.shapes, mode=mode), SystemNoise(), 0.0, NUM_EXAMPLES
+    )
+    for step in (1, 2, 3):
+        train_step(run, step, iter(micro_batches(pairs(), (5, 2))))
+    return whole_parameters(engine)
+
+
+def rank_options(device: torch.device) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for option, (stage, settings, mode) in OPTIONS.items():
+        found[option] = three_clipped_steps(build(device, "deepspeed", stage, **settings), mode)
+        assert (
+            torch.nn.functional.linear is torch._C._nn.linear
+        )  # DeepSpeed's would multiply weight gradients for nobody
+    return found
+
+
+def test_offload_and_checkpointing_change_no_bit() -> None:
+    found = run_ranks(f"{__name__}:rank_options", 2)[0]
+    for option, parameters in found.items():
+        reference = found["two_pass" if "two_pass" in option else "zero1" if "zero1" in option else "zero3"]
+        assert all(torch.equal(parameters[n], reference[n]) for n in reference), option
+    assert oracle.relative_error(found["two_pass"], found["zero3"]) < 1e-6
+    assert oracle.relative_error(found["zero1"], found["zero3"]) < 1e-6
+
+
+def rank_zero_init(device: torch.device) -> dict[str, Any]:
+    machine = machine_settings(3, zero_init=True)
+    shard, most = sharder("deepspeed", machine, device, MICRO_BATCH), [0]
+    assert shard is not None
+    model: list[torch.nn.Module] = []
+
+    def after(module: torch.nn.Module) -> None:
+        model[:] = model or [module]  # the root comes first
+        most[0] = max(most[0], sum(p.numel() for p in model[0].parameters() if not p.is_meta))
+        shard(module)
+
+    engine = build_engine("deepspeed", fresh_captioner(after), OPTIMIZER, machine, device, MICRO_BATCH)
+    initial, num_steps = whole_parameters(engine), 3
+    trained = three_clipped_steps(engine)
+    state = {s.piece: {k: v.clone() for k, v in s.tensors.items()} for s in engine.state()}
+    again = build_engine("deepspeed", fresh_captioner(sharder("deepspeed", machine, device, MICRO_BATCH)), OPTIMIZER,
+                         machine, device, MICRO_BATCH)  # fmt: skip
+    again.load_state(state, num_steps=num_steps)
+    inputs = pairs()
+    with torch.no_grad():
+        losses = [e.module(**inputs) for e in (engine, again)]
+    return {
+        "most": most[0], "initial": initial, "trained": trained, "losses": losses,
+        "continued": [three_clipped_steps(e) for e in (engine, again)],
+        "whole": three_clipped_steps(
+            build_engine("deepspeed", fresh_captioner(), OPTIMIZER, machine_settings(3), device, MICRO_BATCH)
+        ),
+    }  # fmt: skip
+
+
+def test_zero_init_builds_the_same_model_in_shards_and_resumes_from_pieces() -> None:
+    plain = fresh_captioner()
+    for found in run_ranks(f"{__name__}:rank_zero_init", 2):
+        assert all(torch.equal(found["initial"][n], p) for n, p in plain.named_parameters())
+        assert all(torch.equal(found["trained"][n], p) for n, p in found["whole"].items())
+        largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in plain.modules())
+        assert found["most"] <= largest  # one module at a time
+        assert torch.equal(*found["losses"])
+        first, second = found["continued"]
+        assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_zero_init_elsewhere_is_refused() -> None:
+    with pytest.raises(ConfigError, match="zero_init needs --engine deepspeed"):
+        sharder("local", machine_settings(3, zero_init=True), torch.device("cpu"), MICRO_BATCH)

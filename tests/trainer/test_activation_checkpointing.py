@@ -1,0 +1,162 @@
+"""Recomputing the blocks changes no clipped sum, in either mode, and saves memory in both."""
+
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models.captioner import build_captioner
+from models.config import captioner_config
+from privacy.clipping import ClippedSum
+from trainer.activation_checkpointing import checkpoint_blocks
+from trainer.errors import ConfigError
+
+MODES = ["bookkeeping", "two_pass"]
+WAYS: dict[str, Any] = {
+    "off": {"activation_checkpointing": False, "checkpoint_on_cpu": False},
+    "on": {"activation_checkpointing": True, "checkpoint_on_cpu": False},
+    "on cpu": {"activation_checkpointing": True, "checkpoint_on_cpu": True},
+}
+
+
+def checkpointed(module: nn.Module, way: str) -> nn.Module:
+    checkpoint_blocks(module, SimpleNamespace(path=Path("machine.json"), **WAYS[way]))  # type: ignore[arg-type]
+    return module
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that tensors made inside held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.held -= size
+
+
+def captioner(dtype: torch.dtype = torch.float32) -> nn.Module:
+    config = captioner_config(
+        "pico", image_size=32, patch_size=4, vocab_size=37, num_tokens=17, encoder_width=32, encoder_depth=8,
+        encoder_num_heads=4, decoder_width=32, decoder_depth=4, decoder_num_heads=4,
+    )  # fmt: skip
+    return build_captioner(config, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "images_BCHW": torch.randn(4, 3, 32, 32, generator=generator).to(dtype),
+        "tokens_BL": torch.randint(3, 37, (4, 17), generator=generator),
+        "token_mask_BL": torch.ones(4, 17, dtype=torch.bool),
+    }
+
+
+def clipped_sum(model: nn.Module, mode: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    clipped = ClippedSum(model, 0.05, mode=mode)
+    stats = clipped.add_micro_batch(model, inputs(dtype), torch.tensor([False, False, True, False]))
+    assert stats.num_clipped > 0
+    return dict(clipped.sums())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["on", "on cpu"])
+def test_the_sum_is_the_same(mode: str, way: str) -> None:
+    expected = clipped_sum(captioner(torch.float64), mode, torch.float64)
+    model = checkpointed(captioner(torch.float64), way)
+    assert list(expected) == [name for name, _ in model.named_parameters()]  # and the names are
+    found = clipped_sum(model, mode, torch.float64)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-12, atol=1e-15, msg=name)
+
+
+def peak(mode: str, way: str) -> int:
+    model, batch = checkpointed(captioner(), way), inputs()
+    clipped = ClippedSum(model, 0.05, mode=mode)  # type: ignore[arg-type]
+    with PeakMemory() as memory:
+        clipped.add_micro_batch(model, batch, torch.zeros(4, dtype=torch.bool))
+    return memory.peak
+
+
+def test_peak_memory_falls() -> None:
+    """two_pass keeps one block's activations; bookkeeping saves what lies between the linear layers only."""
+    assert peak("two_pass", "on") < 0.4 * peak("two_pass", "off")
+    assert peak("bookkeeping", "on") < 0.9 * peak("bookkeeping", "off")
+
+
+class LayerScale(nn.Module):
+    """A raw parameter of the block itself, beside its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((6,), 0.3))
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.gamma * torch.tanh(self.linear(x_BTD))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([LayerScale() for _ in range(3)])
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_BTD = layer(x_BTD)
+        return x_BTD.square().sum((1, 2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_raw_parameters_of_a_block(mode: Any) -> None:
+    x_BTD = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = []
+    for way in WAYS:
+        torch.manual_seed(0)
+        model = checkpointed(Scaled().double(), way)
+        clipped = ClippedSum(model, 0.5, mode=mode)
+        clipped.add_micro_batch(model, {"x_BTD": x_BTD}, torch.zeros(3, dtype=torch.bool))
+        found.append(dict(clipped.sums()))
+    for other in found[1:]:
+        for name, values in found[0].items():
+            torch.testing.assert_close(other[name], values, rtol=1e-12, atol=1e-15)
+
+
+def test_without_gradients_nothing_is_recomputed() -> None:
+    model = checkpointed(captioner(), "on")
+    with torch.no_grad():
+        expected = captioner()(**inputs())
+        torch.testing.assert_close(model(**inputs()), expected)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"machine.json.*blocks\(\).*Linear has none"):
+        checkpointed(nn.Linear(2, 2), "on")
+    checkpointed(nn.Linear(2, 2), "off")
