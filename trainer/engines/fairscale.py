@@ -56,7 +56,9 @@ class FairscaleEngine:
         self._oss = OSS(groups, optim=lambda owned: make_optimizer(owned, optimizer))
         self.layout = ShardLayout(tuple(self._partition()))
         owned = self.layout.owned_by(distributed.rank())
-        whole = {self._masters[piece.name]: [Segment(piece.name, 0, piece.length)] for piece in owned}
+        whole: dict[Tensor, list[Segment]] = {
+            self._masters[piece.name]: [Segment(piece.name, 0, piece.length)] for piece in owned
+        }
         bind_segments(self._oss.optim, whole, sharded=False)
 
     def _partition(self) -> Iterator[tuple[Piece, ...]]:

@@ -53,7 +53,7 @@ class FsdpEngine:
         self.shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         self.device = device
         self.compute_dtype = machine.compute_dtype
-        self.module = _shard(module.to(device), mesh, machine)
+        self.module = _shard(module, mesh, machine)
         self._sharded = {n: p for n, p in self.module.named_parameters() if n in self.shapes}
         self._locals = {name: nn.Parameter(_local(p)) for name, p in self._sharded.items()}
         self._replicas = mesh["replicate"]
@@ -61,7 +61,9 @@ class FsdpEngine:
         self.layout = ShardLayout(tuple(distributed.gather_objects(tuple(s.piece for s in self._spans))))
         self._config = optimizer
         self._optimizer = make_optimizer(parameter_groups(self._locals.items(), self.shapes, optimizer), optimizer)
-        segments = {local: [Segment(name, 0, local.numel())] for name, local in self._locals.items()}
+        segments: dict[Tensor, list[Segment]] = {
+            local: [Segment(name, 0, local.numel())] for name, local in self._locals.items()
+        }
         bind_segments(self._optimizer, segments, sharded=True)
 
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
@@ -144,13 +146,13 @@ def _mesh(machine: MachineSettings, device: torch.device) -> DeviceMesh:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, machine: MachineSettings) -> nn.Module:
-    """Shards each repeated block, and then what is left, in place."""
+    """Moves each repeated block to the device and shards it, and then what is left, in place."""
     is_fp32 = all(p.dtype == torch.float32 for p in module.parameters())
     if is_fp32:
         for buffer in module.buffers():  # FSDP casts parameters only
             buffer.data = buffer.to(machine.compute_dtype) if buffer.is_floating_point() else buffer
     policy = MixedPrecisionPolicy(param_dtype=machine.compute_dtype if is_fp32 else None)
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if machine.offload_param else OffloadPolicy()
+    offload = _offload(machine, mesh.device_type)
     mesh = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
     for block in blocks(module):
         fully_shard(
@@ -160,7 +162,14 @@ def _shard(module: nn.Module, mesh: DeviceMesh, machine: MachineSettings) -> nn.
     root = fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     root.set_reshard_after_backward(machine.stage == 3)
     root.set_requires_gradient_sync(False)
-    return root
+    return module
+
+
+def _offload(machine: MachineSettings, device_type: str) -> OffloadPolicy:
+    if not machine.offload_param:
+        return OffloadPolicy()
+    pin_memory = machine.raw["zero_optimization"]["offload_param"].get("pin_memory", False)
+    return CPUOffloadPolicy(pin_memory=pin_memory and device_type == "cuda")
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
