@@ -240,7 +240,8 @@ class ClippedSum:
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
         # A zero weight does not silence a NaN (0 * NaN is NaN), so the rare bad rows are blanked before they are summed.
-        return _Factors(norms, weights, is_finite_B, blank=bool((~is_finite_B).any()), bound=self._function.sensitivity)
+        blank = not is_finite_B.is_meta and bool((~is_finite_B).any())
+        return _Factors(norms, weights, is_finite_B, blank, bound=self._function.sensitivity)
 
     def _accumulate(self, name: str, parts: Parts, factors: "_Factors") -> None:
         total, weight_B = self.accumulator.slot(name), factors.weights[self._function.group_of[name]]

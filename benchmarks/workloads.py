@@ -1,0 +1,157 @@
+"""The models and training steps that are compared: non-private, ours, Opacus."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.captioner import Captioner, build_captioner
+from models.config import VitConfig, captioner_config
+from models.vit import VisionTransformer
+from privacy.clipping import ClippedSum
+
+OURS = ("bookkeeping", "two_pass")
+OPACUS = ("opacus_ghost", "opacus_hooks")
+MODES = (*OURS, *OPACUS)
+Step = Callable[[], None]
+
+
+class Classifier(nn.Module):
+    """ViT-S/16 with a linear head on the class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = VisionTransformer(VitConfig(width=384, depth=12, num_heads=6))
+        self.head = nn.Linear(384, 1000)
+
+    def forward(self, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.encoder(images_BCHW)[:, 0]).float(), labels_B, reduction="none")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with made-up inputs.
+
+    Attributes:
+        rounds: timed ones.
+        size: of the captioner; None for the classifier.
+    """
+
+    name: str
+    batch_size: int
+    rounds: int
+    size: str | None = None
+
+    def meta_model(self) -> nn.Module:
+        """Shapes without values, for counting."""
+        with torch.device("meta"):
+            return Classifier() if self.size is None else Captioner(captioner_config(self.size))
+
+    def model(self) -> nn.Module:
+        """With weights drawn from seed 0."""
+        if self.size is not None:
+            return build_captioner(captioner_config(self.size), generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(0)
+        model = Classifier()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+        return model
+
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """Random images with labels or captions."""
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(self.batch_size, 3, 224, 224, generator=generator)
+        if self.size is None:
+            found = {"images_BCHW": images, "labels_B": torch.randint(0, 1000, (self.batch_size,), generator=generator)}
+        else:
+            tokens = torch.randint(0, 30522, (self.batch_size, 40), generator=generator)
+            found = {
+                "images_BCHW": images,
+                "tokens_BL": tokens,
+                "token_mask_BL": torch.ones_like(tokens, dtype=torch.bool),
+            }
+        return {name: value.to(device) for name, value in found.items()}
+
+
+CPU_WORKLOADS = {w.name: w for w in (Workload("vit_s_16", 16, 7), Workload("dpcap_base", 8, 4, "dpcap_base"))}
+CUDA_WORKLOADS = {"dpcap_large": Workload("dpcap_large", 64, 5, "dpcap_large")}
+
+
+def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> Step:
+    """One micro-batch in the given mode, after which the clipped sum (or the gradient) is ready."""
+    on_meta = device.type == "meta"
+    model = (workload.meta_model() if on_meta else workload.model()).to(device, dtype)
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in workload.inputs(device).items()}
+    if mode == "non_private":
+        return _plain(model, inputs)
+    if mode in ("bookkeeping", "two_pass"):
+        return _ours(model, inputs, mode)
+    for name, parameter in model.named_parameters():  # raw ones, which would turn the whole model into one vmap leaf
+        if "token" in name.rpartition(".")[2] or "type_embedding" in name:
+            parameter.requires_grad_(False)
+    for module in model.modules():  # its embedding rule views the ids
+        if isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(lambda _, arguments: (arguments[0].contiguous(),))
+    return _opacus_ghost(model, inputs) if mode == "opacus_ghost" else _opacus_hooks(model, inputs)
+
+
+def _plain(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(**inputs).sum().backward()
+
+    return step
+
+
+def _ours(model: nn.Module, inputs: dict[str, Tensor], mode: Any) -> Step:
+    clipped = ClippedSum(model, 1.0, mode=mode)
+    is_padding_B = torch.zeros(len(inputs["images_BCHW"]), dtype=torch.bool, device=inputs["images_BCHW"].device)
+
+    def step() -> None:
+        clipped.add_micro_batch(model, inputs, is_padding_B)
+
+    return step
+
+
+def _opacus_ghost(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(
+        model, max_grad_norm=1.0, use_ghost_clipping=True, loss_reduction="sum", batch_first=True
+    )
+
+    def step() -> None:
+        wrapped.zero_grad(set_to_none=True)
+        loss_B = wrapped(**inputs)
+        wrapped.enable_hooks()
+        loss_B.sum().backward(retain_graph=True)
+        factor_B = wrapped.get_clipping_coef()
+        wrapped.zero_grad(set_to_none=True)
+        wrapped.disable_hooks()
+        (factor_B * loss_B).sum().backward()
+        wrapped.enable_hooks()
+
+    return step
+
+
+def _opacus_hooks(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
+    from opacus.grad_sample import GradSampleModule
+
+    wrapped = GradSampleModule(model, loss_reduction="sum", batch_first=True)
+    trainable = [p for p in wrapped.parameters() if p.requires_grad]
+
+    def step() -> None:
+        wrapped.zero_grad(set_to_none=True)
+        wrapped(**inputs).sum().backward()
+        samples = [p.grad_sample for p in trainable]
+        norm_B = torch.stack([s.flatten(1).norm(dim=1) for s in samples], 1).norm(dim=1)
+        factor_B = (1.0 / (norm_B + 1e-6)).clamp(max=1)
+        for parameter, sample in zip(trainable, samples, strict=True):
+            parameter.summed_grad = torch.einsum("b,b...->...", factor_B, sample)
+            parameter.grad_sample = None
+
+    return step
