@@ -59,7 +59,10 @@ def _released(card: Card) -> str:
     if last is not None:
         rows.append(("last one", f"{code(last['name'])}, step {last['step']:,}"))
         rows.append(("SHA-256 of its manifest", f"{code(last['manifest_sha256'])}{_match(last)}"))
-    return f"{released['statement']}\n\n{facts(rows)}"
+    also = "".join(
+        f"\n\n{cell(p['statement'])} (`{p['file']}`, not attested)" for p in released.get("post_processing", ())
+    )
+    return f"{released['statement']}\n\n{facts(rows)}{also}"
 
 
 def _match(last: Card) -> str:

@@ -198,3 +198,14 @@ def test_contract_9_broken_ledger_exits_4(run_dir):
     (run_dir / "ledger.jsonl").write_bytes(b"".join(lines[:2] + lines[3:]))
     _one_line(_report(run_dir, "--json"), 4)
     assert not (run_dir / "report").exists()
+
+
+def test_post_processing_is_stated(run_dir):
+    assert build_card(run_dir)["released"]["post_processing"] == []
+    text = "[optimizer]\nnoise_bias_correction = true\n[train]\nema_decay = 0.999\n"
+    (run_dir / "config.toml").write_text(text)
+    card = build_card(run_dir)
+    assert ["DP-AdamBC" in item["statement"] for item in card["released"]["post_processing"]] == [True, False]
+    _, markdown, html = write_card(run_dir, card)
+    for said in ("DP-AdamBC, Tang et al. 2023", "moving average of the weights (decay at most 0.999)"):
+        assert said in markdown.read_text() and said in html.read_text()
