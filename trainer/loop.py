@@ -74,7 +74,8 @@ def train_step(run: "Run", step: int, micro_batches: Iterator[Batch]) -> StepRec
         add_noise(shard.values, noise_std, run.noise)
         shard.values.div_(run.plan.expected_batch_size)  # the public constant, never the realised batch size
     lr = learning_rate(step, run.config.train.num_steps, run.config.optimizer.peak_lr, run.config.schedule)
-    noise_variance = run.noise_variance.after(step, noise_std / run.plan.expected_batch_size)
+    averaged_std = noise_std / run.plan.expected_batch_size if run.plan.noise_multiplier > 0 else 0.0
+    noise_variance = run.noise_variance.after(step, averaged_std)
     run.engine.step(shards, lr=lr, noise_variance=noise_variance)
     public = adapt_bound(run, stats, releases)
     run.ledger.done(step)
