@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -113,6 +114,7 @@ class _Scores(torch.autograd.Function):
         return torch.stack([logsumexp_BL, target_BL], -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         targets_BL, logsumexp_BL, hidden_BLD, weight_VD, bias_V = ctx.saved_tensors
         total_BLD = torch.zeros_like(_wide(hidden_BLD))
@@ -138,6 +140,7 @@ class _WeightGradient(torch.autograd.Function):
         return torch.zeros_like(scores_BL2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         targets_BL, scores_BL2, hidden_BLD, weight_VD, bias_V = ctx.saved_tensors
         weight_gradient = torch.empty_like(weight_VD)

@@ -16,6 +16,7 @@ from models.config import VitConfig
 from models.vit import EncoderBlock
 from privacy.clipping import ClippedSum
 from privacy.clipping.compiled import compiled_weights
+from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
 from tests.models.tiny import tiny_captioner
 from tests.privacy.clipping import oracle
@@ -128,6 +129,31 @@ def test_the_captioner_with_compiled_blocks() -> None:
         assert oracle.relative_error(clipped(model, inputs, c, mode), expected) < 1e-9
     with torch.no_grad():  # and outside of clipping the model is what it was
         torch.testing.assert_close(model(**inputs), plain(**inputs))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+def test_contract_4_and_6_compiled(mode: str, dtype: torch.dtype) -> None:
+    """Scaled and non-finite examples move the sum by at most C (1 + r); the bits repeat."""
+    model, inputs = Stack(3).to(dtype), {"x": stack_inputs()["x"].to(dtype)}
+    compile_all(list(model.layers))
+    total = ClippedSum(model, 0.1, mode=mode)  # type: ignore[arg-type]
+    total.check_repeatable(model, inputs)
+    moved = 0
+    for scale in (1.0, 1e-6, 1e6, 1e30, torch.nan, torch.inf):
+        example = inputs["x"][:1] * scale
+        sums = []
+        for is_padding in (False, True):
+            total.zero_()
+            padding_B = torch.tensor([False] * 5 + [is_padding])
+            total.add_micro_batch(model, {"x": torch.cat([inputs["x"], example])}, padding_B)
+            sums.append(oracle.flat(dict(total.sums())).clone())
+        assert sums[0].isfinite().all()
+        size = float((sums[0] - sums[1]).norm()) / 0.1
+        assert size <= 1 + SENSITIVITY_SLACK, (scale, size)
+        moved += size > 0.5
+    assert moved >= 2
 
 
 class Shifted(nn.Module):
