@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from data.batch import Batch
 from data.bucketing import by_caption_length, cut_to_longest, require_captions
 from data.errors import DataError, DecodeError, ReadError
 from data.examples import MakeExample
-from data.reader import TarReader
+from data.reader import RawExample, TarReader
 from data.tar_index import ExampleTable
 
 _PRELOAD = ["data.worker_signals", "torch", "PIL.Image", "tokenizers", "data.loader"]
@@ -144,20 +144,16 @@ class Loader:
                 pass
 
     def _data_loader(self, requests: "_Requests") -> DataLoader:
-        context = None
-        if self._num_workers:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(_PRELOAD)
         return DataLoader(
             self._dataset,
             sampler=requests,
             batch_size=None,
-            collate_fn=_as_is,
+            collate_fn=as_is,
             num_workers=self._num_workers,
             prefetch_factor=self.prefetch_factor,
-            multiprocessing_context=context,
+            multiprocessing_context=worker_context() if self._num_workers else None,
             pin_memory=self._pin_memory,
-            worker_init_fn=_end_with_parent,
+            worker_init_fn=end_with_parent,
         )
 
     def _micro_batches(self, first: Batch, count: int, results: Iterator[Any]) -> Iterator[Batch]:
@@ -210,22 +206,42 @@ def make_batch(
         ReadError: promised bytes cannot be read.
         ValueError: the example maker returned arrays of differing names or shapes (a programming error).
     """
-    padding = make_example.padding()
-    rows: list[dict[str, np.ndarray]] = []
-    is_padding_B = torch.ones(micro_batch_size, dtype=torch.bool)
     raws = reader.read_all(request.example_ids)
-    for row, (raw, key) in enumerate(zip(raws, request.example_keys, strict=True)):
+    return stack_examples(zip(raws, request.example_keys, strict=True), make_example, micro_batch_size)
+
+
+def stack_examples(
+    examples: Iterable[tuple[RawExample, int]], make_example: MakeExample, micro_batch_size: int
+) -> Batch:
+    """Decodes and stacks at most `micro_batch_size` examples with their keys; missing and undecodable rows are padding.
+
+    Raises:
+        ValueError: the example maker returned arrays of differing names or shapes (a programming error).
+    """
+    padding = make_example.padding()
+    # Filled row by row, while a row is still in the cache and before the next one takes its memory.
+    stacked = {name: np.empty((micro_batch_size, *array.shape), array.dtype) for name, array in padding.items()}
+    is_padding_B = torch.ones(micro_batch_size, dtype=torch.bool)
+    count = 0
+    for raw, key in examples:
         try:
-            rows.append(make_example(raw, int(key)))
-            is_padding_B[row] = False
+            _fill(stacked, count, make_example(raw, int(key)))
+            is_padding_B[count] = False
         except DecodeError:
-            rows.append(padding)
-    num_undecodable = int(is_padding_B[: len(rows)].sum())
-    rows += [padding] * (micro_batch_size - len(rows))
-    if any(row.keys() != padding.keys() for row in rows):
-        raise ValueError("make_example and its padding() return different names")
-    inputs = {batched_name(name): torch.from_numpy(np.stack([row[name] for row in rows])) for name in padding}
+            _fill(stacked, count, padding)
+        count += 1
+    for row in range(count, micro_batch_size):
+        _fill(stacked, row, padding)
+    num_undecodable = int(is_padding_B[:count].sum())
+    inputs = {batched_name(name): torch.from_numpy(array) for name, array in stacked.items()}
     return Batch(inputs, is_padding_B, num_undecodable)
+
+
+def _fill(stacked: dict[str, np.ndarray], row: int, arrays: dict[str, np.ndarray]) -> None:
+    if {name: array.shape for name, array in arrays.items()} != {name: a.shape[1:] for name, a in stacked.items()}:
+        raise ValueError("make_example and its padding() return different names or shapes")
+    for name, array in arrays.items():
+        stacked[name][row] = array
 
 
 def batched_name(name: str) -> str:
@@ -310,7 +326,14 @@ def _check_plan(plan: StepPlan, micro_batch_size: int) -> None:
         )
 
 
-def _end_with_parent(_worker: int) -> None:
+def worker_context() -> Any:
+    """How data workers start: from a small server that has loaded what they need, never from a process with threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def end_with_parent(_worker: int) -> None:
     """Ends this worker when its trainer is gone, however that ended.
 
     torch's own watchdog compares parent ids; a worker's parent is the fork server, which lives as long as its workers.
@@ -328,6 +351,6 @@ def _wait_and_exit(sentinel: int) -> None:
     os._exit(1)
 
 
-def _as_is(batch: Any) -> Any:
+def as_is(batch: Any) -> Any:
     """Keeps torch from converting anything; a named function can be pickled."""
     return batch
