@@ -103,7 +103,7 @@ class ClippedSum:
         self.accumulator = accumulator({name: shapes[name] for name in trained}, self._dtype, self._device)
         self._make_function = function
         self.adaptive = adaptive
-        self.max_grad_norm = max_grad_norm
+        self._set_bound(max_grad_norm)
 
     @property
     def max_grad_norm(self) -> float:
@@ -112,11 +112,14 @@ class ClippedSum:
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
+        self._set_bound(value)
+        self.zero_()
+
+    def _set_bound(self, value: float) -> None:
         if not value > 0:
             raise ValueError(f"max_grad_norm must be positive, not {value}")
         self._max_grad_norm = value
         self._function = self._make_function(self._names, value)
-        self.zero_()
 
     @property
     def sensitivity(self) -> float:

@@ -1,0 +1,59 @@
+"""The audit of the mechanism under adaptive clipping: the count is watched too, and mistakes with it are found."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.audit.report import AuditReport
+from privacy.clipping import clipped_sum
+from privacy.clipping.functions import unclipped
+from privacy.noise import add_noise
+from tests.distributed.ranks import run_ranks
+from tests.trainer.test_audit_mechanism import audit
+from trainer import adaptive_bound, loop
+
+ADAPTIVE = AdaptiveClipping(0.5, 0.2, 5.0)
+
+
+def audited(device: torch.device) -> AuditReport:
+    return audit(device, ("none",), clipping="adaptive", adaptive_clipping=ADAPTIVE)["none"]  # type: ignore[arg-type]
+
+
+def rank_audit(device: torch.device) -> Any:
+    return audit(device, ("none",), clipping="adaptive", adaptive_clipping=ADAPTIVE).get("none")  # type: ignore[arg-type]
+
+
+def test_a_correct_mechanism_passes_on_two_ranks() -> None:
+    report = run_ranks(f"{__name__}:rank_audit", 2)[0]
+    assert report.verdict == "consistent", report.to_text()
+    assert {"count_sensitivity", "count_draws", "count_noise_variance"} <= {check.name for check in report.checks}
+
+
+Values = Callable[..., Any]
+MISTAKES: dict[str, tuple[Any, str, Values, set[str]]] = {
+    "no noise on the count": (
+        adaptive_bound, "add_noise", lambda values, std, source: None, {"count_draws"},
+    ),
+    "the count is not centred": (
+        clipped_sum, "unclipped", lambda norm_B, bound: unclipped(norm_B, bound) + 0.5, {"count_sensitivity"},
+    ),
+    "less noise on the count": (
+        adaptive_bound, "add_noise", lambda values, std, source: add_noise(values, std / 2, source),
+        {"count_draws"},
+    ),
+    "the sum is noised as if there were no count": (
+        loop, "add_noise", lambda values, std, source: add_noise(values, std * 0.9, source), {"noise_variance"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(one_rank: torch.device, name: str) -> None:
+    owner, attribute, value, expected = MISTAKES[name]
+    with mock.patch.object(owner, attribute, value):
+        report = audited(one_rank)
+    assert report.verdict == "violated" and expected <= set(report.failed()), report.to_text()
