@@ -8,16 +8,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.audit.mechanism import audit_mechanism
 from privacy.audit.report import AuditReport
-from privacy.audit.sandbox_record import NO_CANARY, SandboxPlan, SandboxRecord
+from privacy.audit.sandbox_record import NO_CANARY, SandboxCounts, SandboxPlan, SandboxRecord
 from privacy.clipping.functions import FUNCTIONS
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.ledger_format import read_ledger
@@ -134,6 +135,7 @@ def make_settings(
         clipping_function="flat",
         clipping_mode="bookkeeping",
         present=[bool(secrets.randbits(1)) for _ in range(len(make_canaries(num_single, plan.max_grad_norm)))],
+        adaptive=None if plan.adaptive_clipping is None else asdict(plan.adaptive_clipping),
     )
 
 
@@ -208,7 +210,7 @@ def _assemble(settings: SandboxSettings, tapes: list[dict[str, Any]], facts: dic
     return SandboxRecord(
         # The noise is judged by what the audited run states, never by what the sandbox says that it used.
         plan=SandboxPlan(
-            settings.noise_multiplier,
+            _gradient_noise_multiplier(settings),
             settings.max_grad_norm,
             SENSITIVITY_SLACK,
             settings.target_delta,
@@ -231,7 +233,23 @@ def _assemble(settings: SandboxSettings, tapes: list[dict[str, Any]], facts: dic
         retried=(settings.silent_steps - 1, settings.silent_steps),
         replica_digests=None if "" in digests[0] else digests,
         facts=facts,
+        counts=_counts(settings, tapes[0]),
     )
+
+
+def _gradient_noise_multiplier(settings: SandboxSettings) -> float:
+    """What the audited run states for the sum alone: a little more than sigma where a count shares it."""
+    if settings.adaptive is None:
+        return settings.noise_multiplier
+    return AdaptiveClipping(**settings.adaptive).gradient_noise_multiplier(settings.noise_multiplier)
+
+
+def _counts(settings: SandboxSettings, first: dict[str, Any]) -> SandboxCounts | None:
+    """What rank 0 released and drew for the count."""
+    if settings.adaptive is None:
+        return None
+    released, draws = first["counts_of_unclipped"].T
+    return SandboxCounts(settings.adaptive["unclipped_num_std"], released, draws)
 
 
 def _canary_norms(settings: SandboxSettings, names: list[str]) -> tuple[float, float]:

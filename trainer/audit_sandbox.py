@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from data.loader import StepPlan
+from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping import ClippedSum
 from privacy.clipping.functions import FUNCTIONS
 from privacy.clipping.norms import SENSITIVITY_SLACK
@@ -64,6 +65,8 @@ class SandboxSettings:
     clipping_function: str
     clipping_mode: str
     present: list[bool]
+    adaptive: dict[str, float] | None = None
+    """The audited run's `AdaptiveClipping`."""
 
     def canaries(self) -> Canaries:
         return make_canaries(self.num_single, self.max_grad_norm)
@@ -81,7 +84,15 @@ class SandboxSettings:
             sensitivity_slack=SENSITIVITY_SLACK,
             informal_reasons=("it is a sandbox of an audit",),
             noise_source=self.noise_source,
+            adaptive_clipping=None if self.adaptive is None else self._nearly_constant(),
             allow_small_noise=True,
+        )
+
+    def _nearly_constant(self) -> AdaptiveClipping:
+        """The run's releases, while C stays in its place: it is post-processing, which the ledger's audit looks at."""
+        assert self.adaptive is not None
+        return AdaptiveClipping(
+            **self.adaptive | {"clipbound_learning_rate": 1e-13 / self.adaptive["unclipped_num_std"]}
         )
 
     def to_json(self) -> str:
@@ -133,9 +144,14 @@ class _Tape:
         self._num_draws: list[int] = []
         self._ids: list[np.ndarray] = []
         self._digests: list[str] = []
+        self._counts: list[tuple[float, float]] = []
 
-    def note(self, plan: StepPlan) -> None:
+    def note(self, plan: StepPlan, released_count: float | None) -> None:
+        """After a step; `released_count` is the noised centred count of adaptive clipping."""
         drawn = self._noise.take()
+        if released_count is not None and distributed.rank() == 0:  # its noise is the last number that rank 0 draws
+            drawn, own = drawn[: self._count], drawn[self._count :]
+            self._counts.append((released_count, float(own[0]) if len(own) == 1 else np.nan))
         self._num_draws.append(len(drawn))
         self._draws.append(drawn if len(drawn) == self._count else np.full(self._count, np.nan))
         self._weights.append(self._owned())
@@ -157,6 +173,7 @@ class _Tape:
             ids=np.concatenate(self._ids),
             counts=np.array([len(ids) for ids in self._ids]),
             digests=np.array(self._digests),
+            counts_of_unclipped=np.array(self._counts).reshape(-1, 2),
         )
 
 
@@ -188,6 +205,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
         shapes=engine.shapes,
         mode=settings.clipping_mode,  # type: ignore[arg-type]
         function=FUNCTIONS[settings.clipping_function],
+        adaptive=plan.adaptive_clipping,
     )
     tape = _Tape(engine, noise)
 
@@ -212,8 +230,9 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
                 noise=noise,
                 noise_variance=NoiseVariance(optimizer.betas[1]),
             )
-            train_step(run, step, _micro_batches(step_plan, canaries, present_N))
-            tape.note(step_plan)
+            record = train_step(run, step, _micro_batches(step_plan, canaries, present_N))
+            fraction = record.public.get("privacy/noised_unclipped_fraction")
+            tape.note(step_plan, None if fraction is None else (fraction - 0.5) * plan.expected_batch_size)
 
     last_silent = settings.silent_steps
     with_ledger(folder, plan, lambda ledger: attempts(1, last_silent, ledger, killed_at=last_silent))

@@ -28,6 +28,7 @@ def audit_mechanism(record: SandboxRecord) -> AuditReport:
         *independence_checks(record),
         *source_checks(record),
         replica_check(record),
+        *count_checks(record),
         *attack_checks(record),
     ]
     return AuditReport.of("mechanism", checks, **record.facts)
@@ -290,3 +291,47 @@ def replica_check(record: SandboxRecord) -> Check:
     differing = sum(len(set(digests)) > 1 for digests in record.replica_digests)
     sentence = f"the ranks' replicas differ after {differing} of {len(record.replica_digests)} steps"
     return fact("replicas", differing == 0, sentence, statistic=differing, threshold=0)
+
+
+# The count of adaptive clipping
+
+
+def count_checks(record: SandboxRecord) -> list[Check]:
+    """Released counts are centred, of members alone, and noised once, with the stated standard deviation."""
+    counts = record.counts
+    if counts is None:
+        return []
+    # Every honest canary is clipped and counts -1/2; a hostile one counts -1/2 as well, or 0 if it is not finite.
+    honest = -0.5 * record.inclusion[:, ~record.hostile_N].sum(axis=1)
+    slack = 0.5 * record.inclusion[:, record.hostile_N].sum(axis=1) + 1e-6
+    silent, noisy = slice(0, record.silent_steps), slice(record.silent_steps, None)
+    beyond = np.where(np.arange(len(honest)) < record.silent_steps, 0.0, counts.std) * counts.draws
+    low, high = honest - slack + beyond, honest + 1e-6 + beyond
+    wrong = ~((low <= counts.released) & (counts.released <= high))  # NaN is wrong too
+    certain = slack[noisy] < 1e-3
+    z = ((counts.released - honest)[noisy] / counts.std)[certain]
+    duplicates = len(counts.draws) - len(np.unique(counts.draws[~np.isnan(counts.draws)]))
+    return [
+        fact(
+            "count_sensitivity",
+            not wrong[silent].any(),
+            f"without noise the centred count is half the clipped members, in all but {wrong[silent].sum()} of "
+            f"{record.silent_steps} attempts",
+            statistic=int(wrong[silent].sum()),
+            threshold=0,
+        ),
+        fact(
+            "count_draws",
+            not wrong[noisy].any() and duplicates == 0,
+            f"the count is noised by sigma_b = {counts.std:g} times one new number of the source, in all but "
+            f"{wrong[noisy].sum()} attempts",
+            statistic=int(wrong[noisy].sum()),
+            threshold=0,
+        ),
+        random_check(
+            "count_noise_variance",
+            float(st.variance_p((z**2).sum(), len(z))) if len(z) else 1.0,
+            f"the noise on the count has {np.sqrt((z**2).mean()) if len(z) else 0:.4f} times its standard deviation "
+            f"({len(z)} values)",
+        ),
+    ]

@@ -42,6 +42,21 @@ class SandboxPlan:
 
 
 @dataclass(frozen=True)
+class SandboxCounts:
+    """The second release of adaptive clipping, attempt by attempt (S + T).
+
+    Attributes:
+        std: sigma_b, as the audited run states it.
+        released: the noised centred counts.
+        draws: what the source drew for them; NaN where it was not asked exactly once.
+    """
+
+    std: float
+    released: Floats
+    draws: Floats
+
+
+@dataclass(frozen=True)
 class SandboxRecord:
     """See the module docstring.
 
@@ -58,6 +73,7 @@ class SandboxRecord:
         replica_digests: per step, each rank's digest of its whole replica; None where no rank holds one.
         silent_steps: S.
         retried: (first, second) indices of two attempts at the same step.
+        counts: under adaptive clipping.
     """
 
     plan: SandboxPlan
@@ -75,6 +91,7 @@ class SandboxRecord:
     retried: tuple[int, int]
     replica_digests: tuple[tuple[str, ...], ...] | None = None
     facts: dict[str, str | int | float] = field(default_factory=dict)
+    counts: SandboxCounts | None = None
 
     @cached_property
     def released(self) -> Floats:
