@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH, Accumulator, LocalSums
+from privacy.clipping.blanking import needs_blanking
 from privacy.clipping.compiled import compiled_weights
 from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
@@ -242,9 +243,7 @@ class ClippedSum:
             self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
-        # A zero weight does not silence a NaN (0 * NaN is NaN), so the rare bad rows are blanked before they are summed.
-        blank = not is_finite_B.is_meta and bool((~is_finite_B).any())
-        return _Factors(norms, weights, is_finite_B, blank, bound=self._function.sensitivity)
+        return _Factors(norms, weights, is_finite_B, needs_blanking(is_finite_B), bound=self._function.sensitivity)
 
     def _accumulate(self, name: str, parts: Parts, factors: "_Factors") -> None:
         total, weight_B = self.accumulator.slot(name), factors.weights[self._function.group_of[name]]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from privacy.clipping import triton_norm
+from privacy.clipping.blanking import blanked
 from privacy.clipping.chunked import ChunkedOuterProducts
 
 
@@ -109,7 +110,7 @@ class OuterProducts:
         return _has_bf16_units(self.g_BTp.device) and self.a_BTd.dtype == self.g_BTp.dtype == torch.bfloat16
 
     def without(self, excluded_B: Tensor) -> "OuterProducts":
-        return OuterProducts(_zeroed(self.a_BTd, excluded_B), _zeroed(self.g_BTp, excluded_B))
+        return OuterProducts(blanked(self.a_BTd, excluded_B), blanked(self.g_BTp, excluded_B))
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Rows:
         total.index_add_(0, self.ids_BT.flatten(), g.flatten(0, 1))
 
     def without(self, excluded_B: Tensor) -> "Rows":
-        return Rows(self.ids_BT, _zeroed(self.g_BTp, excluded_B))
+        return Rows(self.ids_BT, blanked(self.g_BTp, excluded_B))
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Dense:
         total.view(-1).addmv_(self.grad_B.flatten(1).t(), weight_B)
 
     def without(self, excluded_B: Tensor) -> "Dense":
-        return Dense(_zeroed(self.grad_B, excluded_B))
+        return Dense(blanked(self.grad_B, excluded_B))
 
 
 Contribution = OuterProducts | Rows | Dense | ChunkedOuterProducts
@@ -205,11 +206,6 @@ def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
         torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(x.to(total.dtype), y.to(total.dtype))
-
-
-def _zeroed(tensor: Tensor, excluded_B: Tensor) -> Tensor:
-    # where, not multiplication: 0 * inf is NaN.
-    return torch.where(excluded_B.view(-1, *[1] * (tensor.dim() - 1)), tensor.new_zeros(()), tensor)
 
 
 def _gram(x_BTd: Tensor, y_BSd: Tensor) -> Tensor:

@@ -174,9 +174,13 @@ class Recorder:
             self._require_examples(x, output, claim)
             with torch.no_grad():
                 others = keep(module, (*args, *kwargs.values()), output) if keep is not None else ()
-            return self._tap(output, claim, "", x.detach(), *others)
+            return self._tap(output, claim, "", self._own(x), *others)
 
         return hook
+
+    def _own(self, x: Tensor) -> Tensor:
+        """A layer's input, to keep. On CUDA, bad rows are overwritten (blanking.py): not in tensors of the caller."""
+        return x.clone() if x.is_cuda and not x.requires_grad else x.detach()
 
     def _tap_in_graph(self, claim: Claim) -> compiled.CompiledTap:
         def on_call(x: Tensor, output: Tensor) -> None:
