@@ -24,7 +24,8 @@ from privacy.clipping import ClippedSum  # noqa: E402
 from privacy.noise import SystemNoise  # noqa: E402
 from trainer import checkpoint_writer, loop  # noqa: E402
 
-point, rank, when, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # the launcher puts it first
+point, rank, when, seconds = given[0], int(given[1]), int(given[2]), float(given[3])
 here = rank in (-1, int(os.environ.get("RANK", "0")))
 step_now = 0
 
@@ -82,4 +83,4 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
-    train.main(sys.argv[5:], SlowNoise())
+    train.main(given[4:], SlowNoise())
