@@ -194,11 +194,13 @@ def test_contract_7_noise_once_per_coordinate_and_never_twice() -> None:
     assert abs(draws.mean()) < 4 / np.sqrt(len(draws))
 
 
-def rank_bf16_sums(device: torch.device, engines: Sequence[str]) -> list[tuple[list[float], torch.dtype]]:
-    return [_bf16_sums(device, engine) for engine in engines]
+def rank_bf16_sums(
+    device: torch.device, engines: Sequence[str], accumulation: Sequence[str]
+) -> list[tuple[list[float], torch.dtype]]:
+    return [_bf16_sums(device, engine, accumulation) for engine in engines]
 
 
-def _bf16_sums(device: torch.device, name: str) -> tuple[list[float], torch.dtype]:
+def _bf16_sums(device: torch.device, name: str, accumulation: Sequence[str]) -> tuple[list[float], torch.dtype]:
     """Relative errors of this rank's shards of a sum over 64 micro-batches, and the dtype of the model's computation."""
     engine = build(device, name, bf16={"enabled": True})
     inputs = pairs(64)
@@ -214,7 +216,7 @@ def _bf16_sums(device: torch.device, name: str) -> tuple[list[float], torch.dtyp
     clipped.detach()
     for total in exact.values():
         distributed.all_reduce_sum(total)
-    return [_error(engine, batches, accumulator, exact) for accumulator in ACCUMULATORS.values()], _seen_dtype(engine)
+    return [_error(engine, batches, ACCUMULATORS[a], exact) for a in accumulation], _seen_dtype(engine)
 
 
 def _error(engine: Engine, batches: Sequence[Batch], accumulator: Any, exact: Mapping[str, Tensor]) -> float:
@@ -246,8 +248,16 @@ def _seen_dtype(engine: Engine) -> torch.dtype:
     return seen[0]
 
 
-@pytest.mark.parametrize("engines", [["zero3", "fsdp"], pytest.param(list(ENGINES), marks=pytest.mark.full)])
-def test_contract_6_sums_of_bf16_contributions_are_fp32(engines: list[str]) -> None:
-    for rank in run_ranks(f"{__name__}:rank_bf16_sums", 2, engines=engines):
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("engines", "accumulation"),
+    [
+        (["zero3", "fsdp"], ["local"]),
+        pytest.param(list(ENGINES), list(ACCUMULATORS), marks=pytest.mark.full),
+    ],
+)
+def test_contract_6_sums_of_bf16_contributions_are_fp32(engines: list[str], accumulation: list[str]) -> None:
+    arguments = {"engines": engines, "accumulation": accumulation}
+    for rank in run_ranks(f"{__name__}:rank_bf16_sums", 2, timeout=1500, **arguments):
         for engine, (errors, dtype) in zip(engines, rank, strict=True):
             assert max(errors) <= 1e-6 and dtype == torch.bfloat16, (engine, errors, dtype)

@@ -32,19 +32,22 @@ def launch_and_check(run_dir: Path, engine: str, stage: int, launcher: Any = "de
     assert kinds == ["open", "session", *["intent", "done", "checkpoint"] * 4, "close"]
 
 
-@pytest.mark.parametrize(("engine", "stage"), ENGINES)
-def test_a_launch_of_each_engine(tmp_path: Path, engine: str, stage: int) -> None:
-    launch_and_check(tmp_path / "run", engine, stage)
-
-
-FEW = [("torchrun", ("fsdp", 3)), ("mpirun", ("fairscale", 1))]
-ALL = [(launcher, engine) for launcher in ("torchrun", "mpirun") for engine in ENGINES]
+LAUNCHES = [(launcher, engine) for launcher in ("deepspeed", "torchrun", "mpirun") for engine in ENGINES]
+FEW = [
+    ("deepspeed", ("deepspeed", 2)),
+    ("deepspeed", ("deepspeed", 3)),
+    ("deepspeed", ("fsdp", 3)),
+    ("torchrun", ("deepspeed", 1)),
+    ("mpirun", ("fairscale", 1)),
+]
+"""Every engine and every launcher."""
 
 
 @pytest.mark.parametrize(
-    ("launcher", "engine"), [*FEW, *(pytest.param(*case, marks=pytest.mark.full) for case in ALL if case not in FEW)]
+    ("launcher", "engine"),
+    [*FEW, *(pytest.param(*case, marks=pytest.mark.full) for case in LAUNCHES if case not in FEW)],
 )
-def test_other_launchers(tmp_path: Path, launcher: str, engine: tuple[str, int]) -> None:
+def test_a_launch_of_each_engine(tmp_path: Path, launcher: str, engine: tuple[str, int]) -> None:
     launch_and_check(tmp_path / "run", *engine, launcher)
 
 
