@@ -1,13 +1,17 @@
 """Exponential moving average of the weights: post-processing of noised steps, so it costs no privacy.
 
 Sharded like the master weights: each rank averages the coordinates that it owns, whatever the engine. Checkpoints hold it beside
-the weights; `Checkpoint.load_weights(..., average=True)` gives the averaged model to evaluation and export.
+the weights; `Checkpoint.load_weights(..., average=True)` gives the averaged model to evaluation and export, and
+`in_use` to held-out evaluation during training.
 """
 
+import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
+from trainer import distributed
 from trainer.checkpoint import AVERAGE, Checkpoint
 from trainer.engines.base import Engine, Piece, ShardState
 
@@ -41,6 +45,29 @@ class WeightAverage:
         for state in self._engine.state():
             weights = state.tensors["param"].detach().float()
             self._average[state.piece].lerp_(weights, 1 - decay_at(step, self._decay))
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def in_use(self) -> Iterator[None]:
+        """Inside, the module computes with the average; for engines that hold whole weights. Collective."""
+        wanted = self._whole()
+        parameters = {n: p for n, p in self._engine.module.named_parameters() if n in wanted}
+        kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.copy_(wanted[name].view(parameter.shape))
+        try:
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.copy_(kept[name])
+
+    def _whole(self) -> dict[str, Tensor]:
+        """All coordinates by parameter, on CPU, from every rank's pieces."""
+        whole = {name: torch.empty(shape.numel()) for name, shape in self._engine.shapes.items()}
+        for pieces in distributed.gather_objects({piece: values.cpu() for piece, values in self._average.items()}):
+            for piece, values in pieces.items():
+                whole[piece.name][piece.offset : piece.offset + piece.length] = values
+        return whole
 
     def states(self) -> Iterator[ShardState]:
         """The engine's states with the average beside them, for a checkpoint."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer.engines.base import holds_whole_weights
 from trainer.metrics import MetricsWriter
 from trainer.progress import ProgressLine
 
@@ -83,12 +84,16 @@ class StepReporter:
         run = self._run
         assert run.heldout is not None and run.config.heldout is not None
         loss = run.heldout.loss(run.engine)
+        scalars = {"heldout/loss": loss}
+        if run.average is not None and holds_whole_weights(run.engine):
+            with run.average.in_use():
+                scalars["heldout/loss_of_average"] = run.heldout.loss(run.engine)
         samples = run.heldout.samples(run.engine, run.config.heldout.num_captions)
         if not self._is_main:
             return
         is_public = run.config.heldout.is_public
         writer = self._public if is_public else self._private
-        writer.scalars(step, {"heldout/loss": loss})
+        writer.scalars(step, scalars)
         print(f"held-out {run.heldout.loss_name} after step {step}: {loss:.4f}", flush=True)
         texts = samples.lines if samples else []
         if samples:

@@ -296,6 +296,20 @@ class TestAverage:
     def test_a_short_run_forgets_its_initial_weights(self) -> None:
         assert [decay_at(step, 0.9999) for step in (1, 10, 10**6)] == [2 / 11, 11 / 20, 0.9999]
 
+    def test_in_use_for_evaluation(self, folder: Path) -> None:
+        engine = new_engine(new_model())
+        average = WeightAverage(engine, self.DECAY, None)
+        for step in (1, 2):
+            take_steps(engine, step, step)
+            average.update(step)
+        CheckpointWriter(folder, Retention(1)).save(2, average.states(), engine.shapes, {})
+        averaged, before = new_model(seed=5), {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        Checkpoint(folder / checkpoint_name(2)).load_weights(averaged, average=True)
+        inputs = torch.randn(3, 5)
+        with average.in_use():
+            assert torch.equal(engine.module(inputs), averaged(inputs))
+        assert all(torch.equal(p, before[n]) for n, p in engine.module.named_parameters())
+
     def test_no_average_was_kept(self, folder: Path) -> None:
         save_steps(folder, 1)
         with pytest.raises(ConfigError, match="no average of the weights"):
