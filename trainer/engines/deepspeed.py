@@ -80,8 +80,7 @@ class DeepSpeedEngine:
 
     def _hand_off_zero12(self, shards: Sequence[GradShard]) -> None:
         """Offloaded partitions have a gradient buffer of their own in host memory; the others take a new one."""
-        masters = self._flat_partitions()
-        flats = [p.grad.zero_() if self._zero.cpu_offload else torch.zeros_like(p) for p in masters]
+        flats = [torch.zeros_like(p) if p.grad is None else p.grad.zero_() for p in self._flat_partitions()]
         for span, shard in zip(self._spans, shards, strict=True):
             flats[span.group][span.start : span.start + span.piece.length] = shard.values
         for group, flat in enumerate(flats):
