@@ -122,11 +122,11 @@ def one_layer_without_noise() -> Patches:
     def step(run: Any, number: int, micro_batches: Any) -> Any:
         take = run.engine.step
 
-        def without(shards: Any, *, lr: float) -> None:
+        def without(shards: Any, **rates: float) -> None:
             for shard in shards:
                 if shard.name == "matrix.weight":
                     shard.values.zero_()
-            take(shards, lr=lr)
+            take(shards, **rates)
 
         with mock.patch.object(run.engine, "step", without):
             return train_step(run, number, micro_batches)
