@@ -184,12 +184,13 @@ class StreamingLoader:
         self.data_wait = 0.0
 
     def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
-        """Pairs every plan, of which only the step's number counts, with the next micro-batches of the stream."""
+        """Pairs every plan, of which only the step's number stays, with the next micro-batches of the stream."""
         batches = self.batches()
         for plan in plans:
             self.data_wait = 0.0
             mine = itertools.islice(batches, self._shape.num_micro_batches)
-            yield plan, mine
+            nobody = plan._replace(example_ids=plan.example_ids[:0], example_keys=plan.example_keys[:0])
+            yield nobody, mine
             for _ in mine:
                 pass
 
@@ -260,4 +261,6 @@ def _require_end(path: str) -> None:
 
 
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}"
     return " ".join(str(part) for part in error.args) or type(error).__name__

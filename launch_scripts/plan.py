@@ -47,6 +47,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--delta", type=float, metavar="D", help="default 1 / (2 N)")
     parser.add_argument("--cap", action="store_true", help="cut batches at B + 8 sqrt(B) and charge the truncation")
     parser.add_argument("--reserve", type=int, metavar="K", help="further attempts that crashes may use up; default 0")
+    parser.add_argument(
+        "--max_examples_per_owner", type=int, metavar="K", help="also the epsilon of an owner of K examples"
+    )
     parser.add_argument("--allow_small_noise", action="store_true", help="allow a noise multiplier below 0.3")
     parser.add_argument("--no_extras", action="store_true", help="the claim and its cross-checks only (faster)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
@@ -89,6 +92,8 @@ def _recipe_plan(args: argparse.Namespace) -> PrivacyPlan:
     if given is not None or args.cap or args.allow_small_noise:
         raise PrivacyConfigError(f"--{given or 'cap'} is the recipe's business: change it by section.key=value")
     config = load_config(args.recipe, args.overrides)
+    if args.max_examples_per_owner is None:
+        args.max_examples_per_owner = config.privacy.max_examples_per_owner
     num_examples = args.num_examples or config.data.num_examples
     if num_examples is None:
         raise PrivacyConfigError(f"recipe {args.recipe} names no data.num_examples: give --num_examples")
@@ -101,7 +106,7 @@ def main() -> int:
     plan = _plan(args)
     for line in plan.warnings:
         print(f"warning: {line}", file=sys.stderr)
-    result = summarise(plan, extras=not args.no_extras)
+    result = summarise(plan, extras=not args.no_extras) | _owner(plan, args.max_examples_per_owner)
     if args.json:
         print(json.dumps(result, allow_nan=False))
     else:
@@ -131,6 +136,19 @@ def summarise(plan: PrivacyPlan, *, extras: bool = True) -> dict[str, Any]:
         "examples_processed": plan.num_steps * plan.expected_batch_size,
     }
     return result | _epsilons(plan, extras) | (_extras(plan) if extras else {})
+
+
+def _owner(plan: PrivacyPlan, limit: int | None) -> dict[str, Any]:
+    """Epsilon of all examples of one owner together, where each owner has at most `limit`."""
+    if limit is None:
+        return {}
+    if limit < 1:
+        raise PrivacyConfigError(f"--max_examples_per_owner is {limit}; it must be at least 1")
+    epsilon = None
+    if plan.formal_guarantee and plan.accounted_delta >= accounting.PLD_SMALLEST_DELTA:
+        groups = [plan.release_group(plan.num_steps)]
+        epsilon = accounting.epsilon_group(groups, plan.accounted_delta, limit, _GROUP_INTERVAL)
+    return {"max_examples_per_owner": limit, **_finite({"epsilon_owner": epsilon})}
 
 
 def _extras(plan: PrivacyPlan) -> dict[str, Any]:
@@ -218,6 +236,9 @@ def _print_table(result: dict[str, Any]) -> None:
     table.add_row("replace-one", text("replace_one"), "one example exchanged for another")
     table.add_row("group of 2", text("group_2"), "two copies or two examples of one person, without the cap")
     table.add_row("group of 5", text("group_5"), "")
+    if "epsilon_owner" in result:
+        note = f"all of at most {result['max_examples_per_owner']} examples of one owner, without the cap"
+        table.add_row("owner", text("epsilon_owner"), note)
     table.add_row("total amount of noise", text("tan"), "TAN = sigma / (q sqrt(T / 2))")
     if result.get("attack_risk") is not None:
         _add_extras(table, result)

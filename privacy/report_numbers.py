@@ -45,6 +45,8 @@ def accounting_numbers(state: LedgerState, plan: PrivacyPlan) -> dict[str, Any]:
         "prv_accountant": None,
         "epsilon_replace_one": None,
         "epsilon_group": {str(size): None for size in GROUP_SIZES},
+        "max_examples_per_owner": state.opened.get("max_examples_per_owner"),
+        "epsilon_owner": None,
         "epsilon_by_delta": [],
         "epsilon_by_attempts": [],
         "delta_by_epsilon": [],
@@ -73,7 +75,12 @@ def accounting_numbers(state: LedgerState, plan: PrivacyPlan) -> dict[str, Any]:
         numbers["epsilon_by_attempts"] = _epsilon_by_attempts(state, plan, claim)
     numbers |= curves(groups, claim, plan.noise_tail_delta)
     # Below that delta the claim is by RDP, and the others are not trusted.
-    return numbers | _pld_numbers(groups, plan, claim) if delta >= PLD_SMALLEST_DELTA else numbers
+    if delta < PLD_SMALLEST_DELTA:
+        return numbers
+    owner = numbers["max_examples_per_owner"]
+    if owner is not None:
+        numbers["epsilon_owner"] = _finite(_epsilon_group(groups, delta, owner, claim))
+    return numbers | _pld_numbers(groups, plan, claim)
 
 
 def claimed_epsilon(groups: Sequence[ReleaseGroup], delta: float) -> tuple[float, float | None]:

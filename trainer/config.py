@@ -91,6 +91,8 @@ class DataSection(Section):
     bucket_captions: bool = False
     """Captions of like length share a micro-batch: less padding, equal gradients. Timings become private (contract 12)."""
     remote: RemoteSection = RemoteSection()
+    streaming: bool = False
+    """Reads the shards in order through webdataset: for public data in runs without privacy only (data/streaming.py)."""
     deduplication: str | None = None
     """For the privacy card, in words: how duplicates were removed, which the guarantee does not cover."""
 
@@ -146,6 +148,8 @@ class PrivacySection(Section):
     """The data owner's ledger over all runs on these data (launch_scripts/shared_ledger.py); the run reserves its budget."""
     fixed_in_advance: bool = False
     """The owner's word that this run was fixed before any output of the other runs was seen; else an RDP filter adds it."""
+    max_examples_per_owner: int | None = Field(None, ge=1)
+    """The data hold at most so many examples of one owner (prepare.py import --max_per_owner): the card adds their epsilon."""
     tuning: str | None = None
     """For the privacy card, in words: how the hyper-parameters were chosen, and on which data."""
     ledger_mirror: str | None = None
@@ -291,6 +295,16 @@ class RunConfig(Section):
     optimizer: OptimizerSection
     schedule: ScheduleSection = ScheduleSection()
     train: TrainSection
+
+    @model_validator(mode="after")
+    def _streams_are_public(self) -> "RunConfig":
+        if self.data.streaming and (self.privacy.enabled or self.data.provenance == "private"):
+            raise ValueError(
+                "data.streaming amplifies no privacy: it needs privacy.enabled = false and data.provenance = public or synthetic"
+            )
+        if self.data.streaming and self.data.bucket_captions:
+            raise ValueError("data.bucket_captions needs random access; remove it or data.streaming")
+        return self
 
     @model_validator(mode="after")
     def _there_is_noise_to_correct(self) -> "RunConfig":

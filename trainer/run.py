@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.loader import Loader
+from data.streaming import StreamingLoader
 from privacy.clipping import ClippedSum
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
@@ -40,7 +41,7 @@ class Run:
     noise: NoiseSource
     batches: LogicalBatches
     members: MembersLog
-    loader: Loader
+    loader: Loader | StreamingLoader
     heldout: Heldout | None
     first_step: int
     checkpoints: CheckpointWriter

@@ -111,7 +111,7 @@ def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, 
             folder.key,
             plan,
             data_manifest=table.manifest_digest(),
-            open_fields={"commit": _versions()["commit"]},
+            open_fields=_described(privacy),
             mirror=privacy.ledger_mirror,
             shared=None if owners is None else SharedTerms(owners, folder.root.name, privacy.fixed_in_advance),
             has_checkpoint=any(folder.checkpoints.glob("step-*")),
@@ -126,6 +126,12 @@ def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, 
         return RunLedger(ledger, key, found["plan"], found["attempts"], cache)
     key = SamplingKey.load(folder.key, found["commitment"])
     return RunLedger(None, key, found["plan"], found["attempts"], cache)
+
+
+def _described(privacy: PrivacySection) -> dict[str, Any]:
+    """What the `open` record says beside plan, key and data."""
+    owner = {"max_examples_per_owner": privacy.max_examples_per_owner} if privacy.max_examples_per_owner else {}
+    return {"commit": _versions()["commit"], **owner}
 
 
 def _versions() -> dict[str, Any]:

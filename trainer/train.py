@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from data.loader import Loader
+from data.shards import expand_shards
+from data.streaming import Stream, StreamingLoader
 from data.tar_index import ExampleTable
 from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
@@ -113,15 +115,7 @@ def train(
             bucket_captions=config.data.bucket_captions,
         ),
         members=MembersLog(folder.private, ledger.key, nonce),
-        loader=Loader(
-            table,
-            task.make_example(train=True),
-            micro_batch_size=config.train.micro_batch_size,
-            num_workers=config.data.num_workers,
-            memory_limit_mib=config.data.memory_limit_mib,
-            pin_memory=device.type == "cuda",
-            bucket_captions=config.data.bucket_captions,
-        ),
+        loader=_loader(config, task, table, root, ranks, device, first_step),
         heldout=heldout,
         first_step=first_step,
         checkpoints=CheckpointWriter(
@@ -148,6 +142,40 @@ def train(
     if ranks.is_main:
         _conclude(run, outcome)
     return outcome
+
+
+def _loader(
+    config: RunConfig,
+    task: TrainingTask,
+    table: ExampleTable,
+    root: Path,
+    ranks: Ranks,
+    device: torch.device,
+    first_step: int,
+) -> Loader | StreamingLoader:
+    """Random access by the sampler's draw; public data may also stream in the order of their shards."""
+    make_example, pin_memory = task.make_example(train=True), device.type == "cuda"
+    if config.data.streaming:
+        return StreamingLoader(
+            Stream(first_on_main(lambda: expand_shards(config.data.shards, root)), seed=config.train.seed),
+            make_example,
+            micro_batch_size=config.train.micro_batch_size,
+            batch_size=config.privacy.expected_batch_size,
+            num_workers=config.data.num_workers,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            start_step=first_step - 1,
+            pin_memory=pin_memory,
+        )
+    return Loader(
+        table,
+        make_example,
+        micro_batch_size=config.train.micro_batch_size,
+        num_workers=config.data.num_workers,
+        memory_limit_mib=config.data.memory_limit_mib,
+        pin_memory=pin_memory,
+        bucket_captions=config.data.bucket_captions,
+    )
 
 
 def _clipped_sum(

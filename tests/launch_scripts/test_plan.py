@@ -48,6 +48,13 @@ def test_dpcap_target_epsilon():
     assert 7.999 <= result["epsilon_pld"] <= 8
 
 
+def test_epsilon_of_an_owner():
+    result = json.loads(_plan(f"{SMALL} --noise_multiplier 4 --max_examples_per_owner 5 --json").stdout)
+    assert result["epsilon_owner"] == result["group_5"] and result["max_examples_per_owner"] == 5
+    done = _plan(f"{SMALL} --noise_multiplier 4 --max_examples_per_owner 0 --no_extras")
+    assert done.returncode == 2 and "must be at least 1" in done.stderr
+
+
 def test_human_output_with_cap_and_reserve():
     done = _plan(f"{SMALL} --noise_multiplier 4 --cap --reserve 3", COLUMNS="120")
     assert done.returncode == 0, done.stderr

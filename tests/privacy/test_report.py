@@ -141,6 +141,19 @@ def test_card_states_what_happened(tmp_path):
     ]
 
 
+def test_epsilon_of_an_owner_comes_from_the_ledger(tmp_path):
+    plan = make_plan(**NUMBERS)
+    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "max_examples_per_owner": 2}
+    with Ledger.create(tmp_path / "ledger.jsonl", fields) as ledger:
+        _session(ledger, [1, 2, 3])
+    card = privacy_card(tmp_path / "ledger.jsonl")
+    assert card["accounting"]["epsilon_owner"] == card["accounting"]["epsilon_group"]["2"]
+    assert "one owner of at most 2 pairs" in to_markdown(card)
+    (tmp_path / "without").mkdir()
+    card = privacy_card(_crashed_run(tmp_path / "without"))
+    assert card["accounting"]["epsilon_owner"] is None and "one owner" not in to_markdown(card)
+
+
 def test_accountants_and_neighbours_are_in_order(tmp_path):
     numbers = privacy_card(_crashed_run(tmp_path))["accounting"]
     lower, upper = numbers["epsilon_prv"]

@@ -110,6 +110,8 @@ def test_round_trip_of_awkward_values(recipe: Path, tmp_path: Path) -> None:
         ("schedule.final_fraction=1.5", "schedule.final_fraction"),
         ("data.num_workers=-1", "data.num_workers"),
         ("data.shards=7", "data.shards"),
+        ("data.streaming=true", "privacy.enabled = false"),
+        ("privacy.max_examples_per_owner=0", "privacy.max_examples_per_owner"),
         ("name=a/b", "name"),
         ("train=5", "train"),
         ("model.overrides.width=[1]", "model.overrides.width"),
