@@ -238,10 +238,14 @@ def stack_examples(
 
 
 def _fill(stacked: dict[str, np.ndarray], row: int, arrays: dict[str, np.ndarray]) -> None:
-    if {name: array.shape for name, array in arrays.items()} != {name: a.shape[1:] for name, a in stacked.items()}:
-        raise ValueError("make_example and its padding() return different names or shapes")
+    if _kinds(arrays) != {name: (array.shape[1:], array.dtype) for name, array in stacked.items()}:
+        raise ValueError("make_example and its padding() return different names, shapes or types")
     for name, array in arrays.items():
         stacked[name][row] = array
+
+
+def _kinds(arrays: dict[str, np.ndarray]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    return {name: (array.shape, array.dtype) for name, array in arrays.items()}
 
 
 def batched_name(name: str) -> str:
