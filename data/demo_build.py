@@ -7,7 +7,6 @@ the file names). Pictures that look alike or read alike stay together on one sid
 import hashlib
 import io
 import re
-import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +18,7 @@ from PIL import Image, ImageChops
 
 from data.demo_captions import Captioner, Metadata, read_metadata
 from data.errors import DataError
+from data.tar_writer import write_shard
 from data.transforms import to_rgb
 
 IMAGE_SIZE = 96
@@ -198,14 +198,4 @@ def _is_theme_icon(picture: Picture) -> bool:
 
 
 def _write_shard(path: Path, pictures: Iterable[Picture]) -> None:
-    """Plain ustar without times or owners, so that equal content gives equal bytes; one block of padding at the end."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for picture in pictures:
-            for extension, payload in (("webp", picture.image), ("txt", picture.caption.encode())):
-                member = tarfile.TarInfo(f"{picture.key}.{extension}")
-                member.size = len(payload)
-                tar.addfile(member, io.BytesIO(payload))
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(buffer.getvalue())
-    temporary.replace(path)
+    write_shard(path, ((picture.key, {"webp": picture.image, "txt": picture.caption.encode()}) for picture in pictures))

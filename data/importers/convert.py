@@ -21,6 +21,7 @@ from data.tar_writer import Example, write_shard
 SIDES = ("shortest", "longest")
 FORMATS = ("jpg", "webp", "png")
 _SAMPLES = 3
+_ARRAYS = ("digests_ND", "hashes_N", "has_hash_N", "owners_ND")
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ def load_converted(work: Path, number: int) -> Converted:
     """What is known of the examples of a part."""
     with np.load(part_path(work, number).with_suffix(".npz"), allow_pickle=False) as saved:
         notes = json.loads(str(saved["notes"]))
-        arrays = [saved[name] for name in Converted._fields[:4]]
-    return Converted(*arrays, notes["dropped"], notes["samples"], notes["num_items"])
+        arrays = {name: saved[name] for name in _ARRAYS}
+    return Converted(**arrays, **notes)
 
 
 class _Rows:

@@ -76,9 +76,9 @@ class SyntheticData:
         self.renderer, self.fallback_reason = _renderer(backend, image_size)
 
     def examples(self, indices: Sequence[int]) -> list[SyntheticExample]:
-        """Examples by index, rendered together."""
+        """Examples by index (at least one), rendered together."""
         made = [self.composition(index) for index in indices]
-        images = self.renderer.render([composition.scene for composition, _ in made]) if made else []
+        images = self.renderer.render([composition.scene for composition, _ in made])
         return [
             SyntheticExample(image, caption, composition.scene, composition.statement)
             for image, (composition, caption) in zip(images, made, strict=True)
@@ -95,10 +95,10 @@ class SyntheticData:
         return composition, composition.statement.caption(rng)
 
     def relation_tests(self, indices: Sequence[int]) -> list[RelationTest]:
-        """Relation tests by index, rendered together; none of their pictures is a training example."""
+        """Relation tests by index (at least one), rendered together; none of their pictures is a training example."""
         rngs = [_rng(self.seed, _RELATION_STREAM + index) for index in indices]
         made = [compose_relation(rng) for rng in rngs]
-        images = self.renderer.render([composition.scene for composition in made]) if made else []
+        images = self.renderer.render([composition.scene for composition in made])
         return [
             RelationTest(image, said.plain_caption(), said.contradictions(rng, scene.textures[0].colours))
             for image, (scene, said), rng in zip(images, made, rngs, strict=True)

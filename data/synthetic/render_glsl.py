@@ -156,7 +156,8 @@ def _create_context() -> Any:
     except ImportError as error:
         raise DataError(f"moderngl is not installed ({error}); pip install -r requirements.txt") from error
     try:
-        return moderngl.create_context(standalone=True, backend="egl", require=330)
+        settings: dict[str, Any] = {"backend": "egl"}  # its annotation says that every setting is a dict
+        return moderngl.create_context(require=330, standalone=True, **settings)
     except Exception as error:  # glcontext raises bare Exceptions for whatever the driver lacks
         raise DataError(f"no OpenGL 3.3 by EGL on this machine ({error}); {INSTALL_HINT}") from error
 

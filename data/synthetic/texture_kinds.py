@@ -31,7 +31,7 @@ class Kind:
 
 
 def _pick(rng: Rng, choices: Sequence[float]) -> float:
-    return float(choices[rng.integers(len(choices))])
+    return float(choices[int(rng.integers(len(choices)))])
 
 
 def _scale(low: float, high: float, few: str, many: str) -> Callable[[tuple[float, ...]], Words]:

@@ -59,7 +59,7 @@ def random_texture(
 def describe(texture: Texture, rng: Rng) -> str:
     """A noun phrase that is true of the texture."""
     kind = KINDS[texture.program]
-    noun = kind.nouns[rng.integers(len(kind.nouns))]
+    noun = kind.nouns[int(rng.integers(len(kind.nouns)))]
     adjectives = " ".join(kind.adjectives(texture.values)) if rng.random() < 0.85 else ""
     number = "" if kind.number is None else COUNTS[kind.number(texture.values)]
     colours = list(texture.colours)
