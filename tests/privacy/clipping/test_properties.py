@@ -117,9 +117,9 @@ def data(batch: int, tokens: int, seed: int) -> dict[str, Tensor]:
 
 
 def summed(
-    model: nn.Module, inputs: dict[str, Tensor], c: float, sizes: list[int], padding: Tensor
+    model: nn.Module, inputs: dict[str, Tensor], c: float, sizes: list[int], padding: Tensor, mode: str
 ) -> dict[str, Tensor]:
-    total, start = ClippedSum(model, c), 0
+    total, start = ClippedSum(model, c, mode=mode), 0  # type: ignore[arg-type]
     while start < len(padding):
         rows = slice(start, start + sizes[start % len(sizes)])
         total.add_micro_batch(model, {k: v[rows] for k, v in inputs.items()}, padding[rows])
@@ -129,7 +129,7 @@ def summed(
 
 
 def check_random_model(
-    model: Random, batch: int, tokens: int, sizes: list[int], is_padding: list[bool], is_frozen: list[bool]
+    model: Random, batch: int, tokens: int, sizes: list[int], is_padding: list[bool], is_frozen: list[bool], mode: str
 ) -> None:
     """Equal to the loop over the examples that are no padding, whatever is frozen and however the batch is split."""
     model = model.double()
@@ -144,12 +144,12 @@ def check_random_model(
     assume(not padding.all())
     c = max(oracle.median_norm(model, model, kept), 1e-3)
     expected = oracle.clipped_sum(model, model, kept, c)
-    actual = summed(model, inputs, c, sizes, padding)
+    actual = summed(model, inputs, c, sizes, padding, mode)
     assert actual.keys() == expected.keys()
     assert (oracle.flat(actual) - oracle.flat(expected)).norm() <= 1e-9 * max(float(oracle.flat(expected).norm()), c)
 
 
-def check_sensitivity(model: Random, batch: int, tokens: int, exponent: int) -> None:
+def check_sensitivity(model: Random, batch: int, tokens: int, exponent: int, mode: str) -> None:
     """In fp32, one example of any size moves the sum by at most C (1 + r)."""
     model, inputs = (
         model.float(),
@@ -157,7 +157,7 @@ def check_sensitivity(model: Random, batch: int, tokens: int, exponent: int) -> 
     )
     inputs["scale"][-1] = 10.0**exponent
     alone = torch.arange(batch) < batch - 1
-    total = summed(model, inputs, 0.1, [batch], alone)
+    total = summed(model, inputs, 0.1, [batch], alone, mode)
     assert oracle.flat(total).isfinite().all()
     assert oracle.flat(total).norm() <= 0.1 * (1 + SENSITIVITY_SLACK)
 
@@ -268,6 +268,7 @@ def with_budget(
     return FEW(given_(check)), MANY(given_(check))
 
 
+MODES = st.sampled_from(["bookkeeping", "two_pass"])
 RANDOM_MODEL = {
     "model": models,
     "batch": st.integers(1, 9),
@@ -275,8 +276,15 @@ RANDOM_MODEL = {
     "sizes": st.lists(st.sampled_from([1, 3, 8, 9]), min_size=1, max_size=3),
     "is_padding": st.lists(st.booleans(), min_size=1, max_size=4),
     "is_frozen": st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=4),
+    "mode": MODES,
 }
-SENSITIVITY = {"model": models, "batch": st.integers(1, 4), "tokens": small, "exponent": st.integers(-30, 38)}
+SENSITIVITY = {
+    "model": models,
+    "batch": st.integers(1, 4),
+    "tokens": small,
+    "exponent": st.integers(-30, 38),
+    "mode": MODES,
+}
 USE = {
     "shape": st.lists(st.sampled_from([1, 1, 3, 4]), max_size=3),
     "before": st.lists(st.sampled_from(list(ON_PARAMETER)), max_size=4),
