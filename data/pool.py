@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from data.errors import DataError, ReadError
 
@@ -42,7 +42,8 @@ def worker_pool(num_workers: int) -> Iterator[Pool]:
         if MPI.COMM_WORLD.Get_size() == 1:
             raise DataError("the MPI launcher is not the one of mpi4py's library: every rank believes it is alone")
         with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
-            yield Pool(executor, executor is not None)
+            # An MPIPoolExecutor on rank 0 and None elsewhere; the type stubs say otherwise.
+            yield Pool(cast("Executor | None", executor), executor is not None)
     elif num_workers == 1:
         yield Pool(None, True)
     else:
