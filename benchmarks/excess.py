@@ -28,7 +28,7 @@ from privacy.clipping import clipped_sum, contributions
 from privacy.clipping.contributions import Dense, OuterProducts, Rows
 from privacy.clipping.coverage import claims
 from privacy.clipping.norms import NormTally
-from privacy.clipping.recorder import Call, Recorder
+from privacy.clipping.recorder import Call, Recorder, Task
 
 Step = Callable[[], None]
 
@@ -91,14 +91,14 @@ def _timed(function: Callable[..., Any], part: str, watch: Stopwatch) -> Callabl
     return call
 
 
-def bare_step(model: nn.Module, inputs: Mapping[str, Tensor]) -> Step:
-    """Forward and activation backward with empty taps."""
+def bare_step(model: nn.Module, inputs: Mapping[str, Tensor], task: Task | None = None) -> Step:
+    """Forward and activation backward of the task (the model itself by default) with empty taps."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     taps = Recorder(claims(model, shapes))
     batch_size = len(next(iter(inputs.values())))
 
     def step() -> None:
-        taps.differentiate(model, inputs, batch_size, lambda _: lambda call: None)
+        taps.differentiate(task or model, inputs, batch_size, lambda _: lambda call: None)
 
     return step
 

@@ -1,0 +1,40 @@
+"""What clipping costs in FLOPs, counted by torch on the meta device; and that the profile adds up."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import excess
+from benchmarks.step import flop_ratios
+from benchmarks.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
+from privacy.clipping import ClippedSum
+
+
+@pytest.mark.parametrize(
+    ("name", "bookkeeping", "two_pass"),
+    [("vit_s_16", 1.15, 1.55), ("dpcap_base", 1.08, 1.45), ("dpcap_large", 1.06, 1.45)],
+)
+def test_flops_against_non_private_training(name: str, bookkeeping: float, two_pass: float) -> None:
+    workload = (CPU_WORKLOADS | CUDA_WORKLOADS)[name]
+    found = flop_ratios(workload, torch.device("meta"), torch.float32, ["bookkeeping", "two_pass"])
+    assert 1 < found["bookkeeping"] <= bookkeeping
+    assert 4 / 3 < found["two_pass"] <= two_pass
+
+
+def test_the_parts_of_the_profile_are_the_excess() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64))
+    inputs = {"input": torch.randn(8, 50, 64)}
+
+    def task(input: torch.Tensor) -> torch.Tensor:
+        return model(input).square().sum((1, 2))
+
+    clipped = ClippedSum(model, 1.0)
+    row = excess._round(
+        lambda: task(**inputs).sum().backward(),
+        excess.bare_step(model, inputs, task),
+        lambda: (clipped.add_micro_batch(task, inputs, torch.zeros(8, dtype=torch.bool)), None)[1],
+    )
+    parts = set(row) - {"non_private_seconds", "excess", "of_which_kernel_time"}
+    assert sum(row[name] for name in parts) == pytest.approx(row["excess"], abs=1)
+    assert row["gram_matrices"] > 0 and row["small_layers"] > 0 and row["taps"] > 0
