@@ -20,6 +20,7 @@ from data.synthetic.vocabulary import (
 )
 
 Rng = np.random.Generator
+_ARTICLES = ("a ", "an ", "the ")
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class Statement:
             body += rng.choice([" on ", " in front of ", " against "]) + self.background
         introductions = ABSTRACT_INTRODUCTIONS if self.textures else INTRODUCTIONS
         introduction = str(introductions[rng.integers(len(introductions))])
-        if introduction.endswith(("pattern of ", "texture of ", "background of ", "image of ")) and self.textures:
-            introduction = "" if body.startswith(("a ", "an ", "the ")) else introduction
+        if body.startswith("from ") or (self.textures and introduction.endswith(" of ") and body.startswith(_ARTICLES)):
+            introduction = ""  # "an image of from left to right", "an abstract pattern of a checkerboard"
         return introduction + body
 
     def contradictions(self, rng: Rng, avoid: Sequence[str] = ()) -> dict[str, str]:

@@ -130,6 +130,7 @@ def test_captions_have_hundreds_of_words() -> None:
     assert len(set(captions)) > 2800
     assert {"left", "above", "inside", "three", "red", "striped", "fractal", "between"} <= set(words)
     assert all(caption == " ".join(caption.split()) and not caption.startswith(("on ", ",")) for caption in captions)
+    assert not any(" of from " in caption or " of a checkerboard" in caption for caption in captions)
     for caption in captions:
         for first, second in zip(caption.split(), caption.split()[1:], strict=False):
             assert first not in ("a", "an") or (first == "an") == (second[0] in "aeiou"), caption
