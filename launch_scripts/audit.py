@@ -57,6 +57,7 @@ def parse_args() -> argparse.Namespace:
     canaries.add_argument("--output", type=Path, required=True, help="new folder for shards and secret coins")
     canaries.add_argument("--num_canaries", type=int, default=1000, help="in the data or not by one coin each")
     canaries.add_argument("--image_size", type=int, default=64, help="side of the random pictures in pixels")
+    canaries.add_argument("--caption_field", help="the recipe's data.caption_field, if it has one")
     return parser.parse_args()
 
 
@@ -66,7 +67,7 @@ def main() -> int:
     if options.kind == "canaries":
         from trainer.audit_canaries import write_canaries
 
-        print(write_canaries(options.output, options.num_canaries, options.image_size))
+        print(write_canaries(options.output, options.num_canaries, options.image_size, options.caption_field))
         return 0
     report = _stamped(_audit(options), options.run_dir)
     print(json.dumps(report.to_json(), allow_nan=False) if options.json else report.to_text())

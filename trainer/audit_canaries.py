@@ -38,6 +38,7 @@ class CanaryCoins:
     present: str
     image_size: int
     shard_sha256: str
+    caption_field: str | None = None
 
     @property
     def present_N(self) -> np.ndarray:
@@ -45,22 +46,23 @@ class CanaryCoins:
 
     def example(self, index: int) -> RawExample:
         """Canary `index` as the reader would give it."""
-        return make_canary(self.seed, index, self.image_size)
+        return make_canary(self.seed, index, self.image_size, self.caption_field)
 
 
-def make_canary(seed: str, index: int, image_size: int) -> RawExample:
-    """A picture of random squares and a caption of made-up words, from the seed."""
+def make_canary(seed: str, index: int, image_size: int, caption_field: str | None) -> RawExample:
+    """A picture of random squares and a caption of made-up words, from the seed; the caption where the recipe looks for it."""
     digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
     rng = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
     squares = rng.integers(0, 256, (_BLOCKS, _BLOCKS, 3), dtype=np.uint8)
     picture = Image.fromarray(squares).resize((image_size, image_size), Image.Resampling.NEAREST)
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
-    words = ["".join(rng.choice(_SYLLABLES, 2)) for _ in range(_WORDS)]
-    return RawExample(buffer.getvalue(), {"png": buffer.getvalue(), "txt": " ".join(words).encode()})
+    text = " ".join("".join(rng.choice(_SYLLABLES, 2)) for _ in range(_WORDS))
+    caption = {"txt": text.encode()} if caption_field is None else {"json": json.dumps({caption_field: text}).encode()}
+    return RawExample(buffer.getvalue(), {"png": buffer.getvalue(), **caption})
 
 
-def write_canaries(output: Path, num_canaries: int, image_size: int) -> str:
+def write_canaries(output: Path, num_canaries: int, image_size: int, caption_field: str | None = None) -> str:
     """Writes shard and coins; returns a line that says what to do with them.
 
     Raises:
@@ -73,16 +75,17 @@ def write_canaries(output: Path, num_canaries: int, image_size: int) -> str:
         if any(output.iterdir()):
             raise ConfigError(f"{output} is not empty: canaries and coins are never overwritten")
         output.chmod(0o700)
-        return _write(output, num_canaries, image_size)
+        return _write(output, num_canaries, image_size, caption_field)
     except OSError as error:
         raise ConfigError(f"{output}: cannot write the canaries: {error.strerror or error}") from error
 
 
-def _write(output: Path, num_canaries: int, image_size: int) -> str:
+def _write(output: Path, num_canaries: int, image_size: int, caption_field: str | None) -> str:
     seed = secrets.token_hex(32)
     present = "".join(str(secrets.randbits(1)) for _ in range(num_canaries))
-    shard = _shard({i: make_canary(seed, i, image_size) for i, coin in enumerate(present) if coin == "1"})
-    coins = CanaryCoins(seed, present, image_size, hashlib.sha256(shard).hexdigest())
+    drawn = [i for i, coin in enumerate(present) if coin == "1"]
+    shard = _shard({i: make_canary(seed, i, image_size, caption_field) for i in drawn})
+    coins = CanaryCoins(seed, present, image_size, hashlib.sha256(shard).hexdigest(), caption_field)
     write_new(output / SHARD, shard, 0o600)
     write_new(output / COINS, json.dumps(asdict(coins)).encode(), 0o600)
     count = present.count("1")
@@ -93,8 +96,7 @@ def _shard(examples: dict[int, RawExample]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for index, example in examples.items():
-            assert example.image is not None and example.caption is not None
-            for extension, payload in (("png", example.image), ("txt", example.caption.encode())):
+            for extension, payload in example.fields.items():
                 member = tarfile.TarInfo(f"canary-{index:06d}.{extension}")
                 member.size = len(payload)
                 tar.addfile(member, io.BytesIO(payload))

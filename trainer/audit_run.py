@@ -38,6 +38,11 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     if path is None:
         raise ConfigError(f"run folder {run_dir} has no checkpoint yet")
     config, loaded = load_config(run_dir / "config.toml"), Checkpoint(path)
+    if config.data.caption_field != coins.caption_field:
+        raise ConfigError(
+            f"the run reads captions from data.caption_field {config.data.caption_field!r}, the canaries have theirs in "
+            f"{coins.caption_field!r}: to the run they were examples without a caption. Write canaries with --caption_field"
+        )
     state = read_snapshot(folder.ledger).state
     claimed, plan = state.epsilon(), state.plan
     checks = [_in_the_data(folder, config, root, coins)]

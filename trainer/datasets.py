@@ -62,6 +62,21 @@ def heldout_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTa
     return first_on_main(lambda: _open_table(index, shards, remote))
 
 
+def require_other_bytes(heldout: ExampleTable, table: ExampleTable) -> None:
+    """Public held-out shards are not training shards under another name.
+
+    Raises:
+        DataError: one of them is.
+    """
+    private = {entry.sha256 for entry in table.entries}
+    for entry in heldout.entries:
+        if entry.sha256 in private:
+            raise DataError(
+                f"held-out shard {entry.name} has the bytes of a training shard, so it cannot be declared public "
+                "(heldout.is_public)"
+            )
+
+
 def remote_options(config: RunConfig, root: Path) -> RemoteOptions:
     """How the recipe wants shards to be read over the network."""
     remote = config.data.remote

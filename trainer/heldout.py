@@ -18,7 +18,7 @@ class Heldout:
     def __init__(
         self, table: ExampleTable, task: TrainingTask, *, num_examples: int | None, micro_batch_size: int
     ) -> None:
-        self._table = table
+        self.table = table
         self._task = task
         self._make_example = task.make_example(train=False)
         self._num_examples = min(num_examples or len(table), len(table))
@@ -30,7 +30,7 @@ class Heldout:
 
     def _batches(self, count: int, rank: int, world_size: int) -> Iterator[Batch]:
         return eval_batches(
-            self._table, self._make_example, self._micro_batch_size, rank, world_size, num_examples=count
+            self.table, self._make_example, self._micro_batch_size, rank, world_size, num_examples=count
         )
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ from trainer.checkpoint_writer import CheckpointWriter, Retention
 from trainer.clipping_mode import ModeChoice, choose_mode
 from trainer.compilation import compile_blocks, require_compilable
 from trainer.config import EngineName, RunConfig, to_toml
-from trainer.datasets import heldout_table, training_table
+from trainer.datasets import heldout_table, require_other_bytes, training_table
 from trainer.distributed import Ranks, first_on_main, on_main
 from trainer.ds_config import MachineSettings
 from trainer.engines import build_engine, sharder
@@ -79,6 +79,8 @@ def train(
     check_against_autograd(whole, task.synthetic_inputs(2))
     heldout = _heldout(config, folder, task, root)
     table = training_table(config, folder, root)  # last of these: hashing a large data set takes hours
+    if heldout is not None and config.heldout is not None and config.heldout.is_public:
+        first_on_main(lambda: require_other_bytes(heldout.table, table))
     ledger = open_run_ledger(folder, config.privacy, config.train.num_steps, table)
     resumed = _load_weights(folder, ledger, None if shard is not None else model)
     first_step = resumed.step + 1 if resumed is not None else 1

@@ -51,6 +51,19 @@ def test_coins_are_private_and_never_overwritten(tmp_path: Path) -> None:
         read_canaries(out)
 
 
+@pytest.mark.parametrize("caption_field", [None, "caption"])
+def test_canaries_have_their_caption_where_the_recipe_looks(tmp_path: Path, caption_field: str | None) -> None:
+    """In the shard as in the scores; with another field they would be examples without a caption, and prove nothing."""
+    write_canaries(tmp_path / "canaries", 40, 32, caption_field)
+    coins = read_canaries(tmp_path / "canaries")
+    captions = {" ".join(coins.example(i).captions(caption_field)) for i in range(40)}
+    assert len(captions) == 40 and all(len(caption.split()) > 3 for caption in captions)
+    assert not coins.example(0).captions("another" if caption_field else "caption")
+    with tarfile.open(tmp_path / "canaries" / SHARD) as tar:
+        kinds = {name.rpartition(".")[2] for name in tar.getnames()}
+    assert kinds == {"png", "txt" if caption_field is None else "json"}
+
+
 def test_a_model_that_learned_canaries_by_heart_is_found() -> None:
     """No privacy at all: a tiny captioner fits the canaries of its data, and the audit refutes any small claim."""
     rng = np.random.default_rng(5)
