@@ -40,7 +40,7 @@ def audit_mechanism(record: SandboxRecord) -> AuditReport:
 def sensitivity_checks(record: SandboxRecord) -> list[Check]:
     """Clip, divisor, reduction and membership, without noise in the way: exact up to rounding."""
     plan, norms = record.plan, record.contributions()
-    tolerance = 2 * record.resolution + 1e-6 * plan.max_grad_norm
+    tolerance = 2 * record.silent_resolution + 1e-6 * plan.max_grad_norm
     limit = plan.max_grad_norm * (1 + plan.sensitivity_slack) + tolerance
     largest = float(norms.max())
     worst = int(np.unravel_index(norms.argmax(), norms.shape)[1])

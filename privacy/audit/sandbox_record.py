@@ -141,4 +141,12 @@ class SandboxRecord:
     @property
     def resolution(self) -> float:
         """Largest error of `released` that storing weights in fp32 can cause."""
-        return float(np.abs(self.weights).max()) * 2.0**-23 * self.plan.expected_batch_size
+        return self._resolution(self.weights)
+
+    @property
+    def silent_resolution(self) -> float:
+        """The same of `silent`: what a later step does to the weights does not blind the earlier ones."""
+        return self._resolution(self.weights[: self.silent_steps + 1])
+
+    def _resolution(self, weights: Floats) -> float:
+        return float(np.abs(weights).max()) * 2.0**-23 * self.plan.expected_batch_size
