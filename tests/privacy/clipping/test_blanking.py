@@ -53,7 +53,11 @@ for dtype in (torch.float32, torch.bfloat16, torch.float64):
     assert x[1].isnan().any() and x[4].isinf().all(), dtype
     blank_rows_(x[:, :0].contiguous(), excluded_B)
 """
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
