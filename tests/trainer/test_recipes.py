@@ -35,6 +35,10 @@ def plan_of(config: RunConfig, num_examples: int) -> PrivacyPlan:
     return recipe_plan(config.privacy, config.train.num_steps, num_examples)
 
 
+def rounded_up(epsilon: float) -> str:
+    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_name_and_first_comment(path: Path) -> None:
     """The first line is a command that names an existing ds_config and this very recipe."""
@@ -72,8 +76,8 @@ def test_every_calibrated_recipe(path: Path) -> None:
     target = {"dpcap_base_eps1": 1.0, "dpcap_base_eps2": 2.0}.get(path.stem, 8.0)
     # Over 72,720 attempts one step of sigma's last digit moves the discretised epsilon by 5e-3.
     assert target - (6e-3 if path.stem == "vip_base_batch8192" else 1e-3) <= said["epsilon_with_reserve"] <= target
-    planned, reserve = (math.ceil(said[k] * 1e4) / 1e4 for k in ("epsilon_pld", "epsilon_with_reserve"))
-    assert f"epsilon is {reserve:.4f}, without a crash {planned:.4f}" in path.read_text().replace("\n# ", " ")
+    planned, reserve = rounded_up(said["epsilon_pld"]), rounded_up(said["epsilon_with_reserve"])
+    assert f"epsilon is {reserve}, without a crash {planned}" in path.read_text().replace("\n# ", " ")
 
 
 TINY = [
@@ -169,9 +173,9 @@ def test_sigma_with_the_cap() -> None:
     plan = plan_of(load_config(DPCAP[0]), DPCAP_EXAMPLES)
     assert plan.epsilon_planned is not None and plan.epsilon_with_reserve is not None
     assert 7.999 <= plan.epsilon_with_reserve <= 8.0
-    text = DPCAP[0].read_text()
-    assert f"epsilon is {plan.epsilon_with_reserve:.4f}, without a crash {plan.epsilon_planned:.4f}" in text
-    assert f"| {plan.noise_multiplier} | {plan.epsilon_planned:.4f} | {plan.epsilon_with_reserve:.4f} |" in README
+    planned, reserve = rounded_up(plan.epsilon_planned), rounded_up(plan.epsilon_with_reserve)
+    assert f"epsilon is {reserve}, without a crash {planned}" in DPCAP[0].read_text()
+    assert f"| {plan.noise_multiplier} | {planned} | {reserve} |" in README
 
 
 @pytest.mark.full
