@@ -23,8 +23,8 @@ def test_flops_against_non_private_training(name: str, bookkeeping: float, two_p
 
 def test_the_parts_of_the_profile_are_the_excess() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64))
-    inputs = {"input": torch.randn(8, 50, 64)}
+    model = nn.Sequential(nn.Linear(256, 512), nn.LayerNorm(512), nn.Linear(512, 256))
+    inputs = {"input": torch.randn(32, 50, 256)}
 
     def task(input: torch.Tensor) -> torch.Tensor:
         return model(input).square().sum((1, 2))
@@ -33,8 +33,8 @@ def test_the_parts_of_the_profile_are_the_excess() -> None:
     row = excess._round(
         lambda: task(**inputs).sum().backward(),
         excess.bare_step(model, inputs, task),
-        lambda: (clipped.add_micro_batch(task, inputs, torch.zeros(8, dtype=torch.bool)), None)[1],
+        lambda: (clipped.add_micro_batch(task, inputs, torch.zeros(32, dtype=torch.bool)), None)[1],
     )
     parts = set(row) - {"non_private_seconds", "excess", "of_which_kernel_time"}
-    assert sum(row[name] for name in parts) == pytest.approx(row["excess"], abs=15)  # of a step of a millisecond
+    assert sum(row[name] for name in parts) == pytest.approx(row["excess"], abs=5)
     assert row["gram_matrices"] > 0 and row["small_layers"] > 0 and row["taps"] > 0
