@@ -19,12 +19,12 @@ quickstart: $(STAMP)
 	@$(BIN)/python launch_scripts/quickstart.py
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -m "not full and not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not full and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(STAMP) lint
 	@tests/install_packages.sh
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-triton.txt >&2 || echo "triton could not be installed: tests of its kernel will be skipped" >&2
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ from models.vit import VisionTransformer
 from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
 
+BASELINES = ("non_private", "accumulating")
+"""Ordinary training: every micro-batch a batch of its own, or gradients added up over micro-batches to a logical batch."""
 OURS = ("bookkeeping", "two_pass")
 OPACUS = ("opacus_ghost", "opacus_hooks")
 MODES = (*OURS, *OPACUS)
@@ -87,8 +89,8 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
     on_meta = device.type == "meta"
     model = (workload.meta_model() if on_meta else workload.model()).to(device, dtype)
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in workload.inputs(device).items()}
-    if mode == "non_private":
-        return _plain(model, inputs)
+    if mode in BASELINES:
+        return _plain(model, inputs, accumulates=mode == "accumulating")
     if mode in ("bookkeeping", "two_pass"):
         return _ours(model, inputs, mode)
     for name, parameter in model.named_parameters():  # raw ones, which would turn the whole model into one vmap leaf
@@ -101,9 +103,10 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
     return _opacus_ghost(model, inputs) if mode == "opacus_ghost" else _opacus_hooks(model, inputs)
 
 
-def _plain(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
+def _plain(model: nn.Module, inputs: dict[str, Tensor], *, accumulates: bool) -> Step:
     def step() -> None:
-        model.zero_grad(set_to_none=True)
+        if not accumulates:
+            model.zero_grad(set_to_none=True)
         model(**inputs).sum().backward()
 
     return step

@@ -85,6 +85,11 @@ def train(
     resumed = _load_weights(folder, ledger, None if shard is not None else model)
     first_step = resumed.step + 1 if resumed is not None else 1
     if ledger.is_closed:
+        if first_step <= config.train.num_steps:
+            raise ConfigError(
+                f"{run_dir} is finished and its budget is closed, but its last checkpoint is damaged or gone: what is left "
+                f"is that of step {first_step - 1}; restore checkpoints/ from a copy"
+            )
         if ranks.is_main:
             print(f"{run_dir} is finished: all {config.train.num_steps} steps are done; nothing to do", flush=True)
         return DONE

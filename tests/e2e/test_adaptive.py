@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.launch import alone, count, ledger_lines, train_arguments
 from trainer.audit_folder import ledger_audit
 from trainer.metrics import read_metrics
@@ -12,6 +14,7 @@ CRASHING = "tests/e2e/crashing_train.py"
 MORE = ["--engine", "local", "privacy.clipping_function=adaptive", "heldout.num_captions=0"]
 
 
+@pytest.mark.full
 def test_a_crash_and_a_resume_keep_the_bound_and_the_audit_agrees(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = train_arguments(run_dir, *MORE)

@@ -153,7 +153,7 @@ def test_a_damaged_checkpoint_is_named(finished: Path, tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(bytes(content))
-    refused(train_arguments(run_dir, "train.num_steps=2"), 2, file.name)
+    refused(train_arguments(run_dir, "train.num_steps=2"), 2, "finished", "damaged", "step 1")
 
 
 def test_two_trainers_on_one_run_folder(tmp_path: Path) -> None:

@@ -83,10 +83,10 @@ def resumes(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("victim", "engine"),
     [
-        (1, "deepspeed"),
+        (1, "local"),
         *(
             pytest.param(victim, engine, marks=pytest.mark.full)
-            for victim, engine in [(0, "local"), (1, "local"), (0, "deepspeed"), (0, "fsdp"), (1, "fairscale")]
+            for victim, engine in [(0, "local"), (1, "deepspeed"), (0, "deepspeed"), (0, "fsdp"), (1, "fairscale")]
         ),
     ],
 )

@@ -106,6 +106,7 @@ def test_contract_9_three_kills(tmp_path: Path) -> None:
     kill_and_finish(tmp_path, kills=3, seed=1)
 
 
+@pytest.mark.full
 def test_contract_9_without_a_reserve_the_run_stops_at_its_budget(tmp_path: Path) -> None:
     kill_without_reserve(tmp_path, kills=3, seed=2)
 

@@ -92,6 +92,7 @@ def test_sigterm_to_the_launcher_saves_and_exits_7(tmp_path: Path) -> None:
     assert (run_dir / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
 
 
+@pytest.mark.full
 def test_moving_between_engines_and_world_sizes(tmp_path: Path) -> None:
     """ZeRO-3 on two ranks, then local on one, then bf16 ZeRO-1 on two: one run, one ledger."""
     run_dir, more = tmp_path / "run", ["train.num_steps=60", "heldout.num_captions=0", "train.checkpoint_every=1000"]
@@ -184,8 +185,8 @@ def test_tensorboard_shows_what_matters(tmp_path: Path) -> None:
         assert [point[1] for point in epsilons] == [1, 2, 3, 4]
         assert all(0 < a[2] < b[2] for a, b in itertools.pairwise(epsilons))
         assert [point[1] for point in get(port, "scalars/scalars", run=".", tag="heldout/loss")] == [0, 4]
-        assert "heldout/captions" in get(port, "images/tags")["."]
-        assert any("heldout/captions" in tag for tag in get(port, "text/tags")["."])
+        assert "heldout/samples" in get(port, "images/tags")["."]
+        assert any("heldout/samples" in tag for tag in get(port, "text/tags")["."])
     finally:
         kill_group(board)
 

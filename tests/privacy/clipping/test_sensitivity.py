@@ -65,17 +65,18 @@ def adversarial_pairs(count: int) -> Iterator[dict[str, Tensor]]:
         yield {"images_BCHW": image, "tokens_BL": tokens, "token_mask_BL": mask}
 
 
+@pytest.mark.parametrize("count", [60, pytest.param(400, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_contract_4_adversarial_pairs(dtype: torch.dtype) -> None:
+def test_contract_4_adversarial_pairs(dtype: torch.dtype, count: int) -> None:
     model = tiny_captioner().to(dtype)
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in pairs(3).items()}
     worst, moved = 0.0, 0
-    for example in adversarial_pairs(200):
+    for example in adversarial_pairs(count):
         example = {k: v.to(dtype) if v.is_floating_point() else v for k, v in example.items()}
         size = change(model, inputs, example)
         worst, moved = max(worst, size), moved + (size > 0)
     assert worst <= 1 + SENSITIVITY_SLACK
-    assert moved >= 100  # most of them do contribute: the test is no test of zeros
+    assert moved >= count / 2  # most of them do contribute: the test is no test of zeros
 
 
 class WeightedOutput(nn.Module):
