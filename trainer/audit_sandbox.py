@@ -40,7 +40,7 @@ from trainer.batches import LogicalBatches
 from trainer.config import EngineName, OptimizerSection, ScheduleSection
 from trainer.ds_config import load_machine_settings
 from trainer.engines import build_engine
-from trainer.engines.base import Engine
+from trainer.engines.base import Engine, holds_whole_weights
 from trainer.loop import train_step
 from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.run_ledger import RunLedger
@@ -179,10 +179,10 @@ class _Tape:
 
 def _replica_digest(engine: Engine) -> str:
     """Of this rank's whole weights in compute precision; empty where it holds only parts."""
+    if not holds_whole_weights(engine):
+        return ""
     digest = hashlib.sha256()
-    for name, parameter in engine.module.named_parameters():
-        if parameter.shape != engine.shapes[name]:
-            return ""
+    for parameter in engine.module.parameters():
         digest.update(parameter.detach().cpu().float().numpy().tobytes())
     return digest.hexdigest()
 
