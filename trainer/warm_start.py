@@ -75,6 +75,10 @@ def _guarantee(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if not checkpoint.manifest.get("formal_guarantee") or not ledger.is_file():
         return None
     state = read_snapshot(ledger).state
+    position = checkpoint.manifest.get("ledger") or {}
+    seq, line_hash = position.get("seq"), position.get("hash")
+    if not isinstance(seq, int) or not 0 <= seq < len(state.hashes) or state.hashes[seq] != line_hash:
+        return None  # the ledger of another run, or one that was rolled back
     epsilon = state.epsilon()
     return None if epsilon is None else {"epsilon": epsilon, "delta": state.plan.target_delta}
 

@@ -134,15 +134,28 @@ def test_own_data_declared_public_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_private_start_states_its_epsilon(tmp_path: Path) -> None:
-    checkpoint = write(tmp_path, {**PRIVATE, "formal_guarantee": True})
-    with pytest.raises(ConfigError, match="no ledger"):
-        initialisation_facts(recipe(), checkpoint, table("b"))
     ledger = Ledger.create(tmp_path / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "ab" * 32})
     ledger.start_session({})
     take_step(ledger, 1)
+    seq, line_hash = ledger.position()
     ledger.release()
+    claim = {**PRIVATE, "formal_guarantee": True}
+    checkpoint = write(tmp_path, {**claim, "ledger": {"seq": seq, "hash": line_hash}})
     facts = initialisation_facts(recipe(), checkpoint, table("b"))
     assert facts["guarantee"] == {"epsilon": pytest.approx(PLAN.epsilon_after(1)), "delta": PLAN.target_delta}
+    (tmp_path / "ledger.jsonl").unlink()
+    with pytest.raises(ConfigError, match="no ledger"):
+        initialisation_facts(recipe(), checkpoint, table("b"))
+
+
+@pytest.mark.parametrize("position", [None, {"seq": 1, "hash": "ab" * 32}, {"seq": 99, "hash": "ab" * 32}])
+def test_the_ledger_of_another_run_proves_nothing(tmp_path: Path, position: dict[str, Any] | None) -> None:
+    ledger = Ledger.create(tmp_path / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "ab" * 32})
+    ledger.start_session({})
+    ledger.release()
+    checkpoint = write(tmp_path, {**PRIVATE, "formal_guarantee": True, "ledger": position})
+    with pytest.raises(ConfigError, match="no ledger"):
+        initialisation_facts(recipe(), checkpoint, table("b"))
 
 
 def test_hashes_of_private_shards_are_not_published() -> None:
