@@ -1,0 +1,221 @@
+"""What an evaluation found, and how much of it may be said: a table, one JSON record, TensorBoard.
+
+Accuracies, scores and losses are computed from the evaluation data without noise, so no number here has a formal guarantee.
+They count as public only where the user declares the data public; otherwise record and TensorBoard go to `private/` (contract
+12). Weights that a command did train with differential privacy are listed apart, each with the ledger that proves its epsilon.
+"""
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from trainer.files import write_durably
+from trainer.metrics import MetricsWriter
+from trainer.run_folder import environment
+
+WITHOUT_NOISE = "the numbers are computed from the evaluation data without noise"
+
+
+@dataclass(frozen=True)
+class DataUse:
+    """A data set that was looked at.
+
+    Attributes:
+        role: what for: "train", "test", "images", ...
+        name: where it is, for people.
+        num_examples: how many of it were used.
+        num_undecodable: how many were left out because their bytes are no image.
+    """
+
+    role: str
+    name: str
+    num_examples: int
+    num_undecodable: int = 0
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The evaluated model, and what its checkpoint says about the privacy of its own training data.
+
+    Attributes:
+        path: of the checkpoint.
+        step: of training.
+        formal_guarantee: as the checkpoint's manifest has it; None where nothing is known.
+        reasons: why there is none.
+    """
+
+    path: str
+    step: int = 0
+    formal_guarantee: bool | None = None
+    reasons: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, path: Path, manifest: Mapping[str, Any]) -> "ModelFacts":
+        """Of an opened model (`trainer.open_model`)."""
+        guarantee = manifest.get("formal_guarantee")
+        known = guarantee if isinstance(guarantee, bool) else None
+        return cls(str(path), int(manifest.get("step") or 0), known, tuple(manifest.get("reasons") or ()))
+
+
+@dataclass(frozen=True)
+class PrivateRelease:
+    """Something that a command released with differential privacy.
+
+    Attributes:
+        what: e.g. "weights of a dp-ls head".
+        ledger: the file from which epsilon comes.
+        epsilon, delta: of this release alone.
+        covers: which examples are protected; others (the encoder's training data) are not.
+    """
+
+    what: str
+    ledger: str
+    epsilon: float
+    delta: float
+    covers: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a command of `evaluation.commands` returns.
+
+    Attributes:
+        name: of the command.
+        scalars: the numbers that matter; names like "accuracy_last". They go to TensorBoard too.
+        data: every data set that they were computed from.
+        model: the evaluated model, if it came from a checkpoint.
+        table: rows for people, one dictionary of column -> value each; the scalars if there are none.
+        details: further JSON values.
+        released: what was trained with differential privacy.
+        notes: sentences that belong to the numbers; printed under the table.
+    """
+
+    name: str
+    scalars: Mapping[str, float]
+    data: Sequence[DataUse]
+    model: ModelFacts | None = None
+    table: Sequence[Mapping[str, Any]] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+    released: Sequence[PrivateRelease] = ()
+    notes: Sequence[str] = ()
+
+
+def record_of(results: Results, *, data_is_public: bool, arguments: Sequence[str]) -> dict[str, Any]:
+    """The JSON record; numbers that are not finite become None."""
+    facts = environment()
+    return {
+        "evaluation": results.name,
+        "scalars": _finite(dict(results.scalars)),
+        "table": _finite([dict(row) for row in results.table]),
+        "details": _finite(dict(results.details)),
+        "notes": list(results.notes),
+        "formal_guarantee": False,
+        "reasons": [WITHOUT_NOISE],
+        "data_is_public": data_is_public,
+        "data": [asdict(use) for use in results.data],
+        "model": None if results.model is None else asdict(results.model),
+        "released_with_differential_privacy": [asdict(release) for release in results.released],
+        "arguments": list(arguments),
+        "commit": facts["commit"],
+        "modified": facts["modified"],
+        "packages": facts["packages"],
+        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def results_folder(output: Path, *, data_is_public: bool) -> Path:
+    """OUTPUT/evaluation, or OUTPUT/private/evaluation for data that nobody declared public; made, the latter 0700."""
+    folder = output / "evaluation"
+    if not data_is_public:
+        private = output / "private"
+        private.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.chmod(0o700)
+        folder = private / "evaluation"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_results(record: Mapping[str, Any], output: Path) -> Path:
+    """Writes NAME-STEP-ARGUMENTS.json, metrics.jsonl and TensorBoard; the same command again replaces its own file."""
+    folder = results_folder(output, data_is_public=record["data_is_public"])
+    step = 0 if record["model"] is None else int(record["model"]["step"])
+    digest = hashlib.sha256(json.dumps(record["arguments"]).encode()).hexdigest()[:8]
+    path = folder / f"{record['evaluation']}-step-{step:08d}-{digest}.json"
+    write_durably(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    scalars = {f"{record['evaluation']}/{name}": v for name, v in record["scalars"].items() if v is not None}
+    metrics = MetricsWriter(folder)
+    metrics.scalars(step, scalars)
+    metrics.close()
+    return path
+
+
+def publish(
+    results: Results, *, output: Path | None, data_is_public: bool, as_json: bool, arguments: Sequence[str]
+) -> None:
+    """Writes the record where it belongs, and prints it: one JSON object, or a table.
+
+    Args:
+        output: the run folder, or any other; None writes nothing.
+        arguments: of the command line, for the record.
+    """
+    record = record_of(results, data_is_public=data_is_public, arguments=arguments)
+    path = None if output is None else write_results(record, output)
+    if as_json:
+        print(json.dumps(record, allow_nan=False))
+    else:
+        _print_table(results)
+    for line in _remarks(results, path, data_is_public=data_is_public):
+        print(line, file=sys.stderr if as_json else sys.stdout)
+
+
+def _remarks(results: Results, path: Path | None, *, data_is_public: bool) -> list[str]:
+    lines = [f"note: {note}" for note in results.notes]
+    used = ", ".join(f"{use.num_examples} {use.role}" for use in results.data)
+    public = "declared public" if data_is_public else "not declared public (--data_is_public)"
+    lines.append(f"not private: {WITHOUT_NOISE} ({used}), {public}")
+    for release in results.released:
+        lines.append(
+            f"private: {release.what}, epsilon {release.epsilon:.4g} at delta {release.delta:.3g} for {release.covers} "
+            f"({release.ledger})"
+        )
+    if results.model is not None and results.model.formal_guarantee is not True:
+        said = "; ".join(results.model.reasons) or "its checkpoint states none"
+        lines.append(f"the evaluated model has no formal guarantee: {said}")
+    lines.append("nothing was written: give --output" if path is None else f"results: {path}")
+    return lines
+
+
+def _print_table(results: Results) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = results.table or [{"": name, "value": value} for name, value in results.scalars.items()]
+    table = Table(title=results.name)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    for name in columns:
+        table.add_column(name, justify="right" if any(isinstance(row.get(name), float) for row in rows) else "left")
+    for row in rows:
+        table.add_row(*(_cell(row.get(name)) for name in columns))
+    Console().print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value

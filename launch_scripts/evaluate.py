@@ -1,0 +1,101 @@
+"""Evaluates what a model has learnt.
+
+    python launch_scripts/evaluate.py COMMAND --checkpoint RUN_OR_CHECKPOINT ... [--json] [--data_is_public]
+    deepspeed launch_scripts/evaluate.py features ...        # commands that share their work over ranks
+
+Results are printed, and written to RUN_DIR/private/evaluation, or to RUN_DIR/evaluation where the data are declared public.
+Exit codes: 0 done, 2 bad input, 3 a private head's budget is spent, 4 its privacy state is refused, 1 anything else.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+# Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from evaluation.commands import COMMANDS, Command  # noqa: E402
+from evaluation.commands.common import add_output, output_of  # noqa: E402
+from trainer.cli import run_command  # noqa: E402
+from trainer.errors import ConfigError  # noqa: E402
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_args(arguments: list[str]) -> argparse.Namespace:
+    """Command-line arguments; a bad one is a ConfigError (exit 2)."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="evaluate.py", description=__doc__, formatter_class=formatter)
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = commands.add_parser(
+            command.NAME, help=command.HELP, description=command.__doc__, formatter_class=formatter
+        )
+        command.add_arguments(sub)
+        add_output(sub)
+        sub.set_defaults(command=command)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Runs the command, on all ranks of a launcher or alone."""
+    from trainer.distributed import discover_ranks
+
+    arguments = sys.argv[1:]
+    options = parse_args(arguments)
+    if discover_ranks(os.environ).world_size == 1:
+        _run(options, arguments)
+        return 0
+    _on_ranks(options, arguments)
+
+
+def _run(options: argparse.Namespace, arguments: list[str]) -> None:
+    from evaluation.results import publish
+
+    command: Command = options.command
+    results = command.run(options)
+    if results is not None:
+        public = options.data_is_public
+        publish(results, output=output_of(options), data_is_public=public, as_json=options.json, arguments=arguments)
+
+
+def _on_ranks(options: argparse.Namespace, arguments: list[str]) -> NoReturn:
+    from trainer.distributed import discover_ranks, fail, finish, quit_now, start
+    from trainer.errors import RemoteError
+
+    ranks = discover_ranks(os.environ)
+
+    def explain(error: Exception) -> bool:
+        if isinstance(error, RemoteError):
+            return True  # the other rank has said it
+        if not hasattr(error, "exit_code"):
+            traceback.print_exception(error)
+        elif ranks.is_main or not isinstance(error, ConfigError):
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        else:
+            return False
+        return True
+
+    try:
+        if not getattr(options.command, "RANKS", False):
+            raise ConfigError(f"{options.name} works in one process; start it without a launcher")
+        start(ranks)
+        _run(options, arguments)
+    except KeyboardInterrupt:
+        quit_now(130)
+    except Exception as caught:
+        error = caught
+        fail(error, lambda: explain(error))
+    finish(0)
+
+
+if __name__ == "__main__":
+    run_command(main)
