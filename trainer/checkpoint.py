@@ -214,7 +214,7 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
     Raises:
         ConfigError: there are checkpoints, but none is whole.
     """
-    names = distributed.on_main(lambda: _candidates(folder))
+    names = distributed.on_main(lambda: usable_names(folder))
     for position in distributed.on_main(lambda: _positions(folder, names)):
         remembered(position)
     damaged: list[str] = []
@@ -233,8 +233,8 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
     return None
 
 
-def _candidates(folder: Path) -> list[str]:
-    """The checkpoint that LATEST names, then those before it; all, if LATEST names none."""
+def usable_names(folder: Path) -> list[str]:
+    """The checkpoint that LATEST names, then those before it, newest first; all, if LATEST names none."""
     names = sorted((path.name for path in folder.glob("step-*")), reverse=True)
     latest = _pointed_at(folder / LATEST) if (folder / LATEST).exists() else ""
     if not latest.startswith("step-"):

@@ -31,15 +31,15 @@ class CaptioningTask:
 
     def __init__(self, config: RunConfig, root: Path) -> None:
         self._size, self._data = config.model.size, config.data
-        self._tokenizer_path = root / config.data.tokenizer
-        self._tokenizer = CaptionTokenizer.from_file(self._tokenizer_path)
+        self.tokenizer_path = root / config.data.tokenizer
+        self.tokenizer = CaptionTokenizer.from_file(self.tokenizer_path)
         from_data = {
             "image_size": config.data.image_size,
             "num_tokens": config.data.num_tokens,
-            "vocab_size": self._tokenizer.vocab_size,
-            "pad_id": self._tokenizer.pad_id,
-            "bos_id": self._tokenizer.bos_id,
-            "eos_id": self._tokenizer.eos_id,
+            "vocab_size": self.tokenizer.vocab_size,
+            "pad_id": self.tokenizer.pad_id,
+            "bos_id": self.tokenizer.bos_id,
+            "eos_id": self.tokenizer.eos_id,
         }
         self.model_config = captioner_config(self._size, **{**config.model.overrides, **from_data})
 
@@ -55,7 +55,7 @@ class CaptioningTask:
 
     def make_example(self, *, train: bool) -> CaptionExample:
         data = self._data
-        return CaptionExample(data.image_size, data.num_tokens, self._tokenizer_path, train, data.caption_field)
+        return CaptionExample(data.image_size, data.num_tokens, self.tokenizer_path, train, data.caption_field)
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -69,7 +69,7 @@ class CaptioningTask:
     def facts(self) -> dict[str, Any]:
         return {
             "model": {"kind": self.kind, "size": self._size, **asdict(self.model_config)},
-            "tokenizer_sha256": hashlib.sha256(self._tokenizer_path.read_bytes()).hexdigest(),
+            "tokenizer_sha256": hashlib.sha256(self.tokenizer_path.read_bytes()).hexdigest(),
         }
 
     @torch.no_grad()
@@ -82,8 +82,8 @@ class CaptioningTask:
             tokens = greedy_captions(engine.module, shown, max_tokens=self._data.num_tokens - 1).cpu()
             for row in (~batch.is_padding_B).nonzero().flatten().tolist():
                 images.append(pixels(batch.inputs["images_BCHW"][row]))
-                reference = self._tokenizer.decode(batch.inputs["tokens_BL"][row].tolist())
-                lines.append((self._tokenizer.decode(tokens[row].tolist()), reference))
+                reference = self.tokenizer.decode(batch.inputs["tokens_BL"][row].tolist())
+                lines.append((self.tokenizer.decode(tokens[row].tolist()), reference))
         return Samples(contact_sheet(images, lines), lines)
 
 
