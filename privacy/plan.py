@@ -138,7 +138,7 @@ class PrivacyPlan:
     @cached_property
     def noise_tail_delta(self) -> float:
         """What the bounded support of the noise source costs in delta, over all `max_intents` (privacy/noise.py)."""
-        if self.noise_multiplier == 0:
+        if not self.formal_guarantee:  # nothing is claimed, so nothing is paid
             return 0.0
         one = self.release_group(self.max_intents)
         return noise_tail_delta(self.noise_source, one.noise_multiplier, one.sample_rate * one.count)

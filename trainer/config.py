@@ -7,9 +7,9 @@ properties.
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import (
     Field,
@@ -129,6 +129,8 @@ class PrivacySection(Section):
     """Attempts that the budget keeps for crashed steps; default max(2, 1 % of the steps)."""
     allow_small_noise: bool = False
     """Permits a noise multiplier below 0.3."""
+    simulation: bool = False
+    """TAN simulation (Sander et al. 2023): a larger batch's sigma / B. Not private, and marked so everywhere."""
     sampling: Literal["poisson", "shuffle", "balls_in_bins"] = "poisson"
     """Only Poisson is amplified with a proof; the other two are read epoch by epoch (privacy/alternatives.py)."""
     shuffle_as_gaussian: bool = False
@@ -153,6 +155,21 @@ class PrivacySection(Section):
                 raise ValueError("noise_multiplier = 0 gives no guarantee, so it cannot meet a target_epsilon")
             raise ValueError("give exactly one of noise_multiplier and target_epsilon")
         return self
+
+    @model_validator(mode="after")
+    def _simulations_aim_at_no_epsilon(self) -> "PrivacySection":
+        if self.simulation and (not self.enabled or self.target_epsilon is not None):
+            raise ValueError(
+                "a simulation has no epsilon: give noise_multiplier, and neither target_epsilon nor enabled = false"
+            )
+        return self
+
+    @property
+    def informal_reasons(self) -> tuple[str, ...]:
+        """What voids the guarantee beside what the plan sees by itself (contract 11)."""
+        if not self.simulation:
+            return ()
+        return ("a TAN simulation: the noise of a larger batch, scaled down (privacy.simulation = true)",)
 
     @model_validator(mode="after")
     def _adaptive_keys_are_used(self) -> "PrivacySection":
@@ -252,19 +269,32 @@ def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: missing or malformed file, unknown key, value out of range; names the file and the key.
     """
-    try:
-        tree = tomllib.loads(recipe.read_text())
-    except OSError as error:
-        raise ConfigError(f"recipe {recipe}: {error.strerror}; see recipes/ for the shipped ones") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {recipe} is not TOML: {error}") from error
+    tree = read_toml(recipe, "recipe", "see recipes/ for the shipped ones")
     _refuse_repeated(overrides)
     for override in overrides:
         _apply(tree, override)
+    return validated(RunConfig, tree, f"recipe {recipe}")
+
+
+def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
+    """The tree of a TOML file; ConfigError says `what` cannot be read."""
     try:
-        return RunConfig.model_validate(tree)
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: {error.strerror}; {hint}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {path} is not TOML: {error}") from error
+
+
+SectionKind = TypeVar("SectionKind", bound=Section)
+
+
+def validated(kind: type[SectionKind], tree: Mapping[str, Any], where: str) -> SectionKind:
+    """`tree` as a frozen section; ConfigError is one line with `where` and the first key that is wrong."""
+    try:
+        return kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"recipe {recipe}: {_first_line(error)}") from error
+        raise ConfigError(f"{where}: {_first_line(error)}") from error
 
 
 def _refuse_repeated(overrides: Sequence[str]) -> None:
