@@ -36,6 +36,7 @@ class CaptionExample:
         tokenizer_path: a Hugging Face tokenizer.json.
         train: random crop and flip, and one of several captions at random; otherwise the centre and the first.
         caption_field: of the `.json` member; see `RawExample.captions`.
+        augment: without it training sees the centre too, as where a caption says "left of", which a flip makes false.
     """
 
     image_size: int
@@ -43,6 +44,7 @@ class CaptionExample:
     tokenizer_path: Path | str
     train: bool = True
     caption_field: str | None = None
+    augment: bool = True
 
     @property
     def tokenizer(self) -> CaptionTokenizer:
@@ -61,9 +63,8 @@ class CaptionExample:
         if not captions:
             raise DecodeError("the example has no caption")
         caption = captions[key % len(captions) if self.train else 0]
-        image_CHW = (
-            train_image(raw.image, self.image_size, key) if self.train else eval_image(raw.image, self.image_size)
-        )
+        size, changed = self.image_size, self.train and self.augment
+        image_CHW = train_image(raw.image, size, key) if changed else eval_image(raw.image, size)
         tokens_L, mask_L = self.tokenizer.encode(" ".join(caption[: 1 << 16].split()), self.num_tokens)
         return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L}
 
@@ -82,6 +83,7 @@ class MaskedImageExample:
         image_size, patch_size: in pixels.
         num_visible: patches that stay visible.
         train: random crop, flip and mask from the example's key; otherwise the centre, with one fixed mask.
+        augment: without it training sees the centre too, with random masks.
     """
 
     image_size: int
@@ -89,6 +91,7 @@ class MaskedImageExample:
     num_visible: int
     train: bool = True
     caption_field: str | None = None
+    augment: bool = True
 
     @property
     def num_patches(self) -> int:
@@ -103,7 +106,7 @@ class MaskedImageExample:
         if raw.image is None:
             raise DecodeError("the example has no image")
         size = self.image_size
-        image_CHW = train_image(raw.image, size, key) if self.train else eval_image(raw.image, size)
+        image_CHW = train_image(raw.image, size, key) if self.train and self.augment else eval_image(raw.image, size)
         return {"images_CHW": image_CHW, "mask_P": self.mask(key if self.train else 0)}
 
     def mask(self, key: int) -> np.ndarray:

@@ -73,6 +73,8 @@ class DataSection(Section):
     index: str | None = None
     """Folder made by `prepare.py index`; without it the first start builds one in the run folder's private part."""
     image_size: int = Field(224, ge=1)
+    augment: bool = True
+    """Training sees random crops and flips; false: the centre, as where captions say "left of", which a flip makes false."""
     num_tokens: int = Field(40, ge=3)
     """Caption length after padding or truncation, begin and end tokens included."""
     num_workers: int = Field(2, ge=0)

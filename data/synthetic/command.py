@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 from data.errors import DataError
 from data.pool import available_cores, worker_pool
-from data.synthetic.scene import BACKENDS, FORMATS
+from data.synthetic.scene import BACKENDS, CONTENTS, FORMATS
 
 if TYPE_CHECKING:
     from data.synthetic.generate import SyntheticData
@@ -26,6 +26,7 @@ def add_synthetic(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     sub.add_argument("--image_size", type=int, default=224, metavar="PIXELS", help="side of a picture (default: 224)")
     sub.add_argument("--seed", type=int, default=0, help="of the generator (default: 0)")
     sub.add_argument("--backend", choices=BACKENDS, default="auto", help="auto: glsl where OpenGL works, else numpy")
+    sub.add_argument("--content", choices=CONTENTS, default="all", help="shapes: plain ones only (default: all)")
     sub.add_argument("--format", choices=FORMATS, default="jpg", help="of the pictures (default: jpg)")
     sub.add_argument("--shard_examples", type=int, default=5000, metavar="K", help="examples per shard (default: 5000)")
     cores = available_cores()
@@ -50,7 +51,7 @@ def _preview(arguments: argparse.Namespace) -> None:
     from data.synthetic.sheet import contact_sheet
 
     count = min(arguments.num_examples or 36, 120)
-    data = SyntheticData(arguments.seed, arguments.image_size, arguments.backend)
+    data = SyntheticData(arguments.seed, arguments.image_size, arguments.backend, arguments.content)
     examples = data.examples(range(max(count, 1)))
     _say_fallback(data)
     sheet = contact_sheet([e.image_HWC for e in examples], [e.caption for e in examples])
@@ -75,6 +76,7 @@ def _shards(arguments: argparse.Namespace) -> None:
         arguments.backend,
         arguments.format,
         arguments.shard_examples,
+        arguments.content,
     )
     probe = SyntheticData(arguments.seed, arguments.image_size, arguments.backend)
     _say_fallback(probe)

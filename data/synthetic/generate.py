@@ -11,9 +11,10 @@ import numpy as np
 
 from data.errors import DataError
 from data.synthetic.compose import Composition, compose, compose_relation
+from data.synthetic.plain import compose_shapes
 from data.synthetic.render_glsl import GlslRenderer
 from data.synthetic.render_numpy import NumpyRenderer
-from data.synthetic.scene import BACKENDS, Scene
+from data.synthetic.scene import BACKENDS, CONTENTS, Scene
 from data.synthetic.statement import Statement
 
 GENERATOR_VERSION = 1
@@ -56,13 +57,14 @@ class RelationTest(NamedTuple):
 class SyntheticData:
     """Generates examples; holds a renderer, so one per process."""
 
-    def __init__(self, seed: int, image_size: int, backend: str = "auto"):
+    def __init__(self, seed: int, image_size: int, backend: str = "auto", content: str = "all"):
         """Opens a renderer.
 
         Args:
             seed: 0 <= seed < 2**63.
             image_size: side in pixels, 16 to 4096.
             backend: glsl, numpy, or auto: glsl where it works.
+            content: all, or shapes: one to three plain shapes with plain captions.
 
         Raises:
             DataError: a number out of range, or no OpenGL for backend glsl.
@@ -71,7 +73,10 @@ class SyntheticData:
             raise DataError(f"the seed is {seed}; it must be at least 0 and below 2**63")
         if not 16 <= image_size <= 4096:
             raise DataError(f"the image size is {image_size}; it must be from 16 to 4096 pixels")
+        if content not in CONTENTS:
+            raise DataError(f"unknown content {content}; choose one of {', '.join(CONTENTS)}")
         self.seed = seed
+        self.content = content
         self.image_size = image_size
         self.renderer, self.fallback_reason = _renderer(backend, image_size)
 
@@ -91,6 +96,9 @@ class SyntheticData:
     def composition(self, index: int) -> tuple[Composition, str]:
         """Scene, statement and caption without the picture."""
         rng = _rng(self.seed, index)
+        if self.content == "shapes":
+            composition = compose_shapes(rng)
+            return composition, composition.statement.plain_caption()
         composition = compose(rng)
         return composition, composition.statement.caption(rng)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 BACKENDS = ("auto", "glsl", "numpy")
 FORMATS = ("jpg", "webp", "png")
+CONTENTS = ("all", "shapes")
 FILLS = ("solid", "hollow", "striped", "dotted", "checkered")
 
 

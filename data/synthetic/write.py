@@ -41,6 +41,7 @@ class Settings:
         backend: glsl or numpy.
         image_format: one of FORMATS.
         shard_examples: examples per shard.
+        content: one of CONTENTS.
     """
 
     num_examples: int
@@ -49,6 +50,7 @@ class Settings:
     backend: str
     image_format: str = "jpg"
     shard_examples: int = 5000
+    content: str = "all"
 
     def __post_init__(self) -> None:
         if self.num_examples < 1 or self.shard_examples < 1:
@@ -90,7 +92,7 @@ def write_synthetic(
     Raises:
         DataError: the folder holds something else or cannot be written; the renderer is missing.
     """
-    probe = SyntheticData(settings.seed, settings.image_size, settings.backend)
+    probe = SyntheticData(settings.seed, settings.image_size, settings.backend, settings.content)
     settings = replace(settings, backend=probe.renderer.name)
     record = _provenance(settings, probe.renderer.description)
     probe.close()
@@ -114,7 +116,7 @@ _OPEN: dict[tuple[Any, ...], SyntheticData] = {}
 def _write_one(output: Path, settings: Settings, shard: int, is_worker: bool) -> int:
     if is_worker:  # Mesa's software renderer otherwise starts a thread per processor in every process
         os.environ.setdefault("LP_NUM_THREADS", "1")
-    source = (settings.seed, settings.image_size, settings.backend)
+    source = (settings.seed, settings.image_size, settings.backend, settings.content)
     if source not in _OPEN:  # a context takes longer to open than a small shard to draw
         _OPEN[source] = SyntheticData(*source)
     return write_shard(output / settings.shard_name(shard), _encoded(_OPEN[source], settings, shard))
@@ -161,7 +163,8 @@ def _claim(output: Path, record: dict[str, Any]) -> None:
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise DataError(f"{path} is damaged ({error}); choose an empty folder") from error
-        differing = [key for key in record if not isinstance(found, dict) or found.get(key) != record[key]]
+        before = {"content": "all"} | found if isinstance(found, dict) else {}  # older records name no content
+        differing = [key for key in record if before.get(key) != record[key]]
         if differing:
             raise DataError(f"{output} holds other data (it differs in {', '.join(differing)}); choose an empty folder")
         return

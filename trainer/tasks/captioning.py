@@ -55,7 +55,9 @@ class CaptioningTask:
 
     def make_example(self, *, train: bool) -> CaptionExample:
         data = self._data
-        return CaptionExample(data.image_size, data.num_tokens, self.tokenizer_path, train, data.caption_field)
+        return CaptionExample(
+            data.image_size, data.num_tokens, self.tokenizer_path, train, data.caption_field, data.augment
+        )
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)

@@ -24,7 +24,7 @@ class MaskedAutoencodingTask:
     loss_name = "reconstruction loss"
 
     def __init__(self, config: RunConfig) -> None:
-        self._size = config.model.size
+        self._size, self._augment = config.model.size, config.data.augment
         self.model_config = masked_autoencoder_config(
             self._size, **{**config.model.overrides, "image_size": config.data.image_size}
         )
@@ -40,8 +40,8 @@ class MaskedAutoencodingTask:
         return build_masked_autoencoder(config, generator=generator, after=after)
 
     def make_example(self, *, train: bool) -> MaskedImageExample:
-        encoder = self.model_config.encoder
-        return MaskedImageExample(encoder.image_size, encoder.patch_size, self.model_config.num_visible, train)
+        encoder, visible = self.model_config.encoder, self.model_config.num_visible
+        return MaskedImageExample(encoder.image_size, encoder.patch_size, visible, train, augment=self._augment)
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
