@@ -34,9 +34,17 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
         self.out = nn.Linear(width, width, bias=out_bias)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, visible_BLL: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            visible_BLL: bool, True where a query (second dimension) sees a key; takes the place of the causal mask.
+        """
         query, key, value = (_split_heads(x, self.num_heads) for x in self.qkv(x_BLD).chunk(3, dim=-1))
-        return self.out(_merge_heads(F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)))
+        mask = None if visible_BLL is None else visible_BLL[:, None]
+        is_causal = self.causal and mask is None
+        return self.out(
+            _merge_heads(F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal))
+        )
 
 
 class CrossAttention(nn.Module):
@@ -106,6 +114,14 @@ class PositionEmbedding(nn.Module):
         if num_tokens > self.num_tokens:
             raise ValueError(f"{num_tokens} tokens, but the model was built for at most {self.num_tokens}")
         return x_BTD + self.table[:, :num_tokens].to(x_BTD.dtype)
+
+
+def resized_positions(table_1TD: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """A position table for another grid of patches (rows, columns): the class token's is kept, the others are interpolated
+    (bicubic); (1, 1 + new rows * new columns, D)."""
+    patches = table_1TD[:, 1:].unflatten(1, old).permute(0, 3, 1, 2)
+    patches = F.interpolate(patches, size=new, mode="bicubic", align_corners=False)
+    return torch.cat([table_1TD[:, :1], patches.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
 
 
 def sincos_positions(positions_N: Tensor, width: int) -> Tensor:

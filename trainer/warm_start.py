@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from data.tar_index import ExampleTable
+from models.layers import resized_positions
 from privacy.report import read_snapshot
 from trainer.checkpoint import MANIFEST, Checkpoint, newest_checkpoint
 from trainer.config import InitSection, RunConfig
@@ -136,6 +136,4 @@ def _resized(table_1TD: Tensor, wanted: torch.Size, what: str) -> Tensor:
     if not fits or any(g**2 != s[1] - 1 for g, s in zip(grids, (table_1TD.shape, wanted), strict=True)):
         raise ConfigError(f"{what} has shape {tuple(table_1TD.shape)}, but the model's is {tuple(wanted)}")
     old, new = grids
-    patches = table_1TD[:, 1:].view(1, old, old, -1).permute(0, 3, 1, 2)
-    patches = F.interpolate(patches, size=(new, new), mode="bicubic", align_corners=False)
-    return torch.cat([table_1TD[:, :1], patches.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
+    return resized_positions(table_1TD, (old, old), (new, new))
