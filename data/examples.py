@@ -28,7 +28,7 @@ class MakeExample(Protocol):
 
 @dataclass(frozen=True)
 class CaptionExample:
-    """Image and caption: images_CHW float32, tokens_L int64, token_mask_L bool.
+    """Image and caption: images_CHW float32, tokens_L int64, token_mask_L bool; with `parallel_share` also is_parallel bool.
 
     Attributes:
         image_size: side in pixels.
@@ -37,6 +37,7 @@ class CaptionExample:
         train: random crop and flip, and one of several captions at random; otherwise the centre and the first.
         caption_field: of the `.json` member; see `RawExample.captions`.
         augment: without it training sees the centre too, as where a caption says "left of", which a flip makes false.
+        parallel_share: probability that a training example's caption is to be predicted in parallel (CapPa).
     """
 
     image_size: int
@@ -45,6 +46,7 @@ class CaptionExample:
     train: bool = True
     caption_field: str | None = None
     augment: bool = True
+    parallel_share: float = 0.0
 
     @property
     def tokenizer(self) -> CaptionTokenizer:
@@ -66,13 +68,21 @@ class CaptionExample:
         size, changed = self.image_size, self.train and self.augment
         image_CHW = train_image(raw.image, size, key) if changed else eval_image(raw.image, size)
         tokens_L, mask_L = self.tokenizer.encode(" ".join(caption[: 1 << 16].split()), self.num_tokens)
-        return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L}
+        return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L, **self.coin(key)}
+
+    def coin(self, key: int) -> dict[str, np.ndarray]:
+        """is_parallel, a scalar; nothing where every example is causal, as in evaluation."""
+        if not self.train or self.parallel_share == 0:
+            return {}
+        # A stream of its own beside those of the crop and of masks, which have this key too.
+        rng = np.random.Generator(np.random.Philox(key=[int(key), 2]))
+        return {"is_parallel": np.array(rng.random() < self.parallel_share)}
 
     def padding(self) -> dict[str, np.ndarray]:
         """A black image with an empty caption."""
         tokens_L, mask_L = self.tokenizer.encode("", self.num_tokens)
         image_CHW = np.zeros((3, self.image_size, self.image_size), dtype=np.float32)
-        return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L}
+        return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L, **self.coin(0)}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ https://arxiv.org/abs/2403.02506), whose loss is the mean cross-entropy over eac
 
     >>> model = build_captioner(captioner_config("pico"), generator=torch.Generator().manual_seed(0))
     >>> loss_B = model(images_BCHW, tokens_BL, token_mask_BL)
+
+With `parallel_share` a share of the training examples is predicted in parallel (CapPa, the first publication): whoever makes
+the examples draws their coins and passes `is_parallel_B`. Without it everything is causal: evaluation, scoring, generation.
 """
 
 from typing import Literal
@@ -73,6 +76,7 @@ class Captioner(nn.Module):
         tokens_BL: Tensor,
         token_mask_BL: Tensor | None = None,
         output: Literal["loss", "logits"] = "loss",
+        is_parallel_B: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
@@ -80,16 +84,19 @@ class Captioner(nn.Module):
             tokens_BL: int64 captions, from the first token (`bos_id`) to the last (`eos_id`), then padding.
             token_mask_BL: bool, True for the caption's own tokens; needed for the loss only.
             output: "loss", or "logits" for generation through the same entry point.
+            is_parallel_B: bool, True for examples that are predicted from the image alone, all tokens at once; then captions
+                must be padded to `config.num_tokens`. The loss only.
 
         Returns:
-            Loss (B,) in float32: mean cross-entropy of tokens 1 to L-1, each given the image and the tokens before it;
-            0 with zero gradient for a row that has no such token. Or logits (B, L, V).
+            Loss (B,) in float32: mean cross-entropy of tokens 1 to L-1, each given the image and (unless parallel) the tokens
+            before it; 0 with zero gradient for a row that has no such token. Or logits (B, L, V).
         """
         if output == "logits":
             return self.logits(images_BCHW, tokens_BL)
         if token_mask_BL is None:
             raise ValueError("the loss needs token_mask_BL")
-        loss_BL = self.decoder(tokens_BL[:, :-1], self.encode(images_BCHW), tokens_BL[:, 1:])
+        memory_BTD = self.encode(images_BCHW)
+        loss_BL = self.decoder(tokens_BL[:, :-1], memory_BTD, tokens_BL[:, 1:], is_parallel_B)
         return caption_loss(loss_BL, token_mask_BL[:, 1:].bool())
 
     def blocks(self) -> list[nn.Module]:

@@ -142,6 +142,11 @@ class CaptionerConfig:
         pad_id, bos_id, eos_id: the tokenizer's special tokens.
         max_logits: most scores (B * L * V) that the loss holds at once; above it the head works by chunks of the vocabulary
             and computes each score again when it is needed (`models.vocabulary_head`). Speed and memory only.
+        parallel_share: probability, by a coin of the example's own, that a training example is predicted in parallel, from
+            mask embeddings alone and without a causal mask (CapPa, Tschannen et al. 2023; its best: 0.75). 0 is Cap and has
+            no mask embedding.
+        tied_head: the output projection shares the token embedding's weight (its bias is its own). Both then start from
+            `DecoderConfig.embedding_std`.
     """
 
     encoder: VitConfig
@@ -152,12 +157,16 @@ class CaptionerConfig:
     bos_id: int = 101
     eos_id: int = 102
     max_logits: int = 2**27
+    parallel_share: float = 0.0
+    tied_head: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
         check_positive(self, "vocab_size", "max_logits")
         if self.num_tokens < 2:
             raise ModelConfigError(f"num_tokens must be at least 2 (first and last token), got {self.num_tokens}")
+        if not 0 <= self.parallel_share <= 1:
+            raise ModelConfigError(f"parallel_share must be between 0 and 1, got {self.parallel_share}")
         special = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
         for name, token in special.items():
             if not 0 <= token < self.vocab_size:
@@ -230,8 +239,8 @@ def captioner_config(size: str, **overrides: Any) -> CaptionerConfig:
 
     Args:
         size: a key of `SIZES`.
-        overrides: fields of `CaptionerConfig` (`vocab_size`, `num_tokens`, `pad_id`, `bos_id`, `eos_id`), `image_size`
-            and `patch_size`, and the other fields of the parts as `encoder_width`, `decoder_norm_position`, ...
+        overrides: fields of `CaptionerConfig` (`vocab_size`, `num_tokens`, `parallel_share`, `tied_head`, ...),
+            `image_size` and `patch_size`, and the other fields of the parts as `encoder_width`, `decoder_norm_position`, ...
 
     Raises:
         ModelConfigError: unknown size or field (the line lists the choices), or values that do not fit together.

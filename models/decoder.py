@@ -3,7 +3,8 @@
 Shapes: B batch, L text tokens, T image tokens, E encoder width, D decoder width, V vocabulary.
 Sources: Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762); used as an image captioner as in Cap (Tschannen et al.
 2023, https://arxiv.org/abs/2306.07915) and DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506).
-Unlike DP-Cap, whose clipping could not handle them, the type embeddings are trained.
+Unlike DP-Cap, whose clipping could not handle them, the type embeddings are trained. Parallel prediction is CapPa of the same
+publication as Cap (section 3.1).
 """
 
 from functools import partial
@@ -56,46 +57,88 @@ class DecoderBlock(nn.Module):
         self.mlp = Mlp(width, int(width * config.mlp_ratio), bias=bias)
         self.norm3 = nn.LayerNorm(width, eps=config.norm_eps)
 
-    def forward(self, x_BLD: Tensor, memory_BTD: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, memory_BTD: Tensor, visible_BLL: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            visible_BLL: which text tokens see which, in place of the causal mask; see `SelfAttention`.
+        """
         if self.post_norm:
-            x_BLD = self.norm1(x_BLD + self.self_attention(x_BLD))
+            x_BLD = self.norm1(x_BLD + self.self_attention(x_BLD, visible_BLL))
             x_BLD = self.norm2(x_BLD + self.cross_attention(x_BLD, memory_BTD))
             return self.norm3(x_BLD + self.mlp(x_BLD))
-        x_BLD = x_BLD + self.self_attention(self.norm1(x_BLD))
+        x_BLD = x_BLD + self.self_attention(self.norm1(x_BLD), visible_BLL)
         x_BLD = x_BLD + self.cross_attention(self.norm2(x_BLD), memory_BTD)
         return x_BLD + self.mlp(self.norm3(x_BLD))
 
 
 class TextDecoder(nn.Module):
-    """Token embedding + text positions + text type embedding, blocks, and an untied head (LayerNorm, VocabularyHead).
+    """Token embedding + text positions + text type embedding, blocks, and a head (LayerNorm, VocabularyHead).
 
-    `type_embedding` is a raw parameter.
+    `type_embedding` is a raw parameter. With `tied_head` the head's weight is the token embedding's, one parameter with two
+    names in the state dict. `mask_embedding`, where it exists, is the one input token of parallel prediction.
     """
 
     def __init__(self, config: CaptionerConfig) -> None:
         super().__init__()
         decoder = config.decoder
         width = decoder.width
+        self.num_tokens = config.num_tokens
         self.token_embedding = nn.Embedding(config.vocab_size, width)
+        self.mask_embedding = nn.Embedding(1, width) if config.parallel_share > 0 else None
         fixed_table = partial(text_sincos_table, config.num_tokens, width)
         self.position = PositionEmbedding(decoder.position, config.num_tokens, width, fixed_table)
         self.type_embedding = nn.Parameter(torch.zeros(1, 1, width))
         self.blocks = nn.ModuleList([DecoderBlock(decoder) for _ in range(decoder.depth)])
         self.head_norm = nn.LayerNorm(width, eps=decoder.norm_eps)
         self.head = VocabularyHead(width, config.vocab_size, max_logits=config.max_logits)
+        if config.tied_head:
+            self.head.weight = self.token_embedding.weight
 
-    def forward(self, tokens_BL: Tensor, memory_BTD: Tensor, targets_BL: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        memory_BTD: Tensor,
+        targets_BL: Tensor | None = None,
+        is_parallel_B: Tensor | None = None,
+    ) -> Tensor:
         """
         Args:
             tokens_BL: integer tokens; padding comes after the caption, where causal attention never sees it.
             memory_BTD: output of `ImageMemory`.
             targets_BL: the token that follows each of them, for the loss.
+            is_parallel_B: bool, True for examples of which no token is shown: mask embeddings at every place, each of which
+                sees all others (CapPa). All are causal by default.
 
         Returns:
             Logits (B, L, V): entry t scores the token that follows tokens 0 to t. With targets their cross-entropy (B, L).
+
+        Raises:
+            ValueError: parallel prediction without a mask embedding, or of captions that are not padded to the full length:
+                the number of masks would tell an example how long the others of its micro-batch are.
         """
-        x_BLD = self.position(self.token_embedding(tokens_BL)) + self.type_embedding
+        x_BLD, visible_BLL = self.token_embedding(tokens_BL), None
+        if is_parallel_B is not None:
+            x_BLD = torch.where(is_parallel_B[:, None, None], self._mask_tokens(tokens_BL), x_BLD)
+            visible_BLL = self._visible(is_parallel_B, tokens_BL.shape[1])
+        x_BLD = self.position(x_BLD) + self.type_embedding
         for block in self.blocks:
-            x_BLD = block(x_BLD, memory_BTD)
+            x_BLD = block(x_BLD, memory_BTD) if visible_BLL is None else block(x_BLD, memory_BTD, visible_BLL)
         hidden_BLD = self.head_norm(x_BLD)
         return self.head(hidden_BLD) if targets_BL is None else self.head.token_losses(hidden_BLD, targets_BL)
+
+    def _mask_tokens(self, tokens_BL: Tensor) -> Tensor:
+        """(B, 1, D): one look-up per example, so that its gradient is the example's own."""
+        if self.mask_embedding is None:
+            raise ValueError("parallel prediction needs a model with parallel_share > 0, which has a mask embedding")
+        if tokens_BL.shape[1] != self.num_tokens - 1:
+            raise ValueError(
+                f"parallel prediction of {tokens_BL.shape[1]} tokens: captions must be padded to num_tokens = "
+                f"{self.num_tokens}"
+            )
+        return self.mask_embedding(torch.zeros_like(tokens_BL[:, :1]))
+
+    @staticmethod
+    def _visible(is_parallel_B: Tensor, length: int) -> Tensor:
+        """(B, L, L): everything for parallel examples, the tokens up to its own for each token of the others."""
+        causal_LL = torch.ones(length, length, dtype=torch.bool, device=is_parallel_B.device).tril()
+        return causal_LL | is_parallel_B[:, None, None]

@@ -2,7 +2,8 @@
 
 As in DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506): Linear and the flattened patch convolution Xavier
 uniform (Glorot & Bengio 2010) with zero biases, LayerNorm (1, 0); class token, type embeddings and
-learned positions N(0, 0.02^2). The token embedding is N(0, std^2) with the std of `DecoderConfig.embedding_std`.
+learned positions N(0, 0.02^2). Embeddings are N(0, std^2) with the std of `DecoderConfig.embedding_std`. A parameter that
+several modules share is drawn once, for the first of them.
 """
 
 import math
@@ -34,7 +35,7 @@ def _device_of(generator: torch.Generator | None) -> torch.device:
 def _init_leaf(module: nn.Linear | nn.Conv2d | nn.LayerNorm, generator: torch.Generator | None) -> None:
     if isinstance(module, nn.LayerNorm):
         module.weight.fill_(1.0)
-    else:
+    elif module.weight is not None:
         num_out, num_in = module.weight.flatten(1).shape
         _uniform_(module.weight, math.sqrt(6.0 / (num_in + num_out)), generator)
     if module.bias is not None:
@@ -52,7 +53,8 @@ def init_weights(
 ) -> None:
     """Overwrite every parameter and recompute every fixed buffer of `model`, in the order of its modules.
 
-    One module after the other, so that a model too large for one process can be sharded while it is built.
+    One module after the other, so that a model too large for one process can be sharded while it is built. Parameters that
+    modules share stay shared.
 
     Args:
         generator: source of the random numbers; None takes torch's global CPU generator. Numbers are drawn in float32
@@ -61,12 +63,30 @@ def init_weights(
         device: where what is still on the meta device is made.
         after: e.g. shards the module; it must not draw from the generator.
     """
+    owners = _earlier_owners(model)
     for module in model.modules():
+        borrowed = owners.get(module, {})
+        for name in borrowed:
+            module.register_parameter(name, None)
         if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             module.to_empty(device=device, recurse=False)
         _init_module(module, generator, token_std)
+        for name, (owner, own_name) in borrowed.items():
+            module.register_parameter(name, owner.get_parameter(own_name))
         if after is not None:
             after(module)
+
+
+def _earlier_owners(model: nn.Module) -> dict[nn.Module, dict[str, tuple[nn.Module, str]]]:
+    """Shared parameters: module -> name there -> (the first module that owns it, name there)."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    found: dict[nn.Module, dict[str, tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owner = first.setdefault(id(parameter), (module, name))
+            if owner[0] is not module:
+                found.setdefault(module, {})[name] = owner
+    return found
 
 
 def _init_module(module: nn.Module, generator: torch.Generator | None, token_std: float) -> None:

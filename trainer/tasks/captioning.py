@@ -20,6 +20,7 @@ from models.config import captioner_config
 from models.generation import greedy_captions
 from trainer.config import RunConfig
 from trainer.engines.base import Engine
+from trainer.errors import ConfigError
 from trainer.tasks.base import Samples, pixels, to_device, with_one_block
 
 
@@ -42,6 +43,11 @@ class CaptioningTask:
             "eos_id": self.tokenizer.eos_id,
         }
         self.model_config = captioner_config(self._size, **{**config.model.overrides, **from_data})
+        if self.model_config.parallel_share > 0 and config.data.bucket_captions:
+            raise ConfigError(
+                "data.bucket_captions cuts captions to the longest of their micro-batch, which parallel prediction "
+                "(model.overrides.parallel_share) would show to every example of it; remove one of the two"
+            )
 
     def build(
         self,
@@ -56,17 +62,21 @@ class CaptioningTask:
     def make_example(self, *, train: bool) -> CaptionExample:
         data = self._data
         return CaptionExample(
-            data.image_size, data.num_tokens, self.tokenizer_path, train, data.caption_field, data.augment
-        )
+            data.image_size, data.num_tokens, self.tokenizer_path, train, data.caption_field, data.augment,
+            parallel_share=self.model_config.parallel_share,
+        )  # fmt: skip
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
         config, size = self.model_config, self._data.image_size
-        return {
+        inputs = {
             "images_BCHW": torch.randn(count, 3, size, size, generator=generator),
             "tokens_BL": torch.randint(0, config.vocab_size, (count, config.num_tokens), generator=generator),
             "token_mask_BL": torch.ones(count, config.num_tokens, dtype=torch.bool),
         }
+        if config.parallel_share > 0:
+            inputs["is_parallel_B"] = torch.arange(count) % 2 == 1
+        return inputs
 
     def facts(self) -> dict[str, Any]:
         return {
