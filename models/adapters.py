@@ -1,0 +1,56 @@
+"""Low-rank adapters: a frozen linear layer and a small trained correction beside it.
+
+Source: LoRA, Hu et al. 2022 (https://arxiv.org/abs/2106.09685), section 4.1. Both factors are ordinary `Linear` layers that
+are called as modules, so that per-example clipping needs nothing new for them.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from models.classifier_config import AdapterLayers
+from models.vit import VisionTransformer
+
+_LAYERS: dict[AdapterLayers, tuple[str, ...]] = {
+    "attention": ("attention.qkv", "attention.out"),
+    "all": ("attention.qkv", "attention.out", "mlp.up", "mlp.down"),
+}
+_PARTS = ("adapter_down", "adapter_up")
+
+
+class AdaptedLinear(nn.Linear):
+    """y = W x + b + (alpha / r) U D x, with D (r, in) and U (out, r).
+
+    W and b keep the names that they have without adapters, so that weights of other models fit.
+    """
+
+    def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
+        """Takes over the parameters of `linear`."""
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.scale = alpha / rank
+        self.adapter_down = nn.Linear(linear.in_features, rank, bias=False)
+        self.adapter_up = nn.Linear(rank, linear.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.scale * self.adapter_up(self.adapter_down(x))
+
+
+def add_adapters(encoder: VisionTransformer, *, rank: int, alpha: float, layers: AdapterLayers) -> None:
+    """Puts an adapter beside the named layers of every block, in place. Values: `models.classifier` sets them."""
+    for block in encoder.blocks:
+        for path in _LAYERS[layers]:
+            part, _, name = path.rpartition(".")
+            owner, linear = block.get_submodule(part), block.get_submodule(path)
+            assert isinstance(linear, nn.Linear)
+            setattr(owner, name, AdaptedLinear(linear, rank=rank, alpha=alpha))
+
+
+def adapters(module: nn.Module) -> Iterator[AdaptedLinear]:
+    """The layers that have one."""
+    return (m for m in module.modules() if isinstance(m, AdaptedLinear))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of this name is an adapter's."""
+    return any(part in _PARTS for part in name.split("."))

@@ -1,0 +1,113 @@
+"""Image classifier: a trained encoder, a linear head, one cross-entropy per image; for fine-tuning.
+
+Shapes: B batch, C H W image, T image tokens, D encoder width, K classes.
+
+The head and every adapter's second factor start at zero (the head: Mehta et al. 2022, https://arxiv.org/abs/2205.02973, who
+find that best under differential privacy; the adapters: LoRA), so that training starts from the encoder as it is and from the
+same loss, ln K, for every image.
+
+    >>> config = classifier_config("pico", num_classes=10, trainable="last_layer")
+    >>> model = build_classifier(config, generator=torch.Generator().manual_seed(0))
+    >>> loss_B = model(images_BCHW, labels_B)
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.adapters import adapters, add_adapters
+from models.classifier_config import ClassifierConfig
+from models.initialization import After, init_weights
+from models.vit import VisionTransformer
+
+
+def classification_loss(logits_BK: Tensor, labels_B: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """loss (B,): cross-entropy in nats, in float32 (or float64)."""
+    wide = torch.float64 if logits_BK.dtype == torch.float64 else torch.float32
+    return F.cross_entropy(logits_BK.to(wide), labels_B, reduction="none", label_smoothing=label_smoothing)
+
+
+class Classifier(nn.Module):
+    """Parameters live in `encoder` and `head`; those that the configuration leaves alone require no gradient.
+
+    Row i of every output depends on row i of the inputs alone.
+    """
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = VisionTransformer(config.encoder)
+        if config.trainable != "all":
+            self.encoder.requires_grad_(False)
+        if config.trainable == "adapters":
+            add_adapters(
+                self.encoder, rank=config.adapter_rank, alpha=config.adapter_alpha, layers=config.adapter_layers
+            )
+        self.head = nn.Linear(config.encoder.width, config.num_classes)
+        if not self.encoder.class_token.is_meta:
+            self.init_weights()
+
+    def init_weights(
+        self,
+        generator: torch.Generator | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        after: After | None = None,
+    ) -> None:
+        """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
+        starts_at_zero = {self.head, *(layer.adapter_up for layer in adapters(self))}
+
+        def then(module: nn.Module) -> None:
+            if module in starts_at_zero:
+                module.weight.zero_()
+            if after is not None:
+                after(module)
+
+        init_weights(self, generator, device=device, after=then)
+
+    def forward(
+        self, images_BCHW: Tensor, labels_B: Tensor | None = None, output: Literal["loss", "logits"] = "loss"
+    ) -> Tensor:
+        """
+        Args:
+            images_BCHW: normalised pixels, floating.
+            labels_B: int64 in [0, num_classes); for the loss.
+
+        Returns:
+            Loss (B,) in float32. Or "logits": scores (B, K) before the softmax.
+        """
+        logits_BK: Tensor = self.head(self.features(images_BCHW))
+        if output == "logits":
+            return logits_BK
+        if labels_B is None:
+            raise ValueError("the loss needs labels_B")
+        return classification_loss(logits_BK, labels_B, self.config.label_smoothing)
+
+    def features(self, images_BCHW: Tensor) -> Tensor:
+        """What the head sees, (B, D). A frozen encoder leaves no graph behind."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.trainable != "last_layer"):
+            tokens_BTD = self.encoder(images_BCHW)
+        features_BD = tokens_BTD[:, 0] if self.config.features == "class_token" else tokens_BTD[:, 1:].mean(dim=1)
+        if not self.config.feature_norm:
+            return features_BD
+        return F.layer_norm(features_BD, features_BD.shape[-1:], eps=self.config.encoder.norm_eps)
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated units, in order of use, for activation checkpointing and sharding."""
+        return [*self.encoder.blocks]
+
+
+def build_classifier(
+    config: ClassifierConfig,
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | str = "cpu",
+    after: After | None = None,
+) -> Classifier:
+    """A classifier with initialised weights, drawn once (see `models.initialization`)."""
+    with torch.device("meta"):
+        model = Classifier(config)
+    model.init_weights(generator, device=device, after=after)
+    return model
