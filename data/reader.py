@@ -7,7 +7,7 @@ becomes a zero gradient later.
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -119,12 +119,17 @@ def _text(body: bytes) -> str | None:
         return None
 
 
-def _json_captions(body: bytes, field: str) -> list[str]:
+def json_record(body: bytes) -> dict[str, Any]:
+    """The object in a JSON member; one that is broken, longer than a caption may be, or no object counts as empty."""
     text = _text(body)
     try:
         record = json.loads(text) if text else None
     except (ValueError, RecursionError):
-        return []
-    value = record.get(field) if isinstance(record, dict) else None
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _json_captions(body: bytes, field: str) -> list[str]:
+    value = json_record(body).get(field)
     values = value if isinstance(value, list) else [value]
     return [caption for caption in values if isinstance(caption, str)]
