@@ -8,26 +8,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.config import VitConfig, check_positive, check_types, named_size, with_overrides
+from models.config import PositionKind, VitConfig, check_positive, check_types, named_size, with_overrides
 from models.errors import ModelConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class PixelDecoderConfig:
-    """The light transformer that predicts pixels: pre-norm blocks as in the encoder, fixed sin-cos positions."""
+    """The light transformer that predicts pixels: pre-norm blocks as in the encoder. Its positions are fixed by default."""
 
     width: int = 512
     depth: int = 4
     num_heads: int = 16
     mlp_ratio: float = 4.0
     norm_eps: float = 1e-6
+    position: PositionKind = "sincos"
 
     def __post_init__(self) -> None:
         check_types(self)
         check_positive(self, "width", "depth", "num_heads", "mlp_ratio", "norm_eps")
+        if self.position not in ("sincos", "learned"):
+            raise ModelConfigError(f"position must be one of sincos, learned, got {self.position!r}")
         if self.width % self.num_heads:
             raise ModelConfigError(f"decoder width {self.width} is not a multiple of its num_heads {self.num_heads}")
-        if self.width % 4:
+        if self.position == "sincos" and self.width % 4:
             raise ModelConfigError(f"decoder width {self.width} must be a multiple of 4 for sin-cos positions")
 
 

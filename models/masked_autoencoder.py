@@ -66,7 +66,7 @@ class PixelDecoder(nn.Module):
         self.embedding = nn.Linear(encoder.width, own.width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, own.width))
         fixed_table = partial(image_sincos_table, encoder.grid_size, own.width)
-        self.position = PositionEmbedding("sincos", encoder.num_image_tokens, own.width, fixed_table)
+        self.position = PositionEmbedding(own.position, encoder.num_image_tokens, own.width, fixed_table)
         self.blocks = nn.ModuleList([EncoderBlock(block) for _ in range(own.depth)])
         self.norm = nn.LayerNorm(own.width, eps=own.norm_eps)
         self.head = nn.Linear(own.width, encoder.patch_size**2 * encoder.num_channels)
