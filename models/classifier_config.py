@@ -1,8 +1,8 @@
 """Configurations of image classifiers: an encoder of another model, a linear head, and which part of them is trained.
 
-    >>> config = classifier_config("vip_base", num_classes=1000, trainable="adapters", adapter_rank=8)
-    >>> config.encoder.width, config.adapter_rank
-    (768, 8)
+>>> config = classifier_config("vip_base", num_classes=1000, trainable="adapters", adapter_rank=8)
+>>> config.encoder.width, config.adapter_rank
+(768, 8)
 """
 
 from collections.abc import Mapping

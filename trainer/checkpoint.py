@@ -129,6 +129,11 @@ class Checkpoint:
         return {name: torch.Size(shape) for name, shape in self.manifest["parameters"].items()}
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that the run left as they were: a weight each, no moments and no average."""
+        return frozenset(self.manifest.get("frozen", ()))
+
+    @property
     def kinds(self) -> frozenset[str]:
         """Which tensors there are of each parameter: "param", moments by their name, "average"."""
         return frozenset(kind for kind, _ in self._where)
@@ -155,25 +160,24 @@ class Checkpoint:
         return out
 
     def load_weights(self, module: torch.nn.Module, *, average: bool = False) -> None:
-        """Sets the trainable weights of a module that no engine has wrapped yet.
+        """Sets the weights of a module that no engine has wrapped yet, also those that its run left as they were.
 
         Args:
-            average: their moving average instead (train.ema_decay).
+            average: the moving average (train.ema_decay) of those that were trained.
 
         Raises:
             ConfigError: another model; no average was kept.
         """
-        wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._require({name: p.shape for name, p in wanted.items()})
+        wanted = dict(module.named_parameters())
+        self._require({name: p.shape for name, p in wanted.items()}, self.shapes)
         if average and AVERAGE not in self.kinds:
             raise ConfigError(f"{self.path} holds no average of the weights; the run had no train.ema_decay")
         with torch.no_grad():
             for name, parameter in wanted.items():
-                parameter.copy_(self.full(AVERAGE if average else "param", name))
+                parameter.copy_(self.full(AVERAGE if average and name not in self.frozen else "param", name))
 
-    def _require(self, shapes: Mapping[str, torch.Size]) -> None:
-        names = shapes.keys() | self.shapes.keys()
-        differing = sorted(n for n in names if n not in shapes or n not in self.shapes or shapes[n] != self.shapes[n])
+    def _require(self, shapes: Mapping[str, torch.Size], held: Mapping[str, torch.Size]) -> None:
+        differing = sorted(n for n in shapes.keys() | held.keys() if shapes.get(n) != held.get(n))
         if differing:
             raise ConfigError(f"{self.path} does not fit the model; the first difference is {differing[0]}")
 
@@ -184,7 +188,7 @@ class Checkpoint:
         Args:
             moments: those of the recipe's optimizer; a checkpoint of another one is refused.
         """
-        self._require(engine.shapes)
+        self._require(engine.shapes, {n: shape for n, shape in self.shapes.items() if n not in self.frozen})
         kept = self.kinds - {"param", AVERAGE}
         if self.step > 0 and kept != set(moments):
             raise ConfigError(

@@ -27,7 +27,7 @@ EngineName = Literal["deepspeed", "fsdp", "fairscale", "local"]
 class ModelSection(Section):
     """What is trained. `overrides` sets single fields of the size's configuration, e.g. decoder depth."""
 
-    kind: Literal["captioner", "masked_autoencoder"] = "captioner"
+    kind: Literal["captioner", "masked_autoencoder", "classifier"] = "captioner"
     size: str
     overrides: dict[str, int | float | bool | str] = Field({})
 
@@ -67,6 +67,8 @@ class DataSection(Section):
     """Tar shards: a folder, a glob, a brace range or a comma list, relative to the project root; or URLs."""
     caption_field: str | None = None
     """Field of each example's JSON member; by default its text member, or else the field `caption`."""
+    label_field: str | None = None
+    """Classifiers: field of each example's JSON member that holds its label; by default the member `cls`."""
     num_examples: int | None = Field(None, ge=1)
     """How many examples there should be: other data are refused, since sigma and epsilon belong to a number of examples."""
     tokenizer: str = "data/tokenizer/tokenizer.json"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from data.batch import Batch
 from data.loader import eval_batches
@@ -33,19 +34,26 @@ class Heldout:
             self.table, self._make_example, self._micro_batch_size, rank, world_size, num_examples=count
         )
 
-    @torch.no_grad()
     def loss(self, engine: Engine) -> float:
         """Mean over held-out examples of the model's own loss (captions: nats per token, averaged within a caption first)."""
+        return self.means(engine)["loss"]
+
+    @torch.no_grad()
+    def means(self, engine: Engine) -> dict[str, float]:
+        """The loss and, for a classifier, the accuracy; means over the held-out examples that can be decoded."""
         was_training = engine.module.training
         engine.module.eval()
-        total = torch.zeros(2, dtype=torch.float64)
+        totals: dict[str, Tensor] = {}
+        count = torch.zeros(1, dtype=torch.float64)
         for batch in self._batches(self._num_examples, distributed.rank(), distributed.world_size()):
-            loss_B = engine.module(**to_device(batch.inputs, engine)).double().cpu()
-            total[0] += loss_B[~batch.is_padding_B].sum()
-            total[1] += int((~batch.is_padding_B).sum())
+            values = self._task.heldout_values(engine, to_device(batch.inputs, engine))
+            for name, value_B in values.items():
+                part = value_B.double().cpu()[~batch.is_padding_B].sum().view(1)
+                totals[name] = totals.get(name, torch.zeros_like(part)) + part
+            count += int((~batch.is_padding_B).sum())
         engine.module.train(was_training)
-        distributed.all_reduce_sum(total)
-        return float(total[0] / total[1])
+        distributed.all_reduce_sum(count)
+        return {name: float(distributed.all_reduce_sum(total) / count) for name, total in totals.items()}
 
     def samples(self, engine: Engine, count: int) -> Samples | None:
         """The model's work on the first `count` held-out examples, made by all ranks alike; None for none."""

@@ -6,8 +6,9 @@ size, the optimizer, `done`.
 `fit` repeats it, watches the budget and requests to stop, and writes metrics and checkpoints.
 """
 
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from privacy.releases import Release
 from trainer import distributed
 from trainer.adaptive_bound import adapt_bound
 from trainer.checkpoint import newest_checkpoint
-from trainer.engines.base import GradShard, holds_whole_weights
+from trainer.engines.base import GradShard, ShardState, holds_whole_weights
 from trainer.engines.reduction import reduce_to_owners
 from trainer.errors import StepDropped
 from trainer.report_step import StepReporter
@@ -179,6 +180,7 @@ def _may_go_on(run: "Run", step: int, requests: StopRequests) -> int:
 
 def save(run: "Run", step: int) -> int:
     """Writes a checkpoint, or starts to; the ledger notes it when it is whole."""
-    states = run.average.states() if run.average is not None else run.engine.state()
-    run.checkpoints.save(step, states, run.engine.shapes, run.checkpoint_facts())
+    states: Iterable[ShardState] = run.average.states() if run.average is not None else run.engine.state()
+    states = itertools.chain(states, run.frozen.states())
+    run.checkpoints.save(step, states, {**run.engine.shapes, **run.frozen.shapes}, run.checkpoint_facts())
     return step

@@ -80,11 +80,11 @@ class StepReporter:
         }
 
     def heldout(self, step: int) -> None:
-        """Loss and samples of held-out examples; public only where the recipe declares the data public."""
+        """Loss (of a classifier, accuracy too) and samples of held-out examples; public only where the recipe declares the data public."""
         run = self._run
         assert run.heldout is not None and run.config.heldout is not None
-        loss = run.heldout.loss(run.engine)
-        scalars = {"heldout/loss": loss}
+        means = run.heldout.means(run.engine)
+        scalars = {f"heldout/{name}": value for name, value in means.items()}
         if run.average is not None and holds_whole_weights(run.engine):
             with run.average.in_use():
                 scalars["heldout/loss_of_average"] = run.heldout.loss(run.engine)
@@ -94,7 +94,8 @@ class StepReporter:
         is_public = run.config.heldout.is_public
         writer = self._public if is_public else self._private
         writer.scalars(step, scalars)
-        print(f"held-out {run.heldout.loss_name} after step {step}: {loss:.4f}", flush=True)
+        others = "".join(f", {name} {value:.4f}" for name, value in means.items() if name != "loss")
+        print(f"held-out {run.heldout.loss_name} after step {step}: {means['loss']:.4f}{others}", flush=True)
         texts = samples.lines if samples else []
         if samples:
             writer.picture(step, "heldout/samples", samples.picture_HWC)
@@ -103,7 +104,7 @@ class StepReporter:
         for own, reference in texts:
             print(f"  model: {own!r}   reference: {reference!r}", flush=True)
         folder = run.folder.evaluation if is_public else run.folder.private
-        lines = [{"step": step, "loss": loss, "captions": texts}]
+        lines = [{"step": step, **means, "captions": texts}]
         with (folder / "heldout.jsonl").open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 

@@ -16,6 +16,7 @@ from trainer.batches import LogicalBatches
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.engines.base import Engine
+from trainer.frozen import FrozenWeights
 from trainer.heldout import Heldout
 from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.run_folder import RunFolder
@@ -37,6 +38,7 @@ class Run:
     plan: PrivacyPlan
     ledger: RunLedger
     engine: Engine
+    frozen: FrozenWeights
     clipped: ClippedSum
     noise: NoiseSource
     batches: LogicalBatches
@@ -69,5 +71,6 @@ class Run:
             "charged_attempts": self.ledger.num_charged,
             **({MANIFEST_KEY: self.clipped.max_grad_norm} if self.clipped.adaptive is not None else {}),
             "noise_variance": self.noise_variance.average,
+            **self.frozen.facts(),
             **self.model_facts,
         }

@@ -35,6 +35,7 @@ from trainer.engines import build_engine, sharder
 from trainer.engines.base import Engine
 from trainer.engines.sharded_sums import ShardedSums
 from trainer.errors import ConfigError
+from trainer.frozen import FrozenWeights, require_start
 from trainer.heldout import Heldout
 from trainer.loop import BUDGET_SPENT, DONE, STOPPED_EARLY, fit
 from trainer.optimizers import moments
@@ -73,6 +74,7 @@ def train(
         )
     shard = sharder(engine_name, machine, device, config.train.micro_batch_size)
     model = task.build(torch.Generator().manual_seed(config.train.seed), after=shard)
+    require_start(model, config)
     if config.train.compile:
         require_compilable(model, engine_name, machine, device)
     whole = model if shard is None else task.build(torch.Generator().manual_seed(config.train.seed), one_block=True)
@@ -94,6 +96,7 @@ def train(
             print(f"{run_dir} is finished: all {config.train.num_steps} steps are done; nothing to do", flush=True)
         return DONE
     start = _start(config, model, table, root) if resumed is None else resumed.manifest["initialisation"]
+    frozen = FrozenWeights(model)
     engine = build_engine(engine_name, model, config.optimizer, machine, device, config.train.micro_batch_size)
     if resumed is not None:
         resumed.restore(engine, moments(config.optimizer))
@@ -109,6 +112,7 @@ def train(
         plan=ledger.plan,
         ledger=ledger,
         engine=engine,
+        frozen=frozen,
         clipped=clipped,
         noise=sanity.noise if sanity is not None else source,
         sanity=sanity,

@@ -7,6 +7,7 @@ would make its claim untrue.
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from data.tar_index import ExampleTable
+from models.adapters import is_adapter
 from models.layers import resized_positions
 from privacy.report import read_snapshot
 from trainer.checkpoint import MANIFEST, Checkpoint, newest_checkpoint
@@ -111,12 +113,17 @@ def load_start(checkpoint: Checkpoint, config: InitSection, model: nn.Module) ->
     Args:
         config: `parts = "encoder"` leaves the rest as it is, e.g. for another decoder or another kind of model.
 
+    Adapters that the checkpoint does not have start as the model made them.
+
     Raises:
         ConfigError: a parameter is missing or has another shape; learned positions of another image size are interpolated.
+            Or the encoders differ in what no shape shows, such as the number of heads.
     """
+    _require_same_encoder(checkpoint, model)
     fresh = []
     for name, parameter in model.named_parameters():
-        if config.parts == "encoder" and not name.startswith("encoder."):
+        is_new_adapter = is_adapter(name) and name not in checkpoint.shapes
+        if is_new_adapter or (config.parts == "encoder" and not name.startswith("encoder.")):
             fresh.append(name)
             continue
         if name not in checkpoint.shapes:
@@ -127,6 +134,25 @@ def load_start(checkpoint: Checkpoint, config: InitSection, model: nn.Module) ->
         with torch.no_grad():
             parameter.copy_(value)
     return fresh
+
+
+def _require_same_encoder(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """The encoder's weights mean what they meant: nothing of it is left out, and only the image size may differ."""
+    names = {name for name, _ in model.named_parameters()}
+    left_out = sorted(name for name in checkpoint.shapes if name.startswith("encoder.") and name not in names)
+    if left_out:
+        raise ConfigError(
+            f"{checkpoint.path} has {left_out[0]}, for which the model has no place: its encoder is of another kind "
+            "(model.size, model.overrides)"
+        )
+    theirs = checkpoint.manifest.get("model", {}).get("encoder", {})
+    config: Any = model.config
+    for key, value in asdict(config.encoder).items():
+        if key != "image_size" and theirs.get(key, value) != value:
+            raise ConfigError(
+                f"{checkpoint.path}: the encoder's {key} is {theirs[key]!r}, the model's is {value!r}; set model.size and "
+                "model.overrides to the checkpoint's"
+            )
 
 
 def _resized(table_1TD: Tensor, wanted: torch.Size, what: str) -> Tensor:

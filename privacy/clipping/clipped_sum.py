@@ -98,7 +98,8 @@ class ClippedSum:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         first = next(iter(trained.values()))
         self._keeps_graph = not compiled_weights(model) and all(
-            type(p) is nn.Parameter and p.shape == shapes[name] for name, p in model.named_parameters()
+            type(p) is nn.Parameter and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
+            for name, p in model.named_parameters()
         )
         self._names, self._dtype, self._device = list(trained), _sum_dtype(first.dtype), device or first.device
         self.accumulator = accumulator({name: shapes[name] for name in trained}, self._dtype, self._device)

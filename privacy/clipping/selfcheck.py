@@ -8,6 +8,7 @@ dimension (tokens, channels) can pass for the examples in both.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +34,11 @@ def check_against_autograd(model: nn.Module, inputs: Mapping[str, Tensor]) -> No
         raise ValueError("the self-check needs at least two made-up examples")
     clipped = ClippedSum(model, float("inf"))
     try:
-        first, again = (
-            _check(model, clipped, {name: x[rows] for name, x in inputs.items()}, counted)
-            for rows, counted in _cases(num_examples)
-        )
+        with _nothing_is_zero(model):
+            first, again = (
+                _check(model, clipped, {name: x[rows] for name, x in inputs.items()}, counted)
+                for rows, counted in _cases(num_examples)
+            )
     finally:
         clipped.detach()
     if not torch.allclose(first, again, rtol=TOLERANCE, atol=TOLERANCE):
@@ -44,6 +46,23 @@ def check_against_autograd(model: nn.Module, inputs: Mapping[str, Tensor]) -> No
             "the loss of an example changes with the other examples of its micro-batch, or with chance: every example's loss "
             "must depend on that example alone, and dropout must be off"
         )
+
+
+@contextmanager
+def _nothing_is_zero(model: nn.Module) -> Iterator[None]:
+    """Weights that are all zero are not, inside: one that starts at zero hides the gradients of the layers before it."""
+    zeros = [p for p in model.parameters() if p.requires_grad and not p.any()]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in zeros:
+            std = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.02
+            parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter in zeros:
+                parameter.zero_()
 
 
 def _cases(num_examples: int) -> Iterator[tuple[list[int], list[bool]]]:

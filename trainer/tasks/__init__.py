@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.config import RunConfig
 from trainer.tasks.base import Samples, TrainingTask
 from trainer.tasks.captioning import CaptioningTask
+from trainer.tasks.classification import ClassificationTask
 from trainer.tasks.masked_autoencoding import MaskedAutoencodingTask
 
 __all__ = ["Samples", "TrainingTask", "make_task"]
@@ -22,4 +23,6 @@ def make_task(config: RunConfig, root: Path) -> TrainingTask:
     """
     if config.model.kind == "masked_autoencoder":
         return MaskedAutoencodingTask(config)
+    if config.model.kind == "classifier":
+        return ClassificationTask(config)
     return CaptioningTask(config, root)

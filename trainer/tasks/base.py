@@ -62,6 +62,10 @@ class TrainingTask(Protocol):
         """What a checkpoint's manifest says about the model; enough to build it again."""
         ...
 
+    def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What held-out evaluation averages over examples: (B,) by name, "loss" among them. Collective, as `samples`."""
+        ...
+
     def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
         """Shows the model's work on held-out examples. Collective: sharded engines gather weights in every forward."""
         ...

@@ -84,6 +84,9 @@ class CaptioningTask:
             "tokenizer_sha256": hashlib.sha256(self.tokenizer_path.read_bytes()).hexdigest(),
         }
 
+    def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": engine.module(**inputs)}
+
     @torch.no_grad()
     def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
         """Greedy captions."""

@@ -54,6 +54,9 @@ class MaskedAutoencodingTask:
     def facts(self) -> dict[str, Any]:
         return {"model": {"kind": self.kind, "size": self._size, **asdict(self.model_config)}}
 
+    def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": engine.module(**inputs)}
+
     @torch.no_grad()
     def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
         """Masked, predicted (visible patches pasted in) and original images side by side."""
