@@ -7,6 +7,7 @@ Unlike DP-Cap, whose clipping could not handle them, the type embeddings are tra
 publication as Cap (section 3.1).
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,6 +23,8 @@ from models.layers import (
     text_sincos_table,
 )
 from models.vocabulary_head import VocabularyHead
+
+Branch = Callable[[Tensor], Tensor]
 
 
 class ImageMemory(nn.Module):
@@ -62,12 +65,20 @@ class DecoderBlock(nn.Module):
         Args:
             visible_BLL: which text tokens see which, in place of the causal mask; see `SelfAttention`.
         """
+        return self.residuals(
+            x_BLD,
+            lambda x_BLD: self.self_attention(x_BLD, visible_BLL),
+            lambda x_BLD: self.cross_attention(x_BLD, memory_BTD),
+        )
+
+    def residuals(self, x_BLD: Tensor, to_text: Branch, to_image: Branch) -> Tensor:
+        """The block with its two attentions given, as whoever keeps keys and values computes them (models/incremental.py)."""
         if self.post_norm:
-            x_BLD = self.norm1(x_BLD + self.self_attention(x_BLD, visible_BLL))
-            x_BLD = self.norm2(x_BLD + self.cross_attention(x_BLD, memory_BTD))
+            x_BLD = self.norm1(x_BLD + to_text(x_BLD))
+            x_BLD = self.norm2(x_BLD + to_image(x_BLD))
             return self.norm3(x_BLD + self.mlp(x_BLD))
-        x_BLD = x_BLD + self.self_attention(self.norm1(x_BLD), visible_BLL)
-        x_BLD = x_BLD + self.cross_attention(self.norm2(x_BLD), memory_BTD)
+        x_BLD = x_BLD + to_text(self.norm1(x_BLD))
+        x_BLD = x_BLD + to_image(self.norm2(x_BLD))
         return x_BLD + self.mlp(self.norm3(x_BLD))
 
 

@@ -46,6 +46,13 @@ class SelfAttention(nn.Module):
             _merge_heads(F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal))
         )
 
+    def attend(self, query_BLD: Tensor, key_BLSD: Tensor, value_BLSD: Tensor) -> Tensor:
+        """For queries that see keys and values of their own (parts of `qkv`): (B, L, D)."""
+        heads = (self.num_heads, -1)
+        query, key, value = (x.unflatten(-1, heads) for x in (query_BLD, key_BLSD, value_BLSD))
+        scores_BLHS = torch.einsum("blhd,blshd->blhs", query, key) * query.shape[-1] ** -0.5
+        return self.out(torch.einsum("blhs,blshd->blhd", scores_BLHS.softmax(-1), value).flatten(-2))
+
 
 class CrossAttention(nn.Module):
     """Multi-head attention from text tokens to image memory; the rows of `key_value` are key, then value."""
@@ -58,9 +65,16 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(width, width, bias=bias)
 
     def forward(self, x_BLD: Tensor, memory_BSD: Tensor) -> Tensor:
-        query = _split_heads(self.query(x_BLD), self.num_heads)
+        return self.attend(x_BLD, *self.keys_values(memory_BSD))
+
+    def keys_values(self, memory_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """What `attend` needs of a memory, (B, H, S, D / H) each: computed once for many queries."""
         key, value = (_split_heads(m, self.num_heads) for m in self.key_value(memory_BSD).chunk(2, dim=-1))
-        return self.out(_merge_heads(F.scaled_dot_product_attention(query, key, value)))
+        return key, value
+
+    def attend(self, x_BLD: Tensor, key_BHSd: Tensor, value_BHSd: Tensor) -> Tensor:
+        query_BHLd = _split_heads(self.query(x_BLD), self.num_heads)
+        return self.out(_merge_heads(F.scaled_dot_product_attention(query_BHLd, key_BHSd, value_BHSd)))
 
 
 class Mlp(nn.Module):

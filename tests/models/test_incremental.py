@@ -1,0 +1,143 @@
+"""Keys and values that are kept change nothing: trees of tokens, beam search and sampling against whole forwards."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.captioner import Captioner
+from models.generation import greedy_captions
+from models.incremental import IncrementalDecoder
+from models.search import beam_captions, nucleus, sampled_captions
+from tests.models.tiny import VOCAB, tiny_captioner
+
+VARIANTS = [
+    {},
+    {"decoder_norm_position": "pre", "decoder_bias": True, "decoder_position": "learned"},
+    {"tied_head": True, "parallel_share": 0.5},
+]
+PARENTS = (-1, 0, 0, 1, 1, 2, 3, 5, 6)
+"""A tree of nine tokens by the number of each one's parent."""
+
+
+def peaked(**overrides: object) -> Captioner:
+    """With scores far from uniform, as after training."""
+    model = tiny_captioner(**overrides)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        model.decoder.head.bias[model.config.eos_id] += 4.0
+    return model.eval()
+
+
+def images(count: int) -> Tensor:
+    return torch.randn(count, 3, 16, 16)
+
+
+@pytest.mark.parametrize("overrides", VARIANTS)
+@torch.no_grad()
+def test_every_token_of_a_tree_is_what_its_path_alone_gives(overrides: dict[str, object]) -> None:
+    model = peaked(**overrides)
+    images_BCHW, tokens_N = images(2), torch.randint(VOCAB, (len(PARENTS),))
+    paths: list[list[int]] = []
+    for number, parent in enumerate(PARENTS):
+        paths.append([*(paths[parent] if parent >= 0 else []), number])
+    decoder = IncrementalDecoder(model.decoder, model.encode(images_BCHW), len(PARENTS))
+    levels = [(0,), (1, 2), (3,), (4, 5), (6, 7), (8,)]  # one level in two parts
+    for numbers in levels:
+        before = torch.tensor([paths[n][:-1] for n in numbers], dtype=torch.int64).expand(2, -1, -1)
+        hidden_BnD = decoder.step(tokens_N[list(numbers)].expand(2, -1), before)
+        logits_BnV = model.decoder.head(hidden_BnD)
+        for place, number in enumerate(numbers):
+            whole = model(images_BCHW, tokens_N[paths[number]].expand(2, -1), output="logits")[:, -1]
+            torch.testing.assert_close(logits_BnV[:, place], whole, atol=2e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="room for 9"):
+        decoder.step(tokens_N[:1].expand(2, -1), torch.zeros(2, 1, 2, dtype=torch.int64))
+
+
+def test_no_place_beyond_the_positions() -> None:
+    model = peaked()
+    decoder = IncrementalDecoder(model.decoder, model.encode(images(1)), 20)
+    with pytest.raises(ValueError, match="at most 9"):
+        decoder.step(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, 9, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("overrides", VARIANTS)
+def test_one_beam_is_greedy(overrides: dict[str, object]) -> None:
+    model, images_BCHW = peaked(**overrides), images(40)
+    expected_BL = greedy_captions(model, images_BCHW, max_tokens=8)
+    found = beam_captions(model, images_BCHW, max_tokens=8)
+    torch.testing.assert_close(found.tokens_BL, expected_BL)
+    assert (expected_BL == model.config.pad_id).any(), "no caption ended: the test shows less than it should"
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+@torch.no_grad()
+def test_beams_as_wide_as_the_tree_find_the_best_caption(length_penalty: float) -> None:
+    """Against all 1 + 4 + 16 + ... captions of up to four tokens of a five-word language, each by a whole forward."""
+    model = peaked(vocab_size=5, bos_id=1, eos_id=2, num_tokens=6)
+    images_BCHW = images(3)
+    found = beam_captions(model, images_BCHW, max_tokens=4, num_beams=150, length_penalty=length_penalty)
+    for row in range(3):
+        scores: dict[tuple[int, ...], tuple[float, float]] = {}
+        for tokens in itertools.product(range(5), repeat=4):
+            end = tokens.index(2) + 1 if 2 in tokens else 4
+            caption = tokens[:end]
+            if caption not in scores:
+                ids = torch.tensor([[1, *caption]])
+                logits = model(images_BCHW[row : row + 1], ids[:, :-1], output="logits").log_softmax(-1)
+                log_prob = logits[0].gather(1, ids[0, 1:, None]).sum().item()
+                scores[caption] = (log_prob / end**length_penalty, log_prob)
+        best = max(scores, key=lambda caption: scores[caption][0])
+        assert tuple(found.tokens_BL[row, : len(best)].tolist()) == best
+        assert not found.tokens_BL[row, len(best) :].any()
+        assert found.log_probs_B[row].item() == pytest.approx(scores[best][1], abs=1e-4)
+
+
+def test_samples_follow_the_model() -> None:
+    """First tokens of many samples against the model's own probabilities."""
+    model = peaked()
+    images_BCHW = images(1).expand(4000, -1, -1, -1)
+    generator = torch.Generator().manual_seed(1)
+    drawn = sampled_captions(model, images_BCHW, max_tokens=2, temperature=1.5, generator=generator)
+    with torch.no_grad():
+        logits = model(images_BCHW[:1], torch.tensor([[model.config.bos_id]]), output="logits")
+    expected = (logits[0, -1] / 1.5).softmax(-1)
+    counts = Counter(drawn.tokens_BL[:, 0].tolist())
+    for token, chance in enumerate(expected.tolist()):
+        assert abs(counts[token] / 4000 - chance) < 5 * (chance / 4000) ** 0.5 + 1e-3
+
+
+def test_a_seed_gives_the_same_captions_and_log_probs_are_theirs() -> None:
+    model, images_BCHW = peaked(), images(5)
+    first, second = (
+        sampled_captions(model, images_BCHW, max_tokens=6, top_p=0.9, generator=torch.Generator().manual_seed(3))
+        for _ in range(2)
+    )
+    assert torch.equal(first.tokens_BL, second.tokens_BL)
+    with torch.no_grad():
+        ids = torch.cat([torch.full((5, 1), model.config.bos_id), first.tokens_BL], dim=1)
+        log_probs = model(images_BCHW, ids[:, :-1], output="logits").log_softmax(-1)
+        own = log_probs.gather(2, ids[:, 1:, None])[:, :, 0]
+    ended = (first.tokens_BL == model.config.eos_id).cumsum(1) - (first.tokens_BL == model.config.eos_id).long()
+    torch.testing.assert_close((own * (ended == 0)).sum(1), first.log_probs_B, atol=1e-4, rtol=1e-4)
+
+
+def test_nucleus_keeps_the_fewest_tokens_that_reach_the_mass() -> None:
+    chances = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
+    torch.testing.assert_close(nucleus(chances, 0.65), torch.tensor([[0, 4 / 7, 0, 3 / 7]]))
+    torch.testing.assert_close(nucleus(chances, 0.75), torch.tensor([[0, 4 / 9, 2 / 9, 3 / 9]]))
+    torch.testing.assert_close(nucleus(chances, 1.0), chances)
+    torch.testing.assert_close(nucleus(chances, 1e-9), torch.tensor([[0.0, 1, 0, 0]]))
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    model, images_BCHW = peaked(), images(1)
+    with pytest.raises(ValueError, match="max_tokens"):
+        beam_captions(model, images_BCHW, max_tokens=9)
+    with pytest.raises(ValueError, match="num_beams"):
+        beam_captions(model, images_BCHW, max_tokens=3, num_beams=0)
+    with pytest.raises(ValueError, match="temperature"):
+        sampled_captions(model, images_BCHW, max_tokens=3, temperature=0)
