@@ -1,0 +1,267 @@
+"""transformers' ViTModel and ViTMAEForPreTraining: their names, configurations and image processor.
+
+Files are written with the names that transformers has used in files since its version 4; both those and the names of its
+version 5 in memory are read. Nothing here needs transformers.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from models.config import VitConfig
+from models.converters.vip import (
+    autoencoder_shapes,
+    encoder_shapes,
+    position_kind,
+    with_tables,
+    without_fixed_tables,
+)
+from models.converters.weights import (
+    Renaming,
+    WeightsError,
+    count_blocks,
+    mlp_ratio,
+    read_weights,
+    rename,
+    rename_back,
+)
+from models.image_encoder import EncoderConfig
+from models.mae_config import MaskedAutoencoderConfig, PixelDecoderConfig
+from models.masked_autoencoder import MaskedAutoencoder
+from models.vit import VisionTransformer
+
+CONFIG, WEIGHTS, PROCESSOR = "config.json", "model.safetensors", "preprocessor_config.json"
+_INDEX = "model.safetensors.index.json"
+
+_BLOCK = {
+    "norm1": ("layernorm_before",),
+    "attention.qkv": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+    "attention.out": ("attention.output.dense",),
+    "norm2": ("layernorm_after",),
+    "mlp.up": ("intermediate.dense",),
+    "mlp.down": ("output.dense",),
+}
+_IN_MEMORY = (  # transformers 5 in memory -> in files
+    (r"^vit\.", ""),
+    (r"(?<!\w)layers\.(?=\d)", "encoder.layer."),
+    (r"attention\.q_proj", "attention.attention.query"),
+    (r"attention\.k_proj", "attention.attention.key"),
+    (r"attention\.v_proj", "attention.attention.value"),
+    (r"attention\.o_proj", "attention.output.dense"),
+    (r"mlp\.fc1", "intermediate.dense"),
+    (r"mlp\.fc2", "output.dense"),
+)
+_HEADS = (r"pooler\.dense\.(weight|bias)", r"classifier\.(weight|bias)", r"embeddings\.mask_token")
+"""On top of a ViTModel, and no part of the encoder."""
+
+
+def encoder_renamings(config: VitConfig) -> list[Renaming]:
+    """Names of a ViTModel without its pooler."""
+    found = [
+        Renaming("encoder.class_token", ("embeddings.cls_token",)),
+        Renaming("encoder.position.table", ("embeddings.position_embeddings",)),
+    ]
+    found += _both("encoder.patch_embedding", ("embeddings.patch_embeddings.projection",))
+    found += _both("encoder.norm", ("layernorm",))
+    for number in range(config.depth):
+        found += _block(f"encoder.blocks.{number}.", f"encoder.layer.{number}.", qkv_bias=config.qkv_bias)
+    return found
+
+
+def autoencoder_renamings(config: MaskedAutoencoderConfig) -> list[Renaming]:
+    """Names of a ViTMAEForPreTraining, without the prefix `vit.` of its encoder."""
+    found = encoder_renamings(config.encoder)
+    found += [
+        Renaming("decoder.mask_token", ("decoder.mask_token",)),
+        Renaming("decoder.position.table", ("decoder.decoder_pos_embed",)),
+    ]
+    for ours in ("embedding", "norm", "head"):
+        theirs = {"embedding": "decoder_embed", "norm": "decoder_norm", "head": "decoder_pred"}[ours]
+        found += _both(f"decoder.{ours}", (f"decoder.{theirs}",))
+    for number in range(config.decoder.depth):
+        found += _block(f"decoder.blocks.{number}.", f"decoder.decoder_layers.{number}.", qkv_bias=True)
+    return found
+
+
+def _both(ours: str, theirs: tuple[str, ...], kinds: tuple[str, ...] = ("weight", "bias")) -> list[Renaming]:
+    return [Renaming(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs)) for kind in kinds]
+
+
+def _block(ours: str, theirs: str, *, qkv_bias: bool) -> list[Renaming]:
+    found = []
+    for a, b in _BLOCK.items():
+        kinds = ("weight", "bias") if qkv_bias or a != "attention.qkv" else ("weight",)
+        found += _both(ours + a, tuple(theirs + name for name in b), kinds)
+    return found
+
+
+def to_vit_model(encoder: VisionTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(config.json, tensors) of a ViTModel. The positions become a parameter whatever their kind."""
+    named = {f"encoder.{name}": value for name, value in with_tables(encoder).items()}
+    return _vit_config(encoder.config, "vit", "ViTModel"), rename_back(named, encoder_renamings(encoder.config))
+
+
+def to_vit_mae(model: MaskedAutoencoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(config.json, tensors) of a ViTMAEForPreTraining.
+
+    Raises:
+        WeightsError: that class has one norm epsilon and one kind of qkv for both parts; these differ here.
+    """
+    encoder, decoder = model.config.encoder, model.config.decoder
+    if not encoder.qkv_bias or encoder.norm_eps != decoder.norm_eps:
+        raise WeightsError(
+            "transformers' ViTMAEForPreTraining has one layer_norm_eps and one qkv_bias for encoder and decoder; this masked "
+            "autoencoder's differ: export its encoder alone (--parts encoder), or --format safetensors"
+        )
+    config = {
+        **_vit_config(encoder, "vit_mae", "ViTMAEForPreTraining"),
+        "decoder_hidden_size": decoder.width,
+        "decoder_num_hidden_layers": decoder.depth,
+        "decoder_num_attention_heads": decoder.num_heads,
+        "decoder_intermediate_size": int(decoder.width * decoder.mlp_ratio),
+        "mask_ratio": model.config.mask_ratio,
+        "norm_pix_loss": model.config.normalise_pixels,
+    }
+    tensors = rename_back(with_tables(model), autoencoder_renamings(model.config))
+    return config, {name if name.startswith("decoder.") else f"vit.{name}": value for name, value in tensors.items()}
+
+
+def _vit_config(config: VitConfig, model_type: str, architecture: str) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": int(config.width * config.mlp_ratio),
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "initializer_range": 0.02,
+        "layer_norm_eps": config.norm_eps,
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+        "num_channels": config.num_channels,
+        "qkv_bias": config.qkv_bias,
+    }
+
+
+def image_processor(image_size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:
+    """preprocessor_config.json: shorter side to `image_size` (bicubic), centre, normalisation."""
+    return {
+        "image_processor_type": "CLIPImageProcessor",  # a ViTImageProcessor squeezes pictures into a square
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": image_size},
+        "resample": 3,  # bicubic
+        "do_center_crop": True,
+        "crop_size": {"height": image_size, "width": image_size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(mean),
+        "image_std": list(std),
+    }
+
+
+def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderConfig, dict[str, Tensor]]:
+    """Configuration and parameters of a folder that transformers saved: ViTModel (also under a head, which is left out),
+    ViTMAEModel or ViTMAEForPreTraining.
+
+    Raises:
+        WeightsError: no such folder, another architecture, missing or unknown names.
+    """
+    stated = _read_config(folder)
+    state = {_file_name(name): value for name, value in _read_state(folder).items()}
+    what, kind = str(folder), stated.get("model_type")
+    if kind not in ("vit", "vit_mae"):
+        raise WeightsError(f"{folder}: model_type {kind!r} cannot be imported, only vit and vit_mae")
+    encoder = _from_vit_config(stated, state, what)
+    unused = [name for name in state if any(re.fullmatch(pattern, name) for pattern in _HEADS)]
+    if kind == "vit" or not any(name.startswith("decoder.") for name in state):
+        renamed = rename(state, encoder_renamings(encoder), encoder_shapes(encoder), what, unused=unused)
+        return EncoderConfig(encoder=encoder), without_fixed_tables(renamed, {"encoder.": encoder.position})
+    width = _number(stated, "decoder_hidden_size", what)
+    decoder = PixelDecoderConfig(
+        width=width,
+        depth=_number(stated, "decoder_num_hidden_layers", what),
+        num_heads=_number(stated, "decoder_num_attention_heads", what),
+        mlp_ratio=mlp_ratio(_number(stated, "decoder_intermediate_size", what), width),
+        norm_eps=float(stated.get("layer_norm_eps", 1e-12)),
+        position=position_kind(state, "decoder.decoder_pos_embed", encoder.grid_size, width, what),
+    )
+    config = MaskedAutoencoderConfig(
+        encoder=encoder,
+        decoder=decoder,
+        mask_ratio=float(stated.get("mask_ratio", 0.75)),
+        normalise_pixels=bool(stated.get("norm_pix_loss", False)),
+    )
+    renamed = rename(state, autoencoder_renamings(config), autoencoder_shapes(config), what)
+    kinds = {"encoder.": encoder.position, "decoder.": decoder.position}
+    return config, without_fixed_tables(renamed, kinds)
+
+
+def _file_name(name: str) -> str:
+    for pattern, replacement in _IN_MEMORY:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        stated = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{folder} is no folder that transformers saved: {CONFIG}: {error}") from error
+    if not isinstance(stated, dict):
+        raise WeightsError(f"{folder / CONFIG} is no JSON object")
+    return stated
+
+
+def _read_state(folder: Path) -> dict[str, Tensor]:
+    if not (folder / _INDEX).is_file():
+        single = folder / WEIGHTS
+        return read_weights(single if single.is_file() else folder / "pytorch_model.bin")
+    try:
+        files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{folder / _INDEX} is damaged: {error}") from error
+    state: dict[str, Tensor] = {}
+    for name in files:
+        state |= read_weights(folder / Path(str(name)).name)
+    return state
+
+
+def _from_vit_config(stated: Mapping[str, Any], state: Mapping[str, Tensor], what: str) -> VitConfig:
+    act = stated.get("hidden_act", "gelu")
+    if act != "gelu":
+        raise WeightsError(f"{what}: hidden_act {act!r} differs from ours, gelu")
+    width, patch = _number(stated, "hidden_size", what), _number(stated, "patch_size", what)
+    image_size, depth = _number(stated, "image_size", what), _number(stated, "num_hidden_layers", what)
+    if (found := count_blocks(state, "encoder.layer.", what)) != depth:
+        raise WeightsError(f"{what}: {CONFIG} states {depth} layers, but the weights have {found}")
+    return VitConfig(
+        image_size=image_size,
+        patch_size=patch,
+        num_channels=_number(stated, "num_channels", what),
+        width=width,
+        depth=depth,
+        num_heads=_number(stated, "num_attention_heads", what),
+        mlp_ratio=mlp_ratio(_number(stated, "intermediate_size", what), width),
+        position=position_kind(state, "embeddings.position_embeddings", image_size // patch, width, what),
+        qkv_bias=bool(stated.get("qkv_bias", True)),
+        norm_eps=float(stated.get("layer_norm_eps", 1e-12)),
+    )
+
+
+def _number(stated: Mapping[str, Any], name: str, what: str) -> int:
+    """A whole positive number; a pair of equal ones stands for one (square images and patches)."""
+    value = stated.get(name)
+    if isinstance(value, list) and len(set(map(str, value))) == 1:
+        value = value[0]
+    if type(value) is not int or value < 1:
+        raise WeightsError(f"{what}: {CONFIG} states {name} = {value!r}, but one positive number is needed")
+    return value

@@ -1,0 +1,133 @@
+"""Our own models outside of a run: a folder with config.json and model.safetensors, by our names, that needs only `models/`.
+
+>>> model = load_model(Path("exported"))
+>>> loss_B = model(images_BCHW, tokens_BL, token_mask_BL)
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.captioner import Captioner
+from models.classifier import Classifier
+from models.classifier_config import ClassifierConfig
+from models.config import SIZES, CaptionerConfig, DecoderConfig, VitConfig
+from models.converters.weights import Renaming, WeightsError, read_weights, rename, write_weights
+from models.image_encoder import EncoderConfig, ImageEncoder
+from models.mae_config import MAE_SIZES, MaskedAutoencoderConfig, PixelDecoderConfig
+from models.masked_autoencoder import MaskedAutoencoder
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FORMAT = 1
+CUSTOM_SIZE = "custom"
+"""In a manifest: shapes of no named size."""
+
+AnyConfig = CaptionerConfig | MaskedAutoencoderConfig | ClassifierConfig | EncoderConfig
+
+_KINDS: Mapping[str, tuple[type, type[nn.Module], Mapping[str, type]]] = {
+    "captioner": (CaptionerConfig, Captioner, {"encoder": VitConfig, "decoder": DecoderConfig}),
+    "masked_autoencoder": (
+        MaskedAutoencoderConfig,
+        MaskedAutoencoder,
+        {"encoder": VitConfig, "decoder": PixelDecoderConfig},
+    ),
+    "classifier": (ClassifierConfig, Classifier, {"encoder": VitConfig}),
+    "encoder": (EncoderConfig, ImageEncoder, {"encoder": VitConfig}),
+}
+"""Kind -> configuration, model, and the parts of the configuration."""
+
+
+def kind_of(config: AnyConfig) -> str:
+    """ "captioner", ..., as in recipes and manifests."""
+    return next(kind for kind, (config_class, _, _) in _KINDS.items() if type(config) is config_class)
+
+
+def model_facts(config: AnyConfig, size: str) -> dict[str, Any]:
+    """What a manifest states under `model`."""
+    return {"kind": kind_of(config), "size": size, **asdict(config)}
+
+
+def config_from_facts(facts: Mapping[str, Any], what: str) -> AnyConfig:
+    """The configuration from `model_facts`.
+
+    Raises:
+        WeightsError: an unknown kind or field.
+        ModelConfigError: values that do not fit together.
+    """
+    kind = facts.get("kind")
+    if kind not in _KINDS:
+        raise WeightsError(f"{what}: unknown kind of model {kind!r}; known are {', '.join(_KINDS)}")
+    config_class, _, parts = _KINDS[kind]
+    fields = {name: value for name, value in facts.items() if name not in ("kind", "size")}
+    try:
+        built: AnyConfig = config_class(**{n: parts[n](**v) if n in parts else v for n, v in fields.items()})
+    except TypeError as error:
+        raise WeightsError(f"{what}: this version cannot build its model: {error}") from error
+    return built
+
+
+def build_empty(config: AnyConfig) -> nn.Module:
+    """The model on the meta device: names and shapes without memory."""
+    with torch.device("meta"):
+        model: nn.Module = _KINDS[kind_of(config)][1](config)
+    return model
+
+
+def parameter_shapes(config: AnyConfig) -> dict[str, torch.Size]:
+    """Of all parameters; a shared one has one name."""
+    return {name: parameter.shape for name, parameter in build_empty(config).named_parameters()}
+
+
+def save_model(folder: Path, model: nn.Module, facts: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Writes config.json and model.safetensors.
+
+    Args:
+        facts: `model_facts`.
+        about: where the weights come from, for people.
+    """
+    content = {"format": FORMAT, "model": dict(facts), "about": dict(about)}
+    (folder / CONFIG).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_weights(folder / WEIGHTS, dict(model.named_parameters()))
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], AnyConfig, dict[str, Tensor]]:
+    """(config.json, configuration, parameters) of such a folder.
+
+    Raises:
+        WeightsError: not one, damaged, or of another structure.
+    """
+    try:
+        content = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{folder} is no exported model: {CONFIG}: {error}") from error
+    facts = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(facts, dict) or content.get("format") != FORMAT:
+        raise WeightsError(f"{folder / CONFIG} is not that of a model exported with --format safetensors")
+    config = config_from_facts(facts, str(folder))
+    shapes = parameter_shapes(config)
+    renamings = [Renaming(name, (name,)) for name in shapes]
+    return content, config, rename(read_weights(folder / WEIGHTS), renamings, shapes, str(folder))
+
+
+def load_model(folder: Path) -> nn.Module:
+    """The model, in evaluation mode; see `read_folder`."""
+    _, config, parameters = read_folder(folder)
+    model = _KINDS[kind_of(config)][1](config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parameters[name])
+    return model.eval()
+
+
+def size_name(config: AnyConfig) -> str:
+    """The named size with these shapes, or "custom"."""
+    sizes: Mapping[str, Any] = {CaptionerConfig: SIZES, MaskedAutoencoderConfig: MAE_SIZES}.get(type(config), {})
+    for name, size in sizes.items():
+        if (size.encoder, size.decoder) == (config.encoder, config.decoder):  # type: ignore[union-attr]
+            return name
+    return CUSTOM_SIZE

@@ -1,0 +1,178 @@
+"""ViP's released masked autoencoders, and vision transformers under the names of timm and ViTDet.
+
+Source of the names: He et al. 2021 (https://arxiv.org/abs/2111.06377), whose released definition ViP (Yu et al. 2023,
+https://arxiv.org/abs/2306.08842) shares. ViP's script leaves the sin-cos tables trainable, so a table is taken as it is: fixed
+if it is the sin-cos one, else learned.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from models.config import PositionKind, VitConfig
+from models.converters.weights import Renaming, WeightsError, count_blocks, mlp_ratio, rename, rename_back, shape_of
+from models.image_encoder import EncoderConfig
+from models.layers import image_sincos_table
+from models.mae_config import MAE_SIZES, MaskedAutoencoderConfig, PixelDecoderConfig
+from models.masked_autoencoder import MaskedAutoencoder
+from models.vit import VisionTransformer
+
+POSITION_TOLERANCE = 1e-6
+"""A table this close to the sin-cos one is it: other programs compute it in other orders."""
+
+PUBLISHED_DECODER_HEADS = PixelDecoderConfig().num_heads
+
+_BLOCK = {
+    "norm1": "norm1",
+    "attention.qkv": "attn.qkv",
+    "attention.out": "attn.proj",
+    "norm2": "norm2",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+}
+_ENCODER = {"patch_embedding": "patch_embed.proj", "norm": "norm"}
+_DECODER = {"embedding": "decoder_embed", "norm": "decoder_norm", "head": "decoder_pred"}
+_RAW = {"class_token": "cls_token", "position.table": "pos_embed"}
+_RAW_DECODER = {"mask_token": "mask_token", "position.table": "decoder_pos_embed"}
+_DECODER_PREFIXES = ("decoder_", "mask_token")
+
+
+def from_vip(
+    state: Mapping[str, Tensor],
+    what: str,
+    *,
+    num_heads: int | None = None,
+    decoder_heads: int = PUBLISHED_DECODER_HEADS,
+    normalise_pixels: bool = False,
+) -> tuple[MaskedAutoencoderConfig | EncoderConfig, dict[str, Tensor]]:
+    """Configuration and parameters of a released checkpoint: the whole masked autoencoder, or the encoder where no name of
+    the decoder is there.
+
+    Args:
+        what: the file, for errors.
+        num_heads: of the encoder, which no weight tells; by default that of ViP's size of this width and depth.
+        decoder_heads: of the decoder.
+        normalise_pixels: whether it was trained to predict normalised pixels; ViP's were not.
+
+    Returns:
+        The parameters by our names ("encoder.class_token", ...), in fp32.
+
+    Raises:
+        WeightsError: missing or unknown names, shapes that do not fit together, or an unknown number of heads.
+    """
+    encoder = _encoder_config(state, what, num_heads)
+    if not any(name.startswith(_DECODER_PREFIXES) for name in state):
+        renamed = rename(state, encoder_renamings(encoder), encoder_shapes(encoder), what)
+        return EncoderConfig(encoder=encoder), without_fixed_tables(renamed, {"encoder.": encoder.position})
+    width, _ = shape_of(state, "decoder_embed.weight", 2, what)
+    hidden, _ = shape_of(state, "decoder_blocks.0.mlp.fc1.weight", 2, what)
+    decoder = PixelDecoderConfig(
+        width=width,
+        depth=count_blocks(state, "decoder_blocks.", what),
+        num_heads=decoder_heads,
+        mlp_ratio=mlp_ratio(hidden, width),
+        position=position_kind(state, "decoder_pos_embed", encoder.grid_size, width, what),
+    )
+    config = MaskedAutoencoderConfig(encoder=encoder, decoder=decoder, normalise_pixels=normalise_pixels)
+    renamed = rename(state, autoencoder_renamings(config), autoencoder_shapes(config), what)
+    kinds = {"encoder.": encoder.position, "decoder.": decoder.position}
+    return config, without_fixed_tables(renamed, kinds)
+
+
+def to_timm(encoder: VisionTransformer) -> dict[str, Tensor]:
+    """The encoder under timm's names, as ViTDet-style codes load it; the positions are a tensor whatever their kind."""
+    named = {f"encoder.{name}": value for name, value in with_tables(encoder).items()}
+    return rename_back(named, encoder_renamings(encoder.config))
+
+
+def encoder_renamings(config: VitConfig) -> list[Renaming]:
+    """timm's names of the encoder, positions included."""
+    found = [Renaming(f"encoder.{ours}", (theirs,)) for ours, theirs in _RAW.items()]
+    found += _with_kinds(_ENCODER, "encoder.", "")
+    for number in range(config.depth):
+        found += _with_kinds(_BLOCK, f"encoder.blocks.{number}.", f"blocks.{number}.", qkv_bias=config.qkv_bias)
+    return found
+
+
+def autoencoder_renamings(config: MaskedAutoencoderConfig) -> list[Renaming]:
+    """ViP's names of the whole masked autoencoder, positions included."""
+    found = encoder_renamings(config.encoder)
+    found += [Renaming(f"decoder.{ours}", (theirs,)) for ours, theirs in _RAW_DECODER.items()]
+    found += _with_kinds(_DECODER, "decoder.", "")
+    for number in range(config.decoder.depth):
+        found += _with_kinds(_BLOCK, f"decoder.blocks.{number}.", f"decoder_blocks.{number}.")
+    return found
+
+
+def _with_kinds(table: Mapping[str, str], ours: str, theirs: str, *, qkv_bias: bool = True) -> list[Renaming]:
+    return [
+        Renaming(f"{ours}{a}.{kind}", (f"{theirs}{b}.{kind}",))
+        for a, b in table.items()
+        for kind in ("weight", "bias")
+        if qkv_bias or (a, kind) != ("attention.qkv", "bias")
+    ]
+
+
+def encoder_shapes(config: VitConfig) -> dict[str, torch.Size]:
+    """Of all parameters and position tables of an encoder, as `encoder.` + name."""
+    with torch.device("meta"):
+        return {f"encoder.{name}": value.shape for name, value in with_tables(VisionTransformer(config)).items()}
+
+
+def autoencoder_shapes(config: MaskedAutoencoderConfig) -> dict[str, torch.Size]:
+    """Of all parameters and position tables of a masked autoencoder."""
+    with torch.device("meta"):
+        return {name: value.shape for name, value in with_tables(MaskedAutoencoder(config)).items()}
+
+
+def with_tables(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and fixed position tables by name: other projects store the tables."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def without_fixed_tables(parameters: dict[str, Tensor], kinds: Mapping[str, PositionKind]) -> dict[str, Tensor]:
+    """Leaves out the tables that are no parameters; `kinds` by the part's prefix."""
+    fixed = {f"{prefix}position.table" for prefix, kind in kinds.items() if kind == "sincos"}
+    return {name: value for name, value in parameters.items() if name not in fixed}
+
+
+def position_kind(state: Mapping[str, Tensor], name: str, grid_size: int, width: int, what: str) -> PositionKind:
+    """ "sincos" if the table is the fixed one (class token's row zero), else "learned"."""
+    shape = shape_of(state, name, 3, what)
+    if width % 4 or shape != (1, 1 + grid_size**2, width):
+        return "learned"  # another width than a fixed one's; or a wrong shape, which `rename` reports
+    table = image_sincos_table(grid_size, width)
+    return "sincos" if bool((state[name][0].double() - table).abs().max() <= POSITION_TOLERANCE) else "learned"
+
+
+def _encoder_config(state: Mapping[str, Tensor], what: str, num_heads: int | None) -> VitConfig:
+    width, channels, patch, _ = shape_of(state, "patch_embed.proj.weight", 4, what)
+    _, num_tokens, _ = shape_of(state, "pos_embed", 3, what)
+    hidden, _ = shape_of(state, "blocks.0.mlp.fc1.weight", 2, what)
+    depth, grid = count_blocks(state, "blocks.", what), round(max(num_tokens - 1, 0) ** 0.5)
+    if grid < 1 or grid**2 != num_tokens - 1:
+        raise WeightsError(
+            f"{what}: pos_embed has {num_tokens} rows, but a class token and a square of patches are expected"
+        )
+    return VitConfig(
+        image_size=grid * patch,
+        patch_size=patch,
+        num_channels=channels,
+        width=width,
+        depth=depth,
+        num_heads=num_heads or published_heads(width, depth, what),
+        mlp_ratio=mlp_ratio(hidden, width),
+        position=position_kind(state, "pos_embed", grid, width, what),
+        qkv_bias=True,
+    )
+
+
+def published_heads(width: int, depth: int, what: str) -> int:
+    """The heads of ViP's size of this width and depth."""
+    for name, size in MAE_SIZES.items():
+        if name.startswith("vip_") and (size.encoder.width, size.encoder.depth) == (width, depth):
+            return size.encoder.num_heads
+    raise WeightsError(
+        f"{what}: {depth} blocks of width {width} are none of ViP's sizes; state its heads by --num_heads"
+    )

@@ -1,0 +1,171 @@
+"""Reading and writing other projects' weight files, and renaming their tensors, with everything checked.
+
+A file is data from elsewhere: torch files are read with `weights_only`, so that no code in them runs, and every name and
+shape must be the one expected. Nothing is guessed and nothing dropped without being named here.
+"""
+
+import argparse
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_MOST_NAMES = 8
+
+
+class WeightsError(ValueError):
+    """A weight file is not what it should be; the message says which file, what and how to mend it."""
+
+    exit_code = 2
+
+
+class Renaming(NamedTuple):
+    """One of our tensors is the concatenation, along its first dimension, of `theirs` (usually one)."""
+
+    ours: str
+    theirs: tuple[str, ...]
+
+
+def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
+    """The tensors of a `.safetensors` file, or of a torch file: its entry `key`, or the whole where there is no such entry.
+
+    Raises:
+        WeightsError: no such file, not readable as plain tensors, or no dictionary of tensors.
+    """
+    if not path.is_file():
+        raise WeightsError(f"there is no weight file {path}")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{path} is no safetensors file: {error}") from error
+    content = _read_torch(path)
+    state = content.get(key, content) if isinstance(content, Mapping) else content
+    if not isinstance(state, Mapping) or not state:
+        raise WeightsError(f"{path} holds no dictionary of tensors, neither at its top nor under {key!r}")
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise WeightsError(f"{path}: entry {name!r} is a {type(value).__name__}, but tensors were expected")
+    return dict(state)
+
+
+def _read_torch(path: Path) -> object:
+    try:
+        # Training scripts put their command line beside the weights; a Namespace is a plain bag of attributes.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = next((line.strip() for line in str(error).splitlines() if "nsupported" in line), "it is damaged")
+        raise WeightsError(
+            f"{path} holds more than plain tensors, or is no torch file ({reason[:200]}); it is not loaded, since such a "
+            "file could run code. Save its tensors alone as .safetensors where you trust it"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise WeightsError(f"{path} is no torch file of weights: {said[:200]}") from error
+
+
+def rename(
+    state: Mapping[str, Tensor],
+    renamings: Iterable[Renaming],
+    shapes: Mapping[str, torch.Size],
+    what: str,
+    *,
+    unused: Iterable[str] = (),
+) -> dict[str, Tensor]:
+    """Our tensors, in fp32, from those of another project.
+
+    Args:
+        renamings: all that is wanted.
+        shapes: of each of our tensors.
+        what: the file, for errors.
+        unused: their names that may be there and are not needed.
+
+    Raises:
+        WeightsError: missing or unknown names (listed), another shape, or numbers that are no floating point.
+    """
+    renamings = list(renamings)
+    wanted = [name for renaming in renamings for name in renaming.theirs]
+    _require_names(state, wanted, what, frozenset(unused))
+    renamed = {}
+    for ours, theirs in renamings:
+        for name in theirs:
+            if not state[name].is_floating_point():
+                raise WeightsError(f"{what}: {name} holds {state[name].dtype}, but weights are floating point")
+            if state[name].dim() == 0:
+                raise WeightsError(f"{what}: {name} is a single number, but {ours} has shape {tuple(shapes[ours])}")
+        parts = [state[name].to(torch.float32) for name in theirs]
+        if len({part.shape[1:] for part in parts}) == 1 and len({part.shape[0] for part in parts}) == 1:
+            value = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+        else:
+            value = parts[0]  # its shape is wrong in any case
+        if value.shape != shapes[ours]:
+            raise WeightsError(
+                f"{what}: {' + '.join(theirs)} has shape {tuple(value.shape)}, but {tuple(shapes[ours])} was expected"
+            )
+        renamed[ours] = value.contiguous()
+    return renamed
+
+
+def _require_names(state: Mapping[str, Tensor], wanted: list[str], what: str, unused: frozenset[str]) -> None:
+    missing = sorted(set(wanted) - state.keys())
+    unknown = sorted(state.keys() - set(wanted) - unused)
+    if missing or unknown:
+        said = [f"{kind} {_listed(names)}" for kind, names in (("lacks", missing), ("has unknown", unknown)) if names]
+        raise WeightsError(f"{what} {' and '.join(said)}: it is not of the expected structure")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def rename_back(parameters: Mapping[str, Tensor], renamings: Iterable[Renaming]) -> dict[str, Tensor]:
+    """The other direction: their tensors from ours."""
+    state = {}
+    for ours, theirs in renamings:
+        for name, part in zip(theirs, parameters[ours].detach().chunk(len(theirs)), strict=True):
+            state[name] = part.clone().contiguous()
+    return state
+
+
+def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
+    """A `.safetensors` file that transformers loads too."""
+    save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, path, {"format": "pt"})
+
+
+def count_blocks(state: Mapping[str, Tensor], prefix: str, what: str) -> int:
+    """How many blocks `prefix`0., `prefix`1., ... there are.
+
+    Raises:
+        WeightsError: none, or numbers that do not count from 0.
+    """
+    found = {name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}
+    numbers = sorted(int(number) for number in found if number.isdecimal())
+    if not numbers or numbers != list(range(len(numbers))) or len(numbers) != len(found):
+        raise WeightsError(f"{what} lacks {prefix}0, {prefix}1, ...: its blocks {sorted(found)} do not count from 0")
+    return len(numbers)
+
+
+def shape_of(state: Mapping[str, Tensor], name: str, num_dims: int, what: str) -> tuple[int, ...]:
+    """
+    Raises:
+        WeightsError: no such tensor, or another number of dimensions.
+    """
+    if name not in state:
+        raise WeightsError(f"{what} lacks {name}: it is not of the expected structure")
+    shape = tuple(state[name].shape)
+    if len(shape) != num_dims:
+        raise WeightsError(f"{what}: {name} has shape {shape}, but {num_dims} dimensions were expected")
+    return shape
+
+
+def mlp_ratio(hidden_width: int, width: int) -> float:
+    """A ratio of which int(width * ratio) is the hidden width again."""
+    ratio = hidden_width / width
+    return ratio if int(width * ratio) == hidden_width else (hidden_width + 0.5) / width
