@@ -50,6 +50,10 @@ class TrainingTask(Protocol):
         """
         ...
 
+    def skeleton(self) -> nn.Module:
+        """The model on the meta device: shapes without weights, for planning (trainer/planner)."""
+        ...
+
     def make_example(self, *, train: bool) -> MakeExample:
         """Turns raw examples into arrays; with augmentation, masks and the like from the example's own key for training."""
         ...

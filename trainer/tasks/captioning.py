@@ -59,6 +59,10 @@ class CaptioningTask:
         config = with_one_block(self.model_config) if one_block else self.model_config
         return build_captioner(config, generator=generator, after=after)
 
+    def skeleton(self) -> Captioner:
+        with torch.device("meta"):
+            return Captioner(self.model_config)
+
     def make_example(self, *, train: bool) -> CaptionExample:
         data = self._data
         return CaptionExample(

@@ -42,6 +42,10 @@ class ClassificationTask:
             config = replace(config, encoder=replace(config.encoder, depth=1))
         return build_classifier(config, generator=generator, after=after)
 
+    def skeleton(self) -> Classifier:
+        with torch.device("meta"):
+            return Classifier(self.model_config)
+
     def make_example(self, *, train: bool) -> LabelledImageExample:
         data = self._data
         return LabelledImageExample(

@@ -39,6 +39,10 @@ class MaskedAutoencodingTask:
         config = with_one_block(self.model_config) if one_block else self.model_config
         return build_masked_autoencoder(config, generator=generator, after=after)
 
+    def skeleton(self) -> MaskedAutoencoder:
+        with torch.device("meta"):
+            return MaskedAutoencoder(self.model_config)
+
     def make_example(self, *, train: bool) -> MaskedImageExample:
         encoder, visible = self.model_config.encoder, self.model_config.num_visible
         return MaskedImageExample(encoder.image_size, encoder.patch_size, visible, train, augment=self._augment)
