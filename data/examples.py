@@ -131,3 +131,31 @@ class MaskedImageExample:
         """A black image with the fixed mask."""
         image_CHW = np.zeros((3, self.image_size, self.image_size), dtype=np.float32)
         return {"images_CHW": image_CHW, "mask_P": self.mask(0)}
+
+
+@dataclass(frozen=True)
+class ImageExample:
+    """The image alone: images_CHW float32.
+
+    Attributes:
+        image_size: side in pixels.
+        train: random crop and flip from the example's key; otherwise the centre.
+    """
+
+    image_size: int
+    train: bool = True
+
+    def __call__(self, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
+        """Decodes the image; the caption is not looked at.
+
+        Raises:
+            DecodeError: no image, or one that cannot be decoded.
+        """
+        if raw.image is None:
+            raise DecodeError("the example has no image")
+        size = self.image_size
+        return {"images_CHW": train_image(raw.image, size, key) if self.train else eval_image(raw.image, size)}
+
+    def padding(self) -> dict[str, np.ndarray]:
+        """A black image."""
+        return {"images_CHW": np.zeros((3, self.image_size, self.image_size), dtype=np.float32)}

@@ -45,3 +45,17 @@ class ImageEncoder(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The repeated units, in order of use."""
         return [*self.encoder.blocks]
+
+
+def build_image_encoder(
+    config: EncoderConfig,
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | str = "cpu",
+    after: After | None = None,
+) -> ImageEncoder:
+    """An encoder with initialised weights, drawn once (see `models.initialization`)."""
+    with torch.device("meta"):
+        model = ImageEncoder(config)
+    model.init_weights(generator, device=device, after=after)
+    return model

@@ -17,16 +17,21 @@ from pydantic import ValidationError
 from torch import nn
 
 from data.tokenizer import EMBEDDED_TOKENIZER
+from models.converters.native import CUSTOM_SIZE, config_from_facts
+from models.image_encoder import EncoderConfig
 from trainer.checkpoint import MANIFEST, Checkpoint, file_digest, usable_names
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.tasks import TrainingTask, make_task
+from trainer.tasks.encoding import EncodingTask
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = "tokenizer.json"
 """Beside a manifest: the tokenizer of an imported captioner."""
 
 _SHORT_NAMES = ("image_size", "patch_size")
+_ANY_SIZE = {"captioner": "dpcap_base", "masked_autoencoder": "vip_base", "classifier": "vip_base"}
+"""A size to override every field of, for shapes of no named size."""
 _WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "data": {"shards": "none"},
     "privacy": {"enabled": False, "expected_batch_size": 1},
@@ -72,7 +77,7 @@ def open_model(
         ModelConfigError, DataError: a model or tokenizer that this version cannot build.
     """
     checkpoint = open_checkpoint(path)
-    task = make_task(_recipe(checkpoint, tokenizer), ROOT)
+    task = _task(checkpoint, tokenizer)
     model = task.build(torch.Generator().manual_seed(0))
     checkpoint.load_weights(model, average=use_average)
     return OpenedModel(model.to(device=device, dtype=dtype).eval(), task, checkpoint.manifest, checkpoint.path)
@@ -143,19 +148,42 @@ def _run_recipe(checkpoint: Path) -> dict[str, Any]:
         raise ConfigError(f"{run / 'config.toml'} cannot be read: {error}") from error
 
 
-def _recipe(checkpoint: Checkpoint, tokenizer: Path | None) -> RunConfig:
-    """A recipe of exactly the model that the manifest states; the run's own one where it is still there."""
-    path, manifest = checkpoint.path, checkpoint.manifest
-    stated = manifest.get("model")
+def _task(checkpoint: Checkpoint, tokenizer: Path | None) -> TrainingTask:
+    """The task that builds exactly the model that the manifest states."""
+    stated = checkpoint.manifest.get("model")
     if not isinstance(stated, dict) or not {"kind", "size"} <= stated.keys():
-        raise ConfigError(f"{path}: {MANIFEST} does not state its model")
+        raise ConfigError(f"{checkpoint.path}: {MANIFEST} does not state its model")
+    if stated["kind"] == EncodingTask.kind:
+        config = config_from_facts(stated, str(checkpoint.path))
+        assert isinstance(config, EncoderConfig)
+        return EncodingTask(config, stated["size"])
+    task = make_task(_recipe(checkpoint, stated, tokenizer), ROOT)
+    differing = _first_difference(stated, task.facts()["model"])
+    if differing is not None:
+        raise ConfigError(f"{checkpoint.path}: this version cannot build its model: {differing} would be another")
+    return task
+
+
+def _first_difference(stated: Mapping[str, Any], built: Mapping[str, Any]) -> str | None:
+    """A field whose value is not the one stated; fields that were added since have their defaults."""
+    for name, value in stated.items():
+        if isinstance(value, dict):
+            inner = _first_difference(value, built.get(name, {}))
+            if inner is not None:
+                return f"{name}.{inner}"
+        elif name != "size" and built.get(name) != value:
+            return name
+    return None
+
+
+def _recipe(checkpoint: Checkpoint, stated: Mapping[str, Any], tokenizer: Path | None) -> RunConfig:
+    """A recipe of the model that the manifest states; beside that, the run's own one where it is still there."""
+    path, manifest = checkpoint.path, checkpoint.manifest
     tree = {**_WITHOUT_A_RECIPE, **_run_recipe(path)}
     data = {**tree["data"], "image_size": stated.get("encoder", {}).get("image_size")}
     if "tokenizer_sha256" in manifest:
-        data |= {
-            "num_tokens": stated.get("num_tokens"),
-            "tokenizer": str(find_tokenizer(path, manifest, tokenizer).resolve()),
-        }
+        found = find_tokenizer(path, manifest, tokenizer)
+        data |= {"num_tokens": stated.get("num_tokens"), "tokenizer": str(found.resolve())}
     tree |= {"name": tree.get("name", "opened"), "model": _model_section(stated), "data": data}
     tree.pop("init", None)
     try:
@@ -178,4 +206,5 @@ def _model_section(stated: Mapping[str, Any]) -> dict[str, Any]:
         for field, inner in value.items():
             short = name == "encoder" and field in _SHORT_NAMES
             overrides[field if short else f"{name}_{field}"] = inner
-    return {"kind": stated["kind"], "size": stated["size"], "overrides": overrides}
+    size = _ANY_SIZE.get(stated["kind"]) if stated["size"] == CUSTOM_SIZE else stated["size"]
+    return {"kind": stated["kind"], "size": size, "overrides": overrides}

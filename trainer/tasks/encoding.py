@@ -1,0 +1,58 @@
+"""An image encoder alone, as other projects release it: opened for its features, and to start other models from."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.batch import Batch
+from data.examples import ImageExample
+from models.converters.native import model_facts
+from models.image_encoder import EncoderConfig, ImageEncoder, build_image_encoder
+from trainer.engines.base import Engine
+from trainer.errors import ConfigError
+from trainer.tasks.base import Samples
+
+
+class EncodingTask:
+    """See `trainer.tasks.base.TrainingTask`. There is no loss: the model gives tokens, and no recipe trains it."""
+
+    kind = "encoder"
+    loss_name = "none"
+
+    def __init__(self, config: EncoderConfig, size: str) -> None:
+        self.model_config = config
+        self._size = size
+
+    def build(
+        self,
+        generator: torch.Generator,
+        *,
+        after: Callable[[nn.Module], None] | None = None,
+        one_block: bool = False,
+    ) -> ImageEncoder:
+        if one_block:
+            raise _no_loss()
+        return build_image_encoder(self.model_config, generator=generator, after=after)
+
+    def make_example(self, *, train: bool) -> ImageExample:
+        return ImageExample(self.model_config.encoder.image_size, train)
+
+    def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        size = self.model_config.encoder.image_size
+        return {"images_BCHW": torch.randn(count, 3, size, size, generator=generator)}
+
+    def facts(self) -> dict[str, Any]:
+        return {"model": model_facts(self.model_config, self._size)}
+
+    def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        raise _no_loss()
+
+    def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
+        raise _no_loss()
+
+
+def _no_loss() -> ConfigError:
+    return ConfigError("this checkpoint is an encoder alone: it has features, but no loss to be trained or judged by")
