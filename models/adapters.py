@@ -4,8 +4,10 @@ Source: LoRA, Hu et al. 2022 (https://arxiv.org/abs/2106.09685), section 4.1. Bo
 are called as modules, so that per-example clipping needs nothing new for them.
 """
 
+import copy
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from models.classifier_config import AdapterLayers
@@ -49,6 +51,23 @@ def add_adapters(encoder: VisionTransformer, *, rank: int, alpha: float, layers:
 def adapters(module: nn.Module) -> Iterator[AdaptedLinear]:
     """The layers that have one."""
     return (m for m in module.modules() if isinstance(m, AdaptedLinear))
+
+
+@torch.no_grad()
+def without_adapters(encoder: VisionTransformer) -> VisionTransformer:
+    """The encoder without adapters, each added into the weight that it corrects: W + (alpha / r) U D; itself if it has none."""
+    if not any(adapters(encoder)):
+        return encoder
+    merged = copy.deepcopy(encoder)
+    for path, module in list(merged.named_modules()):
+        if isinstance(module, AdaptedLinear):
+            plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            plain.weight.copy_(module.weight + module.scale * module.adapter_up.weight @ module.adapter_down.weight)
+            if module.bias is not None:
+                plain.bias.copy_(module.bias)
+            owner, _, name = path.rpartition(".")
+            setattr(merged.get_submodule(owner), name, plain.to(module.weight))
+    return merged
 
 
 def is_adapter(name: str) -> bool:

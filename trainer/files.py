@@ -1,7 +1,12 @@
 """Writes that survive a power cut: to a temporary name, fsynced, renamed, and the folder fsynced."""
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from trainer.errors import ConfigError
 
 
 def fsync_path(path: Path) -> None:
@@ -20,3 +25,29 @@ def write_durably(path: Path, content: str | bytes) -> None:
     fsync_path(temporary)
     temporary.replace(path)
     fsync_path(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name `path` when all is written; after an error there is none.
+
+    Raises:
+        ConfigError: `path` is there and not an empty folder, or cannot be made.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} is there and not empty: nothing is overwritten; give another folder")
+    temporary = path.resolve().with_name(f".{path.resolve().name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made: {error.strerror or error}") from error
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            fsync_path(file)
+        temporary.replace(path)
+        fsync_path(path.resolve().parent)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
