@@ -7,8 +7,9 @@ Only rank 0 writes.
 """
 
 import json
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -68,3 +69,13 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text().split("\n")
     return [json.loads(line) for line in lines[:-1] if line.startswith("{") and line.endswith("}")]
+
+
+def write_hparams(folder: Path, runs: Sequence[tuple[str, Mapping[str, Any], Mapping[str, float]]]) -> None:
+    """TensorBoard's table of (name, hyper-parameters, metrics), in place of an older one."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    shutil.rmtree(folder, ignore_errors=True)
+    with SummaryWriter(str(folder)) as board:
+        for name, hparams, metrics in runs:
+            board.add_hparams(dict(hparams), dict(metrics), run_name=name)

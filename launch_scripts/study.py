@@ -1,0 +1,117 @@
+"""Scaling studies: a grid of training runs from one TOML file, resumable, and their comparison.
+
+python launch_scripts/study.py run studies/batch_size.toml --workers 2      the same command again resumes
+python launch_scripts/study.py report --study_dir runs/studies/batch_size   tables, plots, CSV, TensorBoard hparams
+
+Every point is an ordinary run folder that launch_scripts/train.py trains. Exit codes of `run`: 0 all points are done;
+2 bad study, or bad recipe of a point; 3 the budget of some point is spent and steps remain; 7 stopped on request, resumable;
+otherwise the code of the first run that failed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.cli import run_command
+from trainer.errors import ConfigError
+from trainer.scaling.collect import collect
+from trainer.scaling.executors import LocalPool, Outcome, Trainer
+from trainer.scaling.folder import StudyFolder
+from trainer.scaling.grid import expand, load_study
+from trainer.scaling.page import write_report
+from trainer.scaling.points import PlannedPoint, plan_points
+from trainer.scaling.submission import write_script
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trains all points that are not done."""
+    study = load_study(options.study)
+    folder = StudyFolder(options.study_dir or ROOT / "runs" / "studies" / study.name)
+    points = expand(study, f"study {options.study}")
+    planned = plan_points(study, points, ROOT, folder.shared_ledger)
+    trainer = Trainer(ROOT, study.ds_config, study.engine)
+    with folder.locked():
+        folder.prepare(study, options.study.read_text(), planned)
+        _say(f"study {study.name}: {len(planned)} points{_simulated(planned)}; folder {folder.root}")
+        names = [one.name for one in planned]
+        if options.executor == "script":
+            _say(f"written: {write_script(folder, trainer, study.name, names)}")
+            return 0
+        outcome = LocalPool(folder, trainer, options.workers, _say).run(names)
+    _say(_summary(outcome, len(names)))
+    return outcome.exit_code
+
+
+def report(options: argparse.Namespace) -> int:
+    """Writes study_dir/report/ from what the runs left behind, finished or not."""
+    folder = StudyFolder(options.study_dir)
+    study = load_study(folder.definition)
+    points = expand(study, f"study {folder.definition}")
+    results, missing = collect(folder, plan_points(study, points, ROOT, folder.shared_ledger))
+    page = write_report(folder, study, results, missing)
+    _say(f"{len(results) - sum(r.progress != 'finished' for r in results)} of {len(points)} points are done; {page}")
+    return 0
+
+
+def _simulated(planned: list[PlannedPoint]) -> str:
+    count = sum(one.is_simulation for one in planned)
+    return f", {count} of them TAN simulations, which are not private" if count else ""
+
+
+def _summary(outcome: Outcome, total: int) -> str:
+    done = len(outcome.finished_before) + sum(code == 0 for code in outcome.codes.values())
+    before = f" ({len(outcome.finished_before)} were done before)" if outcome.finished_before else ""
+    rest = "" if done == total else "; the same command goes on with the rest"
+    return f"{done} of {total} points are done{before}{rest}"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _workers(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(message)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; a bad argument is a ConfigError (exit 2)."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="study.py", description=__doc__, formatter_class=formatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    sub = commands.add_parser("run", help="train all points that are not done", description=run.__doc__)
+    sub.add_argument("study", type=Path, metavar="STUDY.toml", help="recipe, axes, seeds; see docs/studies.md")
+    sub.add_argument("--study_dir", type=Path, metavar="DIR", help="default: runs/studies/NAME")
+    sub.add_argument("--workers", type=_workers, default=1, metavar="N", help="runs at the same time (default: 1)")
+    sub.add_argument(
+        "--executor",
+        choices=("local", "script"),
+        default="local",
+        help="here; or write a script that trains a point by its number",
+    )
+    sub.set_defaults(run=run)
+    sub = commands.add_parser("report", help="tables and plots of what was trained", description=report.__doc__)
+    sub.add_argument("--study_dir", type=Path, required=True, metavar="DIR", help="folder of the study")
+    sub.set_defaults(run=report)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the chosen command."""
+    arguments = parse_arguments()
+    result: int = arguments.run(arguments)
+    return result
+
+
+if __name__ == "__main__":
+    run_command(main)
