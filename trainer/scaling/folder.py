@@ -83,21 +83,20 @@ class StudyFolder:
             SharedLedger.create(
                 self.shared_ledger, epsilon=study.budget.target_epsilon, delta=study.budget.target_delta
             )
-        outputs_exist = any(self.progress(one.name) != "new" for one in planned)
+        progress = {one.name: self.progress(one.name) for one in planned}
+        outputs_exist = any(value != "new" for value in progress.values())
         for one in planned:
-            if self.progress(one.name) != "new":
+            if progress[one.name] != "new" or (self.recipe(one.name).exists() and not self._differs(one)):
                 continue
             config = one.config
-            if outputs_exist and config.privacy.fixed_in_advance and not self.recipe(one.name).exists():
-                # Added after outputs of the others could be seen: the shared ledger then charges by an RDP filter.
+            if outputs_exist and config.privacy.fixed_in_advance:
+                # Chosen after outputs of the others could be seen: the shared ledger then charges by an RDP filter.
                 config = with_privacy(config, {"fixed_in_advance": False})
-            elif self.recipe(one.name).exists() and not self._begun_recipe_differs(one):
-                continue
             write_durably(self.recipe(one.name), to_toml(config))
         write_durably(self.definition, definition)
 
     def _require_same_recipe(self, one: PlannedPoint) -> None:
-        if self.progress(one.name) == "new" or not self._begun_recipe_differs(one):
+        if self.progress(one.name) == "new" or not self._differs(one):
             return
         begun = self.recipe(one.name).read_text()
         keys = changed_keys(begun, to_toml(one.config))
@@ -105,7 +104,7 @@ class StudyFolder:
             f"point {one.name} of {self.root} began with another {keys[0]}; set it back, or choose another --study_dir"
         )
 
-    def _begun_recipe_differs(self, one: PlannedPoint) -> bool:
+    def _differs(self, one: PlannedPoint) -> bool:
         try:
             begun = self.recipe(one.name).read_text()
         except OSError as error:

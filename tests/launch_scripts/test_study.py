@@ -1,0 +1,162 @@
+"""study.py as a user runs it: killed, resumed, reported; and what it refuses."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import ROOT, quiet_environment
+from tests.e2e.launch import alone, count, kill_group, ledger_lines
+from trainer.scaling.folder import StudyFolder
+
+STUDY = "launch_scripts/study.py"
+TINY = """
+name = "tiny"
+recipe = "tests/e2e/tiny.toml"
+seeds = {seeds}
+[base]
+data.provenance = "public"
+data.num_workers = 0
+train.num_steps = 12
+[axis.batch]
+privacy.expected_batch_size = {batches}
+[tan]
+reference_batch_size = 24
+reference_noise_multiplier = 1.2
+"""
+
+
+def written(tmp_path: Path, **values: Any) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY.format(**values))
+    return path
+
+
+def started(study: Path, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, STUDY, "run", str(study), "--study_dir", str(folder)],
+        cwd=ROOT, env=quiet_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_step(run: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while count(run, "done") < 1:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def kill_in_the_middle(study: Path, folder: StudyFolder, name: str) -> None:
+    """SIGKILL of the study alone, while it trains point `name`: nobody tells its trainer but the kernel."""
+    process = started(study, folder.root)
+    try:
+        wait_for_step(folder.run(name), process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    finally:
+        kill_group(process)
+
+
+def check_killed_and_resumed(tmp_path: Path, seeds: list[int], batches: list[int]) -> None:
+    """Batch size 24 is the reference, the others are simulated; killed in the first point and, with more seeds, in a later one."""
+    study = written(tmp_path, seeds=seeds, batches=batches)
+    folder = StudyFolder(tmp_path / "study")
+    first = f"batch-24_seed-{seeds[0]}"
+    kill_in_the_middle(study, folder, first)
+    if len(seeds) > 1:
+        kill_in_the_middle(study, folder, f"batch-8_seed-{seeds[0]}")
+    again = alone(["run", str(study), "--study_dir", str(folder.root)], script=STUDY)
+    assert again.returncode == 0, again.stdout + again.stderr
+    names = sorted(path.name for path in folder.runs.iterdir())
+    assert len(names) == len(seeds) * len(batches)
+    for name in names:
+        assert folder.progress(name) == "finished"
+        assert {line["step"] for line in ledger_lines(folder.run(name)) if line["type"] == "done"} == set(range(1, 13))
+    assert f"{first}: resumes" in again.stdout if len(seeds) == 1 else first not in again.stdout
+    sessions = {name: count(folder.run(name), "session") for name in names}
+    assert sessions[first] == 2
+
+    once_more = alone(["run", str(study), "--study_dir", str(folder.root)], script=STUDY)
+    assert once_more.returncode == 0
+    assert f"{len(names)} were done before" in once_more.stdout
+    assert {name: count(folder.run(name), "session") for name in names} == sessions
+
+    report = alone(["report", "--study_dir", str(folder.root)], script=STUDY)
+    assert report.returncode == 0, report.stderr
+    check_report(folder, names)
+
+
+def check_report(folder: StudyFolder, names: list[str]) -> None:
+    with (folder.report / "points.csv").open() as file:
+        rows = {row["point"]: row for row in csv.DictReader(file)}
+    assert sorted(rows) == names
+    page = (folder.report / "study.md").read_text()
+    for name, row in rows.items():
+        simulated = "batch-24" not in name
+        assert (row["epsilon"] == "") == simulated
+        assert (row["delta"] == "") == simulated
+        assert row["formal_guarantee"] == str(not simulated)
+        heldout = [
+            json.loads(line) for line in (folder.run(name) / "evaluation/heldout.jsonl").read_text().splitlines()
+        ]
+        assert float(row["final_heldout_loss"]) == heldout[-1]["loss"]
+        line = next(line for line in page.splitlines() if line.startswith(f"| {name} "))
+        assert ("none (simulation, not private)" in line) == simulated
+        if simulated:
+            check_silent_on_epsilon(folder.run(name), folder.log(name))
+    assert "they are not private" in page
+    assert (folder.report / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder.report / "tensorboard").rglob("events*"))
+
+
+def check_silent_on_epsilon(run: Path, log: Path) -> None:
+    """Neither card, metrics, manifest nor console of a simulation holds a number for epsilon."""
+    card = alone(["--run_dir", str(run)], script="launch_scripts/report.py")
+    assert card.returncode == 0, card.stderr
+    assert "formal_guarantee: false" in card.stdout
+    texts = [card.stdout, log.read_text(), (run / "metrics.jsonl").read_text()]
+    texts += [path.read_text() for path in (run / "checkpoints").glob("*/manifest.json")]
+    texts += [path.read_text() for path in (run / "report").glob("privacy_card.*")]
+    for text in texts:
+        assert not re.search(r"eps(ilon)?\W{1,4}(is |of |=)?\W{0,3}\d", text), re.findall(r"eps.{0,30}", text)
+    assert "TAN simulation" in (run / "report/privacy_card.md").read_text()
+    for path in (run / "checkpoints").glob("step-*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        assert manifest["formal_guarantee"] is False
+
+
+@pytest.mark.timeout(300)
+def test_a_study_is_killed_resumed_and_reported(tmp_path: Path) -> None:
+    check_killed_and_resumed(tmp_path, [0], [24, 8])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_study_of_six_points_is_killed_twice_resumed_and_reported(tmp_path: Path) -> None:
+    check_killed_and_resumed(tmp_path, [0, 1], [24, 8, 12])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "studies/none.toml"], "studies/none.toml: No such file"),
+        (["run", "recipes/quickstart.toml"], "study recipes/quickstart.toml"),
+        (["run", "studies/tan_dpcap.toml", "--workers", "0"], "not a positive number"),
+        (["report", "--study_dir", "runs/studies/none"], "No such file"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], message: str) -> None:
+    ended = alone(arguments, script=STUDY)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1

@@ -1,0 +1,226 @@
+"""Studies: what a grid means, what a point trains, and that nothing without a guarantee ever shows an epsilon."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from privacy.shared_ledger import SharedLedger
+from trainer.config import load_config, to_toml
+from trainer.errors import ConfigError
+from trainer.run_ledger import recipe_plan
+from trainer.scaling.folder import StudyFolder
+from trainer.scaling.grid import StudyConfig, expand, load_study
+from trainer.scaling.points import PlannedPoint, changed_keys, plan_points
+
+ROOT = Path(__file__).resolve().parents[2]
+STUDIES = sorted((ROOT / "studies").glob("*.toml"))
+
+STUDY = """
+name = "tiny"
+recipe = "tests/e2e/tiny.toml"
+seeds = [0, 1]
+[base]
+data.provenance = "public"
+[axis.batch]
+privacy.expected_batch_size = [8, 24]
+train.num_steps = [6, 2]
+[axis.start.small]
+[axis.start.large]
+model.overrides.encoder_depth = 2
+"""
+
+
+def study_of(tmp_path: Path, text: str) -> StudyConfig:
+    path = tmp_path / "study.toml"
+    path.write_text(text)
+    return load_study(path)
+
+
+def planned_of(tmp_path: Path, text: str) -> list[PlannedPoint]:
+    study = study_of(tmp_path, text)
+    return plan_points(study, expand(study), ROOT, tmp_path / "shared_ledger.jsonl")
+
+
+def test_axes_are_crossed_and_their_lists_go_together(tmp_path: Path) -> None:
+    points = expand(study_of(tmp_path, STUDY))
+    assert [point.name for point in points] == [
+        f"batch-{batch}_start-{start}_seed-{seed}"
+        for batch in (8, 24)
+        for start in ("small", "large")
+        for seed in (0, 1)
+    ]
+    last = points[-1]
+    assert last.labels == {"batch": 24, "start": "large"}
+    assert last.overrides == {
+        "data.provenance": "public",
+        "privacy.expected_batch_size": 24,
+        "train.num_steps": 2,
+        "model.overrides.encoder_depth": 2,
+        "train.seed": 1,
+    }
+
+
+def test_a_point_trains_what_its_overrides_say(tmp_path: Path) -> None:
+    by_name = {one.name: one.config for one in planned_of(tmp_path, STUDY)}
+    wanted = load_config(
+        ROOT / "tests/e2e/tiny.toml",
+        [
+            "name=batch-24_start-large_seed-1", "data.provenance=public", "privacy.expected_batch_size=24",
+            "train.num_steps=2", "model.overrides.encoder_depth=2", "train.seed=1",
+        ],
+    )  # fmt: skip
+    assert changed_keys(to_toml(by_name[wanted.name]), to_toml(wanted)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("seeds = [0, 1]", "seeds = []"), "seeds"),
+        (("seeds = [0, 1]", "seeds = [0, 0]"), "two points are both called"),
+        (('name = "tiny"', 'name = "tiny"\ncolour = 1'), "unknown key colour"),
+        (("[6, 2]", "[6]"), "expected_batch_size has 2, train.num_steps has 1"),
+        (("[6, 2]", "6"), "must be a list"),
+        (("[6, 2]", '[6, "two"]'), "train.num_steps"),
+        (("train.num_steps = [6", "training.num_steps = [6"), "neither a key of a recipe nor a table"),
+        (("train.num_steps = [6", "train.steps = [6"), "unknown key train.steps"),
+        (("[base]", "[base]\ntrain.seed = 3"), "list it in seeds"),
+        (("[base]", "[base]\ntraining.seed = 3"), "training.seed is no key of a recipe"),
+        (("[axis.start.large]\nmodel.overrides.encoder_depth", "[axis.start.large]\ntrain.num_steps"), "and so does an axis"),
+        (("tests/e2e/tiny.toml", "tests/e2e/none.toml"), "No such file"),
+        (("[base]", "[report]\ncolor = 'start '\n[base]"), "names no axis"),
+        (("[base]", "[tan]\nreference_batch_size = 24\n[base]"), "exactly one of reference_noise_multiplier"),
+        (("[base]", "[tan]\nreference_batch_size = 24\nreference_epsilon = 8.0\n[base]"), "needs data.num_examples"),
+        (('data.provenance = "public"', ""), "Say what they may spend together"),
+        (("name", "= name"), "is not TOML"),
+    ],
+)  # fmt: skip
+def test_a_bad_study_is_one_line(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    assert change[0] in STUDY
+    with pytest.raises(ConfigError) as caught:
+        planned_of(tmp_path, STUDY.replace(*change, 1))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+TAN = STUDY.replace("[axis.batch]", "[tan]\nreference_batch_size = 24\nreference_noise_multiplier = 1.2\n[axis.batch]")
+
+
+def test_tan_keeps_noise_over_batch_and_marks_all_but_the_reference(tmp_path: Path) -> None:
+    """Sander et al. 2023, section 4: sigma in proportion to B; steps and rate as they are."""
+    for one in planned_of(tmp_path, TAN):
+        privacy = one.config.privacy
+        assert math.isclose(privacy.noise_multiplier / privacy.expected_batch_size, 1.2 / 24)
+        assert privacy.target_epsilon is None
+        assert one.is_simulation == (privacy.expected_batch_size != 24)
+        plan = recipe_plan(privacy, one.config.train.num_steps, 3000)
+        assert plan.formal_guarantee != one.is_simulation
+        if one.is_simulation:
+            assert "TAN simulation" in plan.reasons[0]
+            assert plan.epsilon_planned is None
+            assert plan.epsilon_with_reserve is None
+            assert plan.epsilon_table() is None
+
+
+def test_a_simulation_may_have_noise_that_no_claim_could(tmp_path: Path) -> None:
+    """At B = 1 of a reference of 1,000 sigma is far below 0.3, and below what the noise's support could cover."""
+    text = TAN.replace("reference_batch_size = 24", "reference_batch_size = 1000").replace("[8, 24]", "[1, 24]")
+    one = planned_of(tmp_path, text)[0]
+    assert one.config.privacy.noise_multiplier == pytest.approx(0.0012)
+    assert not recipe_plan(one.config.privacy, 6, 3000).formal_guarantee
+
+
+def test_tan_is_calibrated_at_the_reference_batch(tmp_path: Path) -> None:
+    text = TAN.replace("reference_noise_multiplier = 1.2", "reference_epsilon = 8.0").replace("[6, 2]", "[2, 2]")
+    text = text.replace("[base]", "[base]\ndata.num_examples = 3000")
+    planned = planned_of(tmp_path, text)
+    reference = next(one for one in planned if not one.is_simulation)
+    plan = recipe_plan(reference.config.privacy, 2, 3000)
+    assert plan.epsilon_with_reserve is not None
+    assert 7.9 < plan.epsilon_with_reserve <= 8.0
+
+
+@pytest.mark.parametrize("more", ["target_epsilon=8.0", "enabled=false"])
+def test_a_simulation_aims_at_no_epsilon(more: str) -> None:
+    recipe = ROOT / ("recipes/quickstart.toml" if "epsilon" in more else "tests/e2e/tiny.toml")
+    with pytest.raises(ConfigError, match="a simulation has no epsilon"):
+        load_config(recipe, ["privacy.simulation=true", f"privacy.{more}"])
+
+
+BUDGET = STUDY.replace('data.provenance = "public"', "").replace(
+    "[base]", "[budget]\ntarget_epsilon = 50.0\ntarget_delta = 1e-4\n[base]"
+)
+
+
+def test_runs_on_private_data_share_a_ledger_and_know_their_siblings(tmp_path: Path) -> None:
+    for one in planned_of(tmp_path, BUDGET):
+        assert one.config.privacy.shared_ledger == str(tmp_path / "shared_ledger.jsonl")
+        assert one.config.privacy.fixed_in_advance
+        assert one.config.privacy.tuning is not None
+        assert "one of 8 runs of study tiny; 8 claim a guarantee" in one.config.privacy.tuning
+
+
+def test_runs_without_a_guarantee_need_leave_to_see_private_data(tmp_path: Path) -> None:
+    text = BUDGET.replace("[axis.start.large]", "[axis.start.large]\nprivacy.enabled = false")
+    with pytest.raises(ConfigError, match="informal_runs = true"):
+        planned_of(tmp_path, text)
+    planned = planned_of(tmp_path, text.replace("1e-4", "1e-4\ninformal_runs = true"))
+    for one in planned:
+        assert (one.config.privacy.shared_ledger is None) == (one.point.labels["start"] == "large")
+        assert "4 claim a guarantee of their own, 4 have none" in str(one.config.privacy.tuning)
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_shipped_studies_resolve(path: Path, tmp_path: Path) -> None:
+    study = load_study(path)
+    if study.tan is not None and study.tan.reference_epsilon is not None:  # calibration has its own test
+        study = study.model_copy(
+            update={"tan": study.tan.model_copy(update={"reference_epsilon": None, "reference_noise_multiplier": 1.0})}
+        )
+    planned = plan_points(study, expand(study), ROOT, tmp_path / "shared_ledger.jsonl")
+    assert len(planned) >= 4
+    assert f"launch_scripts/study.py run {path.relative_to(ROOT)}" in path.read_text().splitlines()[0]
+    assert study.name == path.stem
+
+
+def prepared(tmp_path: Path, text: str) -> tuple[StudyFolder, list[PlannedPoint]]:
+    folder = StudyFolder(tmp_path / "study")
+    study = study_of(tmp_path, text)
+    planned = plan_points(study, expand(study), ROOT, folder.shared_ledger)
+    with folder.locked():
+        folder.prepare(study, text, planned)
+    return folder, planned
+
+
+def test_a_study_folder_is_for_one_study_at_a_time(tmp_path: Path) -> None:
+    folder, _ = prepared(tmp_path, STUDY)
+    with folder.locked(), pytest.raises(ConfigError, match="in use"), StudyFolder(folder.root).locked():
+        pass
+
+
+def test_the_written_recipe_is_the_planned_one(tmp_path: Path) -> None:
+    folder, planned = prepared(tmp_path, BUDGET)
+    for one in planned:
+        assert load_config(folder.recipe(one.name)) == one.config
+    assert SharedLedger(folder.shared_ledger).read().opened["epsilon"] == 50.0
+
+
+def test_a_begun_point_cannot_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = prepared(tmp_path, STUDY)[1]
+    begun = planned[0].name
+    monkeypatch.setattr(StudyFolder, "progress", lambda self, name: "begun" if name == begun else "new")
+    prepared(tmp_path, STUDY)
+    prepared(tmp_path, STUDY.replace("seeds = [0, 1]", "seeds = [0, 1, 2]"))
+    with pytest.raises(ConfigError, match=f"{begun} .* began with another optimizer.peak_lr"):
+        prepared(tmp_path, STUDY.replace("[base]", "[base]\noptimizer.peak_lr = 0.5"))
+
+
+def test_a_point_added_after_outputs_is_not_fixed_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one that was changed after them."""
+    folder, planned = prepared(tmp_path, BUDGET)
+    monkeypatch.setattr(StudyFolder, "progress", lambda self, name: "begun" if name == planned[0].name else "new")
+    prepared(tmp_path, BUDGET.replace("seeds = [0, 1]", "seeds = [0, 1, 2]").replace("depth = 2", "depth = 3"))
+    fixed = {path.stem: load_config(path).privacy.fixed_in_advance for path in folder.recipes.glob("*.toml")}
+    assert len(fixed) == 12
+    late = [name for name in fixed if name.endswith("seed-2") or "large" in name]
+    assert sorted(name for name, value in fixed.items() if not value) == sorted(late)
