@@ -1,0 +1,230 @@
+"""Does the captioner see how things are composed? One true caption against false ones that use the same words.
+
+Formats of ARO (Yuksekgonul et al. 2023, https://arxiv.org/abs/2210.01936): VG-Relation and VG-Attribution, one false caption
+each; COCO-Order and Flickr30k-Order, several. And tests from synthetic pictures, whose programs know what is true. The caption of
+least loss is the model's answer, as in DP-Cap's evaluation; chance is one over the number of captions.
+"""
+
+import io
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from PIL import Image
+from scipy.stats import binomtest
+from torch import Tensor
+
+from data.errors import DataError, DecodeError
+from data.tokenizer import CaptionTokenizer
+from data.transforms import eval_image
+from evaluation.scoring import encoded_captions, own_log_probs
+from models.captioner import Captioner
+
+Format = Literal["vg-relation", "vg-attribution", "order"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+PERTURBATIONS = ("trigrams", "within_trigrams", "words")
+
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """
+    Attributes:
+        image: encoded bytes, or a file.
+        captions: the true one first.
+        group: what is tested, e.g. a relation.
+        box: left, top, right, bottom in pixels of the part that is shown; None is all.
+    """
+
+    image: bytes | Path
+    captions: tuple[str, ...]
+    group: str
+    box: Box | None = None
+
+
+def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
+    """A file of ARO: a JSON list.
+
+    vg-relation, vg-attribution: `image_path`, `bbox_x`, `bbox_y`, `bbox_w`, `bbox_h`, `true_caption`, `false_caption`, and
+    `relation_name` or `attributes`, as released. order: `image` (or `image_path`) and either `true_caption` with
+    `false_captions`, or `caption`, a list of true ones (the Karpathy splits of COCO and Flickr30k), which are perturbed here by
+    `perturbed`: ARO's two orders of trigrams, and all words shuffled in place of its two that need a tagger of words.
+
+    Raises:
+        DataError: no such file, or other content.
+    """
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is no JSON file: {error}") from error
+    if not isinstance(records, list) or not records:
+        raise DataError(f"{path} is no list of tests")
+    found: list[Choice] = []
+    for number, record in enumerate(records):
+        try:
+            found += _order(record, image_root, number) if kind == "order" else [_pair(record, image_root, kind)]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise DataError(
+                f"{path}: test {number} is not of the format {kind}: {type(error).__name__} {error}"
+            ) from error
+    return found
+
+
+def _pair(record: dict[str, Any], image_root: Path, kind: Format) -> Choice:
+    left, top, width, height = (float(record[f"bbox_{side}"]) for side in "xywh")
+    if kind == "vg-relation":
+        group = str(record["relation_name"])
+    else:
+        group = "_".join(str(attribute) for attribute in record["attributes"])
+    captions = (str(record["true_caption"]), str(record["false_caption"]))
+    return Choice(image_root / str(record["image_path"]), captions, group, (left, top, left + width, top + height))
+
+
+def _order(record: dict[str, Any], image_root: Path, number: int) -> Iterator[Choice]:
+    image = image_root / str(record["image"] if "image" in record else record["image_path"])
+    if "false_captions" in record:
+        wrong = [str(caption) for caption in record["false_captions"]]
+        yield Choice(image, (str(record["true_caption"]), *wrong), "order")
+        return
+    captions = [record["caption"]] if isinstance(record["caption"], str) else list(record["caption"])
+    for place, caption in enumerate(captions):
+        plain = " ".join(str(caption).lower().replace(".", " ").replace(",", " ").split()[:30])
+        others = perturbed(plain, random.Random(f"{number} {place}"))
+        if others:
+            yield Choice(image, (plain, *others), "order")
+
+
+def perturbed(caption: str, rng: random.Random) -> list[str]:
+    """The same words in wrong orders, none twice: trigrams shuffled, words shuffled within trigrams, all words shuffled."""
+    words = caption.split()
+    grams = [words[start : start + 3] for start in range(0, len(words), 3)]
+    ways: tuple[Callable[[], list[str]], ...] = (
+        lambda: [word for gram in rng.sample(grams, len(grams)) for word in gram],
+        lambda: [word for gram in grams for word in rng.sample(gram, len(gram))],
+        lambda: rng.sample(words, len(words)),
+    )
+    found: list[str] = []
+    for way in ways:
+        for _ in range(20):
+            other = " ".join(way())
+            if other != caption and other not in found:
+                found.append(other)
+                break
+    return found
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model chose in tests of one group.
+
+    Attributes:
+        credits_N: 1 where the true caption has the least loss (shared between equal ones), else 0.
+        num_options_N: captions of each test.
+    """
+
+    credits_N: np.ndarray
+    num_options_N: np.ndarray
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.credits_N.mean())
+
+    @property
+    def chance(self) -> float:
+        """Expected accuracy of guessing."""
+        return float((1 / self.num_options_N).mean())
+
+    @property
+    def p_value(self) -> float:
+        """Of guessing so well or better: one-sided binomial test, at the largest chance of any of these tests."""
+        wins = int(np.floor(self.credits_N.sum()))
+        chance = float((1 / self.num_options_N).max())
+        return float(binomtest(wins, len(self.credits_N), chance, alternative="greater").pvalue)
+
+
+def choose(
+    model: Captioner,
+    tokenizer: CaptionTokenizer,
+    tests: Sequence[Choice],
+    *,
+    batch_size: int = 32,
+    prior: bool = False,
+) -> tuple[dict[str, Answers], int]:
+    """Answers by group, and how many tests were left out because their bytes are no image.
+
+    Args:
+        prior: subtract each caption's log-probability for a black image, so that wording alone cannot decide.
+
+    Raises:
+        DataError: no tests, a caption that does not fit the model, an image that cannot be read.
+    """
+    if not tests:
+        raise DataError("there are no tests")
+    found: dict[str, list[tuple[float, int]]] = {}
+    undecodable = 0
+    for start in range(0, len(tests), batch_size):
+        some = tests[start : start + batch_size]
+        images = [_pixels(test, model.config.encoder.image_size) for test in some]
+        kept = [(test, image) for test, image in zip(some, images, strict=True) if image is not None]
+        undecodable += len(some) - len(kept)
+        if kept:
+            scores = losses(model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept]), prior=prior)
+            for (test, _), loss_O in zip(kept, scores, strict=True):
+                credit = float(loss_O[0] <= loss_O.min()) / int((loss_O == loss_O.min()).sum())
+                found.setdefault(test.group, []).append((credit, len(loss_O)))
+    if not found:
+        raise DataError(f"none of {len(tests)} images can be decoded")
+    answers = {g: Answers(np.array([c for c, _ in v]), np.array([n for _, n in v])) for g, v in found.items()}
+    return answers, undecodable
+
+
+def losses(
+    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], images_BCHW: np.ndarray, *, prior: bool
+) -> list[Tensor]:
+    """Loss per token of every caption of every test, in nats, the true one first."""
+    captions = [encoded_captions(tokenizer, test.captions, model.config.num_tokens) for test in tests]
+    images = torch.from_numpy(images_BCHW).to(next(model.parameters()).device)
+    scores = own_log_probs(model, images, captions)
+    if prior:
+        blank = own_log_probs(model, torch.zeros_like(images), captions)
+        scores = [score - without for score, without in zip(scores, blank, strict=True)]
+    lengths = [torch.tensor([len(caption) - 1 for caption in some]) for some in captions]
+    return [-score / length for score, length in zip(scores, lengths, strict=True)]
+
+
+def _pixels(test: Choice, size: int) -> np.ndarray | None:
+    """The shown part, squashed to a square: a central crop could leave out what the captions speak of."""
+    if isinstance(test.image, bytes):
+        data = test.image
+    else:
+        try:
+            data = test.image.read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read {test.image}: {error.strerror or error}") from error
+    try:
+        if test.box is not None or isinstance(test.image, Path):
+            data = _squashed(data, test.box, size)
+        return eval_image(data, size)
+    except DecodeError:
+        return None
+
+
+def _squashed(data: bytes, box: Box | None, size: int) -> bytes:
+    try:
+        with Image.open(io.BytesIO(data)) as opened:
+            image = opened.convert("RGB")
+            box = box or (0, 0, *image.size)
+            if not (box[0] < box[2] and box[1] < box[3]):
+                raise DecodeError(f"the box {box} is empty")
+            image = image.crop(tuple(round(side) for side in box)).resize((size, size), Image.Resampling.BICUBIC)
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise DecodeError(str(error)) from error
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()

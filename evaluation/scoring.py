@@ -1,0 +1,222 @@
+"""How likely a captioner finds captions: many captions of every image through one prefix tree, or a few of each image's own.
+
+log p(caption | image) is the sum over its tokens, the end token included, of their log-probability given the image and the
+tokens before. Captions that begin alike share that work: every distinct beginning is computed once per image, its keys and
+values kept (models/incremental.py), level by level for many images together.
+
+Shapes: B images, C captions, N nodes (distinct beginnings that something follows), E edges (a token after a node), S tokens of a
+beginning, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.errors import DataError
+from data.tokenizer import CaptionTokenizer
+from models.captioner import Captioner, caption_loss
+from models.incremental import IncrementalDecoder
+
+MAX_NUMBERS = 2**26
+"""Most floating-point numbers that scoring holds at once, of keys and values, and of scores: 256 MiB each in fp32."""
+
+
+def encoded_captions(tokenizer: CaptionTokenizer, captions: Sequence[str], num_tokens: int) -> list[tuple[int, ...]]:
+    """Tokens of each caption from start to end, without padding.
+
+    Args:
+        num_tokens: the longest that the model takes.
+
+    Raises:
+        DataError: there is none, or one does not fit: what is cut off would not be scored.
+    """
+    if not captions:
+        raise DataError("there are no captions to score")
+    encoded = []
+    for caption in captions:
+        tokens_L, mask_L = tokenizer.encode(caption, 8 * num_tokens)
+        tokens = tuple(int(token) for token in tokens_L[mask_L])
+        if len(tokens) > num_tokens:
+            raise DataError(f"{caption[:80]!r} has {len(tokens)} tokens; the model takes at most {num_tokens}")
+        encoded.append(tokens)
+    return encoded
+
+
+class Level(NamedTuple):
+    """The nodes whose beginnings have S + 1 tokens, and the edges that leave them; nodes count through all levels.
+
+    Attributes:
+        tokens_n: last token of each node.
+        paths_nS: nodes before it.
+        sources_e: of each edge, the node's place in this level.
+        targets_e: the token after it.
+        reached_by_n: the edge (through all levels) that ends in each node; -1 for the root.
+    """
+
+    tokens_n: np.ndarray
+    paths_nS: np.ndarray
+    sources_e: np.ndarray
+    targets_e: np.ndarray
+    reached_by_n: np.ndarray
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """
+    Attributes:
+        levels: from the start token on.
+        last_edge_C: the edge that ends each caption.
+        lengths_C: tokens of each caption that are scored: all but the first.
+    """
+
+    levels: tuple[Level, ...]
+    last_edge_C: np.ndarray
+    lengths_C: np.ndarray
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(len(level.tokens_n) for level in self.levels)
+
+    @property
+    def num_edges(self) -> int:
+        return sum(len(level.targets_e) for level in self.levels)
+
+    @classmethod
+    def of(cls, captions: Sequence[Sequence[int]]) -> "PrefixTree":
+        """
+        Args:
+            captions: tokens from a common start token to the end token; equal ones share their edges.
+
+        Raises:
+            ValueError: none, one without a token to score, or different start tokens.
+        """
+        if not captions or any(len(caption) < 2 or caption[0] != captions[0][0] for caption in captions):
+            raise ValueError("captions must begin with the same token and have at least one more")
+        levels: list[Level] = []
+        nodes: dict[tuple[int, ...], int] = {tuple(captions[0][:1]): 0}  # of this level: beginning -> number
+        paths: dict[tuple[int, ...], list[int]] = {tuple(captions[0][:1]): []}
+        reached_by: dict[tuple[int, ...], int] = {tuple(captions[0][:1]): -1}
+        last_edge_C = np.full(len(captions), -1)
+        num_nodes, num_edges = 1, 0
+        for size in range(1, max(len(caption) for caption in captions)):
+            edges: dict[tuple[int, ...], int] = {}
+            place = {beginning: k for k, beginning in enumerate(nodes)}
+            following: dict[tuple[int, ...], int] = {}
+            for number, caption in enumerate(captions):
+                if len(caption) <= size:
+                    continue
+                longer = tuple(caption[: size + 1])
+                edge = edges.setdefault(longer, num_edges + len(edges))
+                if len(caption) == size + 1:
+                    last_edge_C[number] = edge
+                elif longer not in following:
+                    following[longer] = num_nodes + len(following)
+            levels.append(
+                Level(
+                    np.array([beginning[-1] for beginning in nodes]),
+                    np.array([paths[beginning] for beginning in nodes]).reshape(len(nodes), size - 1).astype(np.int64),
+                    np.array([place[longer[:-1]] for longer in edges]),
+                    np.array([longer[-1] for longer in edges]),
+                    np.array([reached_by[beginning] for beginning in nodes]),
+                )
+            )
+            paths = {longer: [*paths[longer[:-1]], nodes[longer[:-1]]] for longer in following}
+            reached_by = {longer: edges[longer] for longer in following}
+            num_nodes, num_edges, nodes = num_nodes + len(following), num_edges + len(edges), following
+        return cls(tuple(levels), last_edge_C, np.array([len(caption) - 1 for caption in captions]))
+
+
+@torch.no_grad()
+def tree_log_probs(
+    model: Captioner, images_BCHW: Tensor, tree: PrefixTree, *, max_numbers: int = MAX_NUMBERS
+) -> Tensor:
+    """log p(caption | image) of every caption of the tree for every image, (B, C) float64 on the CPU.
+
+    Args:
+        images_BCHW: on the model's device.
+        max_numbers: bounds the memory; images and nodes are taken in parts.
+    """
+    per_image = 2 * tree.num_nodes * model.config.decoder.width * len(model.decoder.blocks)
+    part = max(1, max_numbers // max(1, per_image))
+    found = [_some_images(model, images, tree, max_numbers) for images in images_BCHW.split(part)]
+    return torch.cat(found)
+
+
+def _some_images(model: Captioner, images_BCHW: Tensor, tree: PrefixTree, max_numbers: int) -> Tensor:
+    batch, device = len(images_BCHW), images_BCHW.device
+    decoder = IncrementalDecoder(model.decoder, model.encode(images_BCHW), tree.num_nodes)
+    totals_BE = torch.zeros(batch, tree.num_edges, dtype=torch.float64)
+    first_edge = 0
+    for level in tree.levels:
+        edges = slice(first_edge, first_edge + len(level.targets_e))
+        own_Be = _level(model, decoder, level, batch, device, max_numbers)
+        before_e = torch.from_numpy(level.reached_by_n[level.sources_e])
+        before_Be = totals_BE[:, before_e.clamp(min=0)].masked_fill(before_e < 0, 0)
+        totals_BE[:, edges] = before_Be + own_Be
+        first_edge = edges.stop
+    return totals_BE[:, torch.from_numpy(tree.last_edge_C)]
+
+
+def _level(
+    model: Captioner, decoder: IncrementalDecoder, level: Level, batch: int, device: torch.device, max_numbers: int
+) -> Tensor:
+    """Log-probabilities (B, e) of a level's edges, by parts of its nodes."""
+    config = model.config
+    per_node = batch * max(config.vocab_size, 2 * (level.paths_nS.shape[1] + 1) * config.decoder.width)
+    part = max(1, max_numbers // per_node)
+    found: list[Tensor] = []
+    for start in range(0, len(level.tokens_n), part):
+        nodes = slice(start, start + part)
+        tokens_n = torch.from_numpy(level.tokens_n[nodes]).to(device)
+        paths_nS = torch.from_numpy(level.paths_nS[nodes]).to(device)
+        hidden_BnD = decoder.step(tokens_n.expand(batch, -1), paths_nS.expand(batch, -1, -1))
+        logits_BnV = model.decoder.head(hidden_BnD)
+        logits_BnV = logits_BnV if logits_BnV.dtype == torch.float64 else logits_BnV.float()
+        logsumexp_Bn = logits_BnV.logsumexp(-1)
+        here_e = (level.sources_e >= start) & (level.sources_e < start + part)
+        sources_e = torch.from_numpy(level.sources_e[here_e] - start).to(device)
+        targets_e = torch.from_numpy(level.targets_e[here_e]).to(device)
+        found.append((logits_BnV[:, sources_e, targets_e] - logsumexp_Bn[:, sources_e]).double().cpu())
+    # Edges stand in the order of their captions, not of their nodes.
+    order_e = np.argsort(level.sources_e // part, kind="stable")
+    joined_Be = torch.cat(found, dim=1)
+    result_Be = torch.empty_like(joined_Be)
+    result_Be[:, torch.from_numpy(order_e)] = joined_Be
+    return result_Be
+
+
+@torch.no_grad()
+def own_log_probs(
+    model: Captioner,
+    images_BCHW: Tensor,
+    captions_B: Sequence[Sequence[Sequence[int]]],
+    *,
+    max_numbers: int = MAX_NUMBERS,
+) -> list[Tensor]:
+    """log p(caption | image) of a few captions of each image's own: float64 tensors on the CPU, one per image.
+
+    Every image is encoded once; its captions go through the decoder in one batch.
+    """
+    config, device = model.config, images_BCHW.device
+    memory_BTD = model.encode(images_BCHW)
+    rows = [(image, caption) for image, captions in enumerate(captions_B) for caption in captions]
+    longest = max(len(caption) for _, caption in rows)
+    part = max(1, max_numbers // (longest * config.vocab_size))
+    found: list[Tensor] = []
+    for start in range(0, len(rows), part):
+        some = rows[start : start + part]
+        tokens_RL = torch.full((len(some), longest), config.pad_id, dtype=torch.int64)
+        for row, (_, caption) in enumerate(some):
+            tokens_RL[row, : len(caption)] = torch.tensor(caption)
+        lengths_R = torch.tensor([len(caption) for _, caption in some])
+        mask_RL = torch.arange(longest)[None, :] < lengths_R[:, None]
+        memory_RTD = memory_BTD[torch.tensor([image for image, _ in some], device=device)]
+        loss_RL = model.decoder(tokens_RL[:, :-1].to(device), memory_RTD, tokens_RL[:, 1:].to(device))
+        mean_R = caption_loss(loss_RL.double(), mask_RL[:, 1:].to(device))
+        found.append(-mean_R.cpu() * (lengths_R - 1))
+    joined = torch.cat(found)
+    return list(joined.split([len(captions) for captions in captions_B]))

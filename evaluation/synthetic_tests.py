@@ -1,0 +1,101 @@
+"""Tests of what a captioner sees, from synthetic pictures whose programs know what is true. No download.
+
+`shape_choices` and `shape_images` ask about plain shapes (`prepare.py synthetic --content shapes`): all false captions have as
+many words as the true one, and in "relation" and "order" the very same words up to the name of the relation. `scene_choices` asks
+about pictures of every kind. Test pictures come from seeds of their own: choose one that no training shard has.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+
+from data.synthetic import shapes
+from data.synthetic.generate import SyntheticData, SyntheticExample
+from data.synthetic.statement import Group, Statement
+from data.synthetic.vocabulary import BASIC, OPPOSITES
+from data.synthetic.write import encode
+from evaluation.compositional import Choice
+
+SHAPE_GROUPS = ("colour", "shape", "relation", "order")
+SHAPE_CLASSES = tuple(f"{colour} {shape}" for colour in BASIC for shape in shapes.SIMPLE)
+"""Names of all single shapes: 12 colours times 10 shapes."""
+
+
+def shape_images(data: SyntheticData, count: int) -> tuple[list[bytes], np.ndarray]:
+    """Pictures of single shapes (PNG) and the numbers of their classes in SHAPE_CLASSES."""
+    examples = _with_number(data, 1, count)
+    labels = [SHAPE_CLASSES.index(f"{e.statement.groups[0].colour} {e.statement.groups[0].shape}") for e in examples]
+    return [encode(example, "png") for example in examples], np.array(labels)
+
+
+def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE_GROUPS) -> list[Choice]:
+    """`count` tests of each group.
+
+    colour, shape: one word of the caption of two shapes becomes each other one that neither shape has: 11 and 9 ways.
+    relation: of two shapes, against the opposite relation, exchanged places, and exchanged colours with each of these: 7 ways.
+    order: of three shapes, against all other orders: 6 ways.
+    """
+    found = []
+    for group in groups:
+        examples = _with_number(data, 3 if group == "order" else 2, count)
+        for number, example in enumerate(examples):
+            captions = (example.statement.plain_caption(), *_wrong(example.statement, group, number))
+            found.append(Choice(encode(example, "png"), captions, group))
+    return found
+
+
+def scene_choices(data: SyntheticData, count: int) -> list[Choice]:
+    """Two-way tests on `count` pictures of every kind, by what is wrong with the false caption (swapped_order, ...)."""
+    found = []
+    for test in data.relation_tests(range(count)):
+        image = encode(SyntheticExample(test.image_HWC, "", None, None), "png")  # type: ignore[arg-type]
+        found += [Choice(image, (test.caption, wrong), kind) for kind, wrong in test.wrong.items()]
+    return found
+
+
+def _with_number(data: SyntheticData, number: int, count: int) -> list[SyntheticExample]:
+    """The first `count` examples of so many shapes."""
+    chosen: list[int] = []
+    index = 0
+    while len(chosen) < count:
+        if len(data.composition(index)[0].statement.groups) == number:
+            chosen.append(index)
+        index += 1
+    return [example for start in range(0, count, 64) for example in data.examples(chosen[start : start + 64])]
+
+
+def _wrong(said: Statement, group: str, number: int) -> list[str]:
+    if group == "order":
+        others = [order for order in permutations(said.groups) if order != said.groups]
+        return [replace(said, groups=order).plain_caption() for order in others]
+    if group == "relation":
+        return [statement.plain_caption() for statement in _relations(said)]
+    place = number % 2
+    return [
+        replace(said, groups=(*said.groups[:place], other, *said.groups[place + 1 :])).plain_caption()
+        for other in _changed(said.groups, place, group)
+    ]
+
+
+def _changed(groups: tuple[Group, ...], place: int, group: str) -> Iterator[Group]:
+    if group == "colour":
+        used = {g.colour for g in groups}
+        yield from (replace(groups[place], colour=colour) for colour in BASIC if colour not in used)
+    else:
+        taken = {g.shape for g in groups}
+        yield from (replace(groups[place], shape=shape) for shape in shapes.SIMPLE if shape not in taken)
+
+
+def _relations(said: Statement) -> Iterator[Statement]:
+    """For "A left of B": "A right of B" and "B left of A", and all three with exchanged colours."""
+    first, second = said.groups
+    opposite = OPPOSITES[str(said.relation)]
+    yield replace(said, relation=opposite)
+    yield replace(said, groups=(second, first))
+    mixed = first.with_look_of(second), second.with_look_of(first)
+    yield replace(said, groups=mixed)
+    yield replace(said, groups=mixed, relation=opposite)
+    yield replace(said, groups=mixed[::-1])
+    yield replace(said, groups=mixed[::-1], relation=opposite)

@@ -1,0 +1,145 @@
+"""Zero-shot classification: which of "a photo of a CLASS" does the captioner find likeliest for the image?
+
+As in DP-Cap's evaluation (Sander et al. 2024, https://arxiv.org/abs/2403.02506), with several templates, and three rules:
+
+* `sum`: log p(class | image), where p(class | image) is the mean over templates of p(caption | image);
+* `mean`: the mean over templates of the caption's log-probability per token (the published rule): long names are not punished;
+* `prior`: `sum` minus log p(class), where p(class) is the mean of p(class | image) over calibration images that need no
+  label: common names are not rewarded (pointwise mutual information; Zhao et al. 2021, https://arxiv.org/abs/2102.09690, correct
+  with content-free inputs). The images to classify are calibration images themselves if no others are given.
+
+Shapes: N images, K classes, P templates, C = K P captions.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.errors import DataError
+from data.synthetic.vocabulary import a
+from data.tokenizer import CaptionTokenizer
+from evaluation.scoring import MAX_NUMBERS, PrefixTree, encoded_captions, tree_log_probs
+from models.captioner import Captioner
+
+Rule = Literal["sum", "mean", "prior"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+TEMPLATES = ("{a}", "a photo of {a}", "a picture of {a}", "an image of {a}")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Captions of all classes in all templates.
+
+    Attributes:
+        captions: C texts, class by class.
+        num_templates: P.
+        tree: of their tokens.
+    """
+
+    captions: tuple[str, ...]
+    num_templates: int
+    tree: PrefixTree
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.captions) // self.num_templates
+
+    @classmethod
+    def of(
+        cls, class_names: Sequence[str], templates: Sequence[str], tokenizer: CaptionTokenizer, num_tokens: int
+    ) -> "Prompts":
+        """
+        Args:
+            templates: `{}` stands for the class name, `{a}` for the name with its indefinite article.
+
+        Raises:
+            DataError: no classes, fewer than two, a name twice, a template without a place, a prompt that does not fit.
+        """
+        names = [" ".join(name.replace("_", " ").split()) for name in class_names]
+        if len(names) < 2 or not all(names):
+            raise DataError(f"zero-shot classification needs at least two class names, none empty; got {names[:3]}")
+        if len(set(names)) < len(names):
+            raise DataError(f"the class name {max(names, key=names.count)!r} comes more than once")
+        if not templates:
+            raise DataError("there is no template")
+        captions = tuple(fill(template, name) for name in names for template in templates)
+        return cls(captions, len(templates), PrefixTree.of(encoded_captions(tokenizer, captions, num_tokens)))
+
+    def by_rule(self, log_probs_NC: Tensor, calibration_MC: Tensor | None = None) -> dict[Rule, Tensor]:
+        """Scores (N, K) by each rule; see the module.
+
+        Args:
+            log_probs_NC: of all captions, from `tree_log_probs`.
+            calibration_MC: the same for calibration images; default: `log_probs_NC`.
+        """
+        lengths_C = torch.from_numpy(self.tree.lengths_C)
+        sum_NK = self._classes(log_probs_NC).logsumexp(-1) - math.log(self.num_templates)
+        calibration_MK = sum_NK
+        if calibration_MC is not None:
+            calibration_MK = self._classes(calibration_MC).logsumexp(-1) - math.log(self.num_templates)
+        prior_K = calibration_MK.logsumexp(0) - math.log(len(calibration_MK))
+        return {"sum": sum_NK, "mean": self._classes(log_probs_NC / lengths_C).mean(-1), "prior": sum_NK - prior_K}
+
+    def _classes(self, values_NC: Tensor) -> Tensor:
+        return values_NC.unflatten(-1, (-1, self.num_templates))
+
+
+def fill(template: str, name: str) -> str:
+    """
+    Raises:
+        DataError: the template has no place for the name.
+    """
+    if "{}" not in template and "{a}" not in template:
+        raise DataError(
+            f"the template {template!r} has no place for the class name; write {{}}, or {{a}} for it with a/an"
+        )
+    return template.replace("{a}", a(name)).replace("{}", name)
+
+
+def log_probs_of(
+    model: Captioner, prompts: Prompts, batches: Iterable[Tensor], *, max_numbers: int = MAX_NUMBERS
+) -> Tensor:
+    """(N, C) for all images of the batches (B, 3, S, S), wherever they lie."""
+    device = next(model.parameters()).device
+    found = [tree_log_probs(model, images.to(device), prompts.tree, max_numbers=max_numbers) for images in batches]
+    if not found:
+        raise DataError("there are no images to classify")
+    return torch.cat(found)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """
+    Attributes:
+        top1, top5: share of images whose class is the best, or among the best five (of more than five classes).
+        per_class_K: top1 of each class; NaN for classes without images.
+    """
+
+    top1: float
+    top5: float | None
+    per_class_K: np.ndarray
+
+
+def accuracy(scores_NK: Tensor, labels_N: np.ndarray) -> Accuracy:
+    """Equal scores share the credit, so that a model that cannot tell gets what guessing gets.
+
+    Raises:
+        DataError: a label without a class name.
+    """
+    num_classes = scores_NK.shape[1]
+    if labels_N.min() < 0 or labels_N.max() >= num_classes:
+        raise DataError(f"label {int(labels_N.max())} has no name: there are {num_classes} class names")
+    labels = torch.from_numpy(labels_N)
+    own_N1 = scores_NK.gather(1, labels[:, None])
+    better_N, equal_N = (scores_NK > own_N1).sum(1), (scores_NK == own_N1).sum(1)
+    first_N = ((1 - better_N).clamp(0, 1) / equal_N).numpy()
+    five_N = ((5 - better_N).clamp(min=0) / equal_N).clamp(max=1).numpy()
+    per_class = np.array(
+        [first_N[labels_N == k].mean() if (labels_N == k).any() else np.nan for k in range(num_classes)]
+    )
+    return Accuracy(float(first_N.mean()), float(five_N.mean()) if num_classes > 5 else None, per_class)

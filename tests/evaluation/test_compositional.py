@@ -1,0 +1,201 @@
+"""ARO's files, choices by loss, and tests from synthetic programs: false captions are false and as long as the true one."""
+
+import io
+import json
+import random
+import re
+from collections import Counter
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from data.errors import DataError
+from data.synthetic.generate import SyntheticData
+from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.transforms import denormalize
+from evaluation import compositional
+from evaluation.compositional import Answers, Choice, choose, losses, perturbed, read_aro
+from evaluation.synthetic_tests import SHAPE_CLASSES, scene_choices, shape_choices, shape_images
+from models.captioner import Captioner, build_captioner
+from tests.models.tiny import tiny_config
+
+TOKENIZER = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
+SHAPES = SyntheticData(8, 32, "numpy", "shapes")
+
+
+def captioner() -> Captioner:
+    config = tiny_config(
+        vocab_size=TOKENIZER.vocab_size, bos_id=TOKENIZER.bos_id, eos_id=TOKENIZER.eos_id, num_tokens=32
+    )
+    return build_captioner(config, generator=torch.Generator().manual_seed(0)).eval()
+
+
+def write(path: Path, records: list[object]) -> Path:
+    path.write_text(json.dumps(records))
+    return path
+
+
+def halves(path: Path) -> Path:
+    """Red on the left, blue on the right, 40 x 20 pixels."""
+    pixels = np.zeros((20, 40, 3), np.uint8)
+    pixels[:, :20, 0], pixels[:, 20:, 2] = 255, 255
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+PAIR = {
+    "image_path": "a.png", "bbox_x": 20, "bbox_y": 0, "bbox_w": 20, "bbox_h": 20, "relation_name": "on", "image_id": 7,
+    "true_caption": "the horse is on the grass", "false_caption": "the grass is on the horse",
+    "attributes": ["brown", "green"],
+}  # fmt: skip
+
+
+def test_pairs_of_aro(tmp_path: Path) -> None:
+    """Records as released, further keys included; the box cuts the image."""
+    halves(tmp_path / "a.png")
+    path = write(tmp_path / "relation.json", [PAIR])
+    (test,) = read_aro(path, tmp_path, "vg-relation")
+    assert test.captions == ("the horse is on the grass", "the grass is on the horse") and test.group == "on"
+    assert read_aro(path, tmp_path, "vg-attribution")[0].group == "brown_green"
+    pixels = compositional._pixels(test, 16)
+    assert pixels is not None
+    assert (denormalize(pixels).reshape(-1, 3) == (0, 0, 255)).all()
+    whole = compositional._pixels(Choice(tmp_path / "a.png", ("x",), "g"), 16)
+    assert whole is not None  # squashed, not cropped: both halves are whole
+    assert denormalize(whole)[8, 0].tolist() == [255, 0, 0] and denormalize(whole)[8, 15].tolist() == [0, 0, 255]
+
+
+def test_orders_of_captions(tmp_path: Path) -> None:
+    given = {"image": "a.png", "true_caption": "a b", "false_captions": ["b a", "a a"]}
+    karpathy = {"image": "val2014/x.jpg", "caption": ["A man rides a horse, on the beach.", "Yes."]}
+    tests = read_aro(write(tmp_path / "order.json", [given, karpathy]), tmp_path, "order")
+    assert [len(test.captions) for test in tests] == [3, 4]  # one word has no other order
+    assert tests[1].captions[0] == "a man rides a horse on the beach"
+    assert len(set(tests[1].captions)) == 4
+    assert all(Counter(c.split()) == Counter(tests[1].captions[0].split()) for c in tests[1].captions)
+    again = read_aro(tmp_path / "order.json", tmp_path, "order")
+    assert again == tests, "the same file gives the same tests"
+
+
+def test_perturbations_keep_what_they_say() -> None:
+    words = [f"w{k}" for k in range(12)]
+    trigrams, within, anyhow = perturbed(" ".join(words), random.Random(0))
+    grams = {tuple(words[k : k + 3]) for k in range(0, 12, 3)}
+    found = trigrams.split()
+    assert {tuple(found[k : k + 3]) for k in range(0, 12, 3)} == grams
+    found = within.split()
+    assert [set(found[k : k + 3]) for k in range(0, 12, 3)] == [set(words[k : k + 3]) for k in range(0, 12, 3)]
+    assert sorted(anyhow.split()) == sorted(words)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "no JSON"),
+        ("{}", "no list"),
+        ("[]", "no list"),
+        ('[{"image_path": "a"}]', "test 0 is not of the format vg-rel"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_aro(tmp_path / "x.json", tmp_path, "vg-relation")
+
+
+def test_losses_are_the_models_own() -> None:
+    model = captioner()
+    tests = shape_choices(SHAPES, 2, ["relation", "order"])
+    images = np.random.default_rng(0).standard_normal((4, 3, 16, 16)).astype(np.float32)
+    for number, loss_O in enumerate(losses(model, TOKENIZER, tests, images, prior=False)):
+        for caption, loss in zip(tests[number].captions, loss_O.tolist(), strict=True):
+            tokens_L, mask_L = (torch.from_numpy(x)[None] for x in TOKENIZER.encode(caption, 32))
+            with torch.no_grad():
+                own = model(torch.from_numpy(images[number : number + 1]), tokens_L, mask_L)
+            assert loss == pytest.approx(own.item(), abs=1e-5)
+
+
+def test_the_least_loss_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right, wrong, and a tie of two among three; an image that is none is left out and counted."""
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "PNG")
+    tests = [Choice(picture.getvalue(), ("a", "b", "c"), group) for group in ("x", "x", "y")]
+    tests.append(Choice(b"no image", ("a", "b"), "y"))
+    said = [torch.tensor(row) for row in ([1.0, 2, 3], [2.0, 1, 3], [1.0, 1, 3])]
+
+    def planted(
+        model: Captioner, tokenizer: CaptionTokenizer, some: list[Choice], *rest: object, **more: object
+    ) -> list[Tensor]:
+        return said[: len(some)]
+
+    monkeypatch.setattr(compositional, "losses", planted)
+    answers, undecodable = choose(captioner(), TOKENIZER, tests)
+    assert undecodable == 1 and answers["x"].accuracy == 0.5 and answers["y"].accuracy == 0.5
+    assert answers["x"].chance == pytest.approx(1 / 3)
+    with pytest.raises(DataError, match="no tests"):
+        choose(captioner(), TOKENIZER, [])
+
+
+def test_a_model_without_a_look_cannot_do_better_than_chance() -> None:
+    """All images black: with the prior every difference vanishes, ties included."""
+    model = captioner()
+    tests = [Choice(test.image, test.captions, test.group) for test in shape_choices(SHAPES, 3, ["order"])]
+    blank = np.zeros((3, 3, 16, 16), np.float32)
+    for loss_O in losses(model, TOKENIZER, tests, blank, prior=True):
+        assert loss_O.abs().max() == 0
+
+
+def test_p_value_is_that_of_guessing() -> None:
+    """60 of 100 right among two: P(at least 60) by summing the binomial distribution."""
+    answers = Answers(np.repeat([1.0, 0.0], [60, 40]), np.full(100, 2))
+    assert answers.p_value == pytest.approx(sum(comb(100, k) for k in range(60, 101)) / 2**100)
+
+
+def test_false_captions_of_shapes_are_false_and_as_long() -> None:
+    """What holds is read off the scene: names, colours and places of the drawn shapes."""
+    opposite = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}
+    tests = shape_choices(SHAPES, 12)
+    sizes = {"colour": 11, "shape": 9, "relation": 7, "order": 6}
+    assert Counter(test.group for test in tests) == dict.fromkeys(sizes, 12)
+    scenes = {}
+    for index in range(400):
+        composition, caption = SHAPES.composition(index)
+        scenes.setdefault(caption, composition.scene)
+    for test in tests:
+        assert len(set(test.captions)) == len(test.captions) == sizes[test.group]
+        assert len({len(caption.split()) for caption in test.captions}) == 1
+        if test.group not in ("relation", "order"):
+            continue
+        scene = scenes[test.captions[0]]
+        where = {f"{s.colour} {s.name}": (s.x, s.y) for s in scene.shapes}
+
+        def holds(caption: str, where: dict[str, tuple[float, float]] = where) -> bool:
+            plain = re.sub(r"\ban ", "a ", caption)
+            for words, (axis, sign) in opposite.items():
+                if f" {words} " in plain:
+                    pair = [part.removeprefix("a ") for part in plain.split(f" {words} ")]
+                    return all(p in where for p in pair) and sign * (where[pair[0]][axis] - where[pair[1]][axis]) > 0.2
+            axis = 0 if plain.endswith("left to right") else 1
+            listed = plain.partition(" from ")[0].replace(" and ", ", ").split(", ")
+            places = [where[part.removeprefix("a ")][axis] for part in listed]
+            return places == sorted(places)
+
+        assert [holds(caption) for caption in test.captions] == [True] + [False] * (len(test.captions) - 1)
+
+
+def test_single_shapes_have_their_class() -> None:
+    images, labels = shape_images(SHAPES, 10)
+    assert len(SHAPE_CLASSES) == len(set(SHAPE_CLASSES)) == 120 and len(images) == len(labels) == 10
+    captions = [SHAPES.composition(i)[1] for i in range(60)]
+    single = [caption for caption in captions if len(caption.split()) == 3][:10]
+    assert [caption.split(" ", 1)[1] for caption in single] == [SHAPE_CLASSES[k] for k in labels]
+
+
+def test_scenes_of_every_kind() -> None:
+    tests = scene_choices(SyntheticData(8, 32, "numpy"), 6)
+    assert {len(test.captions) for test in tests} == {2} and "swapped_order" in {test.group for test in tests}

@@ -1,0 +1,108 @@
+"""Prefix-tree scores against one whole forward per caption, in float64 and float32."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from data.errors import DataError
+from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from evaluation.scoring import PrefixTree, encoded_captions, own_log_probs, tree_log_probs
+from models.captioner import Captioner
+from tests.models.tiny import tiny_captioner
+
+CAPTIONS = [
+    *[(1, 5, 6, 2), (1, 5, 6, 7, 2), (1, 5, 2), (1, 2), (1, 8, 6, 7, 2), (1, 5, 6, 7, 9, 4, 2), (1, 16, 2)],
+    *[(1, 5, 6, 2), (1, 8, 8, 8, 8, 8, 8, 8, 2)],
+]
+
+
+def peaked(**overrides: object) -> Captioner:
+    """With scores far from uniform, as after training."""
+    torch.manual_seed(0)
+    model = tiny_captioner(**overrides)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@torch.no_grad()
+def plain(model: Captioner, images_BCHW: Tensor, captions: list[tuple[int, ...]]) -> Tensor:
+    """One forward of the whole model per caption, in float64."""
+    model = model.double()
+    rows = []
+    for caption in captions:
+        tokens_BL = torch.tensor(caption).expand(len(images_BCHW), -1)
+        log_probs = model(images_BCHW.double(), tokens_BL[:, :-1], output="logits").log_softmax(-1)
+        rows.append(log_probs.gather(2, tokens_BL[:, 1:, None])[:, :, 0].sum(1))
+    model.float()
+    return torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"decoder_norm_position": "pre", "tied_head": True}])
+@pytest.mark.parametrize("max_numbers", [2**26, 2000, 1])
+def test_the_tree_scores_as_one_forward_per_caption(overrides: dict[str, object], max_numbers: int) -> None:
+    """Also in parts: of images and of nodes, down to one of each."""
+    model, images = peaked(**overrides), torch.randn(5, 3, 16, 16)
+    expected = plain(model, images, CAPTIONS)
+    found = tree_log_probs(model, images, PrefixTree.of(CAPTIONS), max_numbers=max_numbers)
+    lengths = torch.tensor([len(caption) - 1 for caption in CAPTIONS])
+    assert found.shape == (5, len(CAPTIONS)) and expected.std() > 1
+    assert ((found - expected) / lengths).abs().max() < 1e-5
+    exact = tree_log_probs(model.double(), images.double(), PrefixTree.of(CAPTIONS), max_numbers=max_numbers)
+    model.float()
+    torch.testing.assert_close(exact, expected, atol=1e-10, rtol=0)
+
+
+def test_own_captions_score_as_one_forward_per_caption() -> None:
+    model, images = peaked(), torch.randn(3, 3, 16, 16)
+    own = [CAPTIONS[:4], CAPTIONS[4:5], CAPTIONS[5:]]
+    for max_numbers in (2**26, 1):
+        found = own_log_probs(model, images, own, max_numbers=max_numbers)
+        for row, captions in enumerate(own):
+            expected = plain(model, images[row : row + 1], captions)[0]
+            torch.testing.assert_close(found[row], expected, atol=5e-5, rtol=0)
+
+
+def test_all_captions_of_a_language_have_probability_one() -> None:
+    """Every caption of up to two words, and every beginning of two: nothing is counted twice and nothing left out."""
+    model = peaked(vocab_size=5, num_tokens=5)
+    words = [0, 1, 3, 4]
+    ended = [(1, 2), *((1, a, 2) for a in words), *((1, a, b, 2) for a in words for b in words)]
+    longer = [(1, a, b, c) for a in words for b in words for c in words]
+    found = tree_log_probs(model, torch.randn(2, 3, 16, 16), PrefixTree.of(ended + longer))
+    torch.testing.assert_close(found.exp().sum(1), torch.ones(2, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_every_beginning_is_a_node_once() -> None:
+    tree = PrefixTree.of(CAPTIONS)
+    beginnings = {caption[:k] for caption in CAPTIONS for k in range(1, len(caption))}
+    edges = {caption[:k] for caption in CAPTIONS for k in range(2, len(caption) + 1)}
+    assert tree.num_nodes == len(beginnings) and tree.num_edges == len(edges)
+    assert tree.last_edge_C[0] == tree.last_edge_C[7] and len(set(tree.last_edge_C)) == len(CAPTIONS) - 1
+    np.testing.assert_array_equal(tree.lengths_C, [len(caption) - 1 for caption in CAPTIONS])
+
+
+def test_a_caption_that_begins_another_is_scored_too() -> None:
+    model, images = peaked(), torch.randn(2, 3, 16, 16)
+    captions = [(1, 5, 6), (1, 5, 6, 2), (1, 5)]
+    expected = plain(model, images, captions)
+    torch.testing.assert_close(tree_log_probs(model, images, PrefixTree.of(captions)), expected, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("captions", [[], [(1,)], [(1, 2), (3, 2)]])
+def test_captions_without_a_common_start_are_refused(captions: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="same token"):
+        PrefixTree.of(captions)
+
+
+def test_a_caption_that_does_not_fit_is_refused() -> None:
+    tokenizer = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
+    (encoded,) = encoded_captions(tokenizer, ["a red circle"], 12)
+    assert encoded[0] == tokenizer.bos_id and encoded[-1] == tokenizer.eos_id
+    assert tokenizer.decode(encoded) == "a red circle"
+    with pytest.raises(DataError, match="at most 4"):
+        encoded_captions(tokenizer, ["a red circle"], 4)
+    with pytest.raises(DataError, match="no captions"):
+        encoded_captions(tokenizer, [], 4)
