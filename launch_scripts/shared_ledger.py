@@ -41,6 +41,9 @@ def parse_args() -> argparse.Namespace:
         metavar="A",
         help="order of the RDP filter; default: the best for runs like the first",
     )
+    create.add_argument(
+        "--informal_runs", action="store_true", help="permit runs without a guarantee, which nothing here covers"
+    )
     show = commands.add_parser("show", help="verify it and list the runs")
     show.add_argument("path", type=Path)
     show.add_argument("--json", action="store_true", help="print one JSON object on stdout")
@@ -52,7 +55,12 @@ def main() -> int:
     args = parse_args()
     if args.command == "create":
         SharedLedger.create(
-            args.path, epsilon=args.target_epsilon, delta=args.delta, unit=args.unit, rdp_order=args.rdp_order
+            args.path,
+            epsilon=args.target_epsilon,
+            delta=args.delta,
+            unit=args.unit,
+            rdp_order=args.rdp_order,
+            informal_runs=args.informal_runs,
         )
         print(f"{args.path}: epsilon {args.target_epsilon:g} at delta {args.delta:g} for all runs together")
         return 0
@@ -66,6 +74,8 @@ def main() -> int:
     for run in summary["runs"]:
         chosen = "chosen after outputs" if run["chosen_after_outputs"] else "fixed in advance"
         print(f"  {run['time_utc']}  {run['run'][:12]}  {run['name']}: epsilon {run['epsilon']:.4f} alone, {chosen}")
+    for run in summary["informal_runs"]:
+        print(f"  {run['name']}: no guarantee, covered by nothing here ({run['reason']})")
     return 0
 
 

@@ -22,7 +22,7 @@ from trainer.scaling.folder import StudyFolder
 from trainer.scaling.grid import expand, load_study
 from trainer.scaling.page import write_report
 from trainer.scaling.points import PlannedPoint, plan_points
-from trainer.scaling.submission import write_script
+from trainer.scaling.submission import submit_array, write_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,6 +40,9 @@ def run(options: argparse.Namespace) -> int:
         names = [one.name for one in planned]
         if options.executor == "script":
             _say(f"written: {write_script(folder, trainer, study.name, names)}")
+            return 0
+        if options.executor == "slurm-array":
+            _say(submit_array(folder, trainer, names, options.workers))
             return 0
         outcome = LocalPool(folder, trainer, options.workers, _say).run(names)
     _say(_summary(outcome, len(names)))
@@ -95,9 +98,9 @@ def parse_arguments() -> argparse.Namespace:
     sub.add_argument("--workers", type=_workers, default=1, metavar="N", help="runs at the same time (default: 1)")
     sub.add_argument(
         "--executor",
-        choices=("local", "script"),
+        choices=("local", "slurm-array", "script"),
         default="local",
-        help="here; or write a script that trains a point by its number",
+        help="here; as a Slurm array job; or only write a script that trains a point by its number",
     )
     sub.set_defaults(run=run)
     sub = commands.add_parser("report", help="tables and plots of what was trained", description=report.__doc__)

@@ -1,9 +1,10 @@
 """A data owner's ledger over several runs on the same data: nobody touches the data before its whole budget is reserved.
 
 Hash-chained canonical JSON lines, as in privacy/ledger_format.py: `open` (total epsilon and delta, unit, adjacency, and the order
-of the RDP filter where the owner chose it), `reserve` (a run's releases, its reserve for crashes included) and `start`
-(where the run's own ledger stood at a start of the program). Every change happens under an exclusive file lock and is
-durable before it is relied on. A torn last line was never acknowledged, so its run never began: it stays, marked
+of the RDP filter where the owner chose it), `reserve` (a run's releases, its reserve for crashes included), `start`
+(where the run's own ledger stood at a start of the program) and, where the owner permits such runs at all, `informal` (a run
+without a guarantee reads the data: it is counted, and no total covers it). Every change happens under an exclusive file lock
+and is durable before it is relied on. A torn last line was never acknowledged, so its run never began: it stays, marked
 ` #torn`, and is charged nothing.
 
 A run is named by the commitment of its sampling key, so a resume finds its own reservation. `start` finds forks: a copy
@@ -55,6 +56,8 @@ class SharedState:
     opened: dict[str, Any] = field(default_factory=dict)
     reservations: dict[str, Reservation] = field(default_factory=dict)
     positions: dict[str, tuple[int, str]] = field(default_factory=dict)
+    informal: dict[str, str] = field(default_factory=dict)
+    """Runs without a guarantee: name -> why."""
 
     @property
     def identity(self) -> str:
@@ -98,6 +101,8 @@ class SharedState:
                 self._reserve(record)
             elif kind == "start" and record["run"] in self.reservations:
                 self.positions[record["run"]] = (int(record["position"]), str(record["hash"]))
+            elif kind == "informal" and self.opened.get("informal_runs"):
+                self.informal[str(record["name"])] = str(record["reason"])
             else:
                 raise LineRefused(f"no record of type {kind!r} belongs here")
         except (KeyError, TypeError, ValueError) as error:
@@ -125,9 +130,16 @@ class SharedLedger:
 
     @classmethod
     def create(
-        cls, path: Path | str, *, epsilon: float, delta: float, unit: str = DEFAULT_UNIT, rdp_order: float | None = None
+        cls,
+        path: Path | str,
+        *,
+        epsilon: float,
+        delta: float,
+        unit: str = DEFAULT_UNIT,
+        rdp_order: float | None = None,
+        informal_runs: bool = False,
     ) -> SharedLedger:
-        """The owner's first line: the most that all runs together may spend.
+        """The owner's first line: the most that all runs together may spend, and leave for runs that no total covers.
 
         Raises: PrivacyConfigError (exit 2): the file exists, or the budget makes no sense.
         """
@@ -136,6 +148,7 @@ class SharedLedger:
         if rdp_order is not None and rdp_order <= 1:
             raise PrivacyConfigError(f"the order of an RDP filter is above 1, not {rdp_order}")
         fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": unit, "adjacency": ADJACENCY}
+        fields |= {"informal_runs": True} if informal_runs else {}
         line = encode_line(0, "open", now(), NO_PREVIOUS, {**fields, "rdp_order": rdp_order})
         try:
             publish_new(Path(path), line + b"\n", 0o644)
@@ -176,6 +189,17 @@ class SharedLedger:
             self._require_room(state, wanted)
             fields = {name: value for name, value in asdict(wanted).items() if name != "time_utc"}
             self._append(state, file, "reserve", wanted.time_utc, fields)
+
+    def note_informal(self, name: str, reason: str) -> None:
+        """Counts a run without a guarantee, once, before it reads the data.
+
+        Raises: PrivacyConfigError (exit 2): the owner permits none.
+        """
+        with self._locked() as (state, file):
+            if not state.opened.get("informal_runs"):
+                raise PrivacyConfigError(f"{self.path}: the owner permits no run without a formal guarantee: {name}")
+            if name not in state.informal:
+                self._append(state, file, "informal", now(), {"name": name, "reason": reason})
 
     def require_no_fork(self, run: str, ledger: Ledger) -> None:
         """PrivacyStateRefused when an earlier start left a line that this copy of the run does not hold."""
@@ -227,6 +251,7 @@ class SharedLedger:
             "accounting": "rdp_filter" if adaptive else "pld",
             "epsilon_reserved": state.epsilon(),
             "runs": self.siblings(run),
+            "informal_runs": [{"name": name, "reason": reason} for name, reason in state.informal.items()],
         }
 
     def _require_same_terms(self, state: SharedState, plan: PrivacyPlan, unit: str) -> None:

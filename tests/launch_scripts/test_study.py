@@ -68,7 +68,7 @@ def kill_in_the_middle(study: Path, folder: StudyFolder, name: str) -> None:
 
 
 def check_killed_and_resumed(tmp_path: Path, seeds: list[int], batches: list[int]) -> None:
-    """Batch size 24 is the reference, the others are simulated; killed in the first point and, with more seeds, in a later one."""
+    """Batch size 24 is the reference, the others are simulated; killed in the first point and, with two seeds, in another."""
     study = written(tmp_path, seeds=seeds, batches=batches)
     folder = StudyFolder(tmp_path / "study")
     first = f"batch-24_seed-{seeds[0]}"
@@ -160,3 +160,39 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str) -> None:
     assert ended.returncode == 2
     assert message in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_slurm_array_gets_the_points_that_are_not_done(tmp_path: Path) -> None:
+    """A stand-in for sbatch; that the array job trains such a line is tests/distributed/test_launchers.py's."""
+    (tmp_path / "bin").mkdir()
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/arguments\necho Submitted batch job 7\n')
+    sbatch.chmod(0o755)
+    study, folder = written(tmp_path, seeds=[0], batches=[24, 8]), tmp_path / "study"
+    arguments = ["run", str(study), "--study_dir", str(folder), "--executor", "slurm-array", "--workers", "3"]
+    ended = alone(arguments, script=STUDY, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert ended.returncode == 0, ended.stderr
+    assert "Submitted batch job 7" in ended.stdout
+    given = (tmp_path / "arguments").read_text().split("\n")
+    assert given[0] == "--array=1,2%3"
+    assert given[2:5] == ["launch_scripts/cluster/slurm_array.sbatch", str(folder / "points.txt"), str(folder / "runs")]
+    lines = (folder / "points.txt").read_text().splitlines()
+    name = "batch-8_seed-0"
+    assert lines[1].split() == ["--recipe", f"{folder}/recipes/{name}.toml", "--run_dir", f"{folder}/runs/{name}"]
+
+
+def test_the_script_trains_a_point_by_its_number(tmp_path: Path) -> None:
+    study, folder = written(tmp_path, seeds=[0], batches=[24, 8]), tmp_path / "study"
+    ended = alone(["run", str(study), "--study_dir", str(folder), "--executor", "script"], script=STUDY)
+    assert ended.returncode == 0, ended.stderr
+    echo = {**os.environ, "STUDY_LAUNCHER": "echo"}
+    said = subprocess.run([folder / "submit.sh", "1"], env=echo, capture_output=True, text=True, check=True).stdout
+    assert said.split() == [
+        "launch_scripts/train.py", "--ds_config", "ds_configs/zero1.json", "--engine", "local",
+        "--recipe", f"{folder}/recipes/batch-8_seed-0.toml", "--run_dir", f"{folder}/runs/batch-8_seed-0",
+    ]  # fmt: skip
+    both = subprocess.run([folder / "submit.sh"], env=echo, capture_output=True, text=True, check=True).stdout
+    assert len(both.splitlines()) == 2
+    failing = subprocess.run([folder / "submit.sh"], env={**os.environ, "STUDY_LAUNCHER": "false"}, check=False)
+    assert failing.returncode == 1
+    assert subprocess.run([folder / "submit.sh", "2"], env=echo, capture_output=True, check=False).returncode != 0

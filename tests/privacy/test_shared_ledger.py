@@ -204,3 +204,16 @@ def test_command(tmp_path):
     assert "first: epsilon" in run("show", str(path)).stdout
     again = run("create", str(path), "--target_epsilon", "3", "--delta", "1e-6")
     assert again.returncode == 2 and again.stderr.startswith("error: ") and again.stderr.count("\n") == 1
+
+
+def test_runs_without_a_guarantee_are_counted_where_the_owner_permits_them(shared, tmp_path):
+    with pytest.raises(PrivacyConfigError, match="permits no run without a formal guarantee"):
+        shared.note_informal("simulated", "TAN simulation")
+    open_minded = SharedLedger.create(tmp_path / "open.jsonl", epsilon=2.0, delta=DELTA, informal_runs=True)
+    open_minded.note_informal("simulated", "TAN simulation")
+    open_minded.note_informal("simulated", "TAN simulation")
+    summary = open_minded.summary()
+    assert summary["informal_runs"] == [{"name": "simulated", "reason": "TAN simulation"}]
+    assert summary["epsilon_reserved"] == 0
+    with pytest.raises(PrivacyConfigError, match="without a formal guarantee cannot reserve"):
+        _open(tmp_path / "run", open_minded, _plan(sigma=0.0))

@@ -168,6 +168,9 @@ def test_runs_without_a_guarantee_need_leave_to_see_private_data(tmp_path: Path)
     for one in planned:
         assert (one.config.privacy.shared_ledger is None) == (one.point.labels["start"] == "large")
         assert "4 claim a guarantee of their own, 4 have none" in str(one.config.privacy.tuning)
+    folder, _ = prepared(tmp_path, text.replace("1e-4", "1e-4\ninformal_runs = true"))
+    noted = SharedLedger(folder.shared_ledger).summary()["informal_runs"]
+    assert sorted(run["name"] for run in noted) == [one.name for one in planned if "large" in one.name]
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)

@@ -81,8 +81,15 @@ class StudyFolder:
             self._require_same_recipe(one)
         if study.budget is not None and not self.shared_ledger.exists():
             SharedLedger.create(
-                self.shared_ledger, epsilon=study.budget.target_epsilon, delta=study.budget.target_delta
+                self.shared_ledger,
+                epsilon=study.budget.target_epsilon,
+                delta=study.budget.target_delta,
+                informal_runs=study.budget.informal_runs,
             )
+        for one in planned:
+            if study.budget is not None and one.is_on_private_data and not one.claims:
+                why = "TAN simulation" if one.is_simulation else "privacy is disabled, or claims nothing"
+                SharedLedger(self.shared_ledger).note_informal(one.name, why)
         progress = {one.name: self.progress(one.name) for one in planned}
         outputs_exist = any(value != "new" for value in progress.values())
         for one in planned:

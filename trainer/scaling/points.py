@@ -117,8 +117,11 @@ def with_privacy(config: RunConfig, privacy: dict[str, Any]) -> RunConfig:
 
 def _require_charged_together(study: StudyConfig, planned: Sequence[PlannedPoint]) -> None:
     """Runs on private data compose: their total is charged to one ledger, and what has no guarantee needs leave."""
-    private = [one for one in planned if one.is_on_private_data]
-    for one in private:
+    for one in planned:
+        if not one.is_on_private_data:
+            continue
+        if study.budget is not None and one.config.privacy.shared_ledger is not None:
+            raise ConfigError(f"study {study.name}: give [budget] or privacy.shared_ledger, not both")
         if one.claims and study.budget is None and one.config.privacy.shared_ledger is None:
             raise ConfigError(
                 f"study {study.name}: its runs are on private data and compose. Say what they may spend together: [budget] "
