@@ -36,7 +36,14 @@ def _shared(shared: Card) -> str:
         )
         for run in found["runs"]
     ]
-    return f"{identity} {total}\n\n{table_of(head, rows)}"
+    informal = [f"{cell(run['name'])} ({cell(run['reason'])})" for run in found.get("informal_runs", ())]
+    others = (
+        f"\n\n**{len(informal)} more runs on the same data have no guarantee**, and no epsilon here covers them: "
+        f"{'; '.join(informal)}."
+        if informal
+        else ""
+    )
+    return f"{identity} {total}\n\n{table_of(head, rows)}{others}"
 
 
 def public_data(card: Card) -> str:
