@@ -1,0 +1,130 @@
+"""Images to caption, with reference captions where there are any.
+
+images:a.jpg,b.png               these files
+folder:DIR                       all images below a folder, in the order of their paths; `x.txt` beside `x.jpg` has its
+                                 captions, one per line
+shards:train-{000..012}.tar      webdataset shards with their captions
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data.errors import DataError, DecodeError, ReadError
+from data.reader import TarReader
+from data.shards import find_shards
+from data.transforms import eval_image
+from evaluation.sources import FOLDER_EXTENSIONS, ReadingOptions, shard_table
+
+
+class CaptionedImage(NamedTuple):
+    """
+    Attributes:
+        name: for people.
+        image: encoded bytes, or None.
+        captions: references; may be empty.
+    """
+
+    name: str
+    image: bytes | None
+    captions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Files, each with the captions beside it."""
+
+    name: str
+    files: tuple[Path, ...]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, ids: Sequence[int]) -> Iterator[CaptionedImage]:
+        for i in ids:
+            path = self.files[i]
+            beside = path.with_suffix(".txt")
+            try:
+                image = path.read_bytes()
+                text = beside.read_text(encoding="utf-8", errors="replace") if beside.is_file() else ""
+            except OSError as error:
+                raise ReadError(f"cannot read {path}: {error.strerror or error}") from error
+            yield CaptionedImage(str(path), image, tuple(line.strip() for line in text.splitlines() if line.strip()))
+
+
+class CaptionedShards:
+    """Webdataset shards."""
+
+    def __init__(self, pattern: str, cache: Path | None, caption_field: str | None = None) -> None:
+        self.name = f"shards:{pattern}"
+        self._table = shard_table(find_shards(pattern, Path.cwd()), ReadingOptions(cache=cache))
+        self._reader, self._field = TarReader(self._table), caption_field
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def read(self, ids: Sequence[int]) -> Iterator[CaptionedImage]:
+        for i, raw in zip(ids, self._reader.read_all(list(ids)), strict=True):
+            captions = tuple(caption for caption in raw.captions(self._field) if caption.strip())
+            yield CaptionedImage(f"{self.name} #{i}", raw.image, captions)
+
+
+def open_images(
+    text: str, *, cache: Path | None = None, caption_field: str | None = None
+) -> ImageFiles | CaptionedShards:
+    """The images that a command line names; see the module.
+
+    Raises:
+        DataError: an unknown kind, or nothing there.
+    """
+    kind, _, where = text.partition(":")
+    if kind == "images" and where:
+        files = tuple(Path(part).expanduser() for part in where.split(","))
+        missing = [path for path in files if not path.is_file()]
+        if missing:
+            raise DataError(f"there is no file {missing[0]}")
+        return ImageFiles(text, files)
+    if kind == "folder" and where:
+        root = Path(where).expanduser()
+        files = tuple(sorted(path for path in root.rglob("*") if path.suffix.lower() in FOLDER_EXTENSIONS))
+        if not files:
+            raise DataError(f"{root} holds no images")
+        return ImageFiles(text, files)
+    if kind == "shards" and where:
+        return CaptionedShards(where, cache, caption_field)
+    raise DataError(f"{text!r} names no images; write images:FILE,..., folder:DIR or shards:PATTERN")
+
+
+class Decoded(NamedTuple):
+    """
+    Attributes:
+        images_BCHW: normalised; of those that can be decoded.
+        examples: the same, as read.
+        num_undecodable: how many were left out.
+    """
+
+    images_BCHW: np.ndarray
+    examples: list[CaptionedImage]
+    num_undecodable: int
+
+
+def decoded(
+    source: ImageFiles | CaptionedShards, *, image_size: int, batch_size: int, count: int | None = None
+) -> Iterator[Decoded]:
+    """Batches of the first `count` images in order (all by default); a batch may be empty."""
+    total = min(len(source), count or len(source))
+    for start in range(0, total, batch_size):
+        ids = range(start, min(start + batch_size, total))
+        images, kept = [], []
+        for example in source.read(ids):
+            try:
+                if example.image is not None:
+                    images.append(eval_image(example.image, image_size))
+                    kept.append(example)
+            except DecodeError:
+                continue
+        stacked = np.stack(images) if images else np.zeros((0, 3, image_size, image_size), np.float32)
+        yield Decoded(stacked, kept, len(ids) - len(kept))
