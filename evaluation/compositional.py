@@ -27,6 +27,8 @@ from models.captioner import Captioner
 
 Format = Literal["vg-relation", "vg-attribution", "order"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+Rule = Literal["loss", "sum", "prior"]
+RULES: tuple[Rule, ...] = get_args(Rule)
 PERTURBATIONS = ("trigrams", "within_trigrams", "words")
 
 Box = tuple[float, float, float, float]
@@ -154,12 +156,13 @@ def choose(
     tests: Sequence[Choice],
     *,
     batch_size: int = 32,
-    prior: bool = False,
+    rule: Rule = "loss",
 ) -> tuple[dict[str, Answers], int]:
     """Answers by group, and how many tests were left out because their bytes are no image.
 
     Args:
-        prior: subtract each caption's log-probability for a black image, so that wording alone cannot decide.
+        rule: "loss" per token (the published one); "sum" over the tokens; "prior": the sum minus what it is for a black image,
+            so that wording alone cannot decide.
 
     Raises:
         DataError: no tests, a caption that does not fit the model, an image that cannot be read.
@@ -174,7 +177,7 @@ def choose(
         kept = [(test, image) for test, image in zip(some, images, strict=True) if image is not None]
         undecodable += len(some) - len(kept)
         if kept:
-            scores = losses(model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept]), prior=prior)
+            scores = losses(model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept]), rule)
             for (test, _), loss_O in zip(kept, scores, strict=True):
                 credit = float(loss_O[0] <= loss_O.min()) / int((loss_O == loss_O.min()).sum())
                 found.setdefault(test.group, []).append((credit, len(loss_O)))
@@ -185,15 +188,17 @@ def choose(
 
 
 def losses(
-    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], images_BCHW: np.ndarray, *, prior: bool
+    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], images_BCHW: np.ndarray, rule: Rule
 ) -> list[Tensor]:
-    """Loss per token of every caption of every test, in nats, the true one first."""
+    """What the rule compares, in nats, of every caption of every test, the true one first: less is better."""
     captions = [encoded_captions(tokenizer, test.captions, model.config.num_tokens) for test in tests]
     images = torch.from_numpy(images_BCHW).to(next(model.parameters()).device)
     scores = own_log_probs(model, images, captions)
-    if prior:
+    if rule == "prior":
         blank = own_log_probs(model, torch.zeros_like(images), captions)
         scores = [score - without for score, without in zip(scores, blank, strict=True)]
+    if rule != "loss":
+        return [-score for score in scores]
     lengths = [torch.tensor([len(caption) - 1 for caption in some]) for some in captions]
     return [-score / length for score, length in zip(scores, lengths, strict=True)]
 

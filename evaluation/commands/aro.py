@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> "Results":
     """See `evaluation.commands`."""
     import numpy as np
 
-    from evaluation.compositional import Answers, choose
+    from evaluation.compositional import RULES, Answers, choose
     from evaluation.results import DataUse, ModelFacts, Results
 
     check_sizes(args)
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> "Results":
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
     undecodable = 0
-    for rule, prior in (("loss", False), ("prior", True)):
-        answers, undecodable = choose(model, tokenizer, tests, batch_size=args.batch_size, prior=prior)
+    for rule in RULES:
+        answers, undecodable = choose(model, tokenizer, tests, batch_size=args.batch_size, rule=rule)
         everything = Answers(
             *(np.concatenate([getattr(a, f) for a in answers.values()]) for f in ("credits_N", "num_options_N"))
         )
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> "Results":
             row = {"rule": rule, "group": group, "accuracy": answer.accuracy, "chance": answer.chance}
             table.append({**row, "tests": len(answer.credits_N), "p (guessing)": answer.p_value})
     uses = [DataUse("tests", name, len(tests) - undecodable, undecodable)]
-    notes = ["loss: least loss per token; prior: after subtracting each caption's loss for a black image"]
+    notes = ["loss: least loss per token; sum: likeliest caption; prior: sum minus what it is for a black image"]
     return Results(NAME, scalars, uses, ModelFacts.of(opened.path, opened.manifest), table, notes=notes)
 
 

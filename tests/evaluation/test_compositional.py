@@ -112,7 +112,7 @@ def test_losses_are_the_models_own() -> None:
     model = captioner()
     tests = shape_choices(SHAPES, 2, ["relation", "order"])
     images = np.random.default_rng(0).standard_normal((4, 3, 16, 16)).astype(np.float32)
-    for number, loss_O in enumerate(losses(model, TOKENIZER, tests, images, prior=False)):
+    for number, loss_O in enumerate(losses(model, TOKENIZER, tests, images, "loss")):
         for caption, loss in zip(tests[number].captions, loss_O.tolist(), strict=True):
             tokens_L, mask_L = (torch.from_numpy(x)[None] for x in TOKENIZER.encode(caption, 32))
             with torch.no_grad():
@@ -146,7 +146,7 @@ def test_a_model_without_a_look_cannot_do_better_than_chance() -> None:
     model = captioner()
     tests = [Choice(test.image, test.captions, test.group) for test in shape_choices(SHAPES, 3, ["order"])]
     blank = np.zeros((3, 3, 16, 16), np.float32)
-    for loss_O in losses(model, TOKENIZER, tests, blank, prior=True):
+    for loss_O in losses(model, TOKENIZER, tests, blank, "prior"):
         assert loss_O.abs().max() == 0
 
 
