@@ -11,8 +11,9 @@ from data.examples import CaptionExample
 from data.reader import RawExample
 from data.synthetic.generate import SyntheticData
 from data.synthetic.plain import compose_shapes
+from data.synthetic.words import SHAPES_TOKENIZER, shapes_tokenizer
 from data.synthetic.write import PROVENANCE, Settings, encode, write_synthetic
-from data.tokenizer import EMBEDDED_TOKENIZER
+from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from data.transforms import eval_image
 
 DATA = SyntheticData(3, 64, "numpy", "shapes")
@@ -72,3 +73,14 @@ def test_training_without_augmentation_sees_the_picture_as_it_is() -> None:
         np.testing.assert_array_equal(plain(raw, key)["images_CHW"], eval_image(image, 64))
     changed = CaptionExample(64, 12, EMBEDDED_TOKENIZER)(raw, 5)["images_CHW"]
     assert np.abs(changed - eval_image(image, 64)).max() > 0.1
+
+
+def test_the_tokenizer_of_shapes_knows_every_word() -> None:
+    assert SHAPES_TOKENIZER.read_text() == shapes_tokenizer().to_str(pretty=True) + "\n"
+    tokenizer = CaptionTokenizer.from_file(SHAPES_TOKENIZER)
+    unknown = shapes_tokenizer().token_to_id("<unk>")
+    captions = [DATA.composition(index)[1] for index in range(300)]
+    for caption in captions:
+        tokens, mask = tokenizer.encode(caption, 18)
+        assert tokenizer.decode(tokens) == caption and unknown not in tokens
+        assert mask.sum() == len(caption.replace(",", " ,").split()) + 2

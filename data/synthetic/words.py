@@ -1,0 +1,30 @@
+"""A tokenizer of whole words for captions of plain shapes: `data/tokenizer/shapes.json`.
+
+Its words are those that `data/synthetic/plain.py` can say, so it is public. A small study trains faster and, under differential
+privacy, better with 50 words than with the embedded tokenizer's 4,096: fewer parameters, fewer tokens per caption.
+"""
+
+import os
+from pathlib import Path
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from data.synthetic import shapes
+from data.synthetic.vocabulary import BASIC
+
+SHAPES_TOKENIZER = Path(__file__).parents[1] / "tokenizer" / "shapes.json"
+_SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+_OTHERS = ("a", "an", ",", "and", "left", "right", "of", "above", "below", "from", "to", "top", "bottom")
+
+
+def shapes_tokenizer() -> Tokenizer:
+    """One token per word; `<unk>` for all words that captions of plain shapes never have."""
+    words = [*_SPECIAL, *_OTHERS, *BASIC, *shapes.SIMPLE]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(cleanup=True)  # no space before a comma
+    tokenizer.add_special_tokens(list(_SPECIAL))
+    return tokenizer
