@@ -38,6 +38,8 @@ class OptimizerSection(Section):
     """LARS: eta of the publication."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled (SGD and LARS: added to the gradient); biases, norms and other vectors are excluded."""
+    layer_decay: float | None = Field(None, gt=0, le=1)
+    """Each block of the encoder takes this part of the rate of the block above it; what follows the encoder the whole rate."""
     noise_bias_correction: bool = False
     """DP-AdamBC (Tang et al. 2023): subtracts the known variance of the noise from AdamW's second moment."""
     variance_floor: float | None = Field(None, gt=0)

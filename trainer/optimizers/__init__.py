@@ -11,6 +11,7 @@ What an engine does with them:
 All of it is post-processing of noised sums: nothing here sees an example.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import OptimizerSection
+from trainer.errors import ConfigError
 from trainer.optimizers.adam_bc import AdamBC
 from trainer.optimizers.lamb import Lamb
 from trainer.optimizers.lars import Lars
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 LAYER_WISE = ("lamb", "lars")
+_BLOCK = re.compile(r"encoder\.blocks\.([0-9]+)\.")
 
 
 def is_matrix(shape: torch.Size) -> bool:
@@ -44,18 +47,50 @@ def is_matrix(shape: torch.Size) -> bool:
 def parameter_groups(
     parameters: Iterable[tuple[str, nn.Parameter]], shapes: Mapping[str, torch.Size], config: OptimizerSection
 ) -> list[dict[str, Any]]:
-    """Groups with and without weight decay (and trust ratios); empty ones are left out. Equal order on every rank.
+    """Groups by weight decay (and trust ratio) and by the part of the rate that they take. Equal order on every rank.
 
     Args:
         parameters: (name, parameter) pairs.
         shapes: full shapes by name; a sharded parameter's own may be another.
+
+    Raises:
+        ConfigError: layer_decay for a model without an encoder of blocks.
     """
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    rates = layer_rates(shapes, config.layer_decay)
+    groups: dict[tuple[float, bool, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
         matrix = is_matrix(shapes[name])
-        key = (config.weight_decay if matrix else 0.0, matrix and config.name in LAYER_WISE)
+        key = (config.weight_decay if matrix else 0.0, matrix and config.name in LAYER_WISE, rates[name])
         groups.setdefault(key, []).append(parameter)
-    return [{"params": params, "weight_decay": decay, "layer_wise": ratio} for (decay, ratio), params in groups.items()]
+    return [
+        {"params": params, "weight_decay": decay, "layer_wise": ratio, "lr_scale": rate}
+        for (decay, ratio, rate), params in groups.items()
+    ]
+
+
+def layer_rates(names: Iterable[str], decay: float | None) -> dict[str, float]:
+    """The part of the learning rate that each parameter takes.
+
+    decay^k for the k-th layer of the encoder from above, as the masked autoencoder's fine-tuning counts them (He et al. 2021,
+    https://arxiv.org/abs/2111.06377, after Clark et al. 2020): its norm and all that follows have k = 0, its last block k = 1,
+    its patch embedding, class token and positions one more than its first block.
+    """
+    found = {name: _BLOCK.match(name) for name in names}
+    if decay is None:
+        return dict.fromkeys(found, 1.0)
+    depth = 1 + max((int(block[1]) for block in found.values() if block), default=-1)
+    if depth == 0:
+        raise ConfigError(
+            "optimizer.layer_decay: the model trains no encoder.blocks to which it could apply; remove it"
+        )
+
+    def height(name: str) -> int:
+        block = found[name]
+        if block:
+            return depth - int(block[1])
+        return depth + 1 if name.startswith("encoder.") and not name.startswith("encoder.norm.") else 0
+
+    return {name: decay ** height(name) for name in found}
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.optim.Optimizer:
@@ -95,5 +130,5 @@ def fresh_state(config: OptimizerSection, parameter: Tensor, num_steps: int) -> 
 def set_step(param_groups: Iterable[dict[str, Any]], *, lr: float, noise_variance: float) -> None:
     """Sets what differs between steps: the rate, and the variance of the noise in the second moment (for DP-AdamBC)."""
     for group in param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
         group["noise_variance"] = noise_variance
