@@ -41,6 +41,8 @@ from benchmarks.workloads import (  # noqa: E402
     Step,
     Workload,
     make_step,
+from trainer.allocator import keep_freed_memory  # noqa: E402
+from trainer.planner.probe import count_flops  # noqa: E402
 )
 
 OPACUS_ROUNDS = 2
@@ -152,6 +154,8 @@ def matrix_peak(dtype: torch.dtype) -> float:
     best = min(_timed(lambda: torch.mm(x, y), torch.device("cuda")) for _ in range(10))
     return float(2 * size**3 / best)
 
+    if device.type == "cpu":
+        keep_freed_memory()  # as train.py does, for every mode
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

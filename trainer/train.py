@@ -20,6 +20,7 @@ from privacy.noise import NoiseSource, noise_source
 from privacy.plan import PrivacyPlan
 from trainer import distributed
 from trainer.adaptive_bound import resumed_bound
+from trainer.allocator import keep_freed_memory
 from trainer.audit_members import MembersLog
 from trainer.averaging import WeightAverage
 from trainer.batches import LogicalBatches
@@ -67,6 +68,8 @@ def train(
     """
     folder = RunFolder(run_dir)
     on_main(lambda: _take(folder))
+    if device.type == "cpu":
+        keep_freed_memory()
     task = first_on_main(lambda: make_task(config, root))
     if machine.zero_init and config.init is not None:
         raise ConfigError(

@@ -1,0 +1,44 @@
+"""Freed memory is used again, counted in page faults of a process of its own: malloc's settings cannot be taken back."""
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.allocator import keep_freed_memory
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNT = """
+import resource, sys
+import torch
+from trainer.allocator import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    assert keep_freed_memory({})
+
+def step():
+    kept = [torch.ones(2**20) for _ in range(64)]
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(8):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(what: str) -> int:
+    command = [sys.executable, "-c", COUNT, what]
+    return int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's")
+def test_the_next_step_touches_no_new_pages() -> None:
+    assert page_faults("keep") < 0.25 * page_faults("default")
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"])
+def test_a_users_own_choice_stays(name: str) -> None:
+    assert not keep_freed_memory({name: "1"})
