@@ -5,7 +5,8 @@ blocks share one graph. The taps of clipping are opaque operations in it (privac
 break, the weights' own gradients are not computed, and the clipped sum is what it is without compilation, up to the rounding
 of fused operations. Norms are taken from the tensors that are summed, so the sensitivity does not depend on the compiler.
 
-Refused where a block's weights come and go inside of it: ZeRO-3, FSDP and fairscale gather them in hooks of the modules.
+Refused where a block's weights come and go inside of it (ZeRO-3 and FSDP gather them in hooks of the modules), and on
+fairscale, where it is not verified.
 """
 
 import importlib.util
@@ -31,11 +32,16 @@ def require_compilable(
     Raises:
         ConfigError: the engine gathers weights inside of the blocks, the model names no blocks, or no compiler is installed.
     """
-    if engine_name not in ("local", "deepspeed") or (engine_name == "deepspeed" and machine.stage == 3):
-        sharding = "ZeRO-3" if engine_name == "deepspeed" else f"engine {engine_name}"
+    if engine_name == "fsdp" or (engine_name == "deepspeed" and machine.stage == 3):
+        sharding = "engine fsdp" if engine_name == "fsdp" else "ZeRO-3"
         raise ConfigError(
             f"train.compile cannot be combined with {sharding}, which gathers the weights of each layer in hooks inside the "
             "compiled blocks; use ds_configs/zero1.json or zero2.json, or remove train.compile"
+        )
+    if engine_name == "fairscale":
+        raise ConfigError(
+            "train.compile has not been verified with engine fairscale; use --engine deepspeed with ds_configs/zero1.json, "
+            "which shards the same states, or remove train.compile"
         )
     if not callable(getattr(module, "blocks", None)):
         raise ConfigError(

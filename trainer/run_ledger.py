@@ -11,6 +11,7 @@ from typing import Any
 from data.tar_index import ExampleTable
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.epsilon_table import EpsilonTable
+from privacy.errors import PrivacyConfigError
 from privacy.keys import SamplingKey
 from privacy.ledger import Ledger
 from privacy.ledger_format import read_ledger
@@ -106,6 +107,7 @@ def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, 
     def open_on_main() -> dict[str, Any]:
         plan = _make_plan(folder, privacy, num_steps, len(table))
         owners = privacy.shared_ledger
+        _require_same_owner_limit(folder, privacy)
         ledger, key = open_run_state(
             folder.ledger,
             folder.key,
@@ -132,6 +134,18 @@ def _described(privacy: PrivacySection) -> dict[str, Any]:
     """What the `open` record says beside plan, key and data."""
     owner = {"max_examples_per_owner": privacy.max_examples_per_owner} if privacy.max_examples_per_owner else {}
     return {"commit": _versions()["commit"], **owner}
+
+
+def _require_same_owner_limit(folder: RunFolder, privacy: PrivacySection) -> None:
+    """The card computes an owner's epsilon from the limit in the `open` record, so a resume cannot state another one."""
+    if not folder.ledger.exists():
+        return
+    frozen = read_ledger(folder.ledger).opened.get("max_examples_per_owner")
+    if frozen != privacy.max_examples_per_owner:
+        raise PrivacyConfigError(
+            f"privacy.max_examples_per_owner is {privacy.max_examples_per_owner}, but {folder.ledger} was opened with "
+            f"{frozen}; it is part of the claim: set it back, or start another run folder"
+        )
 
 
 def _versions() -> dict[str, Any]:

@@ -61,6 +61,22 @@ def test_a_run_keeps_the_data_that_it_started_with(folder: RunFolder, tmp_path: 
         open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, training_table(chosen, folder, ROOT))
 
 
+def test_a_resume_cannot_state_another_owner_limit(folder: RunFolder, tmp_path: Path) -> None:
+    shard(tmp_path / "data" / "a.tar", 30)
+    shards = f"data.shards={tmp_path}/data"
+
+    def start(*overrides: str) -> None:
+        chosen = config(shards, *overrides)
+        table = training_table(chosen, folder, ROOT)
+        open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table)
+
+    start("privacy.max_examples_per_owner=3")
+    start("privacy.max_examples_per_owner=3")
+    for other in (["privacy.max_examples_per_owner=2"], []):
+        with pytest.raises(PrivacyConfigError, match=r"max_examples_per_owner is (2|None), but .* with 3"):
+            start(*other)
+
+
 def test_an_index_of_the_run_is_built_once_and_stays_private(folder: RunFolder, tmp_path: Path) -> None:
     shard(tmp_path / "data" / "a.tar", 30)
     chosen = config(f"data.shards={tmp_path}/data")
