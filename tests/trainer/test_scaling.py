@@ -82,7 +82,7 @@ def test_a_point_trains_what_its_overrides_say(tmp_path: Path) -> None:
         (("[6, 2]", "[6]"), "expected_batch_size has 2, train.num_steps has 1"),
         (("[6, 2]", "6"), "must be a list"),
         (("[6, 2]", '[6, "two"]'), "train.num_steps"),
-        (("train.num_steps = [6", "training.num_steps = [6"), "neither a key of a recipe nor a table"),
+        (("train.num_steps = [6", "training.num_steps = [6"), "axis.batch: training.num_steps is no key of a recipe"),
         (("train.num_steps = [6", "train.steps = [6"), "unknown key train.steps"),
         (("[base]", "[base]\ntrain.seed = 3"), "list it in seeds"),
         (("[base]", "[base]\ntraining.seed = 3"), "training.seed is no key of a recipe"),

@@ -167,7 +167,7 @@ def _steps(name: str, table: Mapping[str, Any], where: str) -> list[tuple[Label,
         raise ConfigError(f"{where}: an axis is named by letters, digits, '_', '.' and '-', and not 'seed'")
     if not table:
         raise ConfigError(f"{where} is empty")
-    if {key.split(".")[0] for key in table} <= SECTIONS:
+    if {key.split(".")[0] for key in table} & SECTIONS:
         return _zipped(flat(table, where), where)
     for variant, overrides in table.items():
         if not isinstance(overrides, dict):
