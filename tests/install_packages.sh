@@ -1,21 +1,43 @@
 #!/bin/sh
-# Debian packages that tests use and `make test` does without: a browser that looks at the privacy card, Mesa's software
-# renderer for synthetic pictures, and nginx to read shards from. Installs what is missing when it can; otherwise says so, and the tests that need it skip.
+# Debian packages that tests use and do without: what a cluster has (ssh, pdsh, Open MPI, Slurm), a browser that looks at the privacy
+# card, Mesa's software renderer for synthetic pictures, and nginx to read shards from. Installs what is missing when it can;
+# otherwise says so, and the tests that need it skip. `install_packages.sh cluster`: the first of these only (20 s).
 set -eu
 
 missing=""
-command -v chromium >/dev/null 2>&1 || missing="chromium"
-.venv/bin/python -c 'import moderngl; moderngl.create_context(standalone=True, backend="egl", require=330)' >/dev/null 2>&1 ||
-    missing="$missing libegl1 libgl1-mesa-dri"
-command -v nginx >/dev/null 2>&1 || test -x /usr/sbin/nginx || missing="$missing nginx-light"
+want() { # program package ...
+    command -v "$1" >/dev/null 2>&1 || test -x "/usr/sbin/$1" || missing="$missing $2"
+}
+want ip iproute2
+want ssh openssh-client
+want sshd openssh-server
+want pdsh pdsh
+want ompi_info openmpi-bin
+want munged munge
+want slurmctld slurmctld
+want slurmd slurmd
+want sbatch slurm-client
+if [ "${1:-}" != cluster ]; then
+    want chromium chromium
+    want nginx nginx-light
+    .venv/bin/python -c 'import moderngl; moderngl.create_context(standalone=True, backend="egl", require=330)' >/dev/null 2>&1 ||
+        missing="$missing libegl1 libgl1-mesa-dri"
+fi
 if [ -z "$missing" ]; then
     exit 0
 fi
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
-    echo "missing and installable by root with apt-get only: $missing; the tests that need them will be skipped" >&2
+    echo "missing and installable by root with apt-get only:$missing; the tests that need them will be skipped" >&2
     exit 0
+fi
+# Tests start daemons of their own; the machine's must not start because of them.
+policy=/usr/sbin/policy-rc.d
+if [ ! -e "$policy" ]; then
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod +x "$policy"
+    trap 'rm -f "$policy"' EXIT
 fi
 # shellcheck disable=SC2086
 if ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing; } >&2; then
-    echo "could not be installed: $missing; the tests that need them will be skipped" >&2
+    echo "could not be installed:$missing; the tests that need them will be skipped" >&2
 fi
