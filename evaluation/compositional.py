@@ -227,7 +227,8 @@ def _squashed(data: bytes, box: Box | None, size: int) -> bytes:
             box = box or (0, 0, *image.size)
             if not (box[0] < box[2] and box[1] < box[3]):
                 raise DecodeError(f"the box {box} is empty")
-            image = image.crop(tuple(round(side) for side in box)).resize((size, size), Image.Resampling.BICUBIC)
+            left, top, right, bottom = (round(side) for side in box)
+            image = image.crop((left, top, right, bottom)).resize((size, size), Image.Resampling.BICUBIC)
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise DecodeError(str(error)) from error
     buffer = io.BytesIO()

@@ -6,10 +6,14 @@ on its own path to the root, and nothing else. Each token is computed once.
 Shapes: B images, n new tokens per image, S tokens on the path before a new one, M tokens that fit, D width, V vocabulary.
 """
 
+from functools import partial
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from models.decoder import TextDecoder
+from models.decoder import DecoderBlock, TextDecoder
+from models.layers import SelfAttention
 
 
 class IncrementalDecoder:
@@ -22,9 +26,10 @@ class IncrementalDecoder:
             capacity: M, the most tokens that will ever be seen per image. Memory: 2 B M D numbers per block.
         """
         self._decoder = decoder
-        self._image = [block.cross_attention.keys_values(memory_BTD) for block in decoder.blocks]
+        self._blocks = [cast(DecoderBlock, block) for block in decoder.blocks]
+        self._image = [block.cross_attention.keys_values(memory_BTD) for block in self._blocks]
         batch, _, width = memory_BTD.shape
-        self._text = [memory_BTD.new_empty(batch, capacity, 2 * width) for _ in decoder.blocks]
+        self._text = [memory_BTD.new_empty(batch, capacity, 2 * width) for _ in self._blocks]
         self._capacity = capacity
         self.num_seen = 0
 
@@ -46,19 +51,22 @@ class IncrementalDecoder:
             raise ValueError(f"a token at place {place}, but captions have at most {decoder.num_tokens}")
         positions_1LD = decoder.position(torch.zeros_like(decoder.type_embedding).expand(-1, place + 1, -1))
         x_BnD = decoder.token_embedding(tokens_Bn) + positions_1LD[:, place:] + decoder.type_embedding
-        for block, image, text_BME in zip(decoder.blocks, self._image, self._text, strict=True):
-            attention = block.self_attention
-
-            def to_text(x_BnD: Tensor, attention=attention, text_BME=text_BME) -> Tensor:  # type: ignore[no-untyped-def]
-                query_BnD, own_BnE = attention.qkv(x_BnD).split([x_BnD.shape[-1], 2 * x_BnD.shape[-1]], dim=-1)
-                text_BME[:, self.num_seen : self.num_seen + count] = own_BnE
-                seen_BnSE = _rows(text_BME, path_BnS)
-                keys, values = torch.cat([seen_BnSE, own_BnE[:, :, None]], dim=2).chunk(2, dim=-1)
-                return attention.attend(query_BnD, keys, values)
-
-            x_BnD = block.residuals(x_BnD, to_text, lambda x, b=block, i=image: b.cross_attention.attend(x, *i))
+        for block, image, text_BME in zip(self._blocks, self._image, self._text, strict=True):
+            x_BnD = block.residuals(
+                x_BnD,
+                partial(self._to_text, block.self_attention, text_BME, path_BnS),
+                partial(block.cross_attention.attend, key_BHSd=image[0], value_BHSd=image[1]),
+            )
         self.num_seen += count
-        return decoder.head_norm(x_BnD)
+        return cast(Tensor, decoder.head_norm(x_BnD))
+
+    def _to_text(self, attention: SelfAttention, text_BME: Tensor, path_BnS: Tensor, x_BnD: Tensor) -> Tensor:
+        """Self-attention of new tokens to their paths and themselves; keeps their keys and values."""
+        count, width = x_BnD.shape[1:]
+        query_BnD, own_BnE = attention.qkv(x_BnD).split([width, 2 * width], dim=-1)
+        text_BME[:, self.num_seen : self.num_seen + count] = own_BnE
+        keys, values = torch.cat([_rows(text_BME, path_BnS), own_BnE[:, :, None]], dim=2).chunk(2, dim=-1)
+        return attention.attend(query_BnD, keys, values)
 
 
 def _rows(text_BME: Tensor, path_BnS: Tensor) -> Tensor:

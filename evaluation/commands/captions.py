@@ -16,6 +16,8 @@ from evaluation.commands.zero_shot import check_sizes, open_captioner
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from evaluation.results import Results
 
 NAME = "captions"
@@ -70,7 +72,8 @@ def run(args: argparse.Namespace) -> "Results":
     writer = CaptionWriter(model, tokenizer, options)
     source = open_images(args.data, cache=cache_of(args), caption_field=args.caption_field)
     rows: list[dict[str, Any]] = []
-    shown, undecodable = [], 0
+    shown: list[np.ndarray] = []
+    undecodable = 0
     size = model.config.encoder.image_size
     for batch in decoded(source, image_size=size, batch_size=args.batch_size, count=args.max_examples):
         undecodable += batch.num_undecodable

@@ -6,7 +6,7 @@ Every caption is scored for every image, so the work grows with the square of th
 """
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evaluation.commands.captions import add_captioned
 from evaluation.commands.common import add_checkpoint
@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> "Results":
     tokenizer = opened.task.make_example(train=False).tokenizer  # type: ignore[attr-defined]
     source = open_images(args.data, cache=cache_of(args), caption_field=args.caption_field)
     size = model.config.encoder.image_size
-    images, captions, owners, left_out = [], [], [], 0
+    images: list[torch.Tensor] = []
+    captions, owners, left_out = [], [], 0
     for batch in decoded(source, image_size=size, batch_size=args.batch_size, count=args.max_examples):
         left_out += batch.num_undecodable
         for image, example in zip(batch.images_BCHW, batch.examples, strict=True):
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> "Results":
     parts = torch.stack(images).split(args.batch_size)
     log_probs_NC = torch.cat([tree_log_probs(model, part.to(device), tree) for part in parts])
     found = recalls(log_probs_NC, tree.lengths_C, same_texts(captions, owners, len(images)))
-    scalars, table = {}, []
+    scalars: dict[str, float] = {}
+    table: list[dict[str, Any]] = []
     for rule, one in found.items():
         for way, by_rank in (("image_to_text", one.image_to_text), ("text_to_image", one.text_to_image)):
             scalars |= {f"{way}_recall{rank}_{rule}": value for rank, value in by_rank.items()}

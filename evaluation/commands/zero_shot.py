@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from evaluation.results import Results
-    from evaluation.sources import LabelledImages
+    from evaluation.sources import LabelledImage, LabelledImages
     from models.captioner import Captioner
     from trainer.open_model import OpenedModel
 
@@ -166,7 +166,7 @@ class _SyntheticShapes:
     def __len__(self) -> int:
         return len(self._images)
 
-    def read(self, ids: Sequence[int]) -> list:  # type: ignore[type-arg]
+    def read(self, ids: Sequence[int]) -> "list[LabelledImage]":
         from evaluation.sources import LabelledImage
 
         return [LabelledImage(self._images[i], int(self._labels_N[i])) for i in ids]
