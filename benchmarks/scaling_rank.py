@@ -33,6 +33,7 @@ from trainer.engines import build_engine  # noqa: E402
 from trainer.engines.sharded_sums import ShardedSums  # noqa: E402
 from trainer.loop import train_step  # noqa: E402
 from trainer.optimizers.adam_bc import NoiseVariance  # noqa: E402
+from trainer.ranks import discover_ranks  # noqa: E402
 
 MODEL: dict[str, Any] = {
     "image_size": 96, "patch_size": 8, "vocab_size": 4000, "num_tokens": 24, "encoder_width": 192, "encoder_depth": 8,
@@ -124,7 +125,7 @@ def main() -> None:
     case, out = json.loads(sys.argv[1]), os.fdopen(int(sys.argv[2]), "w")
     os.sched_setaffinity(0, {case["core"]})
     torch.set_num_threads(1)
-    ranks = distributed.discover_ranks(os.environ)
+    ranks = discover_ranks(os.environ)
     device = distributed.start(ranks)
     before = _peak_mib()
     run, batches = _build(device, case)

@@ -47,7 +47,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> int:
     """Runs the command, on all ranks of a launcher or alone."""
-    from trainer.distributed import discover_ranks
+    from trainer.ranks import discover_ranks
 
     arguments = sys.argv[1:]
     options = parse_args(arguments)
@@ -68,8 +68,9 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _on_ranks(options: argparse.Namespace, arguments: list[str]) -> NoReturn:
-    from trainer.distributed import discover_ranks, fail, finish, quit_now, start
+    from trainer.distributed import fail, finish, quit_now, start
     from trainer.errors import RemoteError
+    from trainer.ranks import discover_ranks
 
     ranks = discover_ranks(os.environ)
 

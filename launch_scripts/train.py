@@ -9,10 +9,15 @@ spent and steps remain, 4 the privacy state is refused, 7 stopped early on reque
 import argparse
 import functools
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 from typing import get_args
+
+if __name__ == "__main__":  # not in its workers
+    for stop in (signal.SIGTERM, signal.SIGUSR1):  # while modules are imported there is nothing to save
+        signal.signal(stop, lambda number, frame: os._exit(7))
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -21,10 +26,14 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from privacy.noise import NoiseSource  # noqa: E402
 from trainer.config import EngineName, load_config  # noqa: E402
-from trainer.distributed import Ranks, discover_ranks, fail, finish, quit_now, start  # noqa: E402
+from trainer.distributed import fail, finish, quit_now, start  # noqa: E402
 from trainer.ds_config import load_machine_settings  # noqa: E402
+from trainer.engines.refusals import require_supported  # noqa: E402
 from trainer.errors import ConfigError, RemoteError  # noqa: E402
+from trainer.ranks import Ranks, discover_ranks  # noqa: E402
 from trainer.rendezvous import RENDEZVOUS_SECONDS  # noqa: E402
+from trainer.same_settings import introduction  # noqa: E402
+from trainer.stopping import end_on_signals  # noqa: E402
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -38,6 +47,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rendezvous_seconds", type=float, default=RENDEZVOUS_SECONDS, help="how long to wait for all ranks to come up"
     )
+    for option, meaning in (
+        ("--require_env", "environment variables that every rank must have"),
+        ("--may_differ", "environment variables that need not be the same on all ranks"),
+    ):
+        parser.add_argument(option, type=_names, default=(), metavar="NAME,NAME", help=meaning)
     parser.add_argument(
         "--local_rank", type=int, help=argparse.SUPPRESS
     )  # the launcher adds it; the environment says it
@@ -45,20 +59,29 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
     """Never returns: see `trainer.distributed.finish`. Only tests pass a noise source."""
     options = parse(arguments)
+    end_on_signals()
     ranks = Ranks()
     try:
         # Everything that needs no other rank comes first, so that a wrong key costs no rendezvous.
         ranks = discover_ranks(os.environ)
         config = load_config(options.recipe, options.overrides)
         machine = load_machine_settings(options.ds_config)
-        device = start(ranks, options.rendezvous_seconds)
+        require_supported(options.engine, machine, ranks.world_size)
+        run_dir = (options.run_dir or ROOT / "runs" / config.name).resolve()
+        chosen = {"--engine": options.engine, "--run_dir": str(run_dir)}
+        lists = {"required": options.require_env, "may_differ": options.may_differ}
+        said = introduction(os.environ, ROOT, config, machine, chosen, **lists)
+        device = start(ranks, options.rendezvous_seconds, said)
         from trainer.train import train
 
-        run_dir = options.run_dir or ROOT / "runs" / config.name
-        code = train(config, machine, options.engine, run_dir.resolve(), ROOT, ranks, device, noise)
+        code = train(config, machine, options.engine, run_dir, ROOT, ranks, device, noise)
     except KeyboardInterrupt:
         quit_now(130)
     except Exception as error:

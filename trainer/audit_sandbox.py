@@ -43,6 +43,7 @@ from trainer.engines import build_engine
 from trainer.engines.base import Engine, holds_whole_weights
 from trainer.loop import train_step
 from trainer.optimizers.adam_bc import NoiseVariance
+from trainer.ranks import discover_ranks
 from trainer.run_ledger import RunLedger
 
 MICRO_BATCH_SIZE = 64
@@ -269,7 +270,7 @@ def main(arguments: list[str], source: NoiseSource | None = None) -> None:
     folder = Path(arguments[0])
     torch.set_num_threads(1)
     settings = SandboxSettings(**json.loads((folder / "settings.json").read_text()))
-    device = distributed.start(distributed.discover_ranks(os.environ))
+    device = distributed.start(discover_ranks(os.environ))
     run_sandbox(settings, device, folder, source or noise_source(settings.noise_source))
     distributed.finish(0)
 

@@ -1,16 +1,16 @@
 """Ranks: find out who we are, start, talk about control matters, and end cleanly.
 
-Rank discovery reads the environment of torchrun, DeepSpeed, Open MPI, MPICH/PMI and Slurm, in this order, and needs no MPI
-library. Ending needs care: interpreter shutdown after gloo traffic aborts now and then ("terminate called without an active
-exception"), so a distributed program ends by barrier, destroy_process_group, flush and `os._exit`.
+Who we are comes from the launcher's environment (trainer/ranks.py). Ending needs care: interpreter shutdown after gloo traffic
+aborts now and then ("terminate called without an active exception"), so a distributed program ends by barrier,
+destroy_process_group, flush and `os._exit`.
 """
 
 import os
 import pickle
+import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import ConfigError, RemoteError, StepDropped
+from trainer.errors import RemoteError, StepDropped
 from trainer.heartbeat import Heartbeat, end_process
-from trainer.rendezvous import RENDEZVOUS_SECONDS, connect, meet, place_of
+from trainer.ranks import Ranks
+from trainer.rendezvous import RENDEZVOUS_SECONDS, Introduction, connect, meet, place_of
 
 T = TypeVar("T")
 
@@ -28,80 +29,23 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """A logical batch may be silent for long; dead ranks are noticed by closed connections and the heartbeat, not by this."""
 
 _heartbeat: Heartbeat | None = None
+_hosts: list[str] = []
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """This process's place. `address` and `port` are the rendezvous of rank 0."""
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    address: str = "127.0.0.1"
-    port: int = 29500
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-
-# (rank, local rank, world size, marker) by launcher; the first whose rank, size and marker are set decides. Slurm sets its
-# ranks in the batch script's own shell too; only a process that srun started has a step.
-_LAUNCHERS = (
-    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "PMI_RANK"),
-    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID"),
-)
-
-
-def discover_ranks(environ: Mapping[str, str]) -> Ranks:
-    """Reads the launcher's environment; one process when there is none.
-
-    Raises:
-        ConfigError: several ranks but no MASTER_ADDR, or a variable that is no number.
-    """
-    for rank, local_rank, world_size, marker in _LAUNCHERS:
-        if rank in environ and world_size in environ and marker in environ:
-            return _ranks(environ, rank, local_rank, world_size)
-    return Ranks()
-
-
-def _ranks(environ: Mapping[str, str], rank: str, local_rank: str, world_size: str) -> Ranks:
-    try:
-        size = int(environ[world_size])
-        found = Ranks(
-            rank=int(environ[rank]),
-            local_rank=int(environ.get(local_rank, environ[rank])),
-            world_size=size,
-            address=_address(environ, size),
-            port=int(environ.get("MASTER_PORT", "29500")),
-        )
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"launcher variables {rank}, {local_rank}, {world_size}: {error}") from error
-    if not 0 <= found.rank < found.world_size or found.local_rank < 0:
-        raise ConfigError(f"launcher variables {rank}={found.rank}, {world_size}={found.world_size}: no such rank")
-    return found
-
-
-def _address(environ: Mapping[str, str], world_size: int) -> str:
-    if environ.get("MASTER_ADDR"):
-        return environ["MASTER_ADDR"]
-    if world_size > 1:
-        raise ConfigError("several ranks were started, but MASTER_ADDR is not set: export the host name of rank 0")
-    return "127.0.0.1"
-
-
-def start(ranks: Ranks, rendezvous_seconds: float = RENDEZVOUS_SECONDS) -> torch.device:
+def start(
+    ranks: Ranks, rendezvous_seconds: float = RENDEZVOUS_SECONDS, introduction: Introduction | None = None
+) -> torch.device:
     """Joins the process group (nccl beside gloo with GPUs, gloo without) and returns this rank's device.
 
     One process alone also gets a group, so that there is a single code path. From here on a rank that dies ends all ranks
     (trainer/heartbeat.py).
 
+    Args:
+        introduction: what ranks tell each other first (trainer/same_settings.py).
+
     Raises:
         RendezvousError: naming who or what is missing after `rendezvous_seconds`.
+        ConfigError: the ranks do not fit together; on rank 0, RemoteError elsewhere.
     """
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", ranks.local_rank % max(torch.cuda.device_count(), 1)) if use_cuda else None
@@ -110,7 +54,7 @@ def start(ranks: Ranks, rendezvous_seconds: float = RENDEZVOUS_SECONDS) -> torch
     torch.set_float32_matmul_precision(
         "highest"
     )  # fp32 norms and sums are fp32 (contract 6), whatever the image's defaults
-    store = _meet(ranks, rendezvous_seconds)
+    store = _meet(ranks, rendezvous_seconds, introduction or Introduction())
     _export(ranks)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
@@ -122,16 +66,19 @@ def start(ranks: Ranks, rendezvous_seconds: float = RENDEZVOUS_SECONDS) -> torch
     return device or torch.device("cpu")
 
 
-def _meet(ranks: Ranks, seconds: float) -> dist.Store:
+def _meet(ranks: Ranks, seconds: float, introduction: Introduction) -> dist.Store:
     """The store, once all ranks are at it; starts the heartbeat where there is more than one."""
-    global _heartbeat
+    global _heartbeat, _hosts
     place = place_of(ranks.address, ranks.port if ranks.world_size > 1 else 0, ranks.rank)
     store = connect(place, seconds)
-    if ranks.world_size > 1:
-        hosts = meet(store, ranks.rank, ranks.world_size, place, seconds)
+    if ranks.world_size == 1:
+        _hosts = [host_name()]
+        introduction.judge([introduction.settings], _hosts)
+    else:
+        _hosts = meet(store, ranks.rank, ranks.world_size, place, seconds, introduction)
         guest = place._replace(is_host=False)
         _heartbeat = Heartbeat(
-            lambda: connect(guest, seconds), ranks.rank, hosts, speaks=ranks.rank == 1 or ranks.local_rank == 0
+            lambda: connect(guest, seconds), ranks.rank, _hosts, speaks=ranks.rank == 1 or ranks.local_rank == 0
         )
         _heartbeat.start()
     return store
@@ -206,6 +153,15 @@ def quit_now(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def hosts() -> list[str]:
+    """The names of the hosts that ranks run on, each once, in the order of their first ranks."""
+    return list(dict.fromkeys(_hosts))
 
 
 def rank() -> int:

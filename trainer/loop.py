@@ -28,13 +28,13 @@ from trainer.engines.reduction import reduce_to_owners
 from trainer.errors import StepDropped
 from trainer.report_step import StepReporter
 from trainer.schedule import learning_rate
-from trainer.stopping import StopRequests
+from trainer.stopping import STOPPED_EARLY, StopRequests
 from trainer.tasks.base import to_device
 
 if TYPE_CHECKING:
     from trainer.run import Run
 
-DONE, BUDGET_SPENT, STOPPED_EARLY = 0, 3, 7
+DONE, BUDGET_SPENT = 0, 3
 
 
 @dataclass(frozen=True)

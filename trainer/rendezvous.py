@@ -1,9 +1,11 @@
 """How ranks meet: rank 0 (or the launcher) keeps a store, all come to it, and who does not come is named."""
 
+import json
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -20,6 +22,17 @@ class RendezvousError(RuntimeError):
     """The ranks did not meet; the message says who is missing, or what does not answer where."""
 
     exit_code = 2
+
+
+class Introduction(NamedTuple):
+    """What a rank says about itself when all meet.
+
+    Attributes:
+        judge: called on rank 0 with the settings and host names of all ranks, in their order; what it raises ends them all.
+    """
+
+    settings: Mapping[str, str] = {}
+    judge: Callable[[Sequence[Mapping[str, str]], Sequence[str]], None] = lambda settings, hosts: None
 
 
 class Place(NamedTuple):
@@ -80,15 +93,24 @@ def connect(place: Place, seconds: float) -> dist.Store:
     return dist.PrefixStore(place.prefix, made[0])
 
 
-def meet(store: dist.Store, rank: int, world_size: int, place: Place, seconds: float) -> list[str]:
+def meet(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    place: Place,
+    seconds: float,
+    introduction: Introduction = Introduction(),  # noqa: B008 - never changed
+) -> list[str]:
     """Waits until all ranks are here; returns their host names.
 
     Raises:
         RendezvousError: on rank 0, naming who is missing after `seconds`; on any rank, if the store's host is gone.
-        RemoteError: rank 0 gave up.
+        RemoteError: rank 0 gave up, or refused somebody.
+        Exception: on rank 0, what its judge raises.
     """
     deadline = time.monotonic() + seconds
     store.set(f"beat/{rank}", "0:0")  # see trainer/heartbeat.py
+    store.set(f"settings/{rank}", json.dumps(dict(introduction.settings)))
     store.set(f"here/{rank}", socket.gethostname())
     ranks = [f"here/{r}" for r in range(world_size)]
     try:
@@ -103,14 +125,29 @@ def meet(store: dist.Store, rank: int, world_size: int, place: Place, seconds: f
                         "see its own output on its host"
                     )
                 time.sleep(_POLL)
+            _judge(store, ranks, introduction)
             store.set("everyone", "1")
         else:
             while not store.check(["everyone"]):
                 if store.check(["missing"]):
                     raise RemoteError(f"missing at the rendezvous: rank {store.get('missing').decode()}", 2)
+                if store.check(["refused"]):
+                    raise RemoteError(store.get("refused").decode(), 2)
                 if time.monotonic() > deadline + 5:
                     raise RendezvousError(f"rank 0 did not answer at {place} within {seconds + 5:.0f} s")
                 time.sleep(_POLL)
         return [host.decode() for host in store.multi_get(ranks)]
     except dist.DistError as error:
         raise RendezvousError(f"rank 0 ended before all ranks were at {place}") from error
+
+
+def _judge(store: dist.Store, here: Sequence[str], introduction: Introduction) -> None:
+    """On rank 0, when all are here."""
+    hosts = [host.decode() for host in store.multi_get(list(here))]
+    keys = [key.replace("here/", "settings/") for key in here]
+    try:
+        introduction.judge([json.loads(said) for said in store.multi_get(keys)], hosts)
+    except Exception as error:
+        store.set("refused", str(error))
+        time.sleep(1.0)  # for the others to read it
+        raise

@@ -3,7 +3,8 @@
 All of them save at the next step boundary and end with exit 7. After SIGTERM that boundary must come soon, because launchers and
 schedulers kill half a minute later: a step that has not ended within the grace time is given up. Up to its intent nothing of it
 has left its process, so it is dropped, costs nothing, and the state of the step before is saved. After its intent the step is
-abandoned: it stays charged, and the newest checkpoint is what resumes.
+abandoned: it stays charged, and the newest checkpoint is what resumes. Before training there is nothing to save: a signal ends
+all ranks at once, with exit 7 too.
 """
 
 import contextlib
@@ -20,8 +21,37 @@ from trainer import distributed
 
 T = TypeVar("T")
 
+STOPPED_EARLY = 7
+"""Exit code: stopped on request, and the same command resumes."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MARGIN_SECONDS = 4.0
 """After the grace time, until a step that was not dropped between two micro-batches is abandoned."""
+
+
+def end_on_signals(
+    end: Callable[[], None] = lambda: distributed.abandon(
+        "stopped on request; no step was running, and the same command resumes", STOPPED_EARLY
+    ),
+) -> None:
+    """From here until training, when `StopRequests` takes over: SIGTERM or SIGUSR1 ends all ranks, whatever they wait for.
+
+    What is left is what a crash would leave, and the same command resumes.
+
+    Args:
+        end: called from a thread of its own.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while reader.recv(1)[0] not in SIGNALS:
+            pass
+        end()
+
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: None)  # the number goes to the socket at once
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=watch, name="stop before training", daemon=True).start()
 
 
 class StopRequests:
@@ -50,7 +80,7 @@ class StopRequests:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         # The handlers make the signals arrive; their numbers go to the socket at once, whatever the main thread does.
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="stop requests", daemon=True).start()
 
@@ -102,7 +132,7 @@ class StopRequests:
                 return
             if not numbers:
                 return
-            if signal.SIGUSR1 in numbers or signal.SIGTERM in numbers:
+            if any(number in numbers for number in SIGNALS):
                 self._signalled.set()
             if signal.SIGTERM in numbers and self._terminated_at is None:
                 self._terminated_at = time.monotonic()

@@ -30,7 +30,7 @@ from trainer.clipping_mode import ModeChoice, choose_mode
 from trainer.compilation import compile_blocks, require_compilable
 from trainer.config import EngineName, RunConfig, to_toml
 from trainer.datasets import heldout_table, require_other_bytes, training_table
-from trainer.distributed import Ranks, first_on_main, on_main
+from trainer.distributed import first_on_main, on_main
 from trainer.ds_config import MachineSettings
 from trainer.engines import build_engine, sharder
 from trainer.engines.base import Engine
@@ -41,9 +41,11 @@ from trainer.heldout import Heldout
 from trainer.loop import BUDGET_SPENT, DONE, STOPPED_EARLY, fit
 from trainer.optimizers import moments
 from trainer.optimizers.adam_bc import NoiseVariance
+from trainer.ranks import Ranks
 from trainer.run import Run
 from trainer.run_folder import RunFolder
 from trainer.run_ledger import RunLedger, open_run_ledger
+from trainer.same_settings import require_shared
 from trainer.sanity import SanityChecks
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.base import to_device
@@ -66,10 +68,11 @@ def train(
         root: the project's root; paths in the recipe are relative to it.
         noise: tests inject their own source; a real run draws from the operating system.
     """
-    folder = RunFolder(run_dir)
-    on_main(lambda: _take(folder))
     if device.type == "cpu":
         keep_freed_memory()
+    folder = RunFolder(run_dir)
+    on_main(lambda: _take(folder))
+    require_shared(folder)
     task = first_on_main(lambda: make_task(config, root))
     if machine.zero_init and config.init is not None:
         raise ConfigError(
@@ -264,8 +267,13 @@ def _announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings
     plan = run.plan
     count = sum(shape.numel() for shape in run.engine.shapes.values())
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
+    hosts = distributed.hosts()
+    where = (
+        f" on {len(hosts)} hosts ({', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''})" if len(hosts) > 1 else ""
+    )
     print(
-        f"{run.config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks, {sharding}, {run.engine.compute_dtype}"
+        f"{run.config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks{where}, {sharding}, "
+        f"{run.engine.compute_dtype}"
     )
     print(
         f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q = {plan.sample_rate:.4g}), "

@@ -63,11 +63,12 @@ def _main(target: str, folder: str) -> None:
     import torch
 
     from trainer import distributed
+    from trainer.ranks import discover_ranks
 
     torch.set_num_threads(1)
     module, function = target.split(":")
     arguments = pickle.loads((Path(folder) / "arguments").read_bytes())
-    ranks = distributed.discover_ranks(os.environ)
+    ranks = discover_ranks(os.environ)
     device = distributed.start(ranks)
     result = getattr(importlib.import_module(module), function)(device, **arguments)
     (Path(folder) / f"result-{ranks.rank}").write_bytes(pickle.dumps(result))

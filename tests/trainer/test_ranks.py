@@ -2,13 +2,18 @@
 
 import pytest
 
-from trainer.distributed import Ranks, discover_ranks
 from trainer.errors import ConfigError
+from trainer.ranks import Ranks, discover_ranks, first_host
 
 ADDRESS = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 LAUNCHERS = {
     "torchrun": {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"},
     "openmpi": {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"},
+    "mvapich": {
+        "MV2_COMM_WORLD_RANK": "5",
+        "MV2_COMM_WORLD_LOCAL_RANK": "1",
+        "MV2_COMM_WORLD_SIZE": "8",
+    },
     "mpich": {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8"},
     "slurm": {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"},
 }
@@ -38,8 +43,45 @@ def test_the_inner_launcher_wins() -> None:
     assert discover_ranks({**shell, **LAUNCHERS["openmpi"], **ADDRESS}).rank == 5
 
 
-def test_a_port_by_default() -> None:
-    assert discover_ranks({**LAUNCHERS["slurm"], "MASTER_ADDR": "node0"}).port == 29500
+def test_mpirun_inside_of_an_interactive_step() -> None:
+    """Every rank inherits the step's variables, whose rank is that of the shell."""
+    shell = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}
+    found = discover_ranks({**shell, "PMI_RANK": "5", "PMI_SIZE": "8", **ADDRESS})
+    assert (found.rank, found.world_size, found.local_rank) == (5, 8, 5)
+
+
+def test_srun_with_pmi_knows_the_local_rank() -> None:
+    both = {**LAUNCHERS["slurm"], "PMI_RANK": "5", "PMI_SIZE": "8", **ADDRESS}
+    assert discover_ranks(both) == Ranks(rank=5, local_rank=1, world_size=8, address="node0", port=1234)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_port_by_default(launcher: str) -> None:
+    assert discover_ranks({**LAUNCHERS[launcher], "MASTER_ADDR": "node0"}).port == 29500
+
+
+def test_slurm_says_where_to_meet() -> None:
+    """Two jobs on one node take different ports."""
+    step = {**LAUNCHERS["slurm"], "SLURM_STEP_NODELIST": "node[07-08,11],other", "SLURM_JOB_ID": "123456"}
+    found = discover_ranks(step)
+    assert (found.address, found.port) == ("node07", 23456)
+    assert discover_ranks({**step, **ADDRESS}).address == "node0"
+    assert discover_ranks({**step, **ADDRESS}).port == 1234
+
+
+@pytest.mark.parametrize(
+    ("node_list", "first"),
+    [
+        ("node0", "node0"),
+        ("node0,node1", "node0"),
+        ("node[3-5]", "node3"),
+        ("node[03,05-07].site", "node03.site"),
+        ("a-[9-11],b", "a-9"),
+        ("rack[1-2]node[04-07,9],login", "rack1node04"),
+    ],
+)
+def test_the_first_host_of_a_list(node_list: str, first: str) -> None:
+    assert first_host(node_list) == first
 
 
 def test_local_rank_by_default() -> None:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.ranks import ROOT
 from trainer import stopping
 from trainer.errors import StepDropped
 from trainer.stopping import StopRequests
@@ -97,3 +100,56 @@ def test_the_signals_are_given_back(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) != before
     made.close()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+class TestBeforeTraining:
+    """In a process of its own: the handlers stay."""
+
+    SCRIPT = """
+import os, sys, time, threading
+from trainer.stopping import StopRequests, end_on_signals
+from pathlib import Path
+end_on_signals(lambda: os._exit(7))
+print("ready", flush=True)
+if sys.argv[1] == "training":
+    requests = StopRequests(Path("/nowhere"), grace_seconds=60)
+    sys.stdin.readline()
+    print(requests.pending(), flush=True)
+    requests.close()
+    sys.stdin.readline()
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()  # blocked where no handler runs
+"""
+
+    def start(self, mode: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", self.SCRIPT, mode],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    def test_a_signal_ends_it(self, number: signal.Signals) -> None:
+        process = self.start("setup")
+        time.sleep(0.2)
+        process.send_signal(number)
+        assert process.wait(timeout=20) == 7
+
+    def test_training_takes_over_and_gives_back(self) -> None:
+        process = self.start("training")
+        assert process.stdin is not None and process.stdout is not None
+        time.sleep(0.2)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        assert process.poll() is None, "training notes it"
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "True\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=20) == 7

@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from trainer import distributed
 from trainer.config import EngineName, OptimizerSection
 from trainer.ds_config import MachineSettings
 from trainer.engines.base import Engine
-from trainer.errors import ConfigError
+from trainer.engines.refusals import require_supported
 
 
 def sharder(
@@ -17,8 +18,7 @@ def sharder(
     """What shards a model's modules one by one while it is built, where the ds_config asks for that (`zero_init`)."""
     if not machine.zero_init:
         return None
-    if name != "deepspeed":
-        raise ConfigError(f"ds_config {machine.path}: zero_optimization.zero_init needs --engine deepspeed, not {name}")
+    require_supported(name, machine, 1)  # no engine that builds in shards cares how many ranks there are
     from trainer.engines.deepspeed import module_sharder
 
     return module_sharder(machine, device, micro_batch_size)
@@ -36,11 +36,7 @@ def build_engine(
 
     A module built with a `sharder` holds its weights in shards already; after a resume they come with the master weights.
     """
-    if machine.shard_group_size is not None and name != "fsdp":
-        raise ConfigError(
-            f"ds_config {machine.path}: zero_optimization.zero_hpz_partition_size (groups of ranks that each hold the whole "
-            f"model) needs --engine fsdp, not {name}"
-        )
+    require_supported(name, machine, distributed.world_size())
     engine: Engine
     match name:
         case "deepspeed":

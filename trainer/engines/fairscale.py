@@ -28,7 +28,6 @@ from trainer.activation_checkpointing import checkpoint_blocks
 from trainer.config import OptimizerSection
 from trainer.ds_config import MachineSettings
 from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState
-from trainer.errors import ConfigError
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 
 
@@ -40,7 +39,6 @@ class FairscaleEngine:
     def __init__(
         self, module: nn.Module, optimizer: OptimizerSection, machine: MachineSettings, device: torch.device
     ) -> None:
-        _refuse(machine)
         checkpoint_blocks(module, machine)
         self.device = device
         self.compute_dtype = machine.compute_dtype
@@ -101,14 +99,3 @@ class FairscaleEngine:
             for piece in pieces:
                 dist.broadcast(self._masters[piece.name].detach(), owner)
         self._copy_to_module()
-
-
-def _refuse(machine: MachineSettings) -> None:
-    where = f"ds_config {machine.path}: zero_optimization"
-    if machine.stage == 3:
-        raise ConfigError(
-            f"{where}.stage 3 is refused with --engine fairscale: its FullyShardedDataParallel waits for gradients that "
-            "per-example clipping never makes; use stage 1 (OSS), or --engine fsdp"
-        )
-    if machine.offload_optimizer:
-        raise ConfigError(f"{where}.offload_optimizer: --engine fairscale cannot offload; use deepspeed or fsdp")

@@ -28,7 +28,6 @@ from trainer.activation_checkpointing import checkpoint_blocks
 from trainer.config import OptimizerSection
 from trainer.ds_config import MachineSettings
 from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState
-from trainer.errors import ConfigError
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 
 
@@ -47,7 +46,6 @@ class FsdpEngine:
     def __init__(
         self, module: nn.Module, optimizer: OptimizerSection, machine: MachineSettings, device: torch.device
     ) -> None:
-        _refuse(machine)
         mesh = _mesh(machine, device)
         checkpoint_blocks(module, machine)
         self.shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
@@ -126,22 +124,10 @@ class FsdpEngine:
                 target.detach().view(-1).copy_(values)
 
 
-def _refuse(machine: MachineSettings) -> None:
-    if machine.offload_optimizer and not machine.offload_param:
-        raise ConfigError(
-            f"ds_config {machine.path}: zero_optimization.offload_optimizer: FSDP2 keeps weights and optimizer states in one "
-            "place; add offload_param (stage 3), or remove it"
-        )
-
-
 def _mesh(machine: MachineSettings, device: torch.device) -> DeviceMesh:
     """(replicas, ranks per replica)."""
     world_size = distributed.world_size()
     ranks = machine.shard_group_size or world_size
-    if world_size % ranks != 0:
-        raise ConfigError(
-            f"ds_config {machine.path}: zero_optimization.zero_hpz_partition_size {ranks} must divide the {world_size} ranks"
-        )
     return init_device_mesh(device.type, (world_size // ranks, ranks), mesh_dim_names=("replicate", "shard"))
 
 

@@ -14,7 +14,6 @@ from trainer.activation_checkpointing import checkpoint_blocks
 from trainer.config import OptimizerSection
 from trainer.ds_config import MachineSettings
 from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState, even_layout
-from trainer.errors import ConfigError
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 
 
@@ -26,8 +25,6 @@ class LocalEngine:
     def __init__(
         self, module: nn.Module, optimizer: OptimizerSection, machine: MachineSettings, device: torch.device
     ) -> None:
-        if machine.offload_optimizer or machine.offload_param:
-            raise ConfigError(f"ds_config {machine.path}: engine local cannot offload; use --engine deepspeed")
         checkpoint_blocks(module, machine)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.shapes = {name: p.shape for name, p in trainable.items()}

@@ -1,0 +1,140 @@
+"""What ranks must have in common, and what is said when they have not."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import ROOT, run_ranks
+from trainer.config import load_config
+from trainer.ds_config import load_machine_settings
+from trainer.errors import ConfigError, RemoteError
+from trainer.rendezvous import Introduction
+from trainer.run_folder import RunFolder
+from trainer.same_settings import IS_SET, compared_variables, introduction, refuse_differences, require_shared
+
+HOSTS = ["nodea", "nodeb", "nodeb"]
+SETTINGS = {"torch": "2.13.0", "the ds_config": "a1", "$NCCL_ALGO": "Ring", "$NCCL_SOCKET_IFNAME": IS_SET}
+
+
+def introduced(environ: dict[str, str], *overrides: str, **options: Any) -> Introduction:
+    config = load_config(ROOT / "tests/e2e/tiny.toml", list(overrides))
+    machine = load_machine_settings(ROOT / "ds_configs/zero3.json")
+    return introduction(environ, ROOT, config, machine, {"--engine": "deepspeed"}, **options)
+
+
+def refused(*ranks: dict[str, str], **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        refuse_differences(ranks, HOSTS, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def without(name: str) -> dict[str, str]:
+    return {key: value for key, value in SETTINGS.items() if key != name}
+
+
+def test_equal_ranks() -> None:
+    refuse_differences([SETTINGS] * 3, HOSTS)
+    introduced({}).judge([introduced({}).settings] * 3, HOSTS)
+
+
+def test_a_variable_that_is_missing_on_another_host() -> None:
+    said = refused(SETTINGS, SETTINGS, without("$NCCL_ALGO"))
+    assert said.startswith(
+        "rank 2 (host nodeb) differs from rank 0 (host nodea): NCCL_ALGO is not set (Ring on rank 0); "
+    )
+    assert ".deepspeed_env" in said
+    assert "NCCL_ALGO is set to Ring, but not on rank 0" in refused(without("$NCCL_ALGO"), SETTINGS)
+    assert "NCCL_SOCKET_IFNAME is not set, but is on rank 0" in refused(SETTINGS, without("$NCCL_SOCKET_IFNAME"))
+
+
+def test_other_values() -> None:
+    assert "NCCL_ALGO is Tree instead of Ring" in refused(SETTINGS, {**SETTINGS, "$NCCL_ALGO": "Tree"})
+    said = refused(SETTINGS, {**SETTINGS, "torch": "2.11.0", "the ds_config": "b2"})
+    assert "the ds_config is another; torch is 2.11.0 instead of 2.13.0; start all ranks alike" in said
+
+
+def test_many_differences_stay_one_readable_line() -> None:
+    many = {f"$NCCL_{number}": "1" for number in range(10)}
+    said = refused({**SETTINGS, **many}, SETTINGS)
+    assert "NCCL_3" in said and "NCCL_4 " not in said and "and 6 more" in said
+
+
+def test_required_variables() -> None:
+    rank = {**SETTINGS, "$SECRET": IS_SET}
+    refuse_differences([rank, rank], HOSTS, required=["SECRET"])
+    said = refused(rank, SETTINGS, SETTINGS, required=["SECRET"])
+    assert said.startswith("SECRET is required (--require_env), but not set on ranks 1, 2 (host nodeb); ")
+    assert "rank 0 (host nodea)" in refused(SETTINGS, required=["SECRET"]), "one rank alone, too"
+
+
+def test_what_may_differ() -> None:
+    refuse_differences([SETTINGS, without("$NCCL_ALGO")], HOSTS, may_differ=["NCCL_ALGO"])
+
+
+def test_no_value_of_a_secret_takes_part() -> None:
+    environ = {
+        "AWS_SECRET_ACCESS_KEY": "s3cret",
+        "HF_TOKEN": "s3cret",
+        "https_proxy": "http://me:s3cret@x",
+        "KEY": "s3cret",
+    }
+    found = introduced(environ, required=["KEY"]).settings
+    assert "s3cret" not in str(found)
+    assert {name: found[f"${name}"] for name in environ} == dict.fromkeys(environ, IS_SET)
+
+
+def test_which_variables() -> None:
+    environ = {
+        **{"OMP_NUM_THREADS": "4", "NCCL_ALGO": "Ring", "NCCL_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "mlx5"},
+        **{"RANK": "1", "LOCAL_RANK": "0", "HOSTNAME": "nodea", "SLURM_PROCID": "1", "PATH": "/bin"},
+    }
+    assert compared_variables(environ) == {
+        **{"OMP_NUM_THREADS": "4", "NCCL_ALGO": "Ring", "NCCL_SOCKET_IFNAME": IS_SET, "NCCL_IB_HCA": IS_SET}
+    }, "hosts may differ in the names of their cards; each rank has a number of its own"
+
+
+def test_another_recipe_and_other_code(tmp_path: Path) -> None:
+    one, other = introduced({}).settings, introduced({}, "train.num_steps=5").settings
+    assert {name for name in one if one[name] != other[name]} == {"the recipe's train"}
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "loop.py").write_text("pass")
+    config, machine = (
+        load_config(ROOT / "tests/e2e/tiny.toml", []),
+        load_machine_settings(ROOT / "ds_configs/zero3.json"),
+    )
+    found = introduction({}, tmp_path, config, machine, {}).settings["the code in trainer/"]
+    (tmp_path / "trainer" / "loop.py").write_text("pass\n")
+    assert introduction({}, tmp_path, config, machine, {}).settings["the code in trainer/"] != found
+
+
+def rank_meets(device: object, folders: list[str], seconds: float) -> list[str]:
+    """Run by `run_ranks`: what each rank is told about its run folder."""
+    from trainer import distributed
+
+    said = []
+    rank = distributed.rank()
+    distributed.on_main(lambda: RunFolder(Path(folders[0])).create())
+    try:
+        require_shared(RunFolder(Path(folders[rank])), seconds)
+    except (ConfigError, RemoteError) as error:
+        said.append(str(error))
+    said.append(os.uname().nodename)
+    return said
+
+
+def test_a_run_folder_that_another_rank_does_not_see(tmp_path: Path) -> None:
+    folders = [str(tmp_path / "shared"), str(tmp_path / "elsewhere")]
+    found = run_ranks(f"{__name__}:rank_meets", 2, folders=folders, seconds=0.5)
+    host = found[0][-1]
+    for said in found:
+        assert f"run folder {folders[0]}: rank 1 (host {host}) did not see within" in said[0], said
+
+
+def test_a_run_folder_that_all_see(tmp_path: Path) -> None:
+    folders = [str(tmp_path / "shared")] * 2
+    found = run_ranks(f"{__name__}:rank_meets", 2, folders=folders, seconds=5)
+    assert [len(said) for said in found] == [1, 1], found
+    assert not (tmp_path / "shared" / "private" / "visible").exists()

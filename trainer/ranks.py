@@ -1,0 +1,125 @@
+"""Who am I: rank, size and meeting point, from the environment of whatever started this process. Needs no MPI library.
+
+torchrun and DeepSpeed set RANK; Open MPI, MVAPICH, MPICH and Intel MPI have variables of their own, and so has Slurm's srun. They
+are read in this order: a launcher may run inside of an allocation or an interactive step, whose variables its ranks inherit.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trainer.errors import ConfigError
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place. `address` and `port` are the rendezvous of rank 0."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    address: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+class _Launcher(NamedTuple):
+    """Names of its variables; `marker` must be set too. The first local rank that is set counts."""
+
+    rank: str
+    world_size: str
+    local_ranks: tuple[str, ...]
+    marker: str
+
+
+# Slurm sets its ranks in the batch script's own shell too; only a process that srun started has a step.
+_SLURM = _Launcher("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_LOCALID",), "SLURM_STEP_ID")
+_LAUNCHERS = (
+    _Launcher("RANK", "WORLD_SIZE", ("LOCAL_RANK",), "RANK"),
+    _Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",), "OMPI_COMM_WORLD_RANK"),
+    _Launcher("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",), "MV2_COMM_WORLD_RANK"),
+    _Launcher("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"), "PMI_RANK"),
+    _SLURM,
+)
+
+
+def discover_ranks(environ: Mapping[str, str]) -> Ranks:
+    """Reads the launcher's environment; one process when there is none.
+
+    Raises:
+        ConfigError: several ranks but no meeting point, or a variable that is no number.
+    """
+    for launcher in _LAUNCHERS:
+        if all(name in environ for name in (launcher.rank, launcher.world_size, launcher.marker)):
+            return _ranks(environ, launcher)
+    return Ranks()
+
+
+def _ranks(environ: Mapping[str, str], launcher: _Launcher) -> Ranks:
+    local_rank = _local_rank_variable(environ, launcher)
+    try:
+        size = int(environ[launcher.world_size])
+        found = Ranks(
+            rank=int(environ[launcher.rank]),
+            local_rank=int(environ[local_rank]),
+            world_size=size,
+            address=_address(environ, size),
+            port=_port(environ),
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        names = f"{launcher.rank}, {local_rank}, {launcher.world_size}"
+        raise ConfigError(f"launcher variables {names}: {error}") from error
+    if not 0 <= found.rank < found.world_size or found.local_rank < 0:
+        raise ConfigError(
+            f"launcher variables {launcher.rank}={found.rank}, {launcher.world_size}={found.world_size}: no such rank"
+        )
+    return found
+
+
+def _local_rank_variable(environ: Mapping[str, str], launcher: _Launcher) -> str:
+    """Without one every rank is taken to be on one machine."""
+    names = list(launcher.local_ranks)
+    same_as_slurm = [(launcher.rank, _SLURM.rank), (launcher.world_size, _SLURM.world_size)]
+    if all(environ[ours] == environ.get(slurm) for ours, slurm in same_as_slurm):  # srun --mpi=pmi2
+        names += _SLURM.local_ranks
+    return next((name for name in names if name in environ), launcher.rank)
+
+
+def _address(environ: Mapping[str, str], world_size: int) -> str:
+    if environ.get("MASTER_ADDR"):
+        return environ["MASTER_ADDR"]
+    if world_size == 1:
+        return "127.0.0.1"
+    if _SLURM.marker in environ and environ.get("SLURM_STEP_NODELIST"):
+        return first_host(environ["SLURM_STEP_NODELIST"])
+    raise ConfigError(
+        "several ranks were started, but MASTER_ADDR is not set: export the host name of rank 0, to all ranks (Open MPI: "
+        "mpirun -x MASTER_ADDR=HOST, as launch_scripts/cluster/openmpi.sh does; others: docs/clusters.md)"
+    )
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    """Slurm's jobs get different ones, below those that systems hand out by themselves: they may share a host."""
+    if "MASTER_PORT" in environ:
+        return int(environ["MASTER_PORT"])
+    if _SLURM.marker in environ and environ.get("SLURM_JOB_ID", "").isdigit():
+        return 20000 + int(environ["SLURM_JOB_ID"]) % 10000
+    return DEFAULT_PORT
+
+
+def first_host(node_list: str) -> str:
+    """The first name of a Slurm host list: that of rank 0.
+
+    >>> first_host("rack[1-2]node[04-07,9],login")
+    'rack1node04'
+    """
+    first = re.split(r",(?![^\[]*\])", node_list, maxsplit=1)[0]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
