@@ -59,7 +59,7 @@ class VocabularyHead(nn.Linear):
 
     def operands(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states, weight and bias in the dtype of the matrix product, which autocast may have changed."""
-        kind = hidden_BLD.device.type
+        kind = _autocast_kind(hidden_BLD)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_BLD.dtype
         return hidden_BLD.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
@@ -160,10 +160,15 @@ def _chunks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """(words, their scores (B, L, v) in float32 or float64), from equal cuts of the vocabulary."""
     size = len(weight_VD)
-    with torch.autocast(hidden_BLD.device.type, enabled=False):
+    with torch.autocast(_autocast_kind(hidden_BLD), enabled=False):
         for i in range(num_chunks):
             words = slice(size * i // num_chunks, size * (i + 1) // num_chunks)
             yield words, _wide(F.linear(hidden_BLD, weight_VD[words], None if bias_V is None else bias_V[words]))
+
+
+def _autocast_kind(tensor: Tensor) -> str:
+    """Meta tensors, whose shapes alone are wanted, know no autocast of their own."""
+    return "cpu" if tensor.is_meta else tensor.device.type
 
 
 def _local(targets_BL: Tensor, words: slice) -> tuple[Tensor, Tensor]:
