@@ -47,6 +47,7 @@ _BLOCK = {
 }
 _IN_MEMORY = (  # transformers 5 in memory -> in files
     (r"^vit\.", ""),
+    (r"^decoder\.decoder_encoder\.layer\.", "decoder.decoder_layers."),  # version 5 writes the first for the second
     (r"(?<!\w)layers\.(?=\d)", "encoder.layer."),
     (r"attention\.q_proj", "attention.attention.query"),
     (r"attention\.k_proj", "attention.attention.key"),

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-_MOST_NAMES = 8
+_MOST_NAMES = 16
 
 
 class WeightsError(ValueError):
