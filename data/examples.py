@@ -16,6 +16,11 @@ from data.tokenizer import CaptionTokenizer, load_tokenizer
 from data.transforms import eval_image, train_image
 
 
+def _own_stream(key: int, number: int) -> np.random.Generator:
+    """Randomness from an example's key, apart from that of its other uses; the crop has number 0."""
+    return np.random.Generator(np.random.Philox(key=np.array([key, number], dtype=np.uint64)))
+
+
 class MakeExample(Protocol):
     """Turns one raw example into arrays of fixed names, shapes and types."""
 
@@ -74,9 +79,7 @@ class CaptionExample:
         """is_parallel, a scalar; nothing where every example is causal, as in evaluation."""
         if not self.train or self.parallel_share == 0:
             return {}
-        # A stream of its own beside those of the crop and of masks, which have this key too.
-        rng = np.random.Generator(np.random.Philox(key=[int(key), 2]))
-        return {"is_parallel": np.array(rng.random() < self.parallel_share)}
+        return {"is_parallel": np.array(_own_stream(key, 2).random() < self.parallel_share)}
 
     def padding(self) -> dict[str, np.ndarray]:
         """A black image with an empty caption."""
@@ -121,8 +124,7 @@ class MaskedImageExample:
 
     def mask(self, key: int) -> np.ndarray:
         """(P,) bool: every set of `num_visible` visible patches is equally likely."""
-        # A stream of its own beside that of the crop, which has this key too.
-        rng = np.random.Generator(np.random.Philox(key=[int(key), 1]))
+        rng = _own_stream(key, 1)
         mask_P = np.ones(self.num_patches, dtype=bool)
         mask_P[rng.permutation(self.num_patches)[: self.num_visible]] = False
         return mask_P

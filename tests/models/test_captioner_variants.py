@@ -1,0 +1,256 @@
+"""Every captioner that options can make: pre- and post-norm, biases, tied head, parallel prediction; learned and clipped."""
+
+import copy
+import io
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from data.examples import CaptionExample
+from data.loader import stack_examples
+from data.reader import RawExample
+from data.tokenizer import EMBEDDED_TOKENIZER
+from models.captioner import Captioner, build_captioner
+from models.config import SIZES, captioner_config
+from models.errors import ModelConfigError
+from models.generation import greedy_captions
+from privacy.clipping import ClippedSum
+from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.clipping.selfcheck import check_against_autograd
+from tests.privacy.clipping import oracle
+from tests.privacy.clipping.test_sensitivity import change
+
+B, L, V = 5, 6, 11
+VARIANTS = [
+    {"decoder_norm_position": norm, "decoder_bias": bias, "tied_head": tied, "parallel_share": share}
+    for norm, bias, tied, share in itertools.product(("pre", "post"), (True, False), (True, False), (0.0, 0.5, 1.0))
+]
+every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(str(x) for x in v.values()))
+
+
+def small_captioner(**overrides: Any) -> Captioner:
+    """Away from the initial zeros and ones, so that every parameter has a gradient of its own."""
+    config = captioner_config(
+        "pico", image_size=8, patch_size=4, encoder_width=8, encoder_depth=1, encoder_num_heads=2, decoder_width=12,
+        decoder_depth=2, decoder_num_heads=3, vocab_size=V, num_tokens=L, **overrides,
+    )  # fmt: skip
+    model = build_captioner(config, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def batch(share: float, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Examples of very different norms, with coins of both kinds where the share allows it."""
+    generator = torch.Generator().manual_seed(2)
+    images_BCHW = torch.randn(B, 3, 8, 8, generator=generator) * torch.logspace(-1, 1, B)[:, None, None, None]
+    inputs = {
+        "images_BCHW": images_BCHW.to(dtype),
+        "tokens_BL": torch.randint(3, V, (B, L), generator=generator),
+        "token_mask_BL": torch.arange(L) < torch.tensor([[6], [4], [2], [6], [3]]),
+    }
+    if share > 0:
+        inputs["is_parallel_B"] = torch.arange(B) % 2 == 0 if share < 1 else torch.ones(B, dtype=torch.bool)
+    return inputs
+
+
+def rows(inputs: dict[str, Tensor], chosen: Any) -> dict[str, Tensor]:
+    return {name: value[chosen] for name, value in inputs.items()}
+
+
+def clipped(model: nn.Module, inputs: dict[str, Tensor], c: float, micro: int, mode: Any) -> dict[str, Tensor]:
+    total = ClippedSum(model, c, mode=mode)
+    for start in range(0, B, micro):
+        part = rows(inputs, slice(start, start + micro))
+        total.add_micro_batch(model, part, torch.zeros(len(part["tokens_BL"]), dtype=torch.bool))
+    total.detach()
+    return dict(total.sums())
+
+
+@every_variant
+def test_clipped_sum_is_exact_in_float64_and_as_good_as_a_loop_in_float32(variant: dict[str, Any]) -> None:
+    single, inputs = small_captioner(**variant), batch(variant["parallel_share"])
+    exact, exact_inputs = copy.deepcopy(single).double(), batch(variant["parallel_share"], torch.float64)
+    c = oracle.median_norm(exact, exact, exact_inputs)
+    expected = oracle.clipped_sum(exact, exact, exact_inputs, c)
+    assert expected.keys() == {name for name, _ in single.named_parameters()}
+    assert all(value.abs().max() > 0 for value in expected.values()) or variant["parallel_share"] == 1
+    assert oracle.relative_error(clipped(exact, exact_inputs, c, B, "bookkeeping"), expected) <= 1e-9
+    loop_error = oracle.relative_error(oracle.clipped_sum(single, single, inputs, c), expected)
+    assert oracle.relative_error(clipped(single, inputs, c, B, "bookkeeping"), expected) <= 2 * loop_error
+    for model in (exact, single):
+        model.decoder.head.max_logits = 2 * (L - 1) * 4  # two captions: three chunks of the vocabulary
+    assert oracle.relative_error(clipped(exact, exact_inputs, c, 2, "two_pass"), expected) <= 1e-9
+    assert oracle.relative_error(clipped(single, inputs, c, 2, "two_pass"), expected) <= 2 * loop_error
+
+
+def test_the_cross_term_of_a_tied_head_matters() -> None:
+    """Norms that add the two uses of the shared weight as if they were two weights miss by more than the slack allows."""
+    model, inputs = small_captioner(tied_head=True).double(), batch(0, torch.float64)
+    untied = small_captioner(tied_head=False).double()
+    state = model.state_dict()
+    assert untied.load_state_dict(state).missing_keys == []
+    tied_norms = [oracle.norm(g) for g in oracle.per_example_gradients(model, model, inputs)]
+    sums_of_two = [oracle.norm(g) for g in oracle.per_example_gradients(untied, untied, inputs)]
+    assert max(abs(a / b - 1) for a, b in zip(tied_norms, sums_of_two, strict=True)) > 2 * SENSITIVITY_SLACK
+
+
+ODD = ("nan", "inf", "huge", "large", "tiny", "no caption", "one word", "constant")
+
+
+def odd_example(kind: str, share: float, number: int) -> dict[str, Tensor]:
+    example = rows(batch(share), slice(number % B, number % B + 1))
+    image_BCHW, mask_BL = example["images_BCHW"], example["token_mask_BL"].clone()
+    tokens_BL = example["tokens_BL"].clone()
+    match kind:
+        case "nan" | "inf":
+            image_BCHW = image_BCHW.clone()
+            image_BCHW[0, 1, 2, 3] = float(kind)
+        case "huge" | "large" | "tiny":
+            image_BCHW = image_BCHW * {"huge": 1e30, "large": 1e6, "tiny": 1e-20}[kind]
+        case "no caption":
+            mask_BL[:] = False
+        case "one word":
+            tokens_BL[:] = 5
+        case _:
+            image_BCHW = torch.full_like(image_BCHW, 1000.0)
+    changed = {"images_BCHW": image_BCHW, "tokens_BL": tokens_BL, "token_mask_BL": mask_BL}
+    return example | changed
+
+
+@every_variant
+def test_contract_4_one_example_moves_the_sum_by_at_most_c(variant: dict[str, Any]) -> None:
+    """Every variant meets three of the odd kinds, every kind nine variants; all meet all in bfloat16 below."""
+    share, number = variant["parallel_share"], VARIANTS.index(variant)
+    model, others = small_captioner(**variant), rows(batch(share), slice(0, 2))
+    kinds = [ODD[(number + step) % len(ODD)] for step in (0, 3, 6)]
+    sizes = [change(model, others, odd_example(kind, share, number)) for kind in kinds]
+    assert max(sizes) <= 1 + SENSITIVITY_SLACK
+    assert [size > 0 for size in sizes] == [kind not in ("nan", "inf", "no caption") for kind in kinds]
+
+
+@pytest.mark.full
+@every_variant
+def test_contract_4_one_example_moves_the_bfloat16_sum_by_at_most_c(variant: dict[str, Any]) -> None:
+    share = variant["parallel_share"]
+    model, others = small_captioner(**variant).bfloat16(), rows(batch(share, torch.bfloat16), slice(0, 2))
+    for i, kind in enumerate(ODD):
+        example = odd_example(kind, share, i)
+        example["images_BCHW"] = example["images_BCHW"].bfloat16()
+        assert change(model, others, example) <= 1 + SENSITIVITY_SLACK, kind
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_self_check_before_training_passes(tied: bool) -> None:
+    check_against_autograd(small_captioner(tied_head=tied, parallel_share=0.5), rows(batch(0.5), slice(0, 2)))
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_contract_13_a_loss_does_not_depend_on_the_others_of_its_micro_batch(norm: str) -> None:
+    model, inputs = small_captioner(parallel_share=0.5, decoder_norm_position=norm).double(), batch(0.5, torch.float64)
+    loss_B = model(**inputs)
+    for order in ([4, 2, 0, 3, 1], [1], [2, 0]):
+        torch.testing.assert_close(model(**rows(inputs, torch.tensor(order))), loss_B[order], atol=1e-12, rtol=1e-12)
+
+
+def raw_example(shade: int) -> RawExample:
+    file = io.BytesIO()
+    Image.new("RGB", (12, 12), (shade, shade, shade)).save(file, "PNG")
+    return RawExample(file.getvalue(), {"txt": b"a gray picture"})
+
+
+def test_contract_13_a_coin_comes_from_the_examples_own_key() -> None:
+    """The same for every micro-batch size, order and neighbour; fair; and no function of the crop's coins."""
+    make = CaptionExample(8, L, EMBEDDED_TOKENIZER, parallel_share=0.75)
+    examples = [(raw_example(shade=40 * i), 1000 + i) for i in range(6)]
+    whole = stack_examples(examples, make, 6).inputs["is_parallel_B"]
+    assert whole.dtype == torch.bool and int(whole.sum()) > 0
+    backwards = stack_examples(examples[::-1], make, 8).inputs["is_parallel_B"]
+    assert backwards[:6].flip(0).tolist() == whole.tolist()
+    alone = [bool(stack_examples([example], make, 1).inputs["is_parallel_B"]) for example in examples]
+    assert alone == whole.tolist()
+    coins = torch.tensor([bool(make.coin(key)["is_parallel"]) for key in range(4000)])
+    assert abs(float(coins.double().mean()) - 0.75) < 4 * (0.75 * 0.25 / 4000) ** 0.5
+    always = CaptionExample(8, L, EMBEDDED_TOKENIZER, parallel_share=1.0)
+    assert all(always.coin(key)["is_parallel"] for key in range(50))
+    last = [bool(make.coin(2**64 - 1 - i)["is_parallel"]) for i in range(64)]
+    assert len(set(last)) == 2, "large keys are not rounded"
+
+
+def test_evaluation_is_always_causal() -> None:
+    assert CaptionExample(8, L, EMBEDDED_TOKENIZER, train=False, parallel_share=1.0).coin(3) == {}
+    assert CaptionExample(8, L, EMBEDDED_TOKENIZER).coin(3) == {}
+    model, inputs = small_captioner(parallel_share=1.0, tied_head=True), batch(0)
+    causal_B = model(**inputs, is_parallel_B=torch.zeros(B, dtype=torch.bool))
+    torch.testing.assert_close(model(**inputs), causal_B, atol=1e-6, rtol=1e-6)
+    assert greedy_captions(model, inputs["images_BCHW"], max_tokens=3).shape == (B, 3)
+
+
+@torch.no_grad()
+def test_a_parallel_example_is_shown_no_token() -> None:
+    """Every place sees every other (its logits differ from those under a causal mask), and none sees a token."""
+    model, inputs = small_captioner(parallel_share=0.5), batch(0.5)
+    memory_BTD, tokens_BL = model.encode(inputs["images_BCHW"]), inputs["tokens_BL"][:, :-1]
+    is_parallel_B = inputs["is_parallel_B"]
+    before = model.decoder(tokens_BL, memory_BTD, is_parallel_B=is_parallel_B)
+    after = model.decoder((tokens_BL + 1) % V, memory_BTD, is_parallel_B=is_parallel_B)
+    assert torch.equal(before[is_parallel_B], after[is_parallel_B])
+    assert (before - after)[~is_parallel_B].abs().amax(dim=(1, 2)).min() > 1e-3
+    causal = model.decoder(tokens_BL, memory_BTD)
+    torch.testing.assert_close(before[~is_parallel_B], causal[~is_parallel_B], atol=1e-6, rtol=1e-6)
+
+
+def test_captions_cut_to_their_micro_batch_are_refused() -> None:
+    """A parallel example sees all places: their number must not be that of the longest neighbour."""
+    model, inputs = small_captioner(parallel_share=0.5), batch(0.5)
+    short = inputs | {name: inputs[name][:, :4] for name in ("tokens_BL", "token_mask_BL")}
+    with pytest.raises(ValueError, match="padded to num_tokens = 6"):
+        model(**short)
+    with pytest.raises(ValueError, match="parallel_share > 0"):
+        small_captioner()(**inputs)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, "often", True])
+def test_a_share_outside_of_0_and_1_is_refused(share: Any) -> None:
+    with pytest.raises(ModelConfigError, match="parallel_share must be"):
+        captioner_config("pico", parallel_share=share)
+
+
+def test_a_tied_head_is_one_parameter_drawn_once() -> None:
+    seen: list[nn.Module] = []
+    config = captioner_config("pico", tied_head=True)
+    model = build_captioner(config, generator=torch.Generator().manual_seed(3), after=seen.append)
+    embedding, head = model.decoder.token_embedding, model.decoder.head
+    assert head.weight is embedding.weight and not head.weight.is_meta and head.bias is not None
+    assert not any("head.weight" in name for name, _ in model.named_parameters())
+    assert embedding.weight.std().item() == pytest.approx(config.decoder.embedding_std, rel=0.02)
+    assert seen.index(embedding) < seen.index(head)
+    direct = Captioner(config)
+    direct.init_weights(torch.Generator().manual_seed(3))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), direct.parameters(), strict=True))
+    again = copy.deepcopy(model).to(torch.float64)
+    assert again.decoder.head.weight is again.decoder.token_embedding.weight
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_parameter_counts_of_the_variants(size: str, norm: str) -> None:
+    """Relative to the published architecture, whose counts tests/models/test_config.py holds against the table."""
+
+    def count(**overrides: Any) -> int:
+        with torch.device("meta"):
+            model = Captioner(captioner_config(size, decoder_norm_position=norm, **overrides))
+        return sum(p.numel() for p in model.parameters())
+
+    config, plain = SIZES[size], count()
+    width, depth = config.decoder.width, config.decoder.depth
+    assert count(tied_head=True) == plain - config.vocab_size * width
+    assert count(parallel_share=0.75) == plain + width
+    assert count(decoder_bias=True) == plain + depth * 13 * width  # 4 + 4 of the attentions, 4 + 1 of the MLP
+    assert count(tied_head=True, parallel_share=1.0) == plain + width * (1 - config.vocab_size)

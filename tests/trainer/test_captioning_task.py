@@ -1,0 +1,55 @@
+"""What the captioning task makes of a recipe's options."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.captioner import Captioner
+from models.errors import ModelConfigError
+from privacy.clipping.selfcheck import check_against_autograd
+from trainer.config import load_config
+from trainer.errors import ConfigError
+from trainer.tasks.captioning import CaptioningTask
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "model.overrides={patch_size = 8, encoder_depth = 1, decoder_depth = 1}"
+
+
+def task(*overrides: str) -> CaptioningTask:
+    small = ["data.image_size=16", "data.num_tokens=8", SMALL]
+    return CaptioningTask(load_config(ROOT / "recipes/quickstart.toml", [*small, *overrides]), ROOT)
+
+
+def test_a_recipe_override_makes_cappa() -> None:
+    """From one key on the command line to coins in the training examples, and none in evaluation."""
+    cappa = task("model.overrides.parallel_share=0.75", "model.overrides.tied_head=true")
+    make = cappa.make_example(train=True)
+    assert make.padding()["is_parallel"].dtype == bool and make.parallel_share == 0.75
+    assert "is_parallel" not in cappa.make_example(train=False).padding()
+    inputs = cappa.synthetic_inputs(2)
+    assert inputs["is_parallel_B"].tolist() == [False, True]
+    model = cappa.build(torch.Generator().manual_seed(0))
+    assert isinstance(model, Captioner) and model.decoder.head.weight is model.decoder.token_embedding.weight
+    check_against_autograd(model, inputs)
+    stated = cappa.facts()["model"]
+    assert (stated["parallel_share"], stated["tied_head"]) == (0.75, True)
+
+
+def test_without_it_nothing_changes() -> None:
+    plain = task()
+    assert "is_parallel" not in plain.make_example(train=True).padding()
+    assert "is_parallel_B" not in plain.synthetic_inputs(2)
+    names = dict(plain.build(torch.Generator().manual_seed(0)).named_parameters())
+    assert "decoder.mask_embedding.weight" not in names and "decoder.head.weight" in names
+
+
+def test_contract_13_buckets_would_tell_a_parallel_example_how_long_its_neighbours_are() -> None:
+    with pytest.raises(ConfigError, match=r"bucket_captions.*parallel_share"):
+        task("model.overrides.parallel_share=0.5", "data.bucket_captions=true")
+    task("data.bucket_captions=true")
+
+
+def test_a_share_above_one_is_refused() -> None:
+    with pytest.raises(ModelConfigError, match="parallel_share must be between 0 and 1"):
+        task("model.overrides.parallel_share=75")
