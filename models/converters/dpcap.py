@@ -1,0 +1,190 @@
+"""Weights of the released DP-Cap code as weights of our captioner.
+
+Source: Sander et al. 2024 (https://arxiv.org/abs/2403.02506) and the model definition of its release, of which names, shapes
+and the order of operations are used here. Where a parameter goes that has no counterpart of its own:
+
+* `encoder_image_type_embedding` is added to every image token behind the patch embedding: it becomes part of the patch
+  embedding's bias and of the class token. Checkpoints without it are taken as they are.
+* `decoder_image_type_embedding` and `decoder_text_type_embedding` are our `memory.type_embedding`, `decoder.type_embedding`.
+* Stored positions that are the sin-cos tables are left out (`position = "sincos"`); any others become learned positions.
+
+The release's captioning does not use text positions and text type at encoder width, nor the mask tokens (of masked images, and
+of a parallel mode that was not trained); and its buffers with the causal mask are no weights.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from models.captioner import Captioner
+from models.config import SIZES, CaptionerConfig, DecoderConfig, PositionKind, VitConfig
+from models.converters.vip import (
+    POSITION_TOLERANCE,
+    encoder_renamings,
+    position_kind,
+    with_tables,
+    without_fixed_tables,
+)
+from models.converters.weights import Renaming, WeightsError, count_blocks, mlp_ratio, rename, shape_of
+from models.layers import text_sincos_table
+
+_ENCODER_TYPE = "encoder_image_type_embedding"
+_UNUSED = ("text_pos_embed", "mask_token", "mask_token_text", "encoder_text_type_embedding")
+_CAUSAL_MASK = re.compile(r"decoder\.layers\.\d+\.self_attn\.bias")
+
+_RAW = {
+    "memory.position.table": "decoder_pos_embed",
+    "memory.type_embedding": "decoder_image_type_embedding",
+    "decoder.token_embedding.weight": "text_embedding_layer_SimVLM.weight",
+    "decoder.position.table": "text_decoder_pos_embed",
+    "decoder.type_embedding": "decoder_text_type_embedding",
+}
+_WITH_BIAS = {
+    "memory.projection": "decoder_embed",
+    "decoder.head_norm": "decoder_pred_text.0",
+    "decoder.head": "decoder_pred_text.1",
+}
+_BLOCK_NORMS = ("norm1", "norm2", "norm3")
+_BLOCK = {
+    "self_attention.qkv": "self_attn.c_attn",  # rows of query, key, value in both
+    "self_attention.out": "self_attn.c_proj",
+    "cross_attention.query": "multihead_attn.q_proj",
+    "cross_attention.key_value": "multihead_attn.kv_proj",  # rows of key, value in both
+    "cross_attention.out": "multihead_attn.c_proj",
+    "mlp.up": "linear1",
+    "mlp.down": "linear2",
+}
+
+
+def from_dpcap(
+    state: Mapping[str, Tensor],
+    what: str = "DP-Cap checkpoint",
+    *,
+    encoder_heads: int | None = None,
+    decoder_heads: int | None = None,
+) -> tuple[CaptionerConfig, dict[str, Tensor]]:
+    """Configuration and parameters of a released checkpoint.
+
+    Args:
+        state: tensors by name, what the file holds under `model`.
+        what: the file, for errors.
+        encoder_heads, decoder_heads: attention heads, which no weight tells; by default those of DP-Cap's size of this width.
+
+    Returns:
+        The parameters by our names ("encoder.class_token", ...), in fp32. Token ids are those of BERT's vocabulary, which the
+        release uses.
+
+    Raises:
+        WeightsError: missing or unknown names, shapes that do not fit together, or an unknown number of heads.
+    """
+    config = _config(state, what, encoder_heads, decoder_heads)
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in with_tables(Captioner(config)).items()}
+    unused = [*_UNUSED, _ENCODER_TYPE, *(name for name in state if _CAUSAL_MASK.fullmatch(name))]
+    renamed = rename(state, _renamings(config), shapes, what, unused=unused)
+    if _ENCODER_TYPE in state:
+        _add_type(renamed, state[_ENCODER_TYPE], what)
+    kinds = {
+        "encoder.": config.encoder.position,
+        "memory.": config.decoder.position,
+        "decoder.": config.decoder.position,
+    }
+    return config, without_fixed_tables(renamed, kinds)
+
+
+def _add_type(renamed: dict[str, Tensor], type_11D: Tensor, what: str) -> None:
+    """What is added to every token of the encoder goes into what makes them, positions untouched."""
+    class_token = renamed["encoder.class_token"]
+    if type_11D.shape != class_token.shape:
+        raise WeightsError(
+            f"{what}: {_ENCODER_TYPE} has shape {tuple(type_11D.shape)}, but {tuple(class_token.shape)} was expected"
+        )
+    class_token += type_11D.float()
+    renamed["encoder.patch_embedding.bias"] += type_11D.float().flatten()
+
+
+def _renamings(config: CaptionerConfig) -> Iterator[Renaming]:
+    yield from encoder_renamings(config.encoder)
+    for ours, theirs in _RAW.items():
+        yield Renaming(ours, (theirs,))
+    for ours, theirs in _WITH_BIAS.items():
+        yield from _layer(ours, theirs, has_bias=True)
+    for i in range(config.decoder.depth):
+        for norm in _BLOCK_NORMS:
+            yield from _layer(f"decoder.blocks.{i}.{norm}", f"decoder.layers.{i}.{norm}", has_bias=True)
+        for ours, theirs in _BLOCK.items():
+            yield from _layer(f"decoder.blocks.{i}.{ours}", f"decoder.layers.{i}.{theirs}", config.decoder.bias)
+
+
+def _layer(ours: str, theirs: str, has_bias: bool) -> Iterator[Renaming]:
+    for tensor in ("weight", "bias") if has_bias else ("weight",):
+        yield Renaming(f"{ours}.{tensor}", (f"{theirs}.{tensor}",))
+
+
+def _config(
+    state: Mapping[str, Tensor], what: str, encoder_heads: int | None, decoder_heads: int | None
+) -> CaptionerConfig:
+    encoder = _encoder_config(state, what, encoder_heads)
+    vocab_size, width = shape_of(state, "text_embedding_layer_SimVLM.weight", 2, what)
+    hidden, _ = shape_of(state, "decoder.layers.0.linear1.weight", 2, what)
+    _, num_tokens, _ = shape_of(state, "text_decoder_pos_embed", 3, what)
+    decoder = DecoderConfig(
+        width=width,
+        depth=count_blocks(state, "decoder.layers.", what),
+        num_heads=decoder_heads or _published_heads("decoder", width, what),
+        mlp_ratio=mlp_ratio(hidden, width),
+        norm_position="post",
+        position=_decoder_position_kind(state, encoder.grid_size, width, num_tokens, what),
+        bias="decoder.layers.0.linear1.bias" in state,  # the release's models without "nobias" in their name
+        norm_eps=1e-5,
+    )
+    return CaptionerConfig(encoder=encoder, decoder=decoder, vocab_size=vocab_size, num_tokens=num_tokens)
+
+
+def _encoder_config(state: Mapping[str, Tensor], what: str, num_heads: int | None) -> VitConfig:
+    width, channels, patch, _ = shape_of(state, "patch_embed.proj.weight", 4, what)
+    _, num_tokens, _ = shape_of(state, "pos_embed", 3, what)
+    hidden, _ = shape_of(state, "blocks.0.mlp.fc1.weight", 2, what)
+    grid = round(max(num_tokens - 1, 0) ** 0.5)
+    if grid < 1 or grid**2 != num_tokens - 1:
+        raise WeightsError(
+            f"{what}: pos_embed has {num_tokens} rows, but a class token and a square of patches are expected"
+        )
+    return VitConfig(
+        image_size=grid * patch,
+        patch_size=patch,
+        num_channels=channels,
+        width=width,
+        depth=count_blocks(state, "blocks.", what),
+        num_heads=num_heads or _published_heads("encoder", width, what),
+        mlp_ratio=mlp_ratio(hidden, width),
+        position=position_kind(state, "pos_embed", grid, width, what),
+        qkv_bias="blocks.0.attn.qkv.bias" in state,
+        norm_eps=1e-6,
+    )
+
+
+def _decoder_position_kind(
+    state: Mapping[str, Tensor], grid_size: int, width: int, num_tokens: int, what: str
+) -> PositionKind:
+    """One kind for the tables of image and text, so learned unless both are the fixed ones."""
+    text = state["text_decoder_pos_embed"]
+    if width % 4 or tuple(text.shape) != (1, num_tokens, width):
+        return "learned"  # or a wrong shape, which `rename` reports
+    if bool((text[0].double() - text_sincos_table(num_tokens, width)).abs().max() > POSITION_TOLERANCE):
+        return "learned"
+    return position_kind(state, "decoder_pos_embed", grid_size, width, what)
+
+
+def _published_heads(part: str, width: int, what: str) -> int:
+    """The heads of DP-Cap's size of this width."""
+    sizes = [getattr(config, part) for name, config in SIZES.items() if name.startswith("dpcap_")]
+    known = {size.width: size.num_heads for size in sizes}
+    if width not in known:
+        published = ", ".join(map(str, sorted(known)))
+        raise WeightsError(
+            f"{what}: DP-Cap's {part}s are {published} wide, not {width}; state its heads ({part}_heads)"
+        )
+    return known[width]
