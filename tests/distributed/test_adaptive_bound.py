@@ -13,12 +13,14 @@ from torch import Tensor
 
 from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping import ClippedSum
+from privacy.clipping.accumulators import LocalSums
 from privacy.noise import SystemNoise
 from privacy.releases import GRADIENT, UNCLIPPED, Release
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import RecordedNoise, a_run, build, micro_batches, pairs
 from trainer import distributed
 from trainer.adaptive_bound import MANIFEST_KEY, resumed_bound
+from trainer.engines.sharded_sums import ShardedSums
 from trainer.errors import ConfigError
 from trainer.loop import StepRecord, train_step
 
@@ -60,12 +62,19 @@ class OnlyAfterAnIntent(SystemNoise):
 
 
 def adaptive_run(
-    device: torch.device, name: str, stage: int, draws: list[float], manifest: dict[str, Any] | None = None
+    device: torch.device,
+    name: str,
+    stage: int,
+    draws: list[float],
+    manifest: dict[str, Any] | None = None,
+    *,
+    sharded: bool = False,
 ) -> tuple[Any, KeptLedger, OnlyAfterAnIntent]:
     engine = build(device, name, stage)
     ledger = KeptLedger()
     noise = OnlyAfterAnIntent(ledger, draws)
-    clipped = ClippedSum(engine.module, C, shapes=engine.shapes, adaptive=ADAPTIVE)
+    accumulator = ShardedSums if sharded else LocalSums
+    clipped = ClippedSum(engine.module, C, shapes=engine.shapes, adaptive=ADAPTIVE, accumulator=accumulator)
     if manifest is not None:
         clipped.max_grad_norm = resumed_bound(manifest, C)
     run = a_run(engine, clipped, noise, SIGMA, BATCH_SIZE)
@@ -77,9 +86,16 @@ def adaptive_run(
 DRAWS = [0.3, -1.4, 0.05, 2.2, -0.7, 0.9]
 
 
-def rank_steps(device: torch.device, name: str, stage: int, counts: tuple[int, ...], resume_after: int | None) -> Any:
+def rank_steps(
+    device: torch.device,
+    name: str,
+    stage: int,
+    counts: tuple[int, ...],
+    resume_after: int | None,
+    sharded: bool = False,
+) -> Any:
     """C and the published fraction of six steps; with `resume_after`, in two starts that share a manifest only."""
-    run, ledger, noise = adaptive_run(device, name, stage, DRAWS)
+    run, ledger, noise = adaptive_run(device, name, stage, DRAWS, sharded=sharded)
     published: list[dict[str, float]] = []
     draws = 0
     for step in range(1, len(DRAWS) + 1):
@@ -105,9 +121,18 @@ def alone() -> Any:
     return run_ranks(f"{__name__}:rank_steps", 1, name="local", stage=1, counts=(7,), resume_after=None)[0]
 
 
-@pytest.mark.parametrize(("name", "stage"), [("local", 1), ("deepspeed", 3)])
-def test_two_ranks_adapt_as_one_and_noise_the_count_once(name: str, stage: int, alone: Any) -> None:
-    first, second = run_ranks(f"{__name__}:rank_steps", 2, name=name, stage=stage, counts=(5, 2), resume_after=None)
+@pytest.mark.parametrize(
+    ("name", "stage", "sharded"),
+    [
+        ("local", 1, False),
+        ("deepspeed", 3, True),
+        pytest.param("deepspeed", 3, False, marks=pytest.mark.full),
+        pytest.param("fsdp", 3, True, marks=pytest.mark.full),
+    ],
+)
+def test_two_ranks_adapt_as_one_and_noise_the_count_once(name: str, stage: int, sharded: bool, alone: Any) -> None:
+    options = {"name": name, "stage": stage, "sharded": sharded, "counts": (5, 2), "resume_after": None}
+    first, second = run_ranks(f"{__name__}:rank_steps", 2, **options)
     assert first[:2] == second[:2], "ranks hold different bounds"
     close(alone[0], first[0])
     assert (alone[2], first[2], second[2]) == (len(DRAWS), len(DRAWS), 0)

@@ -104,6 +104,18 @@ def test_moving_between_engines_and_world_sizes(tmp_path: Path) -> None:
     assert count(run_dir, "intent") == count(run_dir, "done") == 60
 
 
+@pytest.mark.full
+def test_a_model_built_in_shards_stops_and_resumes(tmp_path: Path) -> None:
+    run_dir, config = tmp_path / "run", "ds_configs/zero3_init_bf16.json"
+    more = ["train.num_steps=60", "heldout.num_captions=0", "train.checkpoint_every=1000"]
+    stopped_after(run_dir, 2, [], ["--ds_config", config, *more])
+    result = launch(train_arguments(run_dir, *more, ds_config=config))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "resuming after step" in result.stdout
+    assert count(run_dir, "session") == 2
+    assert count(run_dir, "intent") == count(run_dir, "done") == 60
+
+
 def stopped_after(run_dir: Path, world_size: int, options: list[str], more: list[str]) -> None:
     """Runs until two more steps are done, then asks rank 0 to stop by SIGUSR1."""
     from tests.e2e.launch import start_ranks
