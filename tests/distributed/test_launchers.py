@@ -55,8 +55,8 @@ def needs(*programs: str) -> None:
         pytest.skip(reason)
 
 
-def tiny(run_dir: Path, *more: str) -> list[str]:
-    return train_arguments(run_dir, f"train.num_steps={STEPS}", "heldout.num_captions=0", *more)
+def tiny(run_dir: Path, *more: str, steps: int = STEPS) -> list[str]:
+    return train_arguments(run_dir, f"train.num_steps={steps}", "heldout.num_captions=0", *more)
 
 
 def check(run_dir: Path, said: str, code: int, num_hosts: int = 2) -> None:
@@ -107,7 +107,7 @@ def deepspeed_slurm(hosts: Network, run_dir: Path) -> subprocess.CompletedProces
     """The launcher needs a hostfile to see more than this machine; srun chooses the nodes."""
     command = [
         *("deepspeed", "--hostfile", str(hosts.folder / "hostfile"), "--launcher", "slurm", "--no_ssh_check"),
-        *("--master_addr", "node1", "--launcher_args", "-N2", TRAIN),
+        *("--master_addr", "node1", "--launcher_args=-N2", TRAIN),
     ]
     return hosts.hosts["head"].run(
         [*command, *tiny(run_dir)],
@@ -204,7 +204,7 @@ def test_mpirun_without_root(tmp_path: Path, measured: Callable[..., None]) -> N
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_under_mpirun_ends_all(tmp_path: Path, victim: int) -> None:
     run_dir = tmp_path / "run"
-    command = [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u", TRAIN, *tiny(run_dir, "train.num_steps=4000")]
+    command = [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u", TRAIN, *tiny(run_dir, steps=4000)]
     environment = quiet_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     with (tmp_path / "log").open("w") as log:
         launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -305,8 +305,9 @@ def test_the_first_run_as_the_documentation_says(hosts: Network, tmp_path: Path,
 
 
 def copy_project(folder: Path) -> None:
-    """What is under version control, and the environment as it is."""
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    """What is under version control, or could be, and the environment as it is."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, files.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
