@@ -130,6 +130,7 @@ def test_a_simulation_may_have_noise_that_no_claim_could(tmp_path: Path) -> None
     assert not recipe_plan(one.config.privacy, 6, 3000).formal_guarantee
 
 
+@pytest.mark.full
 def test_tan_is_calibrated_at_the_reference_batch(tmp_path: Path) -> None:
     text = TAN.replace("reference_noise_multiplier = 1.2", "reference_epsilon = 8.0").replace("[6, 2]", "[2, 2]")
     text = text.replace("[base]", "[base]\ndata.num_examples = 3000")
@@ -170,7 +171,7 @@ def test_runs_without_a_guarantee_need_leave_to_see_private_data(tmp_path: Path)
         assert "4 claim a guarantee of their own, 4 have none" in str(one.config.privacy.tuning)
     folder, _ = prepared(tmp_path, text.replace("1e-4", "1e-4\ninformal_runs = true"))
     noted = SharedLedger(folder.shared_ledger).summary()["informal_runs"]
-    assert sorted(run["name"] for run in noted) == [one.name for one in planned if "large" in one.name]
+    assert sorted(run["name"] for run in noted) == sorted(one.name for one in planned if "large" in one.name)
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
