@@ -1,0 +1,213 @@
+"""What does a small captioner see of synthetic shapes, trained without and with differential privacy?
+
+    python benchmarks/shapes_study.py --output benchmarks/results/2026-11-22-shapes
+
+makes 20,000 pairs (`prepare.py synthetic --content shapes`), trains recipes/synthetic_shapes.toml and recipes/shapes_dp.toml on
+them (about ten processor minutes each), and asks both and the untrained model what new pictures show:
+
+* zero-shot: which of 120 names (12 colours times 10 shapes) fits the picture of one shape;
+* choices between captions of equal length: another colour (11 ways), another shape (9), relation and who has which colour (7),
+  order of three (6); see evaluation/synthetic_tests.py.
+
+Every test asks for the likeliest caption; p is the chance that guessing does as well (one-sided binomial test). Test pictures
+have a seed of their own. What is there is not trained again; --evaluate_only trains nothing. Writes OUTPUT.json, .md, .png and
+the first test pictures with the captions of each model.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from scipy.stats import binomtest
+
+from data.synthetic.generate import SyntheticData
+from data.synthetic.write import encode
+from data.tokenizer import CaptionTokenizer
+from data.transforms import eval_image
+from evaluation.captions import CaptionOptions, CaptionWriter, picture_grid
+from evaluation.compositional import Answers, choose
+from evaluation.synthetic_tests import SHAPE_CLASSES, SHAPE_GROUPS, shape_choices, shape_images
+from evaluation.zero_shot import Prompts, accuracy, log_probs_of
+from models.captioner import Captioner
+from privacy.report import read_snapshot
+from trainer.open_model import open_model
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA, HELDOUT = ROOT / "runs" / "shapes-data", ROOT / "runs" / "shapes-heldout"
+TEST_SEED = 1 << 40
+RUNS = {"non-private": "synthetic_shapes", "epsilon 8": "shapes_dp"}
+
+
+def commands() -> list[list[str]]:
+    """Data, then both runs; held-out pairs of another seed show their progress."""
+
+    def pairs(count: int, seed: int, output: Path) -> list[str]:
+        options = {"content": "shapes", "num_examples": count, "image_size": 64, "seed": seed, "backend": "numpy"}
+        told = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        return ["launch_scripts/prepare.py", "synthetic", *told, "--output", str(output.relative_to(ROOT))]
+
+    found = [pairs(20000, 0, DATA), pairs(500, 1, HELDOUT)]
+    for name, every, count in (("synthetic_shapes", 500, 300), ("shapes_dp", 25, 200)):
+        found.append(
+            ["launch_scripts/train.py", "--ds_config", "ds_configs/zero1.json", "--recipe", f"recipes/{name}.toml",
+             "--engine", "local", f"heldout.shards={HELDOUT.relative_to(ROOT)}/*.tar", "heldout.is_public=true",
+             f"heldout.every_steps={every}", f"heldout.num_examples={count}"]
+        )  # fmt: skip
+    return found
+
+
+def train() -> None:
+    """Makes and trains what is not there."""
+    for command in commands():
+        print(" ".join(["python", *command]), file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
+
+
+def asked(model: Captioner, tokenizer: CaptionTokenizer, size: int, count: int) -> dict[str, Any]:
+    """All tests of one model: accuracy, chance, p."""
+    data = SyntheticData(TEST_SEED, size, "numpy", "shapes")
+    found: dict[str, Any] = {}
+    images, labels_N = shape_images(data, 2 * count)
+    batches = [
+        torch.from_numpy(np.stack([eval_image(i, size) for i in images[k : k + 100]]))
+        for k in range(0, len(images), 100)
+    ]
+    prompts = Prompts.of(SHAPE_CLASSES, ("{a}",), tokenizer, model.config.num_tokens)
+    scores_NK = prompts.by_rule(log_probs_of(model, prompts, batches))["sum"]
+    top1 = accuracy(scores_NK, labels_N).top1
+    found["zero-shot"] = result(round(top1 * len(labels_N)), len(labels_N), len(SHAPE_CLASSES))
+    scores_NCS = scores_NK.unflatten(1, (12, 10)).logsumexp(2), scores_NK.unflatten(1, (12, 10)).logsumexp(1)
+    for name, part_NK, labels in (
+        ("zero-shot colour", scores_NCS[0], labels_N // 10),
+        ("zero-shot shape", scores_NCS[1], labels_N % 10),
+    ):
+        found[name] = result(round(accuracy(part_NK, labels).top1 * len(labels)), len(labels), part_NK.shape[1])
+    for group in SHAPE_GROUPS:
+        answers: Answers = choose(model, tokenizer, shape_choices(data, count, [group]), rule="sum")[0][group]
+        found[f"choice: {group}"] = result(int(answers.credits_N.sum()), count, int(answers.num_options_N[0]))
+    return found
+
+
+def result(right: int, tests: int, ways: int) -> dict[str, Any]:
+    """Of `tests` questions with one right answer among `ways`."""
+    p = binomtest(right, tests, 1 / ways, alternative="greater").pvalue
+    return {
+        "right": right,
+        "tests": tests,
+        "ways": ways,
+        "accuracy": right / tests,
+        "times_chance": right / tests * ways,
+        "p": p,
+    }
+
+
+def study(args: argparse.Namespace) -> dict[str, Any]:
+    """The record; writes the grids of captions beside."""
+    if not args.evaluate_only:
+        train()
+    said = [" ".join(["python", *command]) for command in commands()]
+    record: dict[str, Any] = {"study": "shapes", "commands": said, "models": {}}
+    for label, name in RUNS.items():
+        run_dir = ROOT / "runs" / name
+        opened = open_model(run_dir)
+        model, tokenizer = opened.model, opened.task.make_example(train=False).tokenizer
+        size = model.config.encoder.image_size
+        if "untrained" not in record["models"]:
+            untrained = opened.task.build(torch.Generator().manual_seed(0)).eval()
+            record["models"]["untrained"] = {"results": asked(untrained, tokenizer, size, args.tests)}
+        facts = {"run": name, "step": opened.manifest["step"], "formal_guarantee": opened.manifest["formal_guarantee"]}
+        if facts["formal_guarantee"]:
+            state = read_snapshot(run_dir / "ledger.jsonl").state
+            facts |= {
+                "epsilon": state.epsilon(),
+                "delta": state.plan.target_delta,
+                "noise_multiplier": state.plan.noise_multiplier,
+            }
+        facts["recipe"] = (ROOT / "recipes" / f"{name}.toml").read_text()
+        record["models"][label] = {**facts, "results": asked(model, tokenizer, size, args.tests)}
+        grid(model, tokenizer, size, args.output.with_name(f"{args.output.name}-{name}-captions.png"))
+    return record
+
+
+def grid(model: Captioner, tokenizer: CaptionTokenizer, size: int, path: Path) -> None:
+    """Greedy captions of the first test pictures."""
+    examples = SyntheticData(TEST_SEED, size, "numpy", "shapes").examples(range(24))
+    images = np.stack([eval_image(encode(example, "png"), size) for example in examples])
+    captions = CaptionWriter(model, tokenizer, CaptionOptions())(images)
+    picture_grid(list(images), [caption.text for caption in captions]).save(path)
+
+
+def markdown(record: dict[str, Any], output: str) -> str:
+    """The table, and what it says of the two questions."""
+    models = record["models"]
+    lines = [
+        "# What a small captioner sees of synthetic shapes", "",
+        f"`python benchmarks/shapes_study.py --output {output}`", "",
+        "20,000 pairs at 64 pixels. Accuracy of the likeliest caption, in brackets times chance and p of guessing.", "",
+        "| test | ways | tests | " + " | ".join(models) + " |", "|---" * (3 + len(models)) + "|",
+    ]  # fmt: skip
+    for test, first in models["untrained"]["results"].items():
+        cells = [
+            f"{100 * one['accuracy']:.1f} % ({one['times_chance']:.1f} x, p = {one['p']:.1g})"
+            for one in (model["results"][test] for model in models.values())
+        ]
+        lines.append(f"| {test} | {first['ways']} | {first['tests']} | " + " | ".join(cells) + " |")
+    plain, private = models["non-private"]["results"], models["epsilon 8"]["results"]
+    below = [test for test, one in plain.items() if one["times_chance"] < 3]
+    unseen = [test for test, one in private.items() if one["p"] >= 0.01]
+    guarantee = models["epsilon 8"]
+    lines += [
+        "", f"Non-private: at least 3 times chance in all tests{' but ' + ', '.join(below) if below else ''}.", "",
+        f"With differential privacy (epsilon {guarantee['epsilon']:.4f} at delta {guarantee['delta']:g} by the run's ledger): "
+        f"above chance with p < 0.01 in {len(private) - len(unseen)} of {len(private)} tests"
+        f"{'; not in ' + ', '.join(unseen) if unseen else ''}.", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Accuracies beside chance."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    models, tests = record["models"], list(record["models"]["untrained"]["results"])
+    figure, axes = pyplot.subplots(figsize=(10, 4.2))
+    for number, (label, model) in enumerate(models.items()):
+        heights = [100 * model["results"][test]["accuracy"] for test in tests]
+        axes.bar(np.arange(len(tests)) + 0.27 * (number - 1), heights, 0.25, label=label)
+    chances = [100 / models["untrained"]["results"][test]["ways"] for test in tests]
+    axes.hlines(chances, np.arange(len(tests)) - 0.42, np.arange(len(tests)) + 0.42, "black", "dashed", label="chance")
+    axes.set_xticks(range(len(tests)), [test.replace(": ", ":\n").replace("shot ", "shot\n") for test in tests])
+    axes.set_ylabel("right answers, %")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Runs the study and writes its record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, metavar="PREFIX", help="of the files that are written")
+    parser.add_argument("--tests", type=int, default=1000, help="of each kind; zero-shot takes twice as many")
+    parser.add_argument("--evaluate_only", action="store_true", help="of runs that are there")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    record = study(args)
+    args.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    text = markdown(record, str(args.output))
+    args.output.with_suffix(".md").write_text(text)
+    plot(record, args.output.with_suffix(".png"))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
