@@ -23,7 +23,7 @@ from trainer.schedule import learning_rate
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 DPCAP = [ROOT / "recipes" / f"dpcap_{size}.toml" for size in ("base", "large", "small", "tiny")]
-CALIBRATED = [path for path in RECIPES if path.stem.startswith(("dpcap_", "vip_"))]
+CALIBRATED = [path for path in RECIPES if path.stem.startswith(("dpcap_", "vip_", "finetune_"))]
 DPCAP_EXAMPLES = 233_804_767
 README = (ROOT / "recipes" / "README.md").read_text()
 
@@ -87,11 +87,17 @@ TINY = [
     "schedule.warmup_steps=1", "train.num_steps=2", "train.micro_batch_size=8",
 ]  # fmt: skip
 REDUCED = ("vip_base", "synthetic_vip_base")
+ELSEWHERE = ("quickstart", "finetune_")
+"""Quickstart has a test of its own; fine-tuning needs labels (tests/trainer/test_classification.py)."""
 
 
 @pytest.mark.parametrize(
     "path",
-    [p if p.stem in REDUCED else pytest.param(p, marks=pytest.mark.full) for p in RECIPES if p.stem != "quickstart"],
+    [
+        p if p.stem in REDUCED else pytest.param(p, marks=pytest.mark.full)
+        for p in RECIPES
+        if not p.stem.startswith(ELSEWHERE)
+    ],
     ids=lambda p: p.stem,
 )
 def test_two_small_steps_of_every_recipe(path: Path, tmp_path: Path) -> None:

@@ -1,0 +1,270 @@
+"""Fine-tuning from labelled shards to a held-out accuracy, and starting from a captioner's or a masked autoencoder's encoder."""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import nn
+
+from data.tar_writer import write_shard
+from models.adapters import is_adapter
+from models.captioner import build_captioner
+from models.classifier import build_classifier
+from models.config import captioner_config
+from models.masked_autoencoder import build_masked_autoencoder
+from tests.e2e.launch import alone
+from tests.models.test_classifier import tiny
+from tests.models.test_masked_autoencoder import tiny as tiny_autoencoder_config
+from trainer.checkpoint import Checkpoint, checkpoint_name, newest_checkpoint
+from trainer.checkpoint_writer import CheckpointWriter, Retention
+from trainer.config import InitSection, OptimizerSection, load_config
+from trainer.distributed import Ranks
+from trainer.ds_config import load_machine_settings
+from trainer.engines.local import LocalEngine
+from trainer.errors import ConfigError
+from trainer.open_model import open_model
+from trainer.run_folder import RunFolder
+from trainer.train import train
+from trainer.warm_start import load_start
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "tests/trainer/classification.toml"
+MACHINE = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
+NUM_HELDOUT = 300
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """public.tar, private.tar and heldout.tar of scikit-learn's digits, enlarged to 16 pixels; two public labels are bad."""
+    folder = tmp_path_factory.mktemp("digits")
+    pictures, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    heldout, training = order[:NUM_HELDOUT], order[NUM_HELDOUT:]
+
+    def examples(chosen: np.ndarray) -> Any:
+        for i in chosen.tolist():
+            buffer = io.BytesIO()
+            picture = Image.fromarray((pictures[i].reshape(8, 8) * 15).astype(np.uint8))
+            picture.resize((16, 16), Image.Resampling.NEAREST).save(buffer, "PNG")
+            yield f"digit-{i:04d}", {"png": buffer.getvalue(), "cls": str(labels[i]).encode()}
+
+    bad = [("bad-0", {"cls": b"3"}), ("bad-1", {**next(examples(training))[1], "cls": b"ten"})]
+    write_shard(folder / "public.tar", [*examples(training[:1000]), *bad])
+    write_shard(folder / "private.tar", examples(training[1000:]))
+    write_shard(folder / "heldout.tar", examples(heldout))
+    return folder
+
+
+def of(digits: Path, name: str, *more: str) -> list[str]:
+    return [f"data.shards={digits}/{name}.tar", f"heldout.shards={digits}/heldout.tar", *more]
+
+
+@pytest.fixture(scope="module")
+def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder: 120 steps of `train.py` without privacy."""
+    run = tmp_path_factory.mktemp("runs") / "digits"
+    arguments = [
+        "--ds_config",
+        "ds_configs/zero1.json",
+        "--engine",
+        "local",
+        "--recipe",
+        str(RECIPE),
+        "--run_dir",
+        str(run),
+    ]
+    result = alone([*arguments, *of(digits, "public")])
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    assert "held-out cross-entropy after step 120: " in result.stdout
+    return run
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_it_learns_and_counts_bad_labels(trained: Path) -> None:
+    first, last = lines(trained / "evaluation/heldout.jsonl")
+    assert first["loss"] == pytest.approx(np.log(10), rel=1e-4) and first["accuracy"] < 0.25
+    assert last["accuracy"] > 0.5 and last["loss"] < 1.6, "ten classes: chance is 0.1"
+    said = [own for own, _ in last["captions"]]
+    assert len(said) == 2 and all(re.fullmatch("class [0-9]", text) for text in said)
+    public = {key for line in lines(trained / "metrics.jsonl") for key in line}
+    private = lines(trained / "private/metrics.jsonl")
+    assert {"heldout/accuracy", "heldout/loss"} <= public and not any(key.startswith("train/") for key in public)
+    seen, bad = (sum(line.get(f"train/{key}", 0) for line in private) for key in ("batch_size", "undecodable_examples"))
+    assert 0 < bad < 0.01 * seen, "two of 1,002 examples"
+
+
+def test_open_model_gives_the_accuracy_that_was_reported(trained: Path, digits: Path) -> None:
+    accuracy, _ = accuracy_of(trained, digits)
+    assert accuracy == pytest.approx(lines(trained / "evaluation/heldout.jsonl")[-1]["accuracy"], abs=1e-6)
+
+
+def accuracy_of(run: Path, digits: Path) -> tuple[float, nn.Module]:
+    from data.index_build import build_index
+    from data.loader import eval_batches
+
+    opened = open_model(run)
+    table = build_index([digits / "heldout.tar"], run / "reopened-index")
+    (batch,) = eval_batches(table, opened.task.make_example(train=False), NUM_HELDOUT)
+    with torch.no_grad():
+        predicted = opened.model(batch.inputs["images_BCHW"], output="logits").argmax(1)
+    return float((predicted == batch.inputs["labels_B"]).float().mean()), opened.model
+
+
+@pytest.fixture
+def in_this_process(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, list[str]], int]:
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)  # held until the process ends, and this one resumes
+
+    def run(run_dir: Path, overrides: list[str]) -> int:
+        return train(load_config(RECIPE, overrides), MACHINE, "local", run_dir, ROOT, Ranks(), one_rank)
+
+    return run
+
+
+PRIVATE = [
+    "privacy.enabled=true", "privacy.noise_multiplier=1.0", "privacy.target_delta=1e-4", 'data.provenance="private"',
+    "heldout.is_public=false", "train.num_steps=2", "train.checkpoint_every=1", "optimizer.weight_decay=0.1",
+    "schedule.warmup_steps=0", "init.parts=encoder", "train.ema_decay=0.5", "train.keep_checkpoints=3",
+]  # fmt: skip
+
+
+def with_overrides(**changes: Any) -> str:
+    shape = load_config(RECIPE).model.overrides
+    inner = ", ".join(f"{key} = {json.dumps(value)}" for key, value in {**shape, **changes}.items())
+    return f"model.overrides={{{inner}}}"
+
+
+@pytest.mark.parametrize("mode", ["last_layer", "adapters"])
+def test_private_training_of_a_part_stops_resumes_and_leaves_the_rest(
+    mode: str, trained: Path, digits: Path, tmp_path: Path, in_this_process: Any
+) -> None:
+    """The checkpoint is whole without the run that it started from; nothing that is not public leaves private/."""
+    run, start = tmp_path / "run", newest_checkpoint(trained / "checkpoints")
+    assert start is not None
+    overrides = of(digits, "private", *PRIVATE, f"init.checkpoint={start}", with_overrides(trainable=mode))
+    assert in_this_process(run, [*overrides, "train.max_minutes=1e-9"]) == 7
+    waiting = Checkpoint(run / "checkpoints" / checkpoint_name(0))
+    elsewhere = [o for o in overrides if not o.startswith("init.checkpoint")] + ["init.checkpoint=nowhere"]
+    assert in_this_process(run, elsewhere) == 0, "a resume needs no start"
+    ended, source = Checkpoint(run / "checkpoints" / checkpoint_name(2)), Checkpoint(start)
+    encoder = {name for name in source.shapes if name.startswith("encoder.")}
+    assert ended.frozen == waiting.frozen == encoder
+    for name in encoder:
+        assert torch.equal(ended.full("param", name), source.full("param", name)), name
+    trainable = set(ended.shapes) - encoder
+    assert trainable == {n for n in ended.shapes if n.startswith("head.") or is_adapter(n)}
+    assert all(not torch.equal(ended.full("param", n), waiting.full("param", n)) for n in trainable)
+    held = {(kind, name) for kind, name in ended._where if name in encoder}
+    assert {kind for kind, _ in held} == {"param"}, "no moments and no average of frozen weights"
+    for use_average in (False, True):
+        model = open_model(run, use_average=use_average).model
+        kind = "average" if use_average else "param"
+        assert torch.equal(model.head.weight, ended.full(kind, "head.weight"))
+        assert torch.equal(model.encoder.norm.weight, source.full("param", "encoder.norm.weight"))
+    assert not (run / "evaluation/heldout.jsonl").exists() and (run / "private/heldout.jsonl").exists()
+    assert not any("heldout" in key for line in lines(run / "metrics.jsonl") for key in line)
+    assert any("heldout/accuracy" in line for line in lines(run / "private/metrics.jsonl"))
+
+
+RECIPES = sorted((ROOT / "recipes").glob("finetune_*.toml"))
+
+
+@pytest.mark.parametrize(
+    "path", [p if "lora" in p.stem else pytest.param(p, marks=pytest.mark.full) for p in RECIPES], ids=lambda p: p.stem
+)
+def test_two_small_steps_of_every_recipe(
+    path: Path, trained: Path, digits: Path, tmp_path: Path, one_rank: torch.device
+) -> None:
+    """Its own options, optimizer and schedule, on a small encoder and few classes."""
+    options = load_config(path).model.overrides
+    shape = {**load_config(RECIPE).model.overrides, "encoder_qkv_bias": False, "num_classes": 10}
+    inner = ", ".join(f"{key} = {json.dumps(value)}" for key, value in {**options, **shape}.items())
+    shrunk = [
+        f"data.shards={digits}/private.tar", "data.num_examples=497", "data.image_size=16", "data.num_workers=0",
+        f"init.checkpoint={trained}", f"model.overrides={{{inner}}}", "privacy.expected_batch_size=16",
+        "schedule.warmup_steps=1", "train.num_steps=2", "train.micro_batch_size=8",
+    ]  # fmt: skip
+    assert train(load_config(path, shrunk), MACHINE, "local", tmp_path / "run", ROOT, Ranks(), one_rank) == 0
+    ended = Checkpoint(tmp_path / "run/checkpoints" / checkpoint_name(2))
+    assert ended.manifest["formal_guarantee"] and bool(ended.frozen) == (options["trainable"] != "all")
+
+
+def test_a_frozen_encoder_needs_a_start(digits: Path, tmp_path: Path, in_this_process: Any) -> None:
+    with pytest.raises(ConfigError, match=r"would stay at random: give init\.checkpoint"):
+        in_this_process(tmp_path / "run", of(digits, "public", with_overrides(trainable="last_layer")))
+
+
+SHAPE = {"image_size": 16, "patch_size": 8, "encoder_width": 24, "encoder_depth": 2, "encoder_num_heads": 2}
+
+
+def captioner(**more: Any) -> tuple[nn.Module, Any]:
+    config = captioner_config("pico", **{**SHAPE, "decoder_depth": 1, "vocab_size": 30, **more})
+    return build_captioner(config, generator=torch.Generator().manual_seed(1)), config
+
+
+def autoencoder(**more: Any) -> tuple[nn.Module, Any]:
+    config = tiny_autoencoder_config(**{**SHAPE, **more})
+    return build_masked_autoencoder(config, generator=torch.Generator().manual_seed(1)), config
+
+
+def saved(folder: Path, model: nn.Module, config: Any) -> Checkpoint:
+    from dataclasses import asdict
+
+    engine = LocalEngine(model, OptimizerSection(peak_lr=1e-3), MACHINE, torch.device("cpu"))
+    facts = {"run": "before", "initialisation": {"kind": "random", "seed": 1}, "model": asdict(config)}
+    CheckpointWriter(folder, Retention(1)).save(0, engine.state(), engine.shapes, facts)
+    return Checkpoint(folder / checkpoint_name(0))
+
+
+ENCODER = InitSection(checkpoint="x", parts="encoder")
+
+
+@pytest.mark.parametrize("make", [captioner, autoencoder])
+@pytest.mark.parametrize("mode", ["all", "last_layer", "adapters"])
+def test_the_encoder_of_either_model_starts_a_classifier(make: Any, mode: str, tmp_path: Path) -> None:
+    source, config = make()
+    checkpoint = saved(tmp_path, source, config)
+    own = tiny(trainable=mode, encoder_qkv_bias=config.encoder.qkv_bias)
+    model = build_classifier(own, generator=torch.Generator().manual_seed(7))
+    fresh = set(load_start(checkpoint, ENCODER, model))
+    assert fresh == {n for n, _ in model.named_parameters() if n.startswith("head.") or is_adapter(n)}
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(model.encoder(images), source.encoder(images)), "adapters start as nothing"
+
+
+def test_positions_of_another_image_size_are_interpolated(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, *captioner(encoder_position="learned"))
+    larger = build_classifier(tiny(image_size=32, encoder_position="learned", trainable="last_layer"))
+    load_start(checkpoint, ENCODER, larger)
+    table = larger.encoder.position.table
+    assert table.shape == (1, 17, 24) and torch.equal(
+        table[:, 0], checkpoint.full("param", "encoder.position.table")[:, 0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (autoencoder, {}, "has encoder.blocks.0.attention.qkv.bias, for which the model has no place"),
+        (captioner, {"encoder_num_heads": 3}, "encoder's num_heads is 2, the model's is 3"),
+        (captioner, {"encoder_qkv_bias": True}, "encoder's qkv_bias is False, the model's is True"),
+        (captioner, {"encoder_norm_eps": 1e-5}, "encoder's norm_eps is 1e-06"),
+        (captioner, {"encoder_depth": 1}, "has encoder.blocks.1"),
+    ],
+)
+def test_another_encoder_is_refused(make: Any, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, *make())
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_start(checkpoint, ENCODER, build_classifier(tiny(**changes)))
