@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from privacy.report_markdown import to_markdown
 from privacy.report_plots import Plot, plots
@@ -16,8 +17,21 @@ _INLINE = re.compile(r"`([^`]*)`|\*\*(.+?)\*\*")
 _NUMBER = re.compile(r"[\s\d.,%*eE+-]*\d[\s\d.,%*eE+-]*|none")
 
 
-def to_html(card: dict[str, Any]) -> str:
-    """The page for `card`. It says exactly what `to_markdown(card)` says."""
+class Picture(NamedTuple):
+    """A PNG of public content that a card names; the page holds its bytes."""
+
+    name: str
+    title: str
+    caption: str
+    png: bytes
+
+
+def to_html(card: dict[str, Any], pictures: Sequence[Picture] = ()) -> str:
+    """The page for `card`. It says exactly what `to_markdown(card)` says.
+
+    Args:
+        pictures: end the section on utility.
+    """
     blocks = [block for block in to_markdown(card).strip().split("\n\n") if block]
     body, drawn, heading = [], plots(card), ""
     for block in blocks:
@@ -26,6 +40,7 @@ def to_html(card: dict[str, Any]) -> str:
             heading = block.split(". ", 1)[1]
         body.append(_block(block, card))
     body.append(_figures(heading, drawn, card))
+    body += [_picture(picture) for picture in pictures]
     title = inline(blocks[0].removeprefix("# "))
     return _PAGE.format(title=title, style=_STYLE, body="\n".join(part for part in body if part))
 
@@ -40,6 +55,15 @@ def _figures(heading: str, drawn: dict[str, list[Plot]], card: dict[str, Any]) -
         for plot in drawn.get(heading, [])
     ]
     return "\n".join(parts)
+
+
+def _picture(picture: Picture) -> str:
+    data = base64.b64encode(picture.png).decode()
+    title, caption = html.escape(picture.title), html.escape(picture.caption)
+    return (
+        f'<figure id="{picture.name}">\n<img alt="{title}" src="data:image/png;base64,{data}">\n'
+        f"<figcaption><strong>{title}.</strong> {caption}</figcaption>\n</figure>"
+    )
 
 
 def _why_no_plot(card: dict[str, Any]) -> str:
@@ -138,6 +162,7 @@ tr { break-inside: avoid; }
 code { font-size: .88em; overflow-wrap: anywhere; background: var(--card); padding: .05em .3em; border-radius: 3px; }
 figure { margin: 1.2rem 0; break-inside: avoid; }
 figure svg { display: block; width: 100%; height: auto; }
+figure img { display: block; max-width: 100%; height: auto; }
 figcaption { color: var(--soft); font-size: .88rem; margin-top: .2rem; }
 """
 

@@ -96,7 +96,8 @@ def utility(card: Card) -> str:
     utility = card.get("utility")
     if utility is None:
         return "No other file was read."
-    return f"**Not attested.** {utility['statement']}\n\n{_heldout(utility)}\n\n{_throughput(utility)}"
+    parts = [f"**Not attested.** {utility['statement']}", _heldout(utility), _samples(utility), _throughput(utility)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _heldout(utility: Card) -> str:
@@ -107,6 +108,13 @@ def _heldout(utility: Card) -> str:
     rows = [(f"{point['step']:,}", _number(point["loss"])) for point in shown]
     table = table_of(("after step", "held-out loss"), rows)
     return f"From `{cell(utility['heldout_file'])}` (the recipe declared the held-out data public):\n\n{table}"
+
+
+def _samples(utility: Card) -> str:
+    found = utility["samples"]
+    if found is None:
+        return ""
+    return f"Samples of held-out examples after step {found['step']:,}: `{cell(found['file'])}`."
 
 
 def _throughput(utility: Card) -> str:

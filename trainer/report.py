@@ -6,6 +6,7 @@ Nothing under `private/` is opened. What does not come from the ledger names its
 import hashlib
 import json
 import math
+import re
 import statistics
 import tomllib
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from typing import Any
 
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.report import privacy_card
-from privacy.report_html import to_html
+from privacy.report_html import Picture, to_html
 from privacy.report_markdown import to_markdown
 from privacy.shared_ledger import SharedLedger
 from trainer.errors import ConfigError
@@ -22,6 +23,7 @@ from trainer.files import write_durably
 
 THROUGHPUT = "performance/examples_per_second"
 _MOST_POINTS = 200
+_SAMPLES = re.compile(r"samples-\d{8}\.png")
 _MANIFEST_FACTS = ("run", "initialisation", "training_data", "tokenizer_sha256")
 
 
@@ -52,17 +54,30 @@ def build_card(run_dir: Path) -> dict[str, Any]:
 
 
 def write_card(run_dir: Path, card: dict[str, Any]) -> tuple[Path, Path, Path]:
-    """Writes report/privacy_card.json, .md and .html, each whole or not at all; returns their paths."""
+    """Writes report/privacy_card.json, .md and .html, each whole or not at all; returns their paths.
+
+    The page holds the picture of samples itself, so that it stays one file.
+    """
     folder = run_dir / "report"
     paths = folder / "privacy_card.json", folder / "privacy_card.md", folder / "privacy_card.html"
     try:
         folder.mkdir(exist_ok=True)
         write_durably(paths[0], json.dumps(card, indent=1, allow_nan=False) + "\n")
         write_durably(paths[1], to_markdown(card))
-        write_durably(paths[2], to_html(card))
+        write_durably(paths[2], to_html(card, _pictures(run_dir, card)))
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write the privacy card: {error.strerror or error}") from error
     return paths
+
+
+def _pictures(run_dir: Path, card: dict[str, Any]) -> list[Picture]:
+    samples = card["utility"]["samples"]
+    if samples is None:
+        return []
+    caption = (
+        f"What the model makes of held-out examples after step {samples['step']:,} ({samples['file']}). Not attested."
+    )
+    return [Picture("heldout-samples", "Samples", caption, (run_dir / samples["file"]).read_bytes())]
 
 
 def read_audits(run_dir: Path) -> list[dict[str, Any]]:
@@ -146,7 +161,7 @@ def _recipe(run_dir: Path) -> dict[str, Any]:
 
 
 def read_utility(run_dir: Path) -> dict[str, Any]:
-    """Held-out loss and throughput, as far as the run's public files hold them."""
+    """Held-out loss, samples and throughput, as far as the run's public files hold them."""
     heldout_file, metrics_file = "evaluation/heldout.jsonl", "metrics.jsonl"
     losses = [{"step": line["step"], "loss": _finite(line.get("loss"))} for line in _json_lines(run_dir / heldout_file)]
     rates = [
@@ -159,8 +174,18 @@ def read_utility(run_dir: Path) -> dict[str, Any]:
         "statement": "These numbers come from the files named here, which nothing protects against changes.",
         "heldout_file": heldout_file if losses else None,
         "heldout_loss": losses,
+        "samples": _samples(run_dir),
         "throughput": _throughput(metrics_file, rates) if rates else None,
     }
+
+
+def _samples(run_dir: Path) -> dict[str, Any] | None:
+    """The newest picture of held-out examples; in this folder they are public."""
+    found = [path.name for path in (run_dir / "evaluation").glob("samples-*.png") if _SAMPLES.fullmatch(path.name)]
+    if not found:
+        return None
+    newest = max(found)
+    return {"file": f"evaluation/{newest}", "step": int(newest.removeprefix("samples-").removesuffix(".png"))}
 
 
 def _throughput(file: str, rates: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,13 +1,17 @@
 """What a step tells whom: public metrics, private metrics, and the console line (which is inside the trust boundary)."""
 
+import io
 import json
 import resource
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from PIL import Image
 
 from trainer.engines.base import holds_whole_weights
+from trainer.files import write_durably
 from trainer.metrics import MetricsWriter
 from trainer.progress import ProgressLine
 
@@ -93,20 +97,32 @@ class StepReporter:
             return
         is_public = run.config.heldout.is_public
         writer = self._public if is_public else self._private
+        folder = run.folder.evaluation if is_public else run.folder.private
         writer.scalars(step, scalars)
         others = "".join(f", {name} {value:.4f}" for name, value in means.items() if name != "loss")
         print(f"held-out {run.heldout.loss_name} after step {step}: {means['loss']:.4f}{others}", flush=True)
         texts = samples.lines if samples else []
         if samples:
             writer.picture(step, "heldout/samples", samples.picture_HWC)
+            write_durably(folder / samples_name(step), _png(samples.picture_HWC))
         if texts:
             writer.text(step, "heldout/samples", "\n".join(f"* {own!r} for {reference!r}" for own, reference in texts))
         for own, reference in texts:
             print(f"  model: {own!r}   reference: {reference!r}", flush=True)
-        folder = run.folder.evaluation if is_public else run.folder.private
         lines = [{"step": step, **means, "captions": texts}]
         with (folder / "heldout.jsonl").open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def samples_name(step: int) -> str:
+    """The picture of a step's samples, beside heldout.jsonl."""
+    return f"samples-{step:08d}.png"
+
+
+def _png(picture_HWC: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(picture_HWC).save(file, "PNG")
+    return file.getvalue()
 
 
 def _private_metrics(private: dict[str, float]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The HTML card without a browser (tests/e2e/test_card_html.py looks at it in one)."""
 
 import ast
+import base64
 import html
 import os
 import re
@@ -17,7 +18,7 @@ from privacy.ledger import Ledger
 from privacy.plan import make_plan
 from privacy.report import privacy_card
 from privacy.report_curves import curves
-from privacy.report_html import inline, to_html
+from privacy.report_html import Picture, inline, to_html
 from privacy.report_markdown import to_markdown
 from privacy.report_plots import draw_attempts, draw_delta, draw_throughput, draw_trade_off, plots
 from privacy.report_text import rounded_down, rounded_up
@@ -28,6 +29,7 @@ UTILITY = {
     "statement": "From files.",
     "heldout_file": "evaluation/heldout.jsonl",
     "heldout_loss": [{"step": 0, "loss": 8.5}, {"step": 5, "loss": 6.25}],
+    "samples": {"file": "evaluation/samples-00000005.png", "step": 5},
     "throughput": {
         "file": "metrics.jsonl",
         "median_examples_per_second": 20.0,
@@ -179,6 +181,15 @@ def test_names_from_files_are_escaped(tmp_path):
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 6
     rows = re.findall(r"<tr>(.*?)</tr>", page)
     assert all(row.count("<td") in (0, 2, 5, 6, 8) for row in rows)
+
+
+def test_a_picture_of_samples_is_in_the_page_itself(card):
+    picture = Picture("samples", NASTY, NASTY, b"\x89PNG of a sample")
+    page = to_html(card, [picture])
+    assert base64.b64encode(picture.png).decode() in page and "<script" not in page
+    assert page.count("<img ") == 1 and "<img " not in to_html(card)
+    assert "evaluation/samples-00000005.png" in to_markdown(card)
+    assert "samples-" not in to_markdown(card | {"utility": UTILITY | {"samples": None}})
 
 
 def test_inline_markdown():
