@@ -96,20 +96,24 @@ def _rest(group: Group, axis: Axis) -> str:
     return ", ".join(f"{name} {label}" for name, label in group.labels.items() if name not in (axis.color, axis.panels))
 
 
+def _color_value(group: Group, axis: Axis) -> Label:
+    return group.labels[axis.color] if axis.color else "all"
+
+
 def _style(groups: Sequence[Group], axis: Axis) -> Callable[[Group], dict[str, Any]]:
     """Colour by the value of the colour axis, line by the remaining ones; equal in every panel."""
-    colors = list(dict.fromkeys(group.labels[axis.color] for group in groups)) if axis.color else [None]
+    colors = list(dict.fromkeys(_color_value(group, axis) for group in groups))
     rests = list(dict.fromkeys(_rest(group, axis) for group in groups))
 
     def style(group: Group) -> dict[str, Any]:
-        value = group.labels[axis.color] if axis.color else None
-        words = [f"{axis.color} {value}" if axis.color else "all", _rest(group, axis)]
+        value = _color_value(group, axis)
+        words = [axis.color or "", str(value), _rest(group, axis)]
         if any(result.simulation for result in group.results):
-            words.append("simulated, not private")
+            words.append("(simulated, not private)")
         return {
             "color": _COLORS[colors.index(value) % len(_COLORS)],
             "linestyle": _LINES[rests.index(_rest(group, axis)) % len(_LINES)],
-            "label": ", ".join(filter(None, words)),
+            "label": " ".join(filter(None, words)),
         }
 
     return style
