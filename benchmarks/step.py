@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula  # noqa: E402
 
 from benchmarks import excess  # noqa: E402
 from benchmarks.workloads import (  # noqa: E402
@@ -41,9 +40,9 @@ from benchmarks.workloads import (  # noqa: E402
     Step,
     Workload,
     make_step,
+)
 from trainer.allocator import keep_freed_memory  # noqa: E402
 from trainer.planner.probe import count_flops  # noqa: E402
-)
 
 OPACUS_ROUNDS = 2
 """Opacus is slow, and twice or thrice the time needs no third digit."""
@@ -79,24 +78,9 @@ def _timed(step: Step, device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-@register_flop_formula(torch.ops.aten.addmm_)
-def _addmm_flops(total_shape: Any, a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
-    """torch counts `addmm`, but not the in-place form that the accumulators use."""
-    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
-
-
-@register_flop_formula(torch.ops.aten.addmv_)
-def _addmv_flops(total_shape: Any, a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
-    """Weighted sums of written-out gradients."""
-    return 2 * a_shape[0] * a_shape[1]
-
-
 def flops(mode: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> int:
     """Of matrix products and attention in one step, as torch counts them; on the meta device nothing is computed."""
-    step = make_step(mode, workload, device, dtype)
-    with FlopCounterMode(display=False) as counter:
-        step()
-    return int(counter.get_total_flops())
+    return count_flops(make_step(mode, workload, device, dtype))
 
 
 def flop_ratios(workload: Workload, device: torch.device, dtype: torch.dtype, modes: Sequence[str]) -> dict[str, float]:
@@ -154,8 +138,6 @@ def matrix_peak(dtype: torch.dtype) -> float:
     best = min(_timed(lambda: torch.mm(x, y), torch.device("cuda")) for _ in range(10))
     return float(2 * size**3 / best)
 
-    if device.type == "cpu":
-        keep_freed_memory()  # as train.py does, for every mode
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
@@ -172,6 +154,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and not options.profile else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cpu":
+        keep_freed_memory()  # as train.py does, for every mode
     workloads = CUDA_WORKLOADS if device.type == "cuda" else CPU_WORKLOADS
     if options.count:
         workloads = CPU_WORKLOADS | CUDA_WORKLOADS

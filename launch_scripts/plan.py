@@ -1,10 +1,13 @@
-"""Epsilon or noise multiplier of a planned run, before any data is touched.
+"""Epsilon or noise multiplier, memory and time of a planned run, before any data is touched.
 
 python launch_scripts/plan.py --num_examples 233000000 --expected_batch_size 1310720 --num_steps 5708 \
     --noise_multiplier 0.728 --delta 4.2918e-9 [--json]
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml [section.key=value ...] [--num_examples N] [--json]
-The first computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for. The second
-gives what training with the recipe would claim: with cap, reserve and the slack for rounding in the clipping.
+python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --ds_config ds_configs/zero3_bf16.json --world_size 128 \
+    --gpu a100-80gb [--json]
+The first computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for. The
+second gives what training with the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third
+adds memory per rank, the largest micro-batch, FLOP, time, traffic and reads (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from privacy.alternatives import steps_per_epoch
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
 from trainer.cli import run_command
+from trainer.planner import command
+from trainer.planner.scaling_rule import scaling_rule
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from trainer.config import RunConfig
 
 # Group epsilons are guidance beside the claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.
 _GROUP_INTERVAL = 5e-3
@@ -53,6 +58,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--allow_small_noise", action="store_true", help="allow a noise multiplier below 0.3")
     parser.add_argument("--no_extras", action="store_true", help="the claim and its cross-checks only (faster)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    command.add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes of the recipe")
     return parser.parse_args()
 
@@ -61,8 +67,6 @@ _NUMBERS = ("expected_batch_size", "num_steps", "noise_multiplier", "target_epsi
 
 
 def _plan(args: argparse.Namespace) -> PrivacyPlan:
-    if args.recipe is not None:
-        return _recipe_plan(args)
     if args.overrides:
         raise PrivacyConfigError(f"{args.overrides[0]!r} changes a recipe: give --recipe")
     for name in ("num_examples", "expected_batch_size", "num_steps"):
@@ -84,9 +88,8 @@ def _plan(args: argparse.Namespace) -> PrivacyPlan:
     )
 
 
-def _recipe_plan(args: argparse.Namespace) -> PrivacyPlan:
+def _load_recipe(args: argparse.Namespace) -> RunConfig:
     from trainer.config import load_config
-    from trainer.run_ledger import recipe_plan
 
     given = next((name for name in _NUMBERS if getattr(args, name) is not None), None)
     if given is not None or args.cap or args.allow_small_noise:
@@ -94,24 +97,64 @@ def _recipe_plan(args: argparse.Namespace) -> PrivacyPlan:
     config = load_config(args.recipe, args.overrides)
     if args.max_examples_per_owner is None:
         args.max_examples_per_owner = config.privacy.max_examples_per_owner
-    num_examples = args.num_examples or config.data.num_examples
-    if num_examples is None:
-        raise PrivacyConfigError(f"recipe {args.recipe} names no data.num_examples: give --num_examples")
+    return config
+
+
+def _recipe_plan(args: argparse.Namespace, config: RunConfig, num_examples: int) -> PrivacyPlan:
+    from trainer.run_ledger import recipe_plan
+
     return recipe_plan(config.privacy, config.train.num_steps, num_examples, progress=_report_progress)
 
 
 def main() -> int:
     """Plans, computes and prints."""
     args = parse_args()
-    plan = _plan(args)
-    for line in plan.warnings:
-        print(f"warning: {line}", file=sys.stderr)
-    result = summarise(plan, extras=not args.no_extras) | _owner(plan, args.max_examples_per_owner)
+    plans_resources = command.is_wanted(args)
+    if args.recipe is None:
+        result = _privacy(_plan(args), args)
+    else:
+        config = _load_recipe(args)
+        examples = command.known_examples(args, config) if plans_resources else None
+        num_examples = args.num_examples or config.data.num_examples or (examples.count if examples else None)
+        if num_examples is None and not plans_resources:
+            raise PrivacyConfigError(f"recipe {args.recipe} names no data.num_examples: give --num_examples")
+        plan = None if num_examples is None else _recipe_plan(args, config, num_examples)
+        result = _privacy(plan, args) if plan is not None else {}
+        if examples is not None:
+            if plan is None:
+                _warn("no epsilon: the recipe names no data.num_examples; give --num_examples")
+            result["resources"] = command.resources(args, config, examples, plan)
     if args.json:
         print(json.dumps(result, allow_nan=False))
     else:
-        _print_table(result)
+        _print(result)
     return 0
+
+
+def _privacy(plan: PrivacyPlan, args: argparse.Namespace) -> dict[str, Any]:
+    for line in plan.warnings:
+        _warn(line)
+    return summarise(plan, extras=not args.no_extras) | _owner(plan, args.max_examples_per_owner)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from trainer.planner.tables import privacy_table, resource_table, scaling_table
+
+    console = Console()
+    if "epsilon_pld" in result:
+        console.print(privacy_table(result))
+    if result.get("scaling_rule") is not None:
+        console.print(scaling_table(result["scaling_rule"], result["noise_multiplier"]))
+    if "resources" in result:
+        console.print(resource_table(result["resources"]))
+    for reason in result.get("reasons", []):
+        console.print(f"no formal guarantee: {reason}", style="bold red")
 
 
 def summarise(plan: PrivacyPlan, *, extras: bool = True) -> dict[str, Any]:
@@ -135,7 +178,8 @@ def summarise(plan: PrivacyPlan, *, extras: bool = True) -> dict[str, Any]:
         "epochs": plan.num_steps * plan.sample_rate,
         "examples_processed": plan.num_steps * plan.expected_batch_size,
     }
-    return result | _epsilons(plan, extras) | (_extras(plan) if extras else {})
+    result |= _epsilons(plan, extras) | (_extras(plan) if extras else {})
+    return result | {"scaling_rule": scaling_rule(plan)}
 
 
 def _owner(plan: PrivacyPlan, limit: int | None) -> dict[str, Any]:
@@ -206,76 +250,6 @@ def _prv(groups: list[accounting.ReleaseGroup], delta: float) -> dict[str, float
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
     if sys.stderr.isatty():
         print(f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {epsilon:.4f}", file=sys.stderr)
-
-
-def _print_table(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    def text(name: str, digits: int = 3) -> str:
-        return "none" if result[name] is None else f"{result[name]:.{digits}f}"
-
-    table = Table(title="Privacy plan", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
-    cap = "no cap" if result["cap"] is None else f"batches cut at {result['cap']:,}"
-    table.add_row("examples", f"{result['num_examples']:,}", "one example is the unit of privacy")
-    table.add_row("expected batch", f"{result['expected_batch_size']:,}", f"Poisson, {cap}")
-    table.add_row("sample rate", f"{result['sample_rate']:.6g}", "")
-    table.add_row("steps", f"{result['num_steps']:,}", f"{result['epochs']:.1f} epochs")
-    table.add_row("noise multiplier", f"{result['noise_multiplier']:.4f}", "")
-    table.add_row("delta", f"{result['delta']:.4g}", "")
-    table.add_section()
-    table.add_row("epsilon (PLD)", text("epsilon_pld"), "the claim; zero-out adjacency")
-    reserve = f"with {result['reserved_attempts']} reserved"
-    table.add_row(reserve, text("epsilon_with_reserve"), "the most that the run can spend")
-    table.add_row("PRV bracket", f"[{text('epsilon_prv_lower')}, {text('epsilon_prv_upper')}]", "without the cap")
-    table.add_row("epsilon (RDP)", text("epsilon_rdp"), "upper bound, without the cap")
-    table.add_section()
-    table.add_row("replace-one", text("replace_one"), "one example exchanged for another")
-    table.add_row("group of 2", text("group_2"), "two copies or two examples of one person, without the cap")
-    table.add_row("group of 5", text("group_5"), "")
-    if "epsilon_owner" in result:
-        note = f"all of at most {result['max_examples_per_owner']} examples of one owner, without the cap"
-        table.add_row("owner", text("epsilon_owner"), note)
-    table.add_row("total amount of noise", text("tan"), "TAN = sigma / (q sqrt(T / 2))")
-    if result.get("attack_risk") is not None:
-        _add_extras(table, result)
-    console = Console()
-    console.print(table)
-    for reason in result["reasons"]:
-        console.print(f"no formal guarantee: {reason}", style="bold red")
-
-
-def _add_extras(table: Table, result: dict[str, Any]) -> None:
-    """Rows of `_extras`."""
-    prv = "none" if result["opacus_prv"] is None else f"{result['opacus_prv']:.3f}"
-    table.add_row("opacus RDP / PRV", f"{result['opacus_rdp']:.3f} / {prv}", "third opinion, without the cap")
-    table.add_section()
-    for delta, epsilon in result["epsilon_by_delta"]:
-        table.add_row(
-            f"epsilon at {delta:g}", "none" if epsilon is None else f"{epsilon:.3f}", "coarse grid, without the cap"
-        )
-    table.add_section()
-    table.add_row(
-        "attack advantage", f"{result['attack_risk']['advantage']:.3f}", "most that true exceed false positives"
-    )
-    for rate, bound in result["attack_risk"]["true_positive_rates"]:
-        table.add_row(f"true positives at {rate:g}", f"{bound:.2%}", "bound for any membership attack")
-    table.add_section()
-    for cost in result["replays"]:
-        note = f"{cost['same_batch']:.3f} on the same batches"
-        table.add_row(
-            f"{cost['replays']} steps replayed", f"{cost['fresh_coins']:.3f}", f"fresh coins, as here; {note}"
-        )
-    for cost in result["private_selection"]:
-        note = f"K {cost['distribution']}, drawn in secret, by RDP"
-        table.add_row(f"best of {cost['candidates']} on average", f"{cost['epsilon']:.3f}", note)
-    shuffled = result["shuffled_instead"]
-    lower = "0" if shuffled["lower"] is None else f"{shuffled['lower']:.1f}"
-    note = f"worst case on shuffled data; Poisson's {shuffled['poisson_would_say']:.2f} would be false"
-    table.add_row("shuffled instead", f"{lower} to {shuffled['upper']:.1f}", note)
 
 
 if __name__ == "__main__":

@@ -104,9 +104,18 @@ def available_memory(
     return min((value for value in found if value is not None), default=None)
 
 
+def total_memory(proc: Path = Path("/proc")) -> int | None:
+    """Bytes of main memory in this machine; None where nobody says."""
+    return _meminfo(proc / "meminfo", "MemTotal")
+
+
 def _available(meminfo: Path) -> int | None:
+    return _meminfo(meminfo, "MemAvailable")
+
+
+def _meminfo(meminfo: Path, key: str) -> int | None:
     for line in _text(meminfo).splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     return None
 

@@ -1,0 +1,208 @@
+"""Bytes that one rank holds, by what they are for, and the largest micro-batch that fits beside them.
+
+Two moments decide. While a micro-batch runs, its activations come on top of everything that stays. At the end of a logical
+batch the activations are gone, and the reduction, the noise and the optimizer need room. The peak is the larger of the two.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH
+from trainer.clipping_mode import USABLE
+from trainer.config import EngineName, OptimizerSection
+from trainer.ds_config import MachineSettings
+from trainer.engines.reduction import PACKED_COORDINATES
+from trainer.engines.sharded_sums import BUCKET_COORDINATES
+from trainer.optimizers import moments
+from trainer.planner.sharding import Shares, Trainable
+
+FP32, FP64 = 4, 8
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank's device, but for `host`.
+
+    Attributes:
+        weights: in the compute dtype, kept between uses; buffers included.
+        masters: fp32 master weights.
+        gradient_buffer: what the engine keeps for gradients.
+        moments: optimizer states.
+        average: the moving average of the weights.
+        sums: of clipped gradients: fp32 ones of a micro-batch or a few, or this rank's part of them (sharded accumulation).
+        totals: fp64, into which local sums are emptied once a rank has more than EXAMPLES_PER_FLUSH rows of a batch.
+        bucket: of sharded accumulation, during a micro-batch.
+        gathered: weights that exist while a micro-batch runs.
+        activations: highest point of a micro-batch, inputs included; filled in by `with_activations`.
+        step: what reduction, noise and optimizer need at the end of a logical batch.
+        host: main memory for what is offloaded.
+    """
+
+    weights: int
+    masters: int
+    gradient_buffer: int
+    moments: int
+    average: int
+    sums: int
+    totals: int
+    bucket: int
+    gathered: int
+    step: int
+    host: int
+    activations: int = 0
+
+    @property
+    def lasting(self) -> int:
+        """What is there all the time."""
+        states = self.masters + self.gradient_buffer + self.moments + self.average
+        return self.weights + states + self.sums + self.totals
+
+    @property
+    def before_activations(self) -> int:
+        """What a micro-batch finds taken."""
+        return self.lasting + self.bucket + self.gathered
+
+    @property
+    def peak(self) -> int:
+        return max(self.before_activations + self.activations, self.lasting + self.step)
+
+
+class AccumulatorBytes(NamedTuple):
+    """See `RankMemory`."""
+
+    sums: int
+    totals: int
+    bucket: int
+
+
+def accumulator_bytes(trainable: Trainable, accumulation: str, world_size: int, rows_per_rank: int) -> AccumulatorBytes:
+    """Exact: what `LocalSums` and `ShardedSums` hold."""
+    if accumulation == "local":
+        has_totals = rows_per_rank > EXAMPLES_PER_FLUSH
+        return AccumulatorBytes(FP32 * trainable.count, FP64 * trainable.count if has_totals else 0, 0)
+    parts = [-(-size // world_size) for size in bucket_sizes(trainable)]
+    # An fp32 bucket, its fp64 copy that is reduced, and this rank's part of the result.
+    bucket = max(part * world_size * (FP32 + FP64) + part * FP64 for part in parts)
+    return AccumulatorBytes(FP64 * sum(parts), 0, bucket)
+
+
+def bucket_sizes(trainable: Trainable, size: int = BUCKET_COORDINATES) -> list[int]:
+    """Coordinates of the buckets of sharded accumulation (trainer/engines/sharded_sums.py)."""
+    found = [0]
+    for count in reversed(trainable.sizes):
+        if found[-1] and found[-1] + count > size:
+            found.append(0)
+        found[-1] += count
+    return found
+
+
+def rank_memory(
+    trainable: Trainable,
+    shares: Shares,
+    engine: EngineName,
+    machine: MachineSettings,
+    optimizer: OptimizerSection,
+    *,
+    accumulation: str,
+    world_size: int,
+    rows_per_rank: int,
+    average: bool,
+) -> RankMemory:
+    """Everything but the activations."""
+    compute = machine.compute_dtype.itemsize
+    accumulator = accumulator_bytes(trainable, accumulation, world_size, rows_per_rank)
+    keeps_gradients = engine == "deepspeed" and (machine.stage == 3 or machine.offload_optimizer)
+    states = {
+        "masters": FP32 * shares.masters,
+        "gradient_buffer": FP32 * shares.stepped if keeps_gradients else 0,
+        "moments": FP32 * len(moments(optimizer)) * shares.stepped,
+        "average": FP32 * shares.owned if average else 0,
+    }
+    weights = compute * shares.weights
+    on_host = 0
+    if machine.offload_optimizer or (engine == "fsdp" and machine.offload_param):
+        on_host += sum(states.values())
+        states = dict.fromkeys(states, 0)
+    if machine.offload_param:
+        on_host += weights
+        weights = 0
+    return RankMemory(
+        weights=weights + compute * trainable.buffers,
+        **states,
+        **accumulator._asdict(),
+        gathered=compute * shares.gathered,
+        step=_step_bytes(trainable, shares, engine, machine, accumulation, world_size, offloaded=on_host > 0),
+        host=on_host,
+    )
+
+
+def _step_bytes(
+    trainable: Trainable,
+    shares: Shares,
+    engine: EngineName,
+    machine: MachineSettings,
+    accumulation: str,
+    world_size: int,
+    *,
+    offloaded: bool,
+) -> int:
+    """Reduction with its packing buffer, then noise, then the optimizer with an fp32 gradient and as much scratch memory."""
+    owned = FP64 * shares.owned
+    packed = FP64 * min(PACKED_COORDINATES, world_size * shares.owned) if accumulation == "local" else 0
+    noise = 3 * FP64 * shares.largest_piece
+    if engine == "local":  # whole gradients are gathered and copied
+        optimizer = FP32 * (trainable.count + max(trainable.count, world_size * shares.owned))
+    else:
+        copies = 2 if engine == "deepspeed" else 1
+        optimizer = 0 if offloaded else FP32 * (copies + 1) * shares.stepped
+    return owned + max(packed, noise, optimizer)
+
+
+def room(memory: RankMemory, total: int) -> int:
+    """What activations may take, by the rule of `trainer.clipping_mode`: of the memory that is free when the first
+    micro-batch starts, all that comes on top, activations and what is allocated later, may take the share `USABLE`.
+
+    The rest is for scratch memory inside of operations, the device's context, communication buffers and fragmentation.
+    """
+    there = memory.weights + memory.masters + memory.gradient_buffer + memory.average + memory.sums
+    return int(USABLE * (total - there)) - memory.totals - memory.moments - memory.gathered - memory.bucket
+
+
+def largest_that_fits(
+    peak: Callable[[int], int], available: int, start: int, *, limit: int = EXAMPLES_PER_FLUSH, most_questions: int = 6
+) -> int:
+    """The largest micro-batch with peak(size) <= available: a multiple of 8 from 8 on; 0 if not even one example fits.
+
+    The peak is nearly affine in the size, so the line through the last two answers finds it in three or four questions. Every
+    answer that is returned was asked for; where the line bends, the next larger multiple may fit as well.
+
+    Args:
+        limit: larger ones are not looked for: clipping would go through them in parts.
+    """
+    fits, fails = 0, limit + 1
+    points: list[tuple[int, int]] = []
+    guess = start
+    for _ in range(most_questions):
+        guess = _rounded(min(max(guess, fits + 1), fails - 1))
+        if not fits < guess < fails:
+            break
+        points.append((guess, peak(guess)))
+        if points[-1][1] <= available:
+            fits = guess
+        else:
+            fails = guess
+        guess = _on_the_line(points, available)
+    return fits
+
+
+def _on_the_line(points: list[tuple[int, int]], available: int) -> int:
+    """The size at which the line through the last two points (or through the last and zero) takes what is available."""
+    (size, taken), (other, other_taken) = points[-1], points[-2] if len(points) > 1 else (0, 0)
+    slope = (taken - other_taken) / (size - other)
+    return size + math.floor((available - taken) / slope) if slope > 0 else size + size
+
+
+def _rounded(size: int) -> int:
+    return size if size < 8 else size // 8 * 8

@@ -1,0 +1,151 @@
+"""One micro-batch of the real clipped sum on the meta device: its memory timeline and its FLOPs, without a single number.
+
+Meta tensors have shapes and no values, so a model of any size costs microseconds an operation, and every size of micro-batch
+can be asked for itself: nothing is extrapolated (the captioner's head, for one, works in another way above a certain size).
+The operations are those of the CPU path. On CUDA some fp32 copies of bf16 tensors do not exist, so the peak is an upper bound
+there; scratch memory inside of kernels is not seen.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from privacy.clipping import ClippedSum
+from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH
+from privacy.clipping.clipped_sum import Mode
+from privacy.clipping.functions import FUNCTIONS
+from trainer.activation_checkpointing import checkpoint_blocks
+from trainer.config import PrivacySection
+from trainer.ds_config import MachineSettings
+from trainer.memory_estimate import MemoryTimeline
+from trainer.tasks import TrainingTask
+
+META = torch.device("meta")
+
+
+def _addmm_flops(total_shape: Any, a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
+    """torch counts `addmm`, but not the in-place form that the accumulators use."""
+    return int(2 * a_shape[0] * a_shape[1] * b_shape[1])
+
+
+def _addmv_flops(total_shape: Any, a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
+    """Weighted sums of written-out gradients."""
+    return int(2 * a_shape[0] * a_shape[1])
+
+
+CLIPPING_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    torch.ops.aten.addmm_: _addmm_flops,
+    torch.ops.aten.addmv_: _addmv_flops,
+}
+"""FLOPs of what clipping does and torch does not count."""
+
+
+def count_flops(work: Callable[[], object]) -> int:
+    """Floating-point operations of matrix products and attention in `work()`; a product of two numbers and its sum are two."""
+    with FlopCounterMode(display=False, custom_mapping=dict(CLIPPING_FORMULAS)) as counter:
+        work()
+    return int(counter.get_total_flops())
+
+
+class _Counter(MemoryTimeline):
+    """Memory and FLOPs in one go. Clipping calls no composite operations, which torch's own counter would take apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        packet = func.overloadpacket
+        if packet in CLIPPING_FORMULAS:
+            self.flops += CLIPPING_FORMULAS[packet](*(x.shape if isinstance(x, Tensor) else x for x in args))
+        elif packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+class MicroBatch(NamedTuple):
+    """What a micro-batch takes.
+
+    Attributes:
+        peak: bytes alive at its highest point, inputs included, on top of weights and sums.
+        flops: of matrix products and attention.
+    """
+
+    peak: int
+    flops: int
+
+
+class _ClippedSumOfShards(ClippedSum):
+    """As where weights are gathered for one pass only: two passes take two forwards."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._keeps_graph = False
+
+
+class Probe:
+    """Asks a task's model what a micro-batch takes.
+
+    Args:
+        machine: compute dtype and activation checkpointing.
+        weights_of_one_pass: see `sharding.gathers_for_every_pass`.
+    """
+
+    def __init__(
+        self, task: TrainingTask, machine: MachineSettings, privacy: PrivacySection, *, weights_of_one_pass: bool
+    ) -> None:
+        self.model = task.skeleton()
+        """On the meta device, in fp32, without activation checkpointing."""
+        self._dtype = machine.compute_dtype
+        self._rows = {name: (x.shape[1:], x.dtype) for name, x in task.synthetic_inputs(1).items()}
+        self._module = task.skeleton().to(self._dtype)
+        checkpoint_blocks(self._module, machine)
+        if machine.checkpoint_on_cpu:
+            _keep_on_device(self._module)
+        self._clipped = (_ClippedSumOfShards if weights_of_one_pass else ClippedSum)(
+            self._module,
+            privacy.max_grad_norm if privacy.enabled else float("inf"),
+            function=FUNCTIONS[privacy.clipping_function if privacy.enabled else "flat"],
+            adaptive=privacy.adaptive_clipping if privacy.enabled else None,
+        )
+        self.micro_batch = cache(self._micro_batch)
+
+    def inputs(self, size: int) -> dict[str, Tensor]:
+        """Of `size` examples, on the meta device."""
+        return {
+            name: torch.empty(size, *shape, dtype=self._dtype if dtype.is_floating_point else dtype, device=META)
+            for name, (shape, dtype) in self._rows.items()
+        }
+
+    def _micro_batch(self, mode: Mode, size: int) -> MicroBatch:
+        """Above EXAMPLES_PER_FLUSH examples clipping goes through a micro-batch in parts; only the inputs grow."""
+        part = min(size, EXAMPLES_PER_FLUSH)
+        self._clipped.mode = mode
+        with _Counter() as counter:
+            is_padding_B = torch.zeros(part, dtype=torch.bool, device=META)
+            self._clipped.add_micro_batch(self._module, self.inputs(part), is_padding_B)
+        self._clipped.zero_()
+        rest = sum(x.nbytes for x in self.inputs(size - part).values()) if size > part else 0
+        return MicroBatch(max(counter.live_bytes, default=0) + rest, counter.flops * size // part)
+
+    def plain_flops(self, size: int) -> tuple[int, int]:
+        """(forward, forward and backward) of a non-private micro-batch without checkpointing."""
+        model = self.model
+        losses: list[Tensor] = []
+        inputs = {n: x.float() if x.is_floating_point() else x for n, x in self.inputs(size).items()}
+        forward = count_flops(lambda: losses.append(model(**inputs)))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        backward = count_flops(lambda: torch.autograd.grad(losses[0].sum(), trained, allow_unused=True))
+        return forward, forward + backward
+
+
+def _keep_on_device(module: nn.Module) -> None:
+    """`cpu_checkpointing` copies, which meta tensors cannot do; a block's inputs then count as if they stayed."""
+    for unit in module.modules():
+        if hasattr(unit, "inputs_on_cpu"):
+            unit.inputs_on_cpu = False
