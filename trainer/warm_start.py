@@ -21,6 +21,7 @@ from privacy.report import read_snapshot
 from trainer.checkpoint import MANIFEST, Checkpoint, newest_checkpoint
 from trainer.config import InitSection, RunConfig
 from trainer.errors import ConfigError
+from trainer.provenance import IMPORTED
 
 _HASH_DIGITS = 16
 
@@ -90,6 +91,13 @@ def _refuse_unprotected(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> Non
     link: Any = facts
     while isinstance(link, dict) and link.get("kind") == "checkpoint":
         if link["training_data"] == "private" and not link.get("guarantee"):
+            before = link["before_that"]
+            if isinstance(before, dict) and before.get("kind") == IMPORTED:
+                raise ConfigError(
+                    f"init.checkpoint {checkpoint.path} goes back to weights imported from {before.get('file')}, and no "
+                    "ledger here proves what was done with their data; a private run cannot start from it. If those are "
+                    "public or synthetic with respect to this run's data, import it again with --provenance"
+                )
             raise ConfigError(
                 f"init.checkpoint {checkpoint.path}: run {link['run']} trained on private data, and no ledger beside the "
                 "checkpoint proves a guarantee; a private run cannot start from it. If its data are public or synthetic, "

@@ -1,0 +1,412 @@
+"""export.py: what it writes, what it says of privacy, and that it says nothing that no ledger proves."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from launch_scripts import export as script
+from models.converters.native import load_model
+from privacy.ledger import Ledger
+from privacy.plan import make_plan
+from privacy.report_text import rounded_up
+from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Plain, examples, published
+from tests.privacy.ledger_files import PLAN, take_step
+from trainer.checkpoint import FORMAT, checkpoint_name, file_digest, sealed
+from trainer.cli import run_command
+from trainer.config import InitSection, RunConfig, load_config, to_toml
+from trainer.errors import ConfigError
+from trainer.open_model import open_model
+from trainer.tasks import make_task
+from trainer.warm_start import find_checkpoint, initialisation_facts, load_start
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "4242424242"
+EPSILON = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)
+SHAPE = "encoder_depth = 1, encoder_width = 32, decoder_depth = 1, decoder_width = 32, patch_size = 4"
+Run = Callable[..., str]
+
+
+def recipe(kind: str = "captioner", overrides: str = SHAPE) -> RunConfig:
+    return load_config(
+        ROOT / "recipes/quickstart.toml",
+        [f"model.kind={kind}", f"model.overrides={{ {overrides} }}", "data.image_size=16", "data.num_tokens=8"],
+    )
+
+
+def trained(run: Path, config: RunConfig, *, steps: int = 3, plan: Any = PLAN, **facts: Any) -> Path:
+    """A run folder with a ledger of `steps` steps and a checkpoint, as training leaves it; returns the checkpoint."""
+    for folder in ("private", "checkpoints"):
+        (run / folder).mkdir(parents=True)
+    (run / "private" / "metrics.jsonl").write_text(SECRET)
+    (run / "config.toml").write_text(to_toml(config))
+    ledger = Ledger.create(run / "ledger.jsonl", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
+    ledger.start_session({"commit": "abc"})
+    for step in range(1, steps + 1):
+        take_step(ledger, step)
+    seq, line_hash = ledger.position()
+    task = make_task(config, ROOT)
+    path = run / "checkpoints" / checkpoint_name(steps)
+    manifest = {
+        "run": config.name,
+        "formal_guarantee": plan.formal_guarantee,
+        "reasons": list(plan.reasons),
+        "ledger": {"seq": seq, "hash": line_hash},
+        "initialisation": {"kind": "random", "seed": 0},
+        "training_data": {"provenance": "private"},
+        **task.facts(),
+        **facts,
+    }
+    write_checkpoint(path, task.build(torch.Generator().manual_seed(1)), manifest, steps)
+    (run / "checkpoints" / "LATEST").write_text(path.name + "\n")
+    ledger.release()
+    return path
+
+
+def write_checkpoint(path: Path, model: torch.nn.Module, manifest: dict[str, Any], step: int) -> None:
+    path.mkdir(parents=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    parameters = dict(model.named_parameters())
+    tensors = {f"param|{name}|0": p.detach().reshape(-1).clone() for name, p in parameters.items()}
+    tensors |= {f"average|{name}|0": p.detach().reshape(-1) + 1 for name, p in parameters.items()}
+    save_file(tensors, path / "rank-00000-of-00001.safetensors")
+    files = {"rank-00000-of-00001.safetensors": file_digest(path / "rank-00000-of-00001.safetensors")}
+    shapes = {name: list(p.shape) for name, p in parameters.items()}
+    whole = sealed({"format": FORMAT, "step": step, **manifest, "parameters": shapes, "files": files})
+    (path / "manifest.json").write_text(json.dumps(whole))
+
+
+@pytest.fixture(scope="module")
+def captioner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A private run of a captioner; its run folder."""
+    run = tmp_path_factory.mktemp("runs") / "captions"
+    trained(run, recipe())
+    return run
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs export.py in this process; returns what it printed."""
+
+    def run(*arguments: object, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            run_command(script.main)
+        said = capsys.readouterr()
+        assert ended.value.code == code, said.err
+        if code:
+            assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+            return said.err
+        return said.out
+
+    return run
+
+
+def whole_text(folder: Path) -> str:
+    return "\n".join(path.read_bytes().decode("latin-1") for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def statements(folder: Path) -> str:
+    """Everything that people and programs read of a folder, without the source that is copied into it."""
+    files = [p for p in folder.rglob("*") if p.suffix in (".md", ".json") and p.name != "tokenizer.json"]
+    return "\n".join(path.read_text() for path in files)
+
+
+def images() -> Tensor:
+    return torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_a_captioner_for_transformers(captioner: Path, command: Run, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "out"
+    said = command("--checkpoint", captioner, "--format", "hf", out)
+    ours = open_model(captioner).model
+    theirs = transformers.ViTModel.from_pretrained(out, add_pooling_layer=False).eval()
+    features = theirs(images()).last_hidden_state
+    torch.testing.assert_close(features, ours.encoder(images()), atol=1e-5, rtol=1e-5)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(out / "captioner")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ours.config.bos_id, ours.config.eos_id)
+    # The claim is the ledger's, rounded up, and the whole card is there.
+    epsilon = PLAN.epsilon_after(3)
+    assert f"epsilon {rounded_up(epsilon, 4)} at delta 1e-05, from its ledger" in said
+    readme = (out / "README.md").read_text()
+    assert f"formal_guarantee: true, epsilon {rounded_up(epsilon)} at delta 1e-05" in readme
+    assert (
+        "## Privacy card" in readme and "initialised at random" in readme and "no VisionEncoderDecoderModel" in readme
+    )
+    assert json.loads((out / "privacy_card.json").read_text())["epsilon"] == pytest.approx(epsilon)
+    about = json.loads((out / "config.json").read_text())["about"]
+    assert about["attested"] and about["training_data"] == {"provenance": "private"}
+    # Nothing of private/, and no path of this machine.
+    text = whole_text(out)
+    assert SECRET not in text and str(captioner.parent) not in text
+
+
+def test_the_exported_captioner_needs_nothing_of_the_project(captioner: Path, command: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command("--checkpoint", captioner, "--format", "safetensors", out)
+    ours = open_model(captioner).model
+    tokens_BL = torch.randint(0, 4000, (2, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = ours(images(), tokens_BL, output="logits")
+    save_file({"images": images(), "tokens": tokens_BL}, tmp_path / "inputs.safetensors")
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, '.'); from models.converters.native import load_model\n"
+        "from safetensors.torch import load_file, save_file\nx = load_file('../inputs.safetensors')\n"
+        "logits = load_model(Path('.'))(x['images'], x['tokens'], output='logits').detach()\n"
+        "save_file({'logits': logits}, '../logits.safetensors')\n"
+        "assert not {'data', 'trainer', 'privacy', 'transformers'} & sys.modules.keys()\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=out, capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], expected, atol=1e-5, rtol=1e-5)
+
+
+def break_ledger(run: Path) -> None:
+    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (run / "ledger.jsonl").write_text("".join([*lines[:2], lines[2].replace('"step":1', '"step":2'), *lines[3:]]))
+
+
+def roll_back(run: Path) -> None:
+    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (run / "ledger.jsonl").write_text("".join(lines[:-2]))
+
+
+def remove_ledger(run: Path) -> None:
+    (run / "ledger.jsonl").unlink()
+
+
+def foreign_ledger(run: Path) -> None:
+    remove_ledger(run)
+    ledger = Ledger.create(run / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "cd" * 32})
+    ledger.start_session({"commit": "abc"})
+    for step in (1, 2, 3):
+        take_step(ledger, step)
+    ledger.release()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (break_ledger, "the ledger beside it is broken"),
+        (roll_back, "of another run, or was rolled back"),
+        (foreign_ledger, "of another run, or was rolled back"),
+        (remove_ledger, "there is no ledger beside it"),
+    ],
+)
+def test_without_a_whole_ledger_nothing_is_attested(
+    captioner: Path, command: Run, tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(captioner, run)
+    damage(run)
+    out = tmp_path / "out"
+    said = command("--checkpoint", run, "--format", "hf", "--parts", "encoder", out)
+    assert reason in said and "no epsilon is stated" in said
+    text = statements(out)
+    assert "Not attested" in text and reason in text and "formal_guarantee: false" in text
+    assert not EPSILON.search(text) and not EPSILON.search(said)
+    assert not (out / "privacy_card.json").exists() and not (out / "captioner").exists()
+
+
+def test_a_copied_checkpoint_attests_nothing(captioner: Path, command: Run, tmp_path: Path) -> None:
+    (path,) = (captioner / "checkpoints").glob("step-*")
+    shutil.copytree(path, tmp_path / "copy")
+    said = json.loads(command("--checkpoint", tmp_path / "copy", "--format", "timm", "--json", tmp_path / "out"))
+    assert (said["attested"], said["formal_guarantee"], "epsilon" in said) == (False, False, False)
+
+
+def test_a_run_without_guarantee_exports_no_epsilon(command: Run, tmp_path: Path) -> None:
+    plan = make_plan(num_examples=2000, expected_batch_size=100, num_steps=6, enabled=False, target_delta=1e-5)
+    trained(tmp_path / "run", recipe(), plan=plan)
+    said = command("--checkpoint", tmp_path / "run", "--format", "safetensors", tmp_path / "out")
+    assert "formal_guarantee: false" in said and plan.reasons[0] in said
+    text = statements(tmp_path / "out")
+    assert "No epsilon is claimed" in text and plan.reasons[0] in text
+    assert not EPSILON.search(text) and not EPSILON.search(said)
+    assert not json.loads((tmp_path / "out/config.json").read_text())["about"]["formal_guarantee"]
+
+
+@torch.no_grad()
+def test_own_names_come_back_with_every_bit(captioner: Path, command: Run, tmp_path: Path) -> None:
+    command("--checkpoint", captioner, "--format", "safetensors", tmp_path / "out")
+    command("--import", "safetensors", tmp_path / "out", tmp_path / "back")
+    before, after = open_model(captioner), open_model(tmp_path / "back")
+    assert after.manifest["model"] | {"size": ""} == before.manifest["model"] | {"size": ""}
+    for (name, a), (_, b) in zip(before.model.named_parameters(), after.model.named_parameters(), strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32)), name
+    assert after.manifest["training_data"] == {"provenance": "private"} and not after.manifest["formal_guarantee"]
+    line = command(
+        "--import", "safetensors", tmp_path / "out", tmp_path / "b", "--provenance", "public", code=2
+    )  # it was private
+    assert "exported from a run on private data, so --provenance public contradicts it" in line
+
+
+def test_known_shards_survive_the_way_through_a_folder(command: Run, tmp_path: Path) -> None:
+    public = {"provenance": "public", "shards": ["ab" * 8]}
+    path = trained(tmp_path / "run", recipe(), training_data=public)
+    command("--checkpoint", path, "--format", "safetensors", tmp_path / "out")
+    command("--import", "safetensors", tmp_path / "out", tmp_path / "back")
+    assert open_model(tmp_path / "back").manifest["training_data"] == public
+    start = {"kind": "checkpoint", "run": "first", "training_data": "private", "guarantee": None, "before_that": None}
+    path = trained(tmp_path / "run2", recipe(), training_data=public, initialisation=start)
+    command("--checkpoint", path, "--format", "safetensors", tmp_path / "out2")
+    command("--import", "safetensors", tmp_path / "out2", tmp_path / "back2")
+    assert open_model(tmp_path / "back2").manifest["training_data"] == {"provenance": "private"}
+
+
+@torch.no_grad()
+def test_a_masked_autoencoder_and_its_average(command: Run, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    trained(tmp_path / "run", recipe("masked_autoencoder"))
+    command("--checkpoint", tmp_path / "run", "--format", "hf", tmp_path / "out", "--use_average")
+    average = open_model(tmp_path / "run", use_average=True).model
+    plain = open_model(tmp_path / "run").model
+    assert torch.equal(average.encoder.norm.bias, plain.encoder.norm.bias + 1)
+    theirs = transformers.ViTMAEForPreTraining.from_pretrained(tmp_path / "out/masked_autoencoder")
+    noise = torch.rand(2, 16, generator=torch.Generator().manual_seed(1))
+    mask_BP = noise.argsort(1).argsort(1) >= average.config.num_visible
+    expected = average(images(), mask_BP, output="patches")
+    torch.testing.assert_close(theirs(images(), noise=noise).logits, expected, atol=1e-4, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_adapters_are_merged(command: Run, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = 'encoder_depth = 1, encoder_width = 32, patch_size = 4, num_classes = 3, trainable = "adapters", adapter_rank = 2'
+    trained(tmp_path / "run", recipe("classifier", shape))
+    command("--checkpoint", tmp_path / "run", "--format", "hf", tmp_path / "out")
+    ours = open_model(tmp_path / "run").model
+    theirs = transformers.ViTModel.from_pretrained(tmp_path / "out", add_pooling_layer=False).eval()
+    features = ours.encoder(images())
+    torch.testing.assert_close(theirs(images()).last_hidden_state, features, atol=1e-5, rtol=1e-5)
+    again = load_model(tmp_path / "out" / "classifier")
+    assert torch.equal(again(images(), output="logits"), ours(images(), output="logits"))
+
+
+@torch.no_grad()
+def test_an_official_checkpoint_becomes_one_of_ours(command: Run, tmp_path: Path) -> None:
+    state = published()
+    torch.save({"model": state}, tmp_path / "vip.pth")
+    heads = ("--num_heads", HEADS, "--decoder_heads", DECODER_HEADS)
+    said = command("--import", "vip", tmp_path / "vip.pth", tmp_path / "start", *heads, "--claim", "eps 8, they say")
+    assert "not attested by a ledger" in said and "no private run starts from it" in said
+    opened = open_model(tmp_path / "start")
+    images_BCHW, mask_BP = examples()
+    loss_B = opened.model(images_BCHW, mask_BP)
+    expected = Plain(state).loss(images_BCHW[0].double().numpy(), mask_BP[0].numpy())
+    assert float(loss_B[0]) == pytest.approx(expected, rel=1e-5)
+    start = opened.manifest["initialisation"]
+    assert start["kind"] == "imported" and start["file"] == "vip.pth" and start["claim"] == "eps 8, they say"
+    # A run takes its weights; a private one only if their data are declared public.
+    config = recipe()
+    section = InitSection(checkpoint=str(tmp_path / "start"), parts="encoder")
+    table: Any = type("Table", (), {"entries": []})
+    with pytest.raises(ConfigError, match=r"imported from vip.pth.*import it again with --provenance"):
+        initialisation_facts(config, find_checkpoint(section, ROOT), table)
+    command("--import", "vip", tmp_path / "vip.pth", tmp_path / "public", *heads, "--provenance", "public")
+    checkpoint = find_checkpoint(InitSection(checkpoint=str(tmp_path / "public")), ROOT)
+    facts = initialisation_facts(config, checkpoint, table)
+    assert facts["training_data"] == "public" and facts["before_that"]["kind"] == "imported"
+    task = opened.task
+    fresh = task.build(torch.Generator().manual_seed(9))
+    assert load_start(checkpoint, InitSection(checkpoint="x"), fresh) == []
+    assert torch.equal(fresh(images_BCHW, mask_BP), loss_B)
+    # What is exported of it says so.
+    command("--checkpoint", tmp_path / "start", "--format", "hf", tmp_path / "out")
+    text = statements(tmp_path / "out")
+    assert "Not attested" in text and "vip.pth" in text and "formal_guarantee: false" in text
+
+
+@torch.no_grad()
+def test_an_encoder_alone(command: Run, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    state = published(decoder=False)
+    torch.save(state, tmp_path / "vip.pth")
+    command("--import", "vip", tmp_path / "vip.pth", tmp_path / "start", "--num_heads", HEADS)
+    opened = open_model(tmp_path / "start")
+    inputs = opened.task.synthetic_inputs(2)
+    tokens_BTD = opened.model(**inputs)
+    command("--checkpoint", tmp_path / "start", "--format", "hf", tmp_path / "out")
+    theirs = transformers.ViTModel.from_pretrained(tmp_path / "out", add_pooling_layer=False).eval()
+    torch.testing.assert_close(theirs(inputs["images_BCHW"]).last_hidden_state, tokens_BTD, atol=1e-5, rtol=1e-5)
+    command("--import", "hf", tmp_path / "out", tmp_path / "back")
+    back = open_model(tmp_path / "back")
+    for (name, a), (_, b) in zip(opened.model.named_parameters(), back.model.named_parameters(), strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32)), name
+    command("--checkpoint", tmp_path / "start", "--format", "timm", tmp_path / "timm")
+    again = load_file(tmp_path / "timm/model.safetensors")
+    assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
+    held = torch.load(tmp_path / "timm/model.pth", weights_only=True)["model"]
+    assert held.keys() == again.keys() and all(torch.equal(held[name], again[name]) for name in held)
+
+
+def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "kept").write_text("x")
+    broken = tmp_path / "broken.pth"
+    torch.save({"model": {k: v for k, v in published().items() if k != "norm.bias"}}, broken)
+    out = tmp_path / "out"
+    hf = ("--checkpoint", captioner, "--format", "hf")
+    for line, arguments in {
+        "one of the arguments --checkpoint --import is required": (out,),
+        "--checkpoint needs --format, one of hf, safetensors, timm": ("--checkpoint", captioner, out),
+        "invalid choice: 'onnx'": ("--checkpoint", captioner, "--format", "onnx", out),
+        "OUT expected, got 0 paths": hf,
+        "FILE and OUT expected, got 1 paths": ("--import", "vip", out),
+        "--provenance is for --import": (*hf, "--provenance", "public", out),
+        "--format is for --checkpoint": ("--import", "vip", "--format", "hf", broken, out),
+        "--num_heads must be positive, got -1": ("--import", "vip", broken, out, "--num_heads", -1),
+        "is there and not empty": (*hf, tmp_path / "full"),
+        "neither a checkpoint nor a run folder": ("--checkpoint", tmp_path / "none", "--format", "hf", out),
+        "there is no weight file": ("--import", "vip", tmp_path / "none", out),
+        "is no folder that transformers saved": ("--import", "hf", tmp_path / "full", out),
+        "is no exported model": ("--import", "safetensors", tmp_path / "full", out),
+        "lacks norm.bias": ("--import", "vip", broken, out, "--num_heads", HEADS, "--decoder_heads", DECODER_HEADS),
+        "are none of ViP's sizes": ("--import", "vip", broken, out),
+    }.items():
+        assert line in command(*arguments, code=2)
+    assert not out.exists() and [p.name for p in (tmp_path / "full").iterdir()] == ["kept"]
+    assert not list(tmp_path.glob(".*"))  # nothing half-written stays
+
+
+def test_damaged_checkpoints_are_passed_over_and_never_repaired(captioner: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(captioner, run)
+    (good,) = (run / "checkpoints").glob("step-*")
+    shutil.copytree(good, run / "checkpoints" / checkpoint_name(9))
+    (run / "checkpoints" / "LATEST").write_text(checkpoint_name(9))
+    weights = run / "checkpoints" / checkpoint_name(9) / "rank-00000-of-00001.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert open_model(run).path == good
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+    (run / "config.toml").unlink()
+    assert open_model(good).manifest["step"] == 3  # the embedded tokenizer is its tokenizer
+    shutil.rmtree(good)
+    with pytest.raises(ConfigError, match="none of the 1 checkpoints"):
+        open_model(run)
+
+
+def test_a_captioner_opens_with_its_own_tokenizer_only(captioner: Path, tmp_path: Path) -> None:
+    (path,) = (captioner / "checkpoints").glob("step-*")
+    other = tmp_path / "tokenizer.json"
+    other.write_text((ROOT / "data/tokenizer/tokenizer.json").read_text() + " ")
+    with pytest.raises(ConfigError, match="the tokenizer that it was trained with"):
+        open_model(path, tokenizer=other)
