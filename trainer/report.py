@@ -20,6 +20,7 @@ from privacy.report_markdown import to_markdown
 from privacy.shared_ledger import SharedLedger
 from trainer.errors import ConfigError
 from trainer.files import write_durably
+from trainer.provenance import initialisation_statement
 
 THROUGHPUT = "performance/examples_per_second"
 _MOST_POINTS = 200
@@ -223,25 +224,8 @@ def _initialisation(content: bytes, file: Path, attested: bool) -> dict[str, Any
         "file": file.as_posix(),
         "attested": attested,
         "facts": facts,
-        "statement": _from_scratch(facts) + " The tokenizer counts as public: no private caption may have shaped it.",
+        "statement": initialisation_statement(facts) + " The tokenizer counts as public: no private caption may have shaped it.",
     }
-
-
-def _from_scratch(facts: dict[str, Any]) -> str:
-    start = facts.get("initialisation")
-    start = start if isinstance(start, dict) else {"kind": start}
-    if start.get("kind") == "random":
-        return "None: the model was initialised at random."
-    if start.get("kind") != "checkpoint":
-        return "The model was not initialised at random: the data behind its initial weights is outside of the claim."
-    origin = f"The initial weights are those of step {start.get('step')} of run {start.get('run')!r}"
-    if start.get("training_data") in ("public", "synthetic"):
-        return f"{origin}, trained on data that its recipe declares {start['training_data']}."
-    guarantee = start.get("guarantee") or {}
-    return (
-        f"{origin}, trained on private data with epsilon {guarantee.get('epsilon')} at delta {guarantee.get('delta')} of "
-        "its own. Where its data and this run's overlap, the two compose: this card's epsilon alone is not the total."
-    )
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
