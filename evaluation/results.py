@@ -206,7 +206,7 @@ def _print_table(results: Results) -> None:
 
 
 def _cell(value: object) -> str:
-    if value is None:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 

@@ -8,6 +8,8 @@ its work under a launcher; its ranks but the first then return None. Modules imp
 import argparse
 from typing import TYPE_CHECKING, Protocol
 
+from evaluation.commands import aro, captions, features, few_shot, linear_probe, private_head, retrieval, zero_shot
+
 if TYPE_CHECKING:
     from evaluation.results import Results
 
@@ -23,5 +25,5 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> "Results | None": ...
 
 
-COMMANDS: tuple[Command, ...] = ()
+COMMANDS: tuple[Command, ...] = (features, linear_probe, few_shot, private_head, zero_shot, aro, captions, retrieval)
 """In the order of the help."""

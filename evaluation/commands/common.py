@@ -68,16 +68,13 @@ def device_of(args: argparse.Namespace) -> "torch.device":
     return device
 
 
-def run_folder_of(path: Path) -> Path | None:
-    """The run folder that a checkpoint or run folder belongs to; None for weights from elsewhere."""
-    if (path / "checkpoints").is_dir():
-        return path
-    return path.parent.parent if path.parent.name == "checkpoints" else None
-
-
 def output_of(args: argparse.Namespace) -> Path | None:
     """Where results go: --output, or the run folder of --checkpoint; None for nowhere."""
     if args.output is not None:
         return Path(args.output)
     checkpoint = getattr(args, "checkpoint", None)
-    return None if checkpoint is None else run_folder_of(Path(checkpoint).resolve())
+    if checkpoint is None:
+        return None
+    from trainer.open_model import run_folder_of
+
+    return Path(checkpoint) if (checkpoint / "checkpoints").is_dir() else run_folder_of(checkpoint)

@@ -13,7 +13,8 @@ from evaluation.private_head.budget import Budget, Statistic, clip_rows
 from evaluation.private_head.methods import METHODS, accuracy
 from evaluation.private_head.run import head_plan, make_method, train_head, without_noise
 from privacy.errors import BudgetSpent, PrivacyConfigError
-from privacy.noise import SystemNoise
+from privacy.noise import NoiseSource, SystemNoise
+from tests.evaluation.digits import digits
 
 L, D = 5, 6
 OPTIONS: list[tuple[str, dict[str, float]]] = [
@@ -163,6 +164,53 @@ def test_shared_noise_is_caught() -> None:
     assert independence(residuals("shared", 400)) < 1e-10
 
 
+class Reseeded:
+    """The mistake of one key for everything: each draw starts over."""
+
+    def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(np.random.default_rng(self.key).standard_normal(count))
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+
+def drawn_by(method: str, options: dict[str, float], noise: list[NoiseSource]) -> np.ndarray:
+    """(rows, draws): what the method's own statistics got as noise, in units of its standard deviation; a row per class of
+    every statistic, or per statistic that has no classes."""
+    features, labels = data()
+    head = make_method(method, dict(options))
+    found = []
+    for source in noise:
+        budget = Recorder(head.statistics(L), 0.8, source)
+        answers: dict[str, np.ndarray] = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Recorder, "release", _keeping)
+            budget.answers = answers  # type: ignore[attr-defined]
+            head.fit(features, labels, L, budget)
+        stds = {release["name"]: release["std"] for release in budget.releases}
+        rows = [(answers[name] - budget.seen[name]) / std for name, std in stds.items()]
+        # The first D entries of each row: as many for a vector as for a matrix.
+        found.append(np.concatenate([row.reshape(L if len(row) == L else 1, -1)[:, :D] for row in rows]))
+    return np.array(found).transpose(1, 0, 2).reshape(len(found[0]), -1)
+
+
+def smallest_p(rows_RN: np.ndarray) -> float:
+    """Over pairs of rows, of zero correlation; corrected for their number."""
+    correlations = np.corrcoef(rows_RN)[np.triu_indices(len(rows_RN), 1)]
+    return min(
+        1.0, float(2 * stats.norm.sf(np.abs(correlations).max() * math.sqrt(rows_RN.shape[1]))) * len(correlations)
+    )
+
+
+@pytest.mark.parametrize(("method", "options"), OPTIONS)
+def test_every_class_and_step_of_a_method_gets_noise_of_its_own(method: str, options: dict[str, float]) -> None:
+    """Also of the standard deviation that the ledger states; one key for all draws is caught."""
+    rows = drawn_by(method, options, [SystemNoise() for _ in range(150)])
+    assert smallest_p(rows) > 1e-4 and stats.kstest(rows.ravel(), "norm").pvalue > 1e-4
+    if method != "dp-gd":  # its one draw has nothing to be like
+        assert smallest_p(drawn_by(method, options, [Reseeded(key) for key in range(150)])) < 1e-10
+
+
 def test_symmetric_noise_has_the_variance_of_the_frobenius_mechanism() -> None:
     found = []
     for _ in range(300):
@@ -197,16 +245,6 @@ def test_clipped_rows() -> None:
     rows = np.array([[3.0, 4.0], [0.3, 0.4], [1e200, 0.0], [np.nan, 1.0], [np.inf, 0.0], [0.0, 0.0]])
     expected = [[0.6, 0.8], [0.3, 0.4], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
     assert clip_rows(rows, 1.0) == pytest.approx(np.array(expected))
-
-
-def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """scikit-learn's digits, rows centred by the public middle grey and scaled to about unit length; 1,200 + 597."""
-    from sklearn.datasets import load_digits
-
-    x, y = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(x))
-    x, y = (x[order] / 16 - 0.3) / 3, y[order]
-    return x[:1200], y[:1200], x[1200:], y[1200:]
 
 
 def recomputed(ledger: Path) -> float:

@@ -1,0 +1,122 @@
+"""Features of a frozen vision transformer: one vector per image, or a map of tokens at any image size.
+
+Shapes: B batch, C H W image, T tokens (the class token, then patches in row order), D width, K blocks, h w patches per side.
+Sources: mean of the patch tokens of the last K blocks, without the final norm, concatenated: ViP (Yu et al. 2023,
+https://arxiv.org/abs/2306.08842, whose linear probe takes all 12 blocks of ViT-B); mean over the captioner's image memory:
+DP-Cap's few-shot evaluation (Sander et al. 2024, https://arxiv.org/abs/2403.02506).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from models.captioner import Captioner
+from models.layers import PositionEmbedding, resized_positions
+from models.vit import VisionTransformer
+from trainer.errors import ConfigError
+
+FeatureKind = Literal["pooled", "class_token", "blocks", "memory"]
+FEATURE_KINDS: tuple[FeatureKind, ...] = get_args(FeatureKind)
+
+
+@dataclass(frozen=True)
+class FeatureOptions:
+    """Which vector stands for an image.
+
+    Attributes:
+        kind: "pooled": mean of the normalised patch tokens; "class_token": the normalised class token; "blocks": mean of the
+            patch tokens of each of the last `num_blocks` blocks, concatenated; "memory": mean over what a captioner's
+            decoder attends to.
+        num_blocks: for "blocks" only.
+        image_size: pixels; None is the model's own. With another one, positions are interpolated.
+    """
+
+    kind: FeatureKind = "pooled"
+    num_blocks: int = 1
+    image_size: int | None = None
+
+
+def encoder_of(model: nn.Module) -> VisionTransformer:
+    """
+    Raises:
+        ConfigError: the model has no vision transformer as its `encoder`.
+    """
+    encoder = getattr(model, "encoder", None)
+    if not isinstance(encoder, VisionTransformer):
+        raise ConfigError(
+            f"a {type(model).__name__} has no vision transformer as its encoder, so it has no features here"
+        )
+    return encoder
+
+
+def check_options(model: nn.Module, options: FeatureOptions) -> None:
+    """
+    Raises:
+        ConfigError: options that this model cannot follow.
+    """
+    encoder = encoder_of(model)
+    if options.kind == "blocks" and not 1 <= options.num_blocks <= len(encoder.blocks):
+        raise ConfigError(f"{options.num_blocks} blocks were asked for; the encoder has {len(encoder.blocks)}")
+    if options.kind == "memory" and not isinstance(model, Captioner):
+        raise ConfigError(f"only a captioner has an image memory, not a {type(model).__name__}; choose another kind")
+    if options.image_size is not None:
+        _grid(encoder, options.image_size, options.image_size)
+        if options.kind == "memory" and options.image_size != encoder.config.image_size:
+            raise ConfigError("the image memory has positions of its own: it exists at the model's image size only")
+
+
+def features(model: nn.Module, images_BCHW: Tensor, options: FeatureOptions) -> Tensor:
+    """One vector per image, float32 (B, D), or (B, K D) for the kind "blocks".
+
+    Args:
+        images_BCHW: normalised, at the size that `options` say.
+    """
+    if options.kind == "memory":
+        assert isinstance(model, Captioner)
+        return model.encode(images_BCHW).float().mean(dim=1)
+    encoder = encoder_of(model)
+    last_KBTD, normalised_BTD = tokens(encoder, images_BCHW, options.num_blocks)
+    if options.kind == "blocks":
+        return torch.cat([x_BTD[:, 1:].float().mean(dim=1) for x_BTD in last_KBTD], dim=1)
+    if options.kind == "class_token":
+        return normalised_BTD[:, 0].float()
+    return normalised_BTD[:, 1:].float().mean(dim=1)
+
+
+def token_maps(encoder: VisionTransformer, images_BCHW: Tensor) -> Tensor:
+    """Normalised patch tokens as a map, (B, D, h, w), of images of any height and width in whole patches."""
+    grid = _grid(encoder, *images_BCHW.shape[2:])
+    return tokens(encoder, images_BCHW, 1)[1][:, 1:].transpose(1, 2).unflatten(2, grid)
+
+
+def tokens(encoder: VisionTransformer, images_BCHW: Tensor, num_blocks: int) -> tuple[list[Tensor], Tensor]:
+    """Outputs of the last `num_blocks` blocks, (B, T, D) each, and of the final norm. Image sizes as for `token_maps`."""
+    grid = _grid(encoder, *images_BCHW.shape[2:])
+    images_BCHW = images_BCHW.to(encoder.patch_embedding.weight.dtype)
+    patches_BPD = encoder.patch_embedding(images_BCHW).flatten(2).transpose(1, 2)
+    class_token_B1D = encoder.class_token.expand(len(patches_BPD), -1, -1)
+    x_BTD = torch.cat([class_token_B1D, patches_BPD], dim=1)
+    x_BTD = x_BTD + _positions(encoder, grid).to(x_BTD.dtype)
+    kept = []
+    for number, block in enumerate(encoder.blocks):
+        x_BTD = block(x_BTD)
+        if number >= len(encoder.blocks) - num_blocks:
+            kept.append(x_BTD)
+    return kept, encoder.norm(x_BTD)
+
+
+def _grid(encoder: VisionTransformer, height: int, width: int) -> tuple[int, int]:
+    patch = encoder.config.patch_size
+    if height < patch or width < patch or height % patch or width % patch:
+        raise ConfigError(f"images of {height} x {width} pixels are no whole number of patches of {patch}")
+    return height // patch, width // patch
+
+
+def _positions(encoder: VisionTransformer, grid: tuple[int, int]) -> Tensor:
+    """The table (1, T, D), interpolated for another grid than the model's."""
+    position = encoder.position
+    assert isinstance(position, PositionEmbedding)
+    own = encoder.config.grid_size
+    return position.table if grid == (own, own) else resized_positions(position.table, (own, own), grid)

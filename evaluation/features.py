@@ -1,0 +1,294 @@
+"""Features of a frozen encoder over labelled images, computed once: sharded over ranks, cached as safetensors.
+
+A cache is a folder named after the weights, the data and the options:
+
+    manifest.json                       what it is of, how many parts
+    part-00000-of-00002.safetensors     features (N, D) float32, labels (N,) int64, is_usable (N,) bool; rows in data order
+
+Rank r takes the r-th run of rows, so that the parts together are the same for any number of ranks. Features describe the data:
+the cache belongs to whoever may see these (the default lies in the run folder's `private`). Images pass the evaluation
+transform of training (`data.transforms.eval_image`).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.numpy import load_file, save_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from data.errors import DataError, DecodeError, ReadError
+from data.loader import Failure, as_is, end_with_parent, worker_context
+from data.transforms import eval_image
+from evaluation.encoder import FeatureOptions, check_options, encoder_of, features
+from evaluation.sources import LabelledImages
+from trainer import distributed
+from trainer.files import fsync_path, write_durably
+from trainer.open_model import OpenedModel
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of a data set.
+
+    Attributes:
+        values_ND: float32.
+        labels_N: int64; 0 where `is_usable_N` is False.
+        is_usable_N: False for examples that cannot be decoded or have no label; their row is zero, so that a private method
+            can keep them (their number must not depend on the bytes of an example).
+        class_names: may be empty.
+        name: of the data, for people.
+    """
+
+    values_ND: np.ndarray
+    labels_N: np.ndarray
+    is_usable_N: np.ndarray
+    class_names: tuple[str, ...] = ()
+    name: str = ""
+
+    @property
+    def num_classes(self) -> int:
+        """As many as have a name, or as the largest label says."""
+        return len(self.class_names) or int(self.labels_N.max(initial=-1)) + 1
+
+    @property
+    def num_unusable(self) -> int:
+        return int((~self.is_usable_N).sum())
+
+    def usable(self) -> "Features":
+        """Without the rows that are not usable.
+
+        Raises:
+            DataError: none is.
+        """
+        keep = self.is_usable_N
+        if not keep.any():
+            raise DataError(f"{self.name}: no example has both an image and a label; see --label_field")
+        return Features(self.values_ND[keep], self.labels_N[keep], keep[keep], self.class_names, self.name)
+
+    @classmethod
+    def of(cls, values_ND: np.ndarray, labels_N: np.ndarray, name: str = "in memory") -> "Features":
+        """Of arrays that came from elsewhere."""
+        if values_ND.ndim != 2 or labels_N.shape != (len(values_ND),):
+            raise DataError(f"{name}: features must be (N, D), labels (N,), not {values_ND.shape} and {labels_N.shape}")
+        usable_N = np.isfinite(values_ND).all(axis=1)
+        values_ND = np.where(usable_N[:, None], values_ND, 0).astype(np.float32)
+        return cls(values_ND, labels_N.astype(np.int64), usable_N, name=name)
+
+
+def extract(
+    opened: OpenedModel,
+    source: LabelledImages,
+    options: FeatureOptions,
+    *,
+    cache: Path | None = None,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    use_average: bool = False,
+) -> Features | None:
+    """Features of all images of a source, from the cache where it has them.
+
+    Collective under a launcher, where a cache is needed: the ranks share the images, and only rank 0 gets the result.
+
+    Args:
+        opened: a model with an encoder.
+        cache: folder of caches; None keeps nothing.
+        use_average: as `opened` was opened; part of the cache's name.
+
+    Returns:
+        None on other ranks than 0.
+
+    Raises:
+        ConfigError: options that this model cannot follow.
+        DataError: an empty source; several ranks without a cache.
+        ReadError: images cannot be read.
+    """
+    check_options(opened.model, options)
+    if not len(source):
+        raise DataError(f"{source.name} holds no images")
+    rank, world_size = _place()
+    if cache is None:
+        if world_size > 1:
+            raise DataError("several ranks need a folder for the features: give --cache")
+        return _compute(opened.model, source, options, range(len(source)), batch_size, num_workers)
+    facts = _facts(opened, source, options, use_average=use_average)
+    folder = cache / _name_of(facts)
+    if not (folder / "manifest.json").exists():
+        rows = range(len(source) * rank // world_size, len(source) * (rank + 1) // world_size)
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _write_part(folder / _part(rank, world_size), opened.model, source, options, rows, batch_size, num_workers)
+        if world_size > 1:
+            dist.barrier()
+        if rank == 0:
+            _finish(folder, facts, world_size)
+    return read_features(folder) if rank == 0 else None
+
+
+def read_features(folder: Path) -> Features:
+    """A cache that `extract` wrote.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        parts = [load_file(folder / _part(r, manifest["num_parts"])) for r in range(manifest["num_parts"])]
+        joined = {name: np.concatenate([part[name] for part in parts]) for name in ("features", "labels", "is_usable")}
+        facts = manifest["facts"]
+    except Exception as error:
+        raise DataError(f"{folder} holds no whole features ({error}); delete it and compute them again") from error
+    if len(joined["features"]) != facts["num_examples"]:
+        raise DataError(f"{folder} has {len(joined['features'])} rows of {facts['num_examples']}; delete it")
+    return Features(
+        joined["features"], joined["labels"], joined["is_usable"], tuple(facts["class_names"]), facts["data_name"]
+    )
+
+
+def _place() -> tuple[int, int]:
+    """Rank and number of ranks; one process without a launcher has no process group."""
+    return (distributed.rank(), distributed.world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _facts(
+    opened: OpenedModel, source: LabelledImages, options: FeatureOptions, *, use_average: bool
+) -> dict[str, Any]:
+    manifest = opened.manifest
+    seal = manifest.get("seal") or hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    weights = next(opened.model.parameters())
+    return {
+        "format": FORMAT,
+        "checkpoint": seal,
+        "use_average": use_average,
+        "dtype": str(weights.dtype),
+        "data": source.identity(),
+        "data_name": source.name,
+        "class_names": list(source.class_names),
+        "num_examples": len(source),
+        "options": asdict(options),
+    }
+
+
+def _name_of(facts: dict[str, Any]) -> str:
+    named = {key: value for key, value in facts.items() if key != "data_name"}
+    return f"features-{hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:24]}"
+
+
+def _part(rank: int, world_size: int) -> str:
+    return f"part-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def _write_part(
+    path: Path,
+    model: nn.Module,
+    source: LabelledImages,
+    options: FeatureOptions,
+    rows: range,
+    batch_size: int,
+    num_workers: int,
+) -> None:
+    """A part that an earlier start left whole is kept."""
+    if path.exists():
+        return
+    found = _compute(model, source, options, rows, batch_size, num_workers)
+    temporary = path.with_name(f".{path.name}.tmp")
+    save_file({"features": found.values_ND, "labels": found.labels_N, "is_usable": found.is_usable_N}, temporary)
+    fsync_path(temporary)
+    temporary.replace(path)
+
+
+def _finish(folder: Path, facts: dict[str, Any], num_parts: int) -> None:
+    """Rows without a part would be read as features of other data: the manifest comes last."""
+    missing = [name for name in (_part(r, num_parts) for r in range(num_parts)) if not (folder / name).exists()]
+    if missing:
+        raise ReadError(f"{folder / missing[0]} is not there: all ranks must see the same --cache")
+    write_durably(folder / "manifest.json", json.dumps({"num_parts": num_parts, "facts": facts}, indent=1) + "\n")
+
+
+class _Decoded(NamedTuple):
+    images_BCHW: torch.Tensor
+    labels_B: np.ndarray
+    is_usable_B: np.ndarray
+
+
+class _Batches(Dataset):
+    """Number of a batch -> decoded images, in a worker. Errors that name an exit code come back as `Failure`."""
+
+    def __init__(self, source: LabelledImages, rows: Sequence[int], batch_size: int, image_size: int) -> None:
+        self._source, self._rows, self._batch_size, self._image_size = source, rows, batch_size, image_size
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self._batch_size)
+
+    def __getitem__(self, number: int) -> _Decoded | Failure:
+        if number >= len(self):
+            raise IndexError(number)
+        ids = self._rows[number * self._batch_size : (number + 1) * self._batch_size]
+        size = self._image_size
+        images = np.zeros((len(ids), 3, size, size), dtype=np.float32)
+        labels, usable = np.zeros(len(ids), dtype=np.int64), np.zeros(len(ids), dtype=bool)
+        try:
+            for row, example in enumerate(self._source.read(ids)):
+                if example.image is None or example.label is None:
+                    continue
+                try:
+                    images[row] = eval_image(example.image, size)
+                except DecodeError:
+                    continue
+                labels[row], usable[row] = example.label, True
+        except (ReadError, DataError) as error:
+            return Failure(type(error), str(error))
+        return _Decoded(torch.from_numpy(images), labels, usable)
+
+
+def decoded_batches(
+    source: LabelledImages, rows: Sequence[int], *, batch_size: int, image_size: int, num_workers: int = 0
+) -> Iterator[_Decoded]:
+    """Normalised images (B, 3, S, S) with labels, in order; rows that are not usable are black.
+
+    Raises:
+        ReadError, DataError: of the source.
+    """
+    loader = DataLoader(
+        _Batches(source, rows, batch_size, image_size),
+        batch_size=None,
+        collate_fn=as_is,
+        num_workers=num_workers,
+        multiprocessing_context=worker_context() if num_workers else None,
+        worker_init_fn=end_with_parent,
+    )
+    for batch in loader:
+        if isinstance(batch, Failure):
+            raise batch.kind(batch.message)
+        yield batch
+
+
+@torch.no_grad()
+def _compute(
+    model: nn.Module, source: LabelledImages, options: FeatureOptions, rows: range, batch_size: int, num_workers: int
+) -> Features:
+    encoder = encoder_of(model)
+    size = options.image_size or encoder.config.image_size
+    device = encoder.class_token.device
+    values, labels, usable = [], [], []
+    for batch in decoded_batches(source, rows, batch_size=batch_size, image_size=size, num_workers=num_workers):
+        found_BD = features(model, batch.images_BCHW.to(device), options).cpu().numpy()
+        found_BD[~batch.is_usable_B] = 0
+        values.append(found_BD)
+        labels.append(batch.labels_B)
+        usable.append(batch.is_usable_B)
+    if not values:  # more ranks than images
+        width = features(model, torch.zeros(1, 3, size, size, device=device), options).shape[1]
+        values, labels, usable = [np.zeros((0, width), np.float32)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+    return Features(
+        np.concatenate(values), np.concatenate(labels), np.concatenate(usable), source.class_names, source.name
+    )

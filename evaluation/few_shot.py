@@ -1,0 +1,100 @@
+"""Few-shot classification, without privacy: K examples per class, S random splits, mean and 95 % interval.
+
+The probe follows DP-Cap's evaluation (Sander et al. 2024, https://arxiv.org/abs/2403.02506): every feature vector is centred and
+brought to length 1, then multinomial regression without intercept, ridge 0.0025 / n. Whole fine-tuning: `evaluation.fine_tuning`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import stats
+
+from data.errors import DataError
+from evaluation.linear_probe import regression
+
+DPCAP_RIDGE = 0.0025
+
+
+@dataclass(frozen=True)
+class Shots:
+    """
+    Attributes:
+        shots: K.
+        accuracies: on the test set, one per split.
+    """
+
+    shots: int
+    accuracies: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.accuracies))
+
+    @property
+    def half_width(self) -> float:
+        """Of the 95 % interval of the mean over splits (Student's t); NaN for one split. The test set counts as fixed."""
+        count = len(self.accuracies)
+        if count < 2:
+            return math.nan
+        return float(stats.t.ppf(0.975, count - 1) * np.std(self.accuracies, ddof=1) / math.sqrt(count))
+
+
+def split(labels_N: np.ndarray, shots: int, seed: int) -> np.ndarray:
+    """Rows of `shots` random examples of every class that occurs, (K * classes,); more shots of a seed contain fewer ones.
+
+    Raises:
+        DataError: a class has fewer examples.
+    """
+    rng, chosen = np.random.default_rng(seed), []
+    for label in np.unique(labels_N):
+        rows = np.flatnonzero(labels_N == label)
+        if len(rows) < shots:
+            raise DataError(f"class {label} has {len(rows)} training examples, fewer than {shots} shots")
+        chosen.append(rng.permutation(rows)[:shots])
+    return np.concatenate(chosen)
+
+
+def unit_rows(x_ND: np.ndarray) -> np.ndarray:
+    """Each row centred and of length 1; constant rows become zero."""
+    x_ND = x_ND.astype(np.float64) - x_ND.mean(axis=1, keepdims=True, dtype=np.float64)
+    length_N1 = np.linalg.norm(x_ND, axis=1, keepdims=True)
+    return np.divide(x_ND, length_N1, out=np.zeros_like(x_ND), where=length_N1 > 1e-12)
+
+
+def few_shot_probe(
+    train: tuple[np.ndarray, np.ndarray],
+    test: tuple[np.ndarray, np.ndarray],
+    num_classes: int,
+    shots: Sequence[int],
+    *,
+    num_splits: int = 3,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> list[Shots]:
+    """DP-Cap's regression on features.
+
+    Args:
+        train, test: (features (N, D), labels (N,)).
+        shots: each K.
+        seed: of the first split; the others follow.
+
+    Raises:
+        DataError: a class with too few examples.
+    """
+    x_ND, y_N = unit_rows(train[0]), train[1]
+    x_test_ND = unit_rows(test[0])
+    found = []
+    for count in shots:
+        accuracies = []
+        for number in range(num_splits):
+            rows = split(y_N, count, seed + number)
+            head = regression(
+                x_ND[rows], y_N[rows], num_classes, ridge=DPCAP_RIDGE / len(rows), device=device, standardise=False,
+                intercept=False,
+            )  # fmt: skip
+            accuracies.append(head.accuracy(x_test_ND, test[1]))
+        found.append(Shots(count, tuple(accuracies)))
+    return found

@@ -1,0 +1,136 @@
+"""Many private heads on the same features: accuracy as a function of epsilon, and what all of them cost together."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evaluation.private_head.methods import METHODS, accuracy
+from evaluation.private_head.run import head_plan, train_head, without_noise
+from privacy.accounting import epsilon_gaussian
+from privacy.run_state import SharedTerms
+
+EPSILONS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+@dataclass(frozen=True)
+class HeadData:
+    """Training and test features with labels; shapes as in `evaluation.private_head.methods`."""
+
+    x_ND: np.ndarray
+    y_N: np.ndarray
+    x_test_ND: np.ndarray
+    y_test_N: np.ndarray
+    num_classes: int
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """
+    Attributes:
+        target_epsilon: that was asked for.
+        epsilon: from the ledger; None where nothing is claimed.
+        accuracy: on the test features, without noise.
+        ledger: the head's own.
+    """
+
+    method: str
+    target_epsilon: float
+    repeat: int
+    epsilon: float | None
+    delta: float
+    accuracy: float
+    ledger: Path
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """
+    Attributes:
+        options: of each method.
+        folder: each head gets a new folder in it, with a ledger of its own.
+        shared: the data owner's ledger, where every head takes its part.
+    """
+
+    methods: Sequence[str]
+    epsilons: Sequence[float]
+    folder: Path
+    delta: float | None = None
+    repeats: int = 1
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shared: Path | None = None
+
+
+def train_heads(data: HeadData, request: HeadRequest) -> list[TrainedHead]:
+    """One head per method, epsilon and repeat.
+
+    Raises:
+        PrivacyConfigError, BudgetSpent, PrivacyStateRefused: see `evaluation.private_head.run.train_head`.
+    """
+    heads = []
+    for method in request.methods:
+        for epsilon in request.epsilons:
+            for repeat in range(request.repeats):
+                folder = request.folder / f"{method}-epsilon-{epsilon:g}-{repeat}"
+                shared = None if request.shared is None else SharedTerms(request.shared, folder.name)
+                found = train_head(
+                    data.x_ND, data.y_N, data.num_classes, method, epsilon=epsilon, delta=request.delta, output=folder,
+                    options=request.options.get(method), shared=shared,
+                )  # fmt: skip
+                score = accuracy(found.weights_LD, data.x_test_ND, data.y_test_N)
+                ledger = folder / "ledger.jsonl"
+                heads.append(TrainedHead(method, epsilon, repeat, found.epsilon, found.delta, score, ledger))
+    return heads
+
+
+def without_privacy(data: HeadData, request: HeadRequest) -> dict[str, float]:
+    """Test accuracy of each method's estimator without noise; nothing about it is private."""
+    found = {}
+    for method in request.methods:
+        weights_LD = without_noise(data.x_ND, data.y_N, data.num_classes, method, request.options.get(method))
+        found[method] = accuracy(weights_LD, data.x_test_ND, data.y_test_N)
+    return found
+
+
+def epsilon_together(heads: Sequence[TrainedHead], num_examples: int) -> tuple[float, float]:
+    """(epsilon, delta) of releasing all these heads: again one Gaussian mechanism; delta is that of a single one."""
+    delta = max(head.delta for head in heads)
+    plans = [head_plan(num_examples, head.target_epsilon, head.delta) for head in heads]
+    return epsilon_gaussian([plan.release_group(1) for plan in plans], delta), delta
+
+
+def summary(heads: Sequence[TrainedHead]) -> list[dict[str, Any]]:
+    """A row per method and epsilon, in the order of training, with mean and standard deviation over repeats."""
+    rows = []
+    for method, epsilon in dict.fromkeys((head.method, head.target_epsilon) for head in heads):
+        scores = [head.accuracy for head in heads if (head.method, head.target_epsilon) == (method, epsilon)]
+        spread = float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan
+        rows.append({"method": method, "epsilon": epsilon, "accuracy": float(np.mean(scores)), "std": spread})
+    return rows
+
+
+def plot(rows: Sequence[dict[str, Any]], baselines: dict[str, float], title: str, path: Path) -> None:
+    """Test accuracy over epsilon, a line per method with its spread; baselines without privacy as dashed lines (PNG)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        own = sorted((row for row in rows if row["method"] == method), key=lambda row: row["epsilon"])
+        spread = [0.0 if math.isnan(row["std"]) else row["std"] for row in own]
+        points = [row["epsilon"] for row in own], [row["accuracy"] for row in own]
+        axes.errorbar(*points, yerr=spread, marker="o", capsize=3, color=f"C{number}", label=method)
+        if method in baselines:
+            axes.axhline(baselines[method], color=f"C{number}", linestyle="--", linewidth=0.8)
+    for name in sorted(baselines.keys() - METHODS.keys()):
+        axes.axhline(baselines[name], color="black", linestyle=":", label=name)
+    axes.set(xscale="log", xlabel="epsilon of one head", ylabel="test accuracy", title=title)
+    axes.axhline(math.nan, color="gray", linestyle="--", linewidth=0.8, label="the same without noise")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)

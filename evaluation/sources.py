@@ -1,0 +1,319 @@
+"""Labelled images from wherever they lie: encoded bytes and an integer label by number, and what identifies the data.
+
+shards:train-{000..012}.tar      webdataset shards; the label is the member `.cls` or a field of `.json`
+folder:imagenet/val              one folder per class, in the order of their names
+hf:cifar10/train                 a data set that Hugging Face's `datasets` saved with `save_to_disk`
+arrays:digits.npz                `images` (N, H, W) or (N, H, W, 3) uint8 and `labels` (N,)
+"""
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+
+from data.errors import DataError, DecodeError, ReadError
+from data.index_build import build_index
+from data.labels import read_label
+from data.reader import RawExample, TarReader
+from data.shards import ShardSet, find_shards
+from data.storage import RemoteOptions
+from data.tar_index import ExampleTable
+
+_MOST_CLASSES = 10**9
+FOLDER_EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"})
+
+
+class LabelledImage(NamedTuple):
+    """
+    Attributes:
+        image: encoded bytes, or None.
+        label: 0, 1, ...; None where the example has no such label.
+    """
+
+    image: bytes | None
+    label: int | None
+
+
+class LabelledImages(Protocol):
+    """A source: picklable, so that worker processes can read it."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Of the labels 0, 1, ...; empty where the source does not know them."""
+        ...
+
+    def identity(self) -> str:
+        """Changes when the data do: part of a cache's name."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, ids: Sequence[int]) -> list[LabelledImage]:
+        """
+        Raises:
+            ReadError: bytes that were promised cannot be read.
+        """
+        ...
+
+
+class ShardImages:
+    """Webdataset shards with a tar index; identified by the hashes of the shards."""
+
+    class_names: tuple[str, ...] = ()
+
+    def __init__(self, name: str, table: ExampleTable, label_field: str) -> None:
+        self.name, self._table, self._label_field = name, table, label_field
+        self._reader = TarReader(table)
+
+    def identity(self) -> str:
+        return f"shards {self._table.manifest_digest().hex()} {self._label_field}"
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def read(self, ids: Sequence[int]) -> list[LabelledImage]:
+        return [LabelledImage(raw.image, label_of(raw, self._label_field)) for raw in self._reader.read_all(ids)]
+
+
+def label_of(raw: RawExample, field: str) -> int | None:
+    """The label of an example of a shard.
+
+    Args:
+        field: "cls" for the member `.cls`, or a field of the `.json` member; see `data.labels.read_label`.
+    """
+    try:
+        return read_label(raw, _MOST_CLASSES, None if field == "cls" else field)
+    except DecodeError:
+        return None
+
+
+@dataclass(frozen=True)
+class FolderImages:
+    """One folder per class; identified by names, sizes and times of the files."""
+
+    root: Path
+    class_names: tuple[str, ...]
+    files: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def find(cls, root: Path) -> "FolderImages":
+        """
+        Raises:
+            DataError: no folders with images.
+        """
+        if not root.is_dir():
+            raise DataError(f"{root} is no folder")
+        names = tuple(sorted(path.name for path in root.iterdir() if path.is_dir()))
+        files = tuple(
+            (path.relative_to(root).as_posix(), label)
+            for label, name in enumerate(names)
+            for path in sorted((root / name).rglob("*"))
+            if path.suffix.lower() in FOLDER_EXTENSIONS
+        )
+        if not files:
+            raise DataError(f"{root} holds no folders with images; one folder per class is needed")
+        return cls(root, names, files)
+
+    @property
+    def name(self) -> str:
+        return f"folder:{self.root}"
+
+    def identity(self) -> str:
+        return f"folder {_files_digest(self.root, [name for name, _ in self.files])}"
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, ids: Sequence[int]) -> list[LabelledImage]:
+        return [LabelledImage(_bytes_of(self.root / self.files[i][0]), self.files[i][1]) for i in ids]
+
+
+class ArrayImages:
+    """Images in memory. They are encoded without loss, so that they take the same way as every other image."""
+
+    def __init__(self, name: str, images: np.ndarray, labels_N: np.ndarray, class_names: Sequence[str] = ()) -> None:
+        """
+        Args:
+            images: uint8, (N, H, W) or (N, H, W, 3).
+            labels_N: integers.
+
+        Raises:
+            DataError: other shapes or types.
+        """
+        fits = images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)
+        if images.dtype != np.uint8 or not fits or not len(images):
+            raise DataError(
+                f"{name}: images must be uint8 (N, H, W) or (N, H, W, 3), not {images.dtype} {images.shape}"
+            )
+        if labels_N.shape != (len(images),) or not np.issubdtype(labels_N.dtype, np.integer):
+            raise DataError(f"{name}: labels must be {len(images)} integers, not {labels_N.dtype} {labels_N.shape}")
+        self.name, self._images, self._labels_N = name, images, labels_N
+        self.class_names = tuple(class_names)
+
+    @classmethod
+    def load(cls, path: Path) -> "ArrayImages":
+        """An .npz file with `images` and `labels`.
+
+        Raises:
+            DataError: no such file, or other content.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                return cls(f"arrays:{path}", stored["images"], stored["labels"])
+        except (OSError, KeyError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path} is no .npz file with arrays `images` and `labels`: {error}") from error
+
+    def identity(self) -> str:
+        content = hashlib.sha256(self._images.tobytes())
+        content.update(self._labels_N.astype(np.int64).tobytes())
+        return f"arrays {self._images.shape} {content.hexdigest()}"
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, ids: Sequence[int]) -> list[LabelledImage]:
+        return [LabelledImage(encode_png(self._images[i]), _label(self._labels_N[i])) for i in ids]
+
+
+class HuggingFaceImages:
+    """A data set on disk of the `datasets` package (an extra); identified by names, sizes and times of its files."""
+
+    def __init__(self, path: Path, image_column: str, label_column: str) -> None:
+        """
+        Raises:
+            DataError: the package is missing, nothing there, or no such columns.
+        """
+        self._arguments = (path, image_column, label_column)
+        self.name = f"hf:{path}"
+        try:
+            import datasets
+        except ImportError as error:
+            raise DataError("hf: needs the package `datasets`: pip install datasets") from error
+        try:
+            loaded: Any = datasets.load_from_disk(str(path))
+        except Exception as error:
+            raise DataError(f"{path} is no data set that `datasets` saved: {error}") from error
+        if isinstance(loaded, dict):
+            raise DataError(
+                f"{path} holds the splits {', '.join(loaded)}; name one of them: hf:{path}/{next(iter(loaded))}"
+            )
+        for column in (image_column, label_column):
+            if column not in loaded.features:
+                raise DataError(
+                    f"{path} has no column {column!r}, but {', '.join(loaded.features)} (--image_column, ...)"
+                )
+        self._rows = loaded.cast_column(image_column, datasets.Image(decode=False))
+        self.class_names = tuple(getattr(loaded.features[label_column], "names", ()))
+
+    def __reduce__(self) -> tuple[type["HuggingFaceImages"], tuple[Path, str, str]]:
+        return HuggingFaceImages, self._arguments
+
+    def identity(self) -> str:
+        root = self._arguments[0]
+        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+        return f"hf {_files_digest(root, names)} {self._arguments[1:]}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, ids: Sequence[int]) -> list[LabelledImage]:
+        _, image_column, label_column = self._arguments
+        found = []
+        for i in ids:
+            row = self._rows[int(i)]
+            stored = row[image_column] or {}
+            data = stored.get("bytes")
+            if data is None and stored.get("path"):
+                data = _bytes_of(Path(stored["path"]))
+            found.append(LabelledImage(data, _label(row[label_column])))
+        return found
+
+
+@dataclass(frozen=True)
+class ReadingOptions:
+    """
+    Attributes:
+        label_field: of shards; see `label_of`.
+        image_column, label_column: of Hugging Face data sets.
+        cache: folder for the indexes of shards; private.
+    """
+
+    label_field: str = "cls"
+    image_column: str = "image"
+    label_column: str = "label"
+    cache: Path | None = None
+
+
+def open_source(text: str, options: ReadingOptions) -> LabelledImages:
+    """The source that a command line names; see the module.
+
+    Raises:
+        DataError: an unknown kind, or nothing there.
+        ReadError: remote shards cannot be read.
+    """
+    kind, _, where = text.partition(":")
+    if kind == "shards" and where:
+        return _open_shards(where, options)
+    if kind == "folder" and where:
+        return FolderImages.find(Path(where).expanduser())
+    if kind == "arrays" and where:
+        return ArrayImages.load(Path(where).expanduser())
+    if kind == "hf" and where:
+        return HuggingFaceImages(Path(where).expanduser(), options.image_column, options.label_column)
+    raise DataError(f"{text!r} names no images; write shards:PATTERN, folder:DIR, hf:DIR or arrays:FILE.npz")
+
+
+def _open_shards(pattern: str, options: ReadingOptions) -> ShardImages:
+    shards = find_shards(pattern, Path.cwd())
+    table = shard_table(shards, options)
+    table.require_shards(shards)
+    return ShardImages(f"shards:{pattern}", table, options.label_field)
+
+
+def shard_table(shards: ShardSet, options: ReadingOptions) -> ExampleTable:
+    """The index in the cache, which is made or brought up to date where it does not fit."""
+    if options.cache is None:
+        raise DataError(f"shards at {shards.root} need a folder for their index: give --cache")
+    own = options.cache / f"index-{hashlib.sha256(' '.join(shards.locations()).encode()).hexdigest()[:16]}"
+    try:
+        return ExampleTable.open(own, shards.root)
+    except DataError:
+        return build_index(shards, own, remote=RemoteOptions(), progress=True)
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """Lossless bytes of a uint8 image, (H, W) or (H, W, 3)."""
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _label(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | np.integer) and value >= 0 else None
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ReadError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _files_digest(root: Path, names: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for name in names:
+        status = (root / name).stat()
+        digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

@@ -1,0 +1,234 @@
+"""Features against plain re-computations; the same rows from every kind of source, number of workers and number of ranks."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.errors import DataError
+from data.tar_writer import write_shard
+from data.transforms import eval_image
+from evaluation.encoder import FeatureOptions, check_options, encoder_of, features, token_maps
+from evaluation.features import Features, extract, read_features
+from evaluation.sources import ArrayImages, ReadingOptions, encode_png, open_source
+from models.layers import image_sincos_table, resized_positions
+from tests.distributed.ranks import run_ranks
+from tests.evaluation.tiny_models import SIZE, opened_autoencoder, opened_captioner, pictures
+from trainer.errors import ConfigError
+
+
+def hooked(encoder: torch.nn.Module, images: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Outputs of all blocks, by hooks on the model's own forward, and its output."""
+    kept: list[torch.Tensor] = []
+    hooks = [b.register_forward_hook(lambda _m, _i, out: kept.append(out)) for b in encoder.blocks]  # type: ignore[union-attr]
+    out = encoder(images)
+    for hook in hooks:
+        hook.remove()
+    return kept, out
+
+
+@torch.no_grad()
+def test_each_kind_is_what_its_name_says() -> None:
+    model = opened_captioner().model
+    encoder = encoder_of(model)
+    images = torch.randn(3, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
+    blocks, out = hooked(encoder, images)
+    expected = {
+        "pooled": out[:, 1:].mean(1),
+        "class_token": out[:, 0],
+        "blocks": torch.cat([block[:, 1:].mean(1) for block in blocks], dim=1),
+        "memory": model.encode(images).mean(1),
+    }
+    for kind, values in expected.items():
+        found = features(model, images, FeatureOptions(kind, 2))  # type: ignore[arg-type]
+        assert torch.equal(found, values), kind
+    last = features(model, images, FeatureOptions("blocks", 1))
+    assert torch.equal(last, blocks[-1][:, 1:].mean(1)) and not torch.allclose(last, expected["pooled"], atol=0.1)
+    assert torch.equal(token_maps(encoder, images).flatten(2).transpose(1, 2), out[:, 1:])
+
+
+@torch.no_grad()
+def test_token_maps_of_other_sizes() -> None:
+    """A picture twice as wide as high; row order, and positions that are the model's own where the grids agree."""
+    encoder = encoder_of(opened_autoencoder().model)
+    maps = token_maps(encoder, torch.randn(2, 3, 16, 32))
+    assert maps.shape == (2, encoder.config.width, 2, 4)
+    for parameter in (p for block in encoder.blocks for p in block.parameters()):
+        parameter.zero_()  # blocks add nothing: a token is its patch and its position
+    image = torch.zeros(1, 3, 24, 40)
+    image[:, :, 8:16, 24:32] = 1
+    bare = token_maps(encoder, torch.zeros(1, 3, 24, 40))
+    changed = (token_maps(encoder, image) - bare).abs().sum(dim=(0, 1)) > 1e-4
+    assert changed.nonzero().tolist() == [[1, 3]]
+
+
+def test_interpolated_positions() -> None:
+    """Near the fixed table of the finer grid at the same places; a constant stays what it is."""
+    table = image_sincos_table(14, 32)[None].float()
+    assert torch.equal(resized_positions(table, (14, 14), (14, 14))[:, :1], table[:, :1])
+    twice = resized_positions(table, (14, 14), (28, 28))[0, 1:].view(28, 28, 32)
+    own = table[0, 1:].view(14, 14, 32)
+    middle = (twice[2:-2:2, 2:-2:2] + twice[3:-1:2, 3:-1:2]) / 2  # around the centre of each old patch
+    assert (middle - own[1:-1, 1:-1]).abs().max() < 0.15
+    constant = resized_positions(torch.ones(1, 10, 4), (3, 3), (5, 2))
+    assert constant.shape == (1, 11, 4) and torch.allclose(constant, torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (FeatureOptions("blocks", 3), "3 blocks were asked for; the encoder has 2"),
+        (FeatureOptions("blocks", 0), "0 blocks"),
+        (FeatureOptions("pooled", 1, 20), "no whole number of patches of 8"),
+        (FeatureOptions("memory", 1, 32), "model's image size only"),
+    ],
+)
+def test_options_that_a_model_cannot_follow(options: FeatureOptions, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        check_options(opened_captioner().model, options)
+    with pytest.raises(ConfigError, match="only a captioner"):
+        check_options(opened_autoencoder().model, FeatureOptions("memory"))
+    with pytest.raises(ConfigError, match="no vision transformer"):
+        check_options(torch.nn.Linear(2, 2), FeatureOptions())
+
+
+def as_shards(root: Path, images: np.ndarray, labels: np.ndarray, field: str = "cls") -> str:
+    for shard, rows in enumerate(np.array_split(np.arange(len(images)), 2)):
+        members = []
+        for i in rows:
+            label = {"cls": str(labels[i]).encode()} if field == "cls" else {
+                "json": json.dumps({field: int(labels[i])}).encode()}  # fmt: skip
+            members.append((f"{i:04d}", {"png": encode_png(images[i]), **label}))
+        write_shard(root / f"{field}-{shard}.tar", members)
+    return f"shards:{root}/{field}-{{0..1}}.tar"
+
+
+def as_folder(root: Path, images: np.ndarray, labels: np.ndarray) -> str:
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+        (root / f"class-{label}").mkdir(parents=True, exist_ok=True)
+        (root / f"class-{label}/{i:04d}.png").write_bytes(encode_png(image))
+    return f"folder:{root}"
+
+
+def test_every_source_gives_the_same_features(tmp_path: Path) -> None:
+    """Also those of `eval_image`, the transform of training's evaluation, on pictures that are not square."""
+    images, labels = pictures(8)
+    images = images[:, :12]
+    np.savez(tmp_path / "pictures.npz", images=images, labels=labels)
+    sources = {
+        "arrays": f"arrays:{tmp_path}/pictures.npz",
+        "shards": as_shards(tmp_path, images, labels),
+        "json": as_shards(tmp_path, images, labels, "category"),
+        "folder": as_folder(tmp_path / "folder", images, labels),
+    }
+    opened = opened_captioner()
+    model_in = torch.from_numpy(np.stack([eval_image(encode_png(image), SIZE) for image in images]))
+    with torch.no_grad():
+        expected = opened.model.encoder(model_in)[:, 1:].mean(1).numpy()
+    for name, text in sources.items():
+        options = ReadingOptions("category" if name == "json" else "cls", cache=tmp_path / "cache")
+        source = open_source(text, options)
+        found = extract(opened, source, FeatureOptions(), batch_size=3)
+        assert found is not None
+        order = np.argsort(labels, kind="stable") if name == "folder" else np.arange(len(labels))
+        assert found.values_ND == pytest.approx(expected[order], abs=1e-6), name
+        assert found.labels_N.tolist() == labels[order].tolist() and found.is_usable_N.all()
+        assert found.class_names == (("class-0", "class-1", "class-2") if name == "folder" else ())
+
+
+def test_unusable_examples_keep_a_row_of_zeros(tmp_path: Path) -> None:
+    images, labels = pictures(4)
+    members: list[tuple[str, dict[str, bytes]]] = [
+        (str(i), {"png": encode_png(images[i]), "cls": str(labels[i]).encode()}) for i in range(4)
+    ]
+    members[1][1]["png"] = b"no picture"
+    members[2][1]["cls"] = b"a cat"
+    write_shard(tmp_path / "x.tar", members)
+    source = open_source(f"shards:{tmp_path}/x.tar", ReadingOptions(cache=tmp_path))
+    found = extract(opened_captioner(), source, FeatureOptions())
+    assert found is not None
+    assert found.is_usable_N.tolist() == [True, False, False, True] and found.num_unusable == 2
+    assert not found.values_ND[1:3].any() and found.values_ND[0].any() and found.labels_N.tolist() == [0, 0, 0, 0]
+    assert len(found.usable().labels_N) == 2
+    with pytest.raises(DataError, match="both an image and a label"):
+        extract(opened_captioner(), open_source(f"shards:{tmp_path}/x.tar", ReadingOptions("no", cache=tmp_path)),
+                FeatureOptions()).usable()  # type: ignore[union-attr]  # fmt: skip
+
+
+def test_the_cache_is_named_after_weights_data_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = pictures(4)
+    cache, counted = tmp_path / "cache", []
+    monkeypatch.setattr(
+        "evaluation.features.eval_image", lambda data, size: (counted.append(1), eval_image(data, size))[1]
+    )
+
+    def computed(seed: int = 0, shift: int = 0, **options: Any) -> int:
+        counted.clear()
+        source = ArrayImages("here", images, (labels + shift) % 3)
+        found = extract(opened_captioner(seed), source, FeatureOptions(**options), cache=cache)
+        plain = extract(opened_captioner(seed), source, FeatureOptions(**options))
+        assert found is not None and plain is not None
+        assert np.array_equal(found.values_ND, plain.values_ND) and np.array_equal(found.labels_N, plain.labels_N)
+        return len(counted) - 4
+
+    assert [computed(), computed(), computed(seed=1), computed(shift=1)] == [4, 0, 4, 4]
+    assert [computed(kind="class_token"), computed(image_size=32), computed()] == [4, 4, 0]
+    assert cache.stat().st_mode & 0o777 == 0o700
+    folder = next(cache.glob("features-*"))
+    (folder / "part-00000-of-00001.safetensors").write_bytes(b"torn")
+    with pytest.raises(DataError, match="no whole features"):
+        read_features(folder)
+
+
+def on_ranks(device: torch.device, cache: Path, count: int) -> Features | None:
+    images, labels = pictures(count)
+    return extract(opened_captioner(), ArrayImages("here", images, labels), FeatureOptions(), cache=cache, batch_size=2)
+
+
+def test_two_ranks_share_the_images(tmp_path: Path) -> None:
+    first, second = run_ranks("tests.evaluation.test_features:on_ranks", 2, cache=tmp_path / "two", count=5)
+    alone = on_ranks(torch.device("cpu"), tmp_path / "one", 5)
+    assert second is None and alone is not None
+    assert first.values_ND == pytest.approx(alone.values_ND, abs=1e-6)
+    assert first.labels_N.tolist() == alone.labels_N.tolist()
+    assert len(list((tmp_path / "two").glob("*/part-*"))) == 2
+
+
+def test_worker_processes_give_the_same_rows() -> None:
+    images, labels = pictures(5)
+    found = [
+        extract(opened_captioner(), ArrayImages("here", images, labels), FeatureOptions(), batch_size=2, num_workers=n)
+        for n in (0, 2)
+    ]
+    assert found[0] is not None and found[1] is not None
+    assert np.array_equal(found[0].values_ND, found[1].values_ND)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("pictures/", "names no images"), ("folder:/nowhere", "is no folder"), ("arrays:/nowhere.npz", "is no .npz file"),
+        ("shards:/nowhere/*.tar", "no shards match"), ("hf:/nowhere", "pip install datasets|no data set"),
+    ],
+)  # fmt: skip
+def test_a_source_that_is_not_there(text: str, match: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=match):
+        open_source(text, ReadingOptions(cache=tmp_path))
+
+
+def test_arrays_of_another_kind() -> None:
+    for images, labels in ((np.zeros((2, 4, 4)), np.zeros(2, int)), (np.zeros((2, 4, 4), np.uint8), np.zeros(2))):
+        with pytest.raises(DataError, match="must be"):
+            ArrayImages("here", images, labels)
+
+
+def test_a_grey_picture_is_a_grey_picture() -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (1, 9, 9), dtype=np.uint8)
+    [found] = ArrayImages("here", grey, np.zeros(1, int)).read([0])
+    assert found.image is not None
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(found.image))), grey[0])
