@@ -58,7 +58,7 @@ def draw_all(groups: Sequence[Group], report: ReportSection, folder: Path) -> li
     axis = Axis.of(names, report)
     wanted: list[tuple[str, str, Callable[[Sequence[Group], Axis, ReportSection], Figure | None]]] = [
         ("curves.png", f"Held-out loss against {_x_words(report)}: mean over the seeds, band from least to largest.", _curves),
-        ("final.png", "Held-out loss after the last step over the values of the first axis: mean, each seed a dot.", _final),
+        ("final.png", "Held-out loss after the last step over the axis that colours the curves; each seed a dot.", _final),
         ("epsilon.png", "Held-out loss after the last step against epsilon as spent, for runs with a guarantee.", _epsilon),
         ("cost.png", "Cost against quality: one multiply-add per parameter and example counts as one.", _cost),
     ]  # fmt: skip
@@ -157,7 +157,7 @@ def _final(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure
         x = [
             float(group.labels[axis.color]) if numeric else values.index(group.labels[axis.color]) for group in members
         ]
-        _line_with_seeds(ax, x, members, color, name if len(lines) > 1 else None)
+        _line_with_seeds(ax, x, members, color, name if len(lines) > 1 else None, joined=numeric)
     if numeric:
         _scale(ax, [float(value) for value in values])
     else:
@@ -202,9 +202,13 @@ def _against(groups: Sequence[Group], axis: Axis, x: Callable[[Group], float], x
     return figure
 
 
-def _line_with_seeds(ax: Axes, x: Sequence[float], groups: Sequence[Group], color: str, label: str | None) -> None:
+def _line_with_seeds(
+    ax: Axes, x: Sequence[float], groups: Sequence[Group], color: str, label: str | None, *, joined: bool = True
+) -> None:
+    """Mean and seeds; only numbers are joined by a line, names have nothing between them."""
     means = [sum(group.final_losses) / len(group.final_losses) for group in groups]
-    ax.plot(x, means, color=color, marker="_", markersize=12, linewidth=1.2, label=label)
+    line = "-" if joined else "none"
+    ax.plot(x, means, color=color, marker="_", markersize=12, linestyle=line, linewidth=1.2, label=label)
     for at, group in zip(x, groups, strict=True):
         ax.scatter([at] * len(group.final_losses), group.final_losses, color=color, s=14, alpha=0.6, linewidths=0)
 
