@@ -1,3 +1,4 @@
+import base64
 import fcntl
 import hashlib
 import json
@@ -148,6 +149,22 @@ def test_contract_12_private_heldout_is_said_to_be_private(run_dir):
     assert _report(run_dir).returncode == 0
     assert json.loads((run_dir / "report/privacy_card.json").read_text())["utility"]["heldout_loss"] == []
     assert "it is private" in (run_dir / "report/privacy_card.md").read_text()
+
+
+def test_newest_picture_of_public_samples_is_in_the_page_and_private_ones_are_not(run_dir):
+    assert build_card(run_dir)["utility"]["samples"] is None
+    for name, content in (
+        ("samples-00000000.png", b"first"),
+        ("samples-00000002.png", b"last"),
+        ("samples-x.png", b""),
+    ):
+        (run_dir / "evaluation" / name).write_bytes(content)
+    (run_dir / "private/samples-00000009.png").write_bytes(b"secret")
+    card = build_card(run_dir)
+    assert card["utility"]["samples"] == {"file": "evaluation/samples-00000002.png", "step": 2}
+    _, markdown, page = (path.read_text() for path in write_card(run_dir, card))
+    assert base64.b64encode(b"last").decode() in page and "samples-00000002.png" in markdown
+    assert base64.b64encode(b"secret").decode() not in page and "samples-00000009" not in page
 
 
 def test_public_throughput_is_reported_and_broken_lines_are_left_out(run_dir):
