@@ -18,6 +18,7 @@ from trainer.ds_config import load_machine_settings
 from trainer.engines.base import GradShard, Piece, ShardState, even_layout
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
+from trainer.frozen import FrozenWeights
 from trainer.optimizers import moments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,19 +240,25 @@ def test_another_model(saved: Path) -> None:
         Checkpoint(saved).load_weights(new_model().append(nn.Linear(3, 3)))
 
 
-def test_frozen_parameters_stay_as_they_are(folder: Path) -> None:
+def test_frozen_parameters_are_part_of_the_model(folder: Path) -> None:
+    """They are written beside the engine's states and set with the rest; a checkpoint that lacks them is no whole model."""
     model = new_model()
     model[0].weight.requires_grad_(False)
-    engine = new_engine(model)
+    frozen, engine = FrozenWeights(model), new_engine(model)
     take_steps(engine, 1, 1)
     save_checkpoint(folder, engine, 1, {}, keep=1)
-    found = Checkpoint(folder / checkpoint_name(1))
-    assert "0.weight" not in found.shapes
     other = new_model(seed=5)
     other[0].weight.requires_grad_(False)
-    before = other[0].weight.clone()
+    with pytest.raises(ConfigError, match=r"does not fit the model; the first difference is 0\.weight"):
+        Checkpoint(folder / checkpoint_name(1)).load_weights(other)
+    states, shapes = [*engine.state(), *frozen.states()], {**engine.shapes, **frozen.shapes}
+    CheckpointWriter(folder, Retention(1)).save(2, states, shapes, frozen.facts())
+    found = Checkpoint(folder / checkpoint_name(2))
     found.load_weights(other)
-    assert torch.equal(other[0].weight, before) and torch.equal(other[0].bias, model[0].bias)
+    assert found.frozen == {"0.weight"} and all(
+        torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True)
+    )
+    found.restore(new_engine(other), moments(OPTIMIZER))
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
