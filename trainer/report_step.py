@@ -84,7 +84,10 @@ class StepReporter:
         }
 
     def heldout(self, step: int) -> None:
-        """Loss (of a classifier, accuracy too) and samples of held-out examples; public only where the recipe declares the data public."""
+        """Loss (of a classifier, accuracy too) and samples of held-out examples.
+
+        Public only where the recipe declares the data public.
+        """
         run = self._run
         assert run.heldout is not None and run.config.heldout is not None
         means = run.heldout.means(run.engine)
