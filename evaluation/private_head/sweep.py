@@ -129,7 +129,9 @@ def plot(rows: Sequence[dict[str, Any]], baselines: dict[str, float], title: str
             axes.axhline(baselines[method], color=f"C{number}", linestyle="--", linewidth=0.8)
     for name in sorted(baselines.keys() - METHODS.keys()):
         axes.axhline(baselines[name], color="black", linestyle=":", label=name)
-    axes.set(xscale="log", xlabel="epsilon of one head", ylabel="test accuracy", title=title)
+    axes.set(xscale="log", ylim=(0, 1), xlabel="epsilon of one head", ylabel="test accuracy", title=title)
+    ticks = sorted({row["epsilon"] for row in rows})
+    axes.set_xticks(ticks, [f"{epsilon:g}" for epsilon in ticks])
     axes.axhline(math.nan, color="gray", linestyle="--", linewidth=0.8, label="the same without noise")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
