@@ -96,6 +96,81 @@ def test_a_recipe_gives_what_training_claims():
     assert (said["cap"], said["num_steps"]) == (plan.cap, 7)
 
 
+CLUSTER = "--ds_config ds_configs/zero3_bf16.json --world_size 128 --gpu a100-80gb"
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
+REDUCED = ("quickstart",)
+
+
+@pytest.mark.parametrize("recipe", [r if r in REDUCED else pytest.param(r, marks=pytest.mark.full) for r in RECIPES])
+def test_memory_and_time_of_every_recipe(recipe):
+    """One JSON object, numbers that fit together, without the weights and without the data."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = _plan(f"--recipe recipes/{recipe}.toml {CLUSTER} --no_extras --json")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    result = json.loads(done.stdout)
+    found = result["resources"]
+    assert found["memory"]["fits"] and found["memory"]["largest_micro_batch"] >= found["batch"]["micro_batch_size"]
+    assert found["memory"]["peak"] < found["memory"]["device"] == 80 * 10**9
+    assert found["time"]["gpu_hours"] == pytest.approx(128 * found["time"]["hours"])
+    assert found["compute"]["flop_per_step"] > 3 * found["batch"]["expected_batch_size"] * found["parameters"]
+    if recipe.startswith(("dpcap", "vip")):
+        assert 0.9 < result["epsilon_with_reserve"] <= 8
+    elif recipe == "quickstart":
+        assert "no epsilon" in done.stderr and "epsilon_pld" not in result
+    assert after.ru_utime - before.ru_utime < 60
+
+
+def test_tables_of_memory_and_time():
+    done = _plan(
+        "--recipe recipes/vip_nano.toml --ds_config ds_configs/zero1.json --engine local --gpu cpu --world_size 2 "
+        "--bytes_per_example 30000 --no_extras train.micro_batch_size=4",
+        COLUMNS="160",
+    )
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "Privacy plan",
+        "breaks below sigma 2",
+        "not private",
+        "18,590,464",
+        "peak per rank",
+        "largest micro-batch",
+        "of a micro-batch in mode",
+        "assumed: 35% of 0.09 TFLOP/s",
+        "random reads",
+        "--bytes_per_example",
+    ):
+        assert text in done.stdout, text
+
+
+QUICK = "--recipe recipes/quickstart.toml --ds_config ds_configs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (f"{SMALL} --noise_multiplier 4 --gpu a100-80gb", "give --ds_config and --recipe"),
+        (f"{SMALL} --noise_multiplier 4 --ds_config ds_configs/zero3.json", "give --recipe"),
+        (f"{QUICK}/zero3.json --efficiency 35", "above 0 and at most 1"),
+        (f"{QUICK}/zero3.json --network_gbits 0", "must be positive"),
+        (f"{QUICK}/zero3.json --gpu tpu", "choose one of"),
+        (f"{QUICK}/zero3_bf16.json --gpu v100-32gb", "no bf16"),
+        (f"{QUICK}/zero3.json --world_size 0", "at least 1"),
+        (f"{QUICK}/zero3.json --engine fairscale", "stage 3 is refused"),
+        (f"{QUICK}/nowhere.json", "nowhere.json"),
+    ],
+)
+def test_bad_resources_are_refused(arguments, message, monkeypatch):
+    from launch_scripts import plan
+
+    monkeypatch.setattr(sys, "argv", ["plan.py", *arguments.split()])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match=message) as caught:
+        plan.main()
+    assert caught.value.exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -104,6 +179,7 @@ def test_a_recipe_gives_what_training_claims():
         (SMALL, "exactly one of"),
         (f"{SMALL} --noise_multiplier 0.1", "below 0.3"),
         ("--recipe recipes/quickstart.toml", "names no data.num_examples"),
+        ("--recipe recipes/quickstart.toml --gpu cpu", "give --ds_config"),
         ("--recipe recipes/vip_base.toml --num_steps 5", "--num_steps is the recipe's business"),
         (f"{SMALL} --noise_multiplier 1 train.num_steps=5", "give --recipe"),
         (f"{SMALL} --noise_multiplier 1 --delta 2", "target_delta"),

@@ -7,11 +7,12 @@ there; scratch memory inside of kernels is not seen.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from privacy.clipping import ClippedSum
@@ -100,13 +101,12 @@ class Probe:
         self, task: TrainingTask, machine: MachineSettings, privacy: PrivacySection, *, weights_of_one_pass: bool
     ) -> None:
         self.model = task.skeleton()
-        """On the meta device, in fp32, without activation checkpointing."""
+        """On the meta device, in fp32, without activation checkpointing; for counting."""
         self._dtype = machine.compute_dtype
         self._rows = {name: (x.shape[1:], x.dtype) for name, x in task.synthetic_inputs(1).items()}
         self._module = task.skeleton().to(self._dtype)
-        checkpoint_blocks(self._module, machine)
-        if machine.checkpoint_on_cpu:
-            _keep_on_device(self._module)
+        # `cpu_checkpointing` copies, which meta tensors cannot do: a block's inputs count as if they stayed.
+        checkpoint_blocks(self._module, replace(machine, checkpoint_on_cpu=False))
         self._clipped = (_ClippedSumOfShards if weights_of_one_pass else ClippedSum)(
             self._module,
             privacy.max_grad_norm if privacy.enabled else float("inf"),
@@ -142,10 +142,3 @@ class Probe:
         trained = [p for p in model.parameters() if p.requires_grad]
         backward = count_flops(lambda: torch.autograd.grad(losses[0].sum(), trained, allow_unused=True))
         return forward, forward + backward
-
-
-def _keep_on_device(module: nn.Module) -> None:
-    """`cpu_checkpointing` copies, which meta tensors cannot do; a block's inputs then count as if they stayed."""
-    for unit in module.modules():
-        if hasattr(unit, "inputs_on_cpu"):
-            unit.inputs_on_cpu = False
