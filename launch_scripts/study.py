@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; a bad argument is a ConfigError (exit 2)."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="study.py", description=__doc__, formatter_class=formatter)
@@ -106,13 +106,13 @@ def parse_arguments() -> argparse.Namespace:
     sub = commands.add_parser("report", help="tables and plots of what was trained", description=report.__doc__)
     sub.add_argument("--study_dir", type=Path, required=True, metavar="DIR", help="folder of the study")
     sub.set_defaults(run=report)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> int:
-    """Runs the chosen command."""
-    arguments = parse_arguments()
-    result: int = arguments.run(arguments)
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the chosen command; by default that of the process."""
+    options = parse_arguments(arguments)
+    result: int = options.run(options)
     return result
 
 

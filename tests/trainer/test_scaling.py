@@ -1,16 +1,26 @@
 """Studies: what a grid means, what a point trains, and that nothing without a guarantee ever shows an epsilon."""
 
+import csv
 import math
+import os
+import signal
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from privacy.plan import make_plan
 from privacy.shared_ledger import SharedLedger
 from trainer.config import load_config, to_toml
 from trainer.errors import ConfigError
 from trainer.run_ledger import recipe_plan
+from trainer.scaling.collect import Result, grouped
+from trainer.scaling.executors import LocalPool, Trainer
 from trainer.scaling.folder import StudyFolder
 from trainer.scaling.grid import StudyConfig, expand, load_study
+from trainer.scaling.page import write_report
 from trainer.scaling.points import PlannedPoint, changed_keys, plan_points
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -228,3 +238,80 @@ def test_a_point_added_after_outputs_is_not_fixed_in_advance(tmp_path: Path, mon
     assert len(fixed) == 12
     late = [name for name in fixed if name.endswith("seed-2") or "large" in name]
     assert sorted(name for name, value in fixed.items() if not value) == sorted(late)
+
+
+class Stub(Trainer):
+    """Ends as its point's name says: exit-3 with code 3; sleep not at all by itself."""
+
+    def command(self, folder: StudyFolder, name: str) -> list[str]:
+        what = "time.sleep(60)" if name == "sleep" else f"print('error: no'); sys.exit({name.removeprefix('exit-')})"
+        return [sys.executable, "-c", f"import sys, time; {what}"]
+
+
+def pool(tmp_path: Path, said: list[str]) -> LocalPool:
+    folder = StudyFolder(tmp_path)
+    folder.logs.mkdir(parents=True)
+    return LocalPool(folder, Stub(ROOT, "", "local"), workers=2, say=said.append)
+
+
+@pytest.mark.parametrize(
+    ("names", "code"),
+    [(["exit-0"], 0), (["exit-3", "exit-0"], 3), (["exit-3", "exit-7"], 7), (["exit-7", "exit-4", "exit-3"], 4)],
+)
+def test_exit_codes_of_the_runs_become_the_study_s(tmp_path: Path, names: list[str], code: int) -> None:
+    said: list[str] = []
+    outcome = pool(tmp_path, said).run(names)
+    assert outcome.codes == {name: int(name[-1]) for name in names}
+    assert outcome.exit_code == code
+    assert ("exit-4: failed with exit code 4: error: no" in "\n".join(said)) == ("exit-4" in names)
+
+
+def test_sigterm_stops_the_runs_and_the_study_exits_with_7(tmp_path: Path) -> None:
+    timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    outcome = pool(tmp_path, []).run(["sleep", "exit-0", "exit-3"])
+    assert outcome.exit_code == 7
+    assert outcome.codes["sleep"] == 7
+
+
+def result(tmp_path: Path, batch: int, seed: int, **plan: Any) -> Result:
+    made = make_plan(
+        num_examples=1000, expected_batch_size=batch, num_steps=4, noise_multiplier=1.0, target_delta=1e-5, **plan
+    )
+    return Result(
+        name=f"batch-{batch}_seed-{seed}",
+        labels={"batch": batch},
+        seed=seed,
+        progress="finished",
+        simulation=not made.formal_guarantee,
+        plan=made,
+        charged=4,
+        epsilon=batch / 10 if made.formal_guarantee else None,
+        losses={0: 3.0, 2: 2.5 + seed / 10, 4: 2.0 - seed / 10 - batch / 1000},
+        parameters=1000,
+        seconds=None,
+    )
+
+
+def test_a_report_shows_epsilon_of_runs_that_claim_one_and_of_no_other(tmp_path: Path) -> None:
+    results = [result(tmp_path, batch, seed) for batch in (10, 20) for seed in (0, 1)]
+    results += [result(tmp_path, 5, seed, informal_reasons=("a TAN simulation",)) for seed in (0, 1)]
+    groups = {group.labels["batch"]: group.row() for group in grouped(results)}
+    assert [groups[batch]["epsilon"] for batch in (10, 20, 5)] == [1.0, 2.0, None]
+    assert groups[10]["final_heldout_loss_mean"] == pytest.approx(1.94)
+    assert groups[10]["final_heldout_loss_sd"] == pytest.approx(0.1 / 2**0.5)
+    study = study_of(
+        tmp_path, STUDY.replace("[axis.start.small]\n[axis.start.large]\nmodel.overrides.encoder_depth = 2", "")
+    )
+    folder = StudyFolder(tmp_path / "study")
+    folder.root.mkdir()
+    page = write_report(folder, study, results, missing=["batch-40_seed-0"]).read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| 5 "))
+    assert "none (simulation, not private)" in row
+    assert "not done: batch-40_seed-0" in page
+    with (folder.report / "points.csv").open() as file:
+        rows = {row["point"]: row for row in csv.DictReader(file)}
+    assert [rows[f"batch-{batch}_seed-1"]["epsilon"] for batch in (10, 20, 5)] == ["1.0", "2.0", ""]
+    assert [rows[f"batch-{batch}_seed-1"]["delta"] for batch in (10, 5)] == ["1e-05", ""]
+    for name in ("curves", "final", "epsilon", "cost"):
+        assert (folder.report / f"{name}.png").stat().st_size > 5000, name
