@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from privacy.report_text import rounded_up
 from trainer.files import write_durably
 from trainer.metrics import MetricsWriter
 from trainer.run_folder import environment
@@ -181,8 +182,8 @@ def _remarks(results: Results, path: Path | None, *, data_is_public: bool) -> li
     lines.append(f"not private: {WITHOUT_NOISE} ({used}), {public}")
     for release in results.released:
         lines.append(
-            f"private: {release.what}, epsilon {release.epsilon:.4g} at delta {release.delta:.3g} for {release.covers} "
-            f"({release.ledger})"
+            f"private: {release.what}, epsilon {rounded_up(release.epsilon, 4)} at delta {release.delta:.3g} for "
+            f"{release.covers} ({release.ledger})"
         )
     if results.model is not None and results.model.formal_guarantee is not True:
         said = "; ".join(results.model.reasons) or "its checkpoint states none"

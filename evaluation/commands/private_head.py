@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> "Results | None":
     """See `evaluation.commands`."""
     from evaluation.private_head import sweep
     from evaluation.results import Results
+    from privacy.report_text import rounded_up
 
     request = _request(args)
     inputs = load_inputs(args, ["train", "test"])
@@ -76,8 +77,8 @@ def run(args: argparse.Namespace) -> "Results | None":
         together, delta = sweep.epsilon_together(heads, len(data.y_N))
         details["all_heads_together"] = {"epsilon": together, "delta": delta}
         notes.append(
-            f"releasing all {len(heads)} heads costs epsilon {together:.4g} at delta {delta:.3g}, and choosing one of them "
-            "by its accuracy costs the test data's privacy"
+            f"releasing all {len(heads)} heads costs epsilon {rounded_up(together, 4)} at delta {delta:.3g}, and "
+            "choosing one of them by its accuracy costs the test data's privacy"
         )
     baselines = _baselines(args, data, request)
     if baselines:
