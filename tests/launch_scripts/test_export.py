@@ -22,70 +22,16 @@ from privacy.plan import make_plan
 from privacy.report_text import rounded_up
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Plain, examples, published
 from tests.privacy.ledger_files import PLAN, take_step
-from trainer.checkpoint import FORMAT, checkpoint_name, file_digest, sealed
+from tests.trainer.trained_runs import SECRET, recipe, trained
 from trainer.cli import run_command
-from trainer.config import InitSection, RunConfig, load_config, to_toml
+from trainer.config import InitSection
 from trainer.errors import ConfigError
 from trainer.open_model import open_model
-from trainer.tasks import make_task
 from trainer.warm_start import find_checkpoint, initialisation_facts, load_start
 
 ROOT = Path(__file__).resolve().parents[2]
-SECRET = "4242424242"
 EPSILON = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)
-SHAPE = "encoder_depth = 1, encoder_width = 32, decoder_depth = 1, decoder_width = 32, patch_size = 4"
 Run = Callable[..., str]
-
-
-def recipe(kind: str = "captioner", overrides: str = SHAPE) -> RunConfig:
-    return load_config(
-        ROOT / "recipes/quickstart.toml",
-        [f"model.kind={kind}", f"model.overrides={{ {overrides} }}", "data.image_size=16", "data.num_tokens=8"],
-    )
-
-
-def trained(run: Path, config: RunConfig, *, steps: int = 3, plan: Any = PLAN, **facts: Any) -> Path:
-    """A run folder with a ledger of `steps` steps and a checkpoint, as training leaves it; returns the checkpoint."""
-    for folder in ("private", "checkpoints"):
-        (run / folder).mkdir(parents=True)
-    (run / "private" / "metrics.jsonl").write_text(SECRET)
-    (run / "config.toml").write_text(to_toml(config))
-    ledger = Ledger.create(run / "ledger.jsonl", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
-    ledger.start_session({"commit": "abc"})
-    for step in range(1, steps + 1):
-        take_step(ledger, step)
-    seq, line_hash = ledger.position()
-    task = make_task(config, ROOT)
-    path = run / "checkpoints" / checkpoint_name(steps)
-    manifest = {
-        "run": config.name,
-        "formal_guarantee": plan.formal_guarantee,
-        "reasons": list(plan.reasons),
-        "ledger": {"seq": seq, "hash": line_hash},
-        "initialisation": {"kind": "random", "seed": 0},
-        "training_data": {"provenance": "private"},
-        **task.facts(),
-        **facts,
-    }
-    write_checkpoint(path, task.build(torch.Generator().manual_seed(1)), manifest, steps)
-    (run / "checkpoints" / "LATEST").write_text(path.name + "\n")
-    ledger.release()
-    return path
-
-
-def write_checkpoint(path: Path, model: torch.nn.Module, manifest: dict[str, Any], step: int) -> None:
-    path.mkdir(parents=True)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
-    parameters = dict(model.named_parameters())
-    tensors = {f"param|{name}|0": p.detach().reshape(-1).clone() for name, p in parameters.items()}
-    tensors |= {f"average|{name}|0": p.detach().reshape(-1) + 1 for name, p in parameters.items()}
-    save_file(tensors, path / "rank-00000-of-00001.safetensors")
-    files = {"rank-00000-of-00001.safetensors": file_digest(path / "rank-00000-of-00001.safetensors")}
-    shapes = {name: list(p.shape) for name, p in parameters.items()}
-    whole = sealed({"format": FORMAT, "step": step, **manifest, "parameters": shapes, "files": files})
-    (path / "manifest.json").write_text(json.dumps(whole))
 
 
 @pytest.fixture(scope="module")
@@ -384,29 +330,3 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
         assert line in command(*arguments, code=2)
     assert not out.exists() and [p.name for p in (tmp_path / "full").iterdir()] == ["kept"]
     assert not list(tmp_path.glob(".*"))  # nothing half-written stays
-
-
-def test_damaged_checkpoints_are_passed_over_and_never_repaired(captioner: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(captioner, run)
-    (good,) = (run / "checkpoints").glob("step-*")
-    shutil.copytree(good, run / "checkpoints" / checkpoint_name(9))
-    (run / "checkpoints" / "LATEST").write_text(checkpoint_name(9))
-    weights = run / "checkpoints" / checkpoint_name(9) / "rank-00000-of-00001.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    before = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert open_model(run).path == good
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
-    (run / "config.toml").unlink()
-    assert open_model(good).manifest["step"] == 3  # the embedded tokenizer is its tokenizer
-    shutil.rmtree(good)
-    with pytest.raises(ConfigError, match="none of the 1 checkpoints"):
-        open_model(run)
-
-
-def test_a_captioner_opens_with_its_own_tokenizer_only(captioner: Path, tmp_path: Path) -> None:
-    (path,) = (captioner / "checkpoints").glob("step-*")
-    other = tmp_path / "tokenizer.json"
-    other.write_text((ROOT / "data/tokenizer/tokenizer.json").read_text() + " ")
-    with pytest.raises(ConfigError, match="the tokenizer that it was trained with"):
-        open_model(path, tokenizer=other)

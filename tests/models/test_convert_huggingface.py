@@ -141,13 +141,6 @@ def test_we_load_their_masked_autoencoder_and_give_every_bit_back(tmp_path: Path
     same_bits(again.state_dict(), theirs.state_dict())
 
 
-def test_their_initial_tables_are_ours(tmp_path: Path) -> None:
-    transformers.ViTMAEForPreTraining(transformers.ViTMAEConfig(**THEIRS)).save_pretrained(tmp_path)
-    config, parameters = from_huggingface(tmp_path)
-    assert (config.encoder.position, config.decoder.position) == ("sincos", "sincos")
-    assert not any(name.endswith("position.table") for name in parameters)
-
-
 def test_names_of_version_5_in_memory_are_read_too(tmp_path: Path) -> None:
     theirs = randomised(transformers.ViTModel(transformers.ViTConfig(**THEIRS)))
     assert "layers.0.attention.q_proj.weight" in theirs.state_dict()
@@ -236,7 +229,7 @@ def test_own_folders_keep_every_bit(tmp_path: Path) -> None:
 
 
 def test_the_processor_is_our_preprocessing(tmp_path: Path) -> None:
-    """On a square picture to the last bit of a pixel; on others the one-step resampling differs by rounding."""
+    """On a square picture to the last bit of a pixel; on others but for rounding, in places that whole pixels can express."""
     import io
 
     import numpy as np
@@ -247,7 +240,7 @@ def test_the_processor_is_our_preprocessing(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(image_processor(16, IMAGENET_MEAN, IMAGENET_STD)))
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
     rng = np.random.default_rng(0)
-    for width, height, tolerance in ((40, 40, 1e-5), (48, 40, 0.15)):
+    for width, height, tolerance in ((40, 40, 1e-5), (60, 40, 0.04)):
         smooth = Image.fromarray(rng.integers(0, 255, (4, 5, 3), dtype=np.uint8)).resize((width, height))
         data = io.BytesIO()
         smooth.save(data, "PNG")

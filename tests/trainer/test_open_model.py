@@ -1,0 +1,64 @@
+"""Opening checkpoints for evaluation: the right one, of the model that its manifest states, without changing anything."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.trained_runs import recipe, trained
+from trainer.checkpoint import checkpoint_name
+from trainer.errors import ConfigError
+from trainer.open_model import open_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def captioner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A private run of a captioner; its run folder."""
+    run = tmp_path_factory.mktemp("runs") / "captions"
+    trained(run, recipe())
+    return run
+
+
+def test_damaged_checkpoints_are_passed_over_and_never_repaired(captioner: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(captioner, run)
+    (good,) = (run / "checkpoints").glob("step-*")
+    shutil.copytree(good, run / "checkpoints" / checkpoint_name(9))
+    (run / "checkpoints" / "LATEST").write_text(checkpoint_name(9))
+    weights = run / "checkpoints" / checkpoint_name(9) / "rank-00000-of-00001.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert open_model(run).path == good
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+    (run / "config.toml").unlink()
+    assert open_model(good).manifest["step"] == 3  # the embedded tokenizer is its tokenizer
+    shutil.rmtree(good)
+    with pytest.raises(ConfigError, match="none of the 1 checkpoints"):
+        open_model(run)
+
+
+def test_a_captioner_opens_with_its_own_tokenizer_only(captioner: Path, tmp_path: Path) -> None:
+    (path,) = (captioner / "checkpoints").glob("step-*")
+    other = tmp_path / "tokenizer.json"
+    other.write_text((ROOT / "data/tokenizer/tokenizer.json").read_text() + " ")
+    with pytest.raises(ConfigError, match="the tokenizer that it was trained with"):
+        open_model(path, tokenizer=other)
+
+
+def test_the_model_is_the_one_of_the_manifest(captioner: Path) -> None:
+    """Also where the recipe in the run folder has changed since."""
+    opened = open_model(captioner, dtype=torch.float64)
+    assert not opened.model.training and opened.model.encoder.norm.weight.dtype == torch.float64
+    stated = opened.manifest["model"]
+    assert opened.task.facts()["model"] == stated and stated["encoder"]["width"] == 32
+    recipe_file = captioner / "config.toml"
+    text = recipe_file.read_text()
+    recipe_file.write_text(text.replace("encoder_width = 32", "encoder_width = 64"))
+    assert recipe_file.read_text() != text
+    assert open_model(captioner).task.facts()["model"] == stated
+    recipe_file.write_text(text)
+    loss_B = opened.model(**opened.task.synthetic_inputs(2))
+    assert loss_B.shape == (2,) and bool(loss_B.isfinite().all())

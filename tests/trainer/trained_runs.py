@@ -1,0 +1,69 @@
+"""Run folders as training leaves them, without the training: a ledger, a checkpoint that knows it, and a private part."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from privacy.ledger import Ledger
+from tests.privacy.ledger_files import PLAN, take_step
+from trainer.checkpoint import FORMAT, checkpoint_name, file_digest, sealed
+from trainer.config import RunConfig, load_config, to_toml
+from trainer.tasks import make_task
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "4242424242"
+SHAPE = "encoder_depth = 1, encoder_width = 32, decoder_depth = 1, decoder_width = 32, patch_size = 4"
+
+
+def recipe(kind: str = "captioner", overrides: str = SHAPE) -> RunConfig:
+    return load_config(
+        ROOT / "recipes/quickstart.toml",
+        [f"model.kind={kind}", f"model.overrides={{ {overrides} }}", "data.image_size=16", "data.num_tokens=8"],
+    )
+
+
+def trained(run: Path, config: RunConfig, *, steps: int = 3, plan: Any = PLAN, **facts: Any) -> Path:
+    """A run folder with a ledger of `steps` steps and a checkpoint, as training leaves it; returns the checkpoint."""
+    for folder in ("private", "checkpoints"):
+        (run / folder).mkdir(parents=True)
+    (run / "private" / "metrics.jsonl").write_text(SECRET)
+    (run / "config.toml").write_text(to_toml(config))
+    ledger = Ledger.create(run / "ledger.jsonl", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
+    ledger.start_session({"commit": "abc"})
+    for step in range(1, steps + 1):
+        take_step(ledger, step)
+    seq, line_hash = ledger.position()
+    task = make_task(config, ROOT)
+    path = run / "checkpoints" / checkpoint_name(steps)
+    manifest = {
+        "run": config.name,
+        "formal_guarantee": plan.formal_guarantee,
+        "reasons": list(plan.reasons),
+        "ledger": {"seq": seq, "hash": line_hash},
+        "initialisation": {"kind": "random", "seed": 0},
+        "training_data": {"provenance": "private"},
+        **task.facts(),
+        **facts,
+    }
+    write_checkpoint(path, task.build(torch.Generator().manual_seed(1)), manifest, steps)
+    (run / "checkpoints" / "LATEST").write_text(path.name + "\n")
+    ledger.release()
+    return path
+
+
+def write_checkpoint(path: Path, model: torch.nn.Module, manifest: dict[str, Any], step: int) -> None:
+    path.mkdir(parents=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    parameters = dict(model.named_parameters())
+    tensors = {f"param|{name}|0": p.detach().reshape(-1).clone() for name, p in parameters.items()}
+    tensors |= {f"average|{name}|0": p.detach().reshape(-1) + 1 for name, p in parameters.items()}
+    save_file(tensors, path / "rank-00000-of-00001.safetensors")
+    files = {"rank-00000-of-00001.safetensors": file_digest(path / "rank-00000-of-00001.safetensors")}
+    shapes = {name: list(p.shape) for name, p in parameters.items()}
+    whole = sealed({"format": FORMAT, "step": step, **manifest, "parameters": shapes, "files": files})
+    (path / "manifest.json").write_text(json.dumps(whole))
