@@ -19,6 +19,7 @@ quickstart: $(STAMP)
 	@$(BIN)/python launch_scripts/quickstart.py
 
 test: $(STAMP) lint
+	@tests/install_packages.sh cluster
 	$(BIN)/python -m pytest -m "not full and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(STAMP) lint
