@@ -8,7 +8,17 @@ its work under a launcher; its ranks but the first then return None. Modules imp
 import argparse
 from typing import TYPE_CHECKING, Protocol
 
-from evaluation.commands import aro, captions, features, few_shot, linear_probe, private_head, retrieval, zero_shot
+from evaluation.commands import (
+    aro,
+    captions,
+    dense,
+    features,
+    few_shot,
+    linear_probe,
+    private_head,
+    retrieval,
+    zero_shot,
+)
 
 if TYPE_CHECKING:
     from evaluation.results import Results
@@ -25,5 +35,15 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> "Results | None": ...
 
 
-COMMANDS: tuple[Command, ...] = (features, linear_probe, few_shot, private_head, zero_shot, aro, captions, retrieval)
+COMMANDS: tuple[Command, ...] = (
+    features,
+    linear_probe,
+    few_shot,
+    private_head,
+    dense,
+    zero_shot,
+    aro,
+    captions,
+    retrieval,
+)
 """In the order of the help."""

@@ -1,0 +1,240 @@
+"""Small heads on token maps of a frozen encoder: a class for every pixel, or boxes.
+
+Shapes: B batch, D width, h w cells of the token map, S side of the picture in pixels, C classes, N pictures.
+The boxes are those of FCOS (Tian et al. 2019, https://arxiv.org/abs/1904.01355) on one scale: a cell inside of a box predicts its
+class and its distances to the four sides.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from data.errors import DataError
+from data.transforms import decode, eval_image, to_rgb
+from evaluation.dense.metrics import Detections, average_precision, confusion, mean_iou, overlaps, pixel_accuracy
+from evaluation.dense.sources import IGNORED, DensePictures, Objects
+from evaluation.encoder import encoder_of, token_maps
+from evaluation.sources import encode_png
+
+HeadKind = Literal["linear", "conv"]
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(a head's values for some pictures, the rows of these pictures) -> mean loss."""
+NMS_OVERLAP = 0.5
+LEAST_SCORE = 0.05
+
+
+@dataclass(frozen=True)
+class DenseOptions:
+    """
+    Attributes:
+        image_size: to which whole pictures are brought, square; None: the model's.
+        head: one linear layer on each token, or two convolutions at twice the resolution.
+    """
+
+    image_size: int | None = None
+    head: HeadKind = "conv"
+    epochs: int = 30
+    batch_size: int = 16
+    lr: float = 2e-3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DenseSet:
+    """Token maps (N, D, h, w) of pictures, with masks as stored and boxes in pixels of the square of side S."""
+
+    maps_NDhw: Tensor
+    masks: list[np.ndarray]
+    objects: list[Objects] | None
+    side: int
+
+
+@torch.no_grad()
+def prepare(model: nn.Module, source: DensePictures, options: DenseOptions) -> DenseSet:
+    """Runs the encoder over all pictures of a source; the maps stay in memory.
+
+    Raises:
+        DataError: a picture that cannot be decoded.
+        ConfigError: a size that is no whole number of patches.
+    """
+    encoder = encoder_of(model)
+    side = options.image_size or encoder.config.image_size
+    device = encoder.class_token.device
+    maps, masks, objects = [], [], []
+    for index in range(len(source)):
+        picture = source.read(index)
+        image_CHW, (width, height) = whole_image(picture.image, side)
+        maps.append(token_maps(encoder, torch.from_numpy(image_CHW)[None].to(device)).float())
+        masks.append(picture.mask_HW)
+        if picture.objects is not None:
+            scale = np.array([side / width, side / height] * 2, dtype=np.float32)
+            objects.append(picture.objects._replace(boxes_M4=picture.objects.boxes_M4 * scale))
+    return DenseSet(torch.cat(maps), masks, objects if len(objects) == len(masks) else None, side)
+
+
+def whole_image(data: bytes, side: int) -> tuple[np.ndarray, tuple[int, int]]:
+    """The whole picture, squeezed to a square and normalised as in training, (3, S, S); and its own (width, height).
+
+    Raises:
+        DataError: no usable picture.
+    """
+    size: list[tuple[int, int]] = []
+
+    def squeeze(image: Image.Image) -> Image.Image:
+        size.append(image.size)
+        return to_rgb(image).resize((side, side), Image.Resampling.BICUBIC)
+
+    try:
+        square = decode(data, squeeze)
+        return eval_image(encode_png(np.asarray(square)), side), size[0]
+    except ValueError as error:
+        raise DataError(f"a picture cannot be used: {error}") from error
+
+
+class DenseHead(nn.Module):
+    """Token maps -> values of every cell, (B, num_values, h, w) or at twice the resolution for "conv"."""
+
+    def __init__(self, width: int, num_values: int, kind: HeadKind) -> None:
+        super().__init__()
+        norm, hidden = nn.BatchNorm2d(width, affine=False), 128
+        if kind == "linear":
+            self.layers = nn.Sequential(norm, nn.Conv2d(width, num_values, 1))
+        else:
+            self.layers = nn.Sequential(
+                norm, nn.Conv2d(width, hidden, 3, padding=1), nn.GELU(),
+                nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(hidden, hidden, 3, padding=1), nn.GELU(),
+                nn.Conv2d(hidden, num_values, 1),
+            )  # fmt: skip
+
+    def forward(self, maps_BDhw: Tensor) -> Tensor:
+        values: Tensor = self.layers(maps_BDhw)
+        return values
+
+
+def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, options: DenseOptions) -> dict[str, float]:
+    """Trains a segmentation head and scores it at the resolution of the test masks: mean IoU, accuracy of pixels."""
+    target_NSS = torch.stack([_nearest(mask, train.side) for mask in train.masks]).to(train.maps_NDhw.device)
+
+    def loss(values: Tensor, rows: Tensor) -> Tensor:
+        logits = F.interpolate(values, size=target_NSS.shape[1:], mode="bilinear", align_corners=False)
+        return F.cross_entropy(logits, target_NSS[rows], ignore_index=IGNORED)
+
+    head = _train(train, num_classes, loss, options)
+    counts = np.zeros((num_classes, num_classes), dtype=np.int64)
+    with torch.no_grad():
+        for values, mask_HW in zip(_values(head, test), test.masks, strict=True):
+            logits = F.interpolate(values[None], size=mask_HW.shape, mode="bilinear", align_corners=False)
+            counts += confusion(mask_HW, logits[0].argmax(0).cpu().numpy(), num_classes)
+    return {"mean_iou": mean_iou(counts), "pixel_accuracy": pixel_accuracy(counts)}
+
+
+def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, options: DenseOptions) -> dict[str, float]:
+    """Trains a detection head and gives COCO's AP, AP50 and AP75 on the test pictures.
+
+    Raises:
+        DataError: a source without boxes.
+    """
+    if train.objects is None or test.objects is None:
+        raise DataError("detection needs boxes; this source has masks only")
+    factor = 2 if options.head == "conv" else 1
+    cells = train.maps_NDhw.shape[2] * factor
+    targets = [cell_targets(objects, cells, train.side, num_classes) for objects in train.objects]
+    device = train.maps_NDhw.device
+    kind_Nhw = torch.stack([torch.from_numpy(kind) for kind, _ in targets]).to(device)
+    sides_N4hw = torch.stack([torch.from_numpy(sides) for _, sides in targets]).to(device)
+
+    def loss(values: Tensor, rows: Tensor) -> Tensor:
+        kind, sides = kind_Nhw[rows], sides_N4hw[rows]
+        inside = (kind < num_classes)[:, None].expand(-1, 4, -1, -1)
+        error = F.smooth_l1_loss(values[:, num_classes + 1 :][inside], sides[inside], beta=0.1, reduction="sum")
+        return F.cross_entropy(values[:, : num_classes + 1], kind) + error / inside.sum().clamp(min=1)
+
+    head = _train(train, num_classes + 5, loss, options)
+    found = [boxes_of(values.cpu().numpy(), test.side, num_classes) for values in _values(head, test)]
+    return average_precision(test.objects, found, num_classes)
+
+
+def _train(train: DenseSet, num_values: int, loss: Loss, options: DenseOptions) -> DenseHead:
+    generator = torch.Generator().manual_seed(options.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        head = DenseHead(train.maps_NDhw.shape[1], num_values, options.head).to(train.maps_NDhw.device)
+    count = len(train.maps_NDhw)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=options.lr, weight_decay=1e-4)
+    steps = options.epochs * -(-count // options.batch_size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=steps)
+    for _ in range(options.epochs):
+        for rows in torch.randperm(count, generator=generator).to(train.maps_NDhw.device).split(options.batch_size):
+            optimizer.zero_grad()
+            loss(head(train.maps_NDhw[rows]), rows).backward()
+            optimizer.step()
+            schedule.step()
+    return head.eval()
+
+
+@torch.no_grad()
+def _values(head: DenseHead, test: DenseSet) -> list[Tensor]:
+    return [values for part in test.maps_NDhw.split(32) for values in head(part)]
+
+
+def cell_targets(objects: Objects, cells: int, side: int, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Class of each cell (h, w), `num_classes` outside of all boxes, and distances of its centre to left, top, right and bottom,
+    in parts of the picture's side (4, h, w). Of several boxes around a cell the smallest is meant; crowds are left out."""
+    centre = (np.arange(cells, dtype=np.float32) + 0.5) * side / cells
+    x, y = np.meshgrid(centre, centre)
+    kind_hw = np.full((cells, cells), num_classes, dtype=np.int64)
+    sides_4hw = np.zeros((4, cells, cells), dtype=np.float32)
+    boxes = objects.boxes_M4
+    for m in np.argsort(-(boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])):
+        if objects.is_crowd_M[m]:
+            continue
+        left, top, right, bottom = boxes[m]
+        distances = np.stack([x - left, y - top, right - x, bottom - y])
+        inside = (distances > 0).all(axis=0)
+        kind_hw[inside] = objects.classes_M[m]
+        sides_4hw[:, inside] = distances[:, inside] / side
+    return kind_hw, sides_4hw
+
+
+def boxes_of(values: np.ndarray, side: int, num_classes: int) -> Detections:
+    """Boxes of one picture from a head's values (C + 5, h, w): by score, overlapping ones of a class left out."""
+    cells = values.shape[1]
+    scores = np.exp(values[: num_classes + 1] - values[: num_classes + 1].max(axis=0))
+    scores = (scores / scores.sum(axis=0))[:num_classes]
+    centre = (np.arange(cells) + 0.5) * side / cells
+    x, y = np.meshgrid(centre, centre)
+    left, top, right, bottom = np.clip(values[num_classes + 1 :], 0, None) * side
+    boxes = np.stack([x - left, y - top, x + right, y + bottom], axis=-1).reshape(-1, 4)
+    kept: list[tuple[np.ndarray, int, float]] = []
+    for kind in range(num_classes):
+        of_cell = scores[kind].reshape(-1)
+        for cell in _suppressed(boxes, of_cell, np.flatnonzero(of_cell >= LEAST_SCORE)):
+            kept.append((boxes[cell], kind, float(of_cell[cell])))
+    kept.sort(key=lambda one: -one[2])
+    kept = kept[:100]
+    return Detections(
+        np.array([box for box, _, _ in kept]).reshape(-1, 4),
+        np.array([kind for _, kind, _ in kept], dtype=np.int64),
+        np.array([score for _, _, score in kept]),
+    )
+
+
+def _suppressed(boxes: np.ndarray, scores: np.ndarray, candidates: np.ndarray) -> Sequence[int]:
+    """Best first; what overlaps a better one by more than NMS_OVERLAP is left out."""
+    order, kept = candidates[np.argsort(-scores[candidates], kind="stable")], []
+    while len(order):
+        kept.append(int(order[0]))
+        order = order[1:][overlaps(boxes[order[:1]], boxes[order[1:]])[0] <= NMS_OVERLAP]
+    return kept
+
+
+def _nearest(mask_HW: np.ndarray, side: int) -> Tensor:
+    """(S, S)"""
+    rows, columns = ((np.arange(side) + 0.5) * size // side for size in mask_HW.shape)
+    return torch.from_numpy(mask_HW[rows.astype(int)][:, columns.astype(int)])

@@ -1,0 +1,244 @@
+"""Pictures with a class for every pixel and boxes around objects.
+
+    synthetic:SEED:COUNT               plain shapes that are drawn here: classes are background and kinds of shapes
+    ade20k:DIR/training                images/SPLIT/*.jpg and annotations/SPLIT/*.png (0 is no class, 1 to 150 are)
+    coco:instances.json:IMAGES         COCO instances; polygons and run lengths, later objects over earlier ones
+
+Shapes: H W pixels; boxes are left, top, right, bottom in pixels of the picture as stored.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from data.errors import DataError, ReadError
+from data.synthetic.generate import SyntheticData
+from data.synthetic.render_numpy import NumpyRenderer
+from data.synthetic.scene import Scene, Shape, Texture
+from data.synthetic.shapes import SIMPLE
+from evaluation.sources import encode_png
+
+IGNORED = -1
+
+
+class Objects(NamedTuple):
+    """Boxes (M, 4) float32, their classes (M,) int64, and whether each stands for a crowd (M,) bool."""
+
+    boxes_M4: np.ndarray
+    classes_M: np.ndarray
+    is_crowd_M: np.ndarray
+
+
+class DensePicture(NamedTuple):
+    """
+    Attributes:
+        image: encoded bytes.
+        mask_HW: int64 class of each pixel, IGNORED where there is none.
+        objects: None where the source has no boxes.
+    """
+
+    image: bytes
+    mask_HW: np.ndarray
+    objects: Objects | None
+
+
+class DensePictures(Protocol):
+    """A source."""
+
+    name: str
+    mask_classes: tuple[str, ...]
+    """Of the values of masks."""
+    object_classes: tuple[str, ...]
+    """Of the values of boxes; empty without boxes."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> DensePicture: ...
+
+
+class SyntheticShapes:
+    """Plain shapes, as `data.synthetic` draws them for captions; the masks are the same shapes drawn alone."""
+
+    def __init__(self, seed: int, count: int, image_size: int) -> None:
+        self.name = f"synthetic:{seed}:{count}"
+        self.mask_classes: tuple[str, ...] = ("background", *SIMPLE)
+        self.object_classes: tuple[str, ...] = SIMPLE
+        self._data = SyntheticData(seed, image_size, backend="numpy", content="shapes")
+        self._alone, self._count = NumpyRenderer(image_size), count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, index: int) -> DensePicture:
+        example = self._data.example(index)
+        mask_HW = np.zeros(example.image_HWC.shape[:2], dtype=np.int64)
+        boxes, classes = [], []
+        for shape in example.scene.shapes:
+            covered_HW = self._cover(shape)
+            kind = SIMPLE.index(shape.name)
+            mask_HW[covered_HW] = 1 + kind
+            rows, columns = np.flatnonzero(covered_HW.any(1)), np.flatnonzero(covered_HW.any(0))
+            boxes.append((columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
+            classes.append(kind)
+        return DensePicture(encode_png(example.image_HWC), mask_HW, _objects(boxes, classes, [False] * len(boxes)))
+
+    def _cover(self, shape: Shape) -> np.ndarray:
+        """(H, W) bool: pixels of which the shape covers more than half."""
+        white = replace(shape, colour="white", fill="solid", second=None)
+        return self._alone.render([Scene((Texture("plain", ("black",)),), (white,))])[0, :, :, 0] > 127
+
+
+class Ade20k:
+    """The scene parsing challenge's folders (Zhou et al. 2017, https://arxiv.org/abs/1608.05442): 150 classes."""
+
+    object_classes: tuple[str, ...] = ()
+
+    def __init__(self, root: Path, split: str) -> None:
+        """
+        Raises:
+            DataError: no such folders, or an image without its annotation.
+        """
+        self.name = f"ade20k:{root}/{split}"
+        self.mask_classes = tuple(str(number) for number in range(1, 151))
+        self._images = sorted((root / "images" / split).glob("*.jpg"))
+        self._masks = [root / "annotations" / split / f"{path.stem}.png" for path in self._images]
+        if not self._images:
+            raise DataError(f"{root / 'images' / split} holds no *.jpg")
+        missing = [path for path in self._masks if not path.is_file()]
+        if missing:
+            raise DataError(f"{missing[0]} is not there: every image needs its annotation")
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, index: int) -> DensePicture:
+        with Image.open(self._masks[index]) as mask:
+            values_HW = np.asarray(mask).astype(np.int64)
+        if values_HW.ndim != 2 or values_HW.max(initial=0) > 150:
+            raise DataError(f"{self._masks[index]} is no annotation with classes 0 to 150")
+        return DensePicture(_read(self._images[index]), values_HW - 1, None)
+
+
+class Coco:
+    """COCO instances (Lin et al. 2014, https://arxiv.org/abs/1405.0312); categories in the order of their ids."""
+
+    def __init__(self, annotations: Path, images: Path) -> None:
+        """
+        Raises:
+            DataError: no such file, or no instances in it.
+        """
+        self.name = f"coco:{annotations}"
+        try:
+            record = json.loads(annotations.read_text())
+            categories = sorted(record["categories"], key=lambda category: category["id"])
+            self._images: list[dict[str, Any]] = sorted(record["images"], key=lambda image: image["id"])
+            self._of_image: Mapping[int, list[dict[str, Any]]] = defaultdict(list)
+            for annotation in record["annotations"]:
+                self._of_image[annotation["image_id"]].append(annotation)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{annotations} holds no COCO instances: {error}") from error
+        self._number = {category["id"]: number for number, category in enumerate(categories)}
+        self.object_classes = tuple(category["name"] for category in categories)
+        self.mask_classes = ("background", *self.object_classes)
+        self._folder = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, index: int) -> DensePicture:
+        image = self._images[index]
+        size = (image["height"], image["width"])
+        mask_HW = np.zeros(size, dtype=np.int64)
+        boxes, classes, crowd = [], [], []
+        for annotation in self._of_image[image["id"]]:
+            kind = self._number[annotation["category_id"]]
+            is_crowd = bool(annotation.get("iscrowd", 0))
+            mask_HW[decode_segmentation(annotation["segmentation"], size)] = IGNORED if is_crowd else 1 + kind
+            left, top, width, height = annotation["bbox"]
+            boxes.append((left, top, left + width, top + height))
+            classes.append(kind)
+            crowd.append(is_crowd)
+        return DensePicture(_read(self._folder / image["file_name"]), mask_HW, _objects(boxes, classes, crowd))
+
+
+def decode_segmentation(segmentation: Any, size: tuple[int, int]) -> np.ndarray:
+    """(H, W) bool of COCO's `segmentation`: a list of polygons, or run lengths down the columns, plain or compressed.
+
+    Raises:
+        DataError: neither.
+    """
+    if isinstance(segmentation, list):
+        canvas = Image.new("1", (size[1], size[0]))
+        for polygon in segmentation:
+            if len(polygon) >= 6:
+                ImageDraw.Draw(canvas).polygon(
+                    [(x - 0.5, y - 0.5) for x, y in zip(polygon[::2], polygon[1::2], strict=True)], fill=1
+                )
+        return np.asarray(canvas)
+    counts = segmentation.get("counts") if isinstance(segmentation, dict) else None
+    counts = _uncompressed(counts) if isinstance(counts, str) else counts
+    if not isinstance(counts, list) or sum(counts) != size[0] * size[1]:
+        raise DataError("a COCO segmentation is neither polygons nor run lengths of its picture")
+    values = np.arange(len(counts)) % 2 == 1
+    return np.repeat(values, counts).reshape(size[1], size[0]).T
+
+
+def _uncompressed(text: str) -> list[int]:
+    """COCO's own base-48 text of run lengths: five bits a character, differences to the run two before from the third on."""
+    counts: list[int] = []
+    value, shift = 0, 0
+    for character in text.encode():
+        bits = character - 48
+        value |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        if bits & 16:
+            value -= 1 << shift
+        counts.append(value + (counts[-2] if len(counts) > 2 else 0))
+        value, shift = 0, 0
+    return counts
+
+
+def open_dense(text: str, image_size: int) -> DensePictures:
+    """The source that a command line names; see the module.
+
+    Args:
+        image_size: of synthetic pictures.
+
+    Raises:
+        DataError: an unknown kind, or nothing there.
+    """
+    kind, _, where = text.partition(":")
+    if kind == "synthetic":
+        seed, _, count = where.partition(":")
+        if seed.isdigit() and count.isdigit() and int(count) > 0:
+            return SyntheticShapes(int(seed), int(count), image_size)
+    if kind == "ade20k" and where:
+        path = Path(where).expanduser()
+        return Ade20k(path.parent, path.name)
+    if kind == "coco" and ":" in where:
+        annotations, _, images = where.partition(":")
+        return Coco(Path(annotations).expanduser(), Path(images).expanduser())
+    raise DataError(
+        f"{text!r} names no pictures; write synthetic:SEED:COUNT, ade20k:DIR/SPLIT or coco:FILE.json:IMAGES"
+    )
+
+
+def _objects(boxes: Sequence[Sequence[float]], classes: Sequence[int], crowd: Sequence[bool]) -> Objects:
+    return Objects(
+        np.array(boxes, dtype=np.float32).reshape(-1, 4), np.array(classes, dtype=np.int64), np.array(crowd, dtype=bool)
+    )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ReadError(f"cannot read {path}: {error.strerror or error}") from error
