@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from privacy.ledger_format import read_ledger
-from tests.e2e.launch import count, ledger_lines, train_arguments
+from tests.e2e.launch import TRAIN, count, ledger_lines, train_arguments
 from tests.hosts.hosts import network, wait_until, why_not
 from tests.hosts.slurm import PROGRAMS, Slurm
 from tests.privacy.ledger_epsilon import recompute
 
 BATCH = "launch_scripts/cluster/slurm.sbatch"
 ARRAY = "launch_scripts/cluster/slurm_array.sbatch"
-WITHIN = 120
+WITHIN = 240
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -129,12 +130,11 @@ def test_the_batch_host_is_lost(slurm: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
 def test_the_time_limit(slurm: Slurm, tmp_path: Path) -> None:
-    """The shortest limit is a minute, and Slurm looks every half minute: the signal comes early."""
+    """Slurm looks every half minute: the signal comes early."""
     steps, log, run_dir = 4000, tmp_path / "job.log", tmp_path / "run"
     number = submit(
-        slurm, log, "--time=1", "--signal=B:USR1@30", BATCH, *arguments(run_dir, steps, "train.checkpoint_every=1000")
+        slurm, log, "--time=2", "--signal=B:USR1@50", BATCH, *arguments(run_dir, steps, "train.checkpoint_every=1000")
     )
     wait_until(
         lambda: slurm.job(number)["Restarts"] == "1", f"the time limit\n{text(log)[-3000:]}", within=120, every=0.3
@@ -178,28 +178,29 @@ def test_a_crash_is_started_again_as_long_as_there_is_progress(slurm: Slurm, tmp
     log, run_dir = tmp_path / "crash.log", tmp_path / "run"
     number = submit(slurm, log, BATCH, *arguments(run_dir, 4000))
     done_beyond(slurm, number, run_dir, 2, log)
-    crash_a_rank(slurm, run_dir)
-    wait_until(lambda: slurm.job(number)["Restarts"] == "1", f"a restart\n{text(log)[-3000:]}", within=60)
+    crash_a_rank(run_dir)
+    wait_until(lambda: slurm.job(number)["Restarts"] == "1", f"a restart\n{text(log)[-3000:]}", within=WITHIN)
     assert re.search(r"exit code \d+ after \d+ steps; back to the queue", text(log)), text(log)
-    wait_until(lambda: count(run_dir, "session") == 1 and ranks_of(slurm, run_dir) != [], "the second start", within=60)
-    crash_a_rank(slurm, run_dir)  # while it sets up
+    wait_until(lambda: count(run_dir, "session") == 1 and ranks_of(run_dir) != [], "the second start", within=WITHIN)
+    crash_a_rank(run_dir)  # while it sets up
     assert ends(slurm, number, log) == "FAILED", text(log)
     assert "without a single step: not started again" in text(log)
 
 
-def crash_a_rank(slurm: Slurm, run_dir: Path) -> None:
-    os.kill(ranks_of(slurm, run_dir)[-1], 9)
+def crash_a_rank(run_dir: Path) -> None:
+    os.kill(min(ranks_of(run_dir)), 9)
 
 
-def ranks_of(slurm: Slurm, run_dir: Path) -> list[int]:
-    """Processes of the run's ranks, of no other."""
+def ranks_of(run_dir: Path) -> list[int]:
+    """Processes of the run's rank 1, of no other run."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
         except OSError:
             continue
-        if b"SLURM_PROCID=1\0" in environment and b"train.py" in command and str(run_dir).encode() in command:
+        is_rank = command.split(b"\0")[1:3] == [b"-u", TRAIN.encode()]
+        if is_rank and b"\0SLURM_PROCID=1\0" in environment and str(run_dir).encode() in command:
             found.append(int(folder.name))
     return found
 

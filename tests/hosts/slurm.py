@@ -18,7 +18,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CryptoType=crypto/munge
-AuthInfo=cred_expire=2
+AuthInfo=cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile=/run/slurmctld.pid
@@ -43,8 +43,8 @@ SchedulerParameters=sched_interval=1,sched_min_interval=200000,batch_sched_delay
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName={nodes} CPUs=2 State=UNKNOWN
-PartitionName=train Nodes={nodes} Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE
-PartitionName=urgent Nodes={nodes} PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
+PartitionName=train Nodes={nodes} Default=YES PriorityTier=1 OverSubscribe=EXCLUSIVE GraceTime=60 MaxTime=INFINITE
+PartitionName=urgent Nodes={nodes} PriorityTier=10 OverSubscribe=EXCLUSIVE PreemptMode=OFF MaxTime=INFINITE
 """
 
 
