@@ -124,8 +124,8 @@ class Released:
         x = torch.cat([first, x], dim=1) + s.get("encoder_image_type_embedding", torch.zeros(()))
         for i in range(DEPTH):
             b = f"blocks.{i}"
-            qkv = self.linear(f"{b}.attn.qkv", self.norm(f"{b}.norm1", x, 1e-6)).chunk(3, dim=2)
-            x = x + self.linear(f"{b}.attn.proj", attention(*qkv, HEADS, causal=False))
+            q, k, v = self.linear(f"{b}.attn.qkv", self.norm(f"{b}.norm1", x, 1e-6)).chunk(3, dim=2)
+            x = x + self.linear(f"{b}.attn.proj", attention(q, k, v, HEADS, causal=False))
             inner = self.linear(f"{b}.mlp.fc1", self.norm(f"{b}.norm2", x, 1e-6))
             x = x + self.linear(f"{b}.mlp.fc2", F.gelu(inner))
         return self.norm("norm", x, 1e-6)
@@ -140,8 +140,8 @@ class Released:
         x = x + s["decoder_text_type_embedding"]
         for i in range(LAYERS):
             d = f"decoder.layers.{i}"
-            qkv = self.linear(f"{d}.self_attn.c_attn", x).chunk(3, dim=2)
-            own = self.linear(f"{d}.self_attn.c_proj", attention(*qkv, DECODER_HEADS, causal=True))
+            q, k, v = self.linear(f"{d}.self_attn.c_attn", x).chunk(3, dim=2)
+            own = self.linear(f"{d}.self_attn.c_proj", attention(q, k, v, DECODER_HEADS, causal=True))
             x = self.norm(f"{d}.norm1", x + own, 1e-5)
             key, value = self.linear(f"{d}.multihead_attn.kv_proj", memory).chunk(2, dim=2)
             query = self.linear(f"{d}.multihead_attn.q_proj", x)
