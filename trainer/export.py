@@ -141,7 +141,7 @@ def _write_huggingface(
 def _write_own(folder: Path, opened: OpenedModel, about: dict[str, Any]) -> None:
     """Our names, with the source that builds the model from them and, for captions, the tokenizer."""
     save_model(folder, opened.model, opened.manifest["model"], about)
-    _write_processor(folder, opened.model.encoder)
+    _write_processor(folder, opened.model.get_submodule("encoder"))
     shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
     if isinstance(opened.task, CaptioningTask):

@@ -59,7 +59,7 @@ def config_from_facts(facts: Mapping[str, Any], what: str) -> AnyConfig:
         WeightsError: an unknown kind or field.
         ModelConfigError: values that do not fit together.
     """
-    kind = facts.get("kind")
+    kind = str(facts.get("kind"))
     if kind not in _KINDS:
         raise WeightsError(f"{what}: unknown kind of model {kind!r}; known are {', '.join(_KINDS)}")
     config_class, _, parts = _KINDS[kind]

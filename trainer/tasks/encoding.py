@@ -36,6 +36,10 @@ class EncodingTask:
             raise _no_loss()
         return build_image_encoder(self.model_config, generator=generator, after=after)
 
+    def skeleton(self) -> ImageEncoder:
+        with torch.device("meta"):
+            return ImageEncoder(self.model_config)
+
     def make_example(self, *, train: bool) -> ImageExample:
         return ImageExample(self.model_config.encoder.image_size, train)
 
