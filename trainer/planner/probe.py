@@ -2,17 +2,19 @@
 
 Meta tensors have shapes and no values, so a model of any size costs microseconds an operation, and every size of micro-batch
 can be asked for itself: nothing is extrapolated (the captioner's head, for one, works in another way above a certain size).
-The operations are those of the CPU path. On CUDA some fp32 copies of bf16 tensors do not exist, so the peak is an upper bound
-there; scratch memory inside of kernels is not seen.
+The operations are those of the CPU path, with the fused attention that CPU and CUDA both have. On CUDA some fp32 copies of
+bf16 tensors do not exist, so the peak is an upper bound there; scratch memory inside of kernels is not seen.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from privacy.clipping import ClippedSum
@@ -81,6 +83,38 @@ class MicroBatch(NamedTuple):
     flops: int
 
 
+@contextmanager
+def _with_fused_attention() -> Iterator[None]:
+    """On CPU and CUDA torch takes a fused kernel, which keeps no attention matrix; of meta tensors it would write it out.
+
+    (A TorchFunctionMode would not do: it is off during a backward pass, where checkpointed blocks run again.)
+    """
+    usual = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _fused_attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = usual
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """The kernel that takes every dtype and mask, by its own name: it has a formula for its FLOPs too."""
+    bias = None
+    if attn_mask is not None:
+        bias = torch.empty_like(attn_mask, dtype=query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    out: Tensor = kernel(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return out
+
+
 class _ClippedSumOfShards(ClippedSum):
     """As where weights are gathered for one pass only: two passes take two forwards."""
 
@@ -126,7 +160,7 @@ class Probe:
         """Above EXAMPLES_PER_FLUSH examples clipping goes through a micro-batch in parts; only the inputs grow."""
         part = min(size, EXAMPLES_PER_FLUSH)
         self._clipped.mode = mode
-        with _Counter() as counter:
+        with _with_fused_attention(), _Counter() as counter:
             is_padding_B = torch.zeros(part, dtype=torch.bool, device=META)
             self._clipped.add_micro_batch(self._module, self.inputs(part), is_padding_B)
         self._clipped.zero_()
@@ -138,7 +172,8 @@ class Probe:
         model = self.model
         losses: list[Tensor] = []
         inputs = {n: x.float() if x.is_floating_point() else x for n, x in self.inputs(size).items()}
-        forward = count_flops(lambda: losses.append(model(**inputs)))
+        with _with_fused_attention():
+            forward = count_flops(lambda: losses.append(model(**inputs)))
         trained = [p for p in model.parameters() if p.requires_grad]
         backward = count_flops(lambda: torch.autograd.grad(losses[0].sum(), trained, allow_unused=True))
         return forward, forward + backward
