@@ -224,7 +224,8 @@ def _initialisation(content: bytes, file: Path, attested: bool) -> dict[str, Any
         "file": file.as_posix(),
         "attested": attested,
         "facts": facts,
-        "statement": initialisation_statement(facts) + " The tokenizer counts as public: no private caption may have shaped it.",
+        "statement": initialisation_statement(facts)
+        + " The tokenizer counts as public: no private caption may have shaped it.",
     }
 
 
