@@ -142,6 +142,11 @@ class Group:
     def final_losses(self) -> list[float]:
         return [loss for result in self.results if (loss := result.final_loss) is not None]
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether any of them is a TAN simulation: then nothing of the group is private."""
+        return any(result.simulation for result in self.results)
+
     def curve(self) -> list[tuple[int, float, float, float]]:
         """(step, mean, least, largest) of the held-out loss at the steps that every seed evaluated."""
         shared = set.intersection(*(set(result.losses) for result in self.results))
@@ -160,7 +165,7 @@ class Group:
             "seeds_done": len(losses),
             "formal_guarantee": all(result.plan.formal_guarantee for result in self.results),
             "epsilon": None if None in epsilons else max(value for value in epsilons if value is not None),
-            "simulation": any(result.simulation for result in self.results),
+            "simulation": self.is_simulated,
             "num_examples": first.plan.num_examples,
             "expected_batch_size": first.plan.expected_batch_size,
             "num_steps": first.plan.num_steps,

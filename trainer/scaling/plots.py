@@ -108,7 +108,7 @@ def _style(groups: Sequence[Group], axis: Axis) -> Callable[[Group], dict[str, A
     def style(group: Group) -> dict[str, Any]:
         value = _color_value(group, axis)
         words = [axis.color or "", str(value), _rest(group, axis)]
-        if any(result.simulation for result in group.results):
+        if group.is_simulated:
             words.append("(simulated, not private)")
         return {
             "color": _COLORS[colors.index(value) % len(_COLORS)],
@@ -210,7 +210,10 @@ def _line_with_seeds(
     line = "-" if joined else "none"
     ax.plot(x, means, color=color, marker="_", markersize=12, linestyle=line, linewidth=1.2, label=label)
     for at, group in zip(x, groups, strict=True):
-        ax.scatter([at] * len(group.final_losses), group.final_losses, color=color, s=14, alpha=0.6, linewidths=0)
+        look: dict[str, Any] = {"marker": "x", "linewidths": 1.2} if group.is_simulated else {"linewidths": 0}
+        ax.scatter([at] * len(group.final_losses), group.final_losses, color=color, s=14, alpha=0.6, **look)
+    if any(group.is_simulated for group in groups):
+        ax.set_title("x: simulated, not private", fontsize=9, loc="left")
 
 
 def _scale(ax: Axes, values: Sequence[float]) -> None:
@@ -219,5 +222,11 @@ def _scale(ax: Axes, values: Sequence[float]) -> None:
         ax.set_xscale("log")
     distinct = sorted(set(values))
     if len(distinct) <= 6:
-        ax.set_xticks(distinct, [f"{value:.3g}" if value < 1e4 else f"{value:.2g}" for value in distinct])
+        ax.set_xticks(distinct, [_tick(value) for value in distinct])
         ax.minorticks_off()
+
+
+def _tick(value: float) -> str:
+    if value >= 1e6:
+        return f"{value:.2g}"
+    return f"{value:,.0f}" if value == round(value) else f"{value:.3g}"
