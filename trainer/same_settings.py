@@ -190,12 +190,15 @@ def _write_sign(sign: Path) -> str:
 
 def _sees(sign: Path, token: str, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while True:
-        try:
-            if sign.read_text() == token:
-                return True
-        except OSError:
-            pass  # not there, or not yet
+    while not _holds(sign, token):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
+    return True
+
+
+def _holds(sign: Path, token: str) -> bool:
+    try:
+        return sign.read_text() == token
+    except OSError:  # not there, or not yet
+        return False
