@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 
 from launch_scripts.study import main
+from privacy.accounting import epsilon
 from tests.distributed.ranks import ROOT, quiet_environment
 from tests.e2e.launch import alone, count, kill_group, ledger_lines
+from trainer.config import load_config
 from trainer.errors import ConfigError
 from trainer.report import build_card, write_card
+from trainer.run_ledger import recipe_plan
 from trainer.scaling.folder import StudyFolder
 
 STUDY = "launch_scripts/study.py"
@@ -208,3 +211,35 @@ def test_the_script_trains_a_point_by_its_number(tmp_path: Path) -> None:
     failing = subprocess.run([folder / "submit.sh"], env={**os.environ, "STUDY_LAUNCHER": "false"}, check=False)
     assert failing.returncode == 1
     assert subprocess.run([folder / "submit.sh", "2"], env=echo, capture_output=True, check=False).returncode != 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_runs_on_private_data_stop_where_their_shared_budget_ends(tmp_path: Path) -> None:
+    """Room for two of three runs: the third never touches the data, and the cards of the others name their sibling."""
+    config = load_config(ROOT / "tests/e2e/tiny.toml", ["train.num_steps=2"])
+    group = (plan := recipe_plan(config.privacy, 2, 3000)).release_group(plan.max_intents)
+    two, three = (epsilon([group.times(runs * group.count)], 1e-4) for runs in (2, 3))
+    study, folder = tmp_path / "private.toml", StudyFolder(tmp_path / "study")
+    study.write_text(
+        f"""
+name = "private"
+recipe = "tests/e2e/tiny.toml"
+seeds = [0, 1, 2]
+[budget]
+target_epsilon = {(two + three) / 2}
+target_delta = 1e-4
+[base]
+data.num_workers = 0
+train.num_steps = 2
+"""
+    )
+    ended = alone(["run", str(study), "--study_dir", str(folder.root)], script=STUDY)
+    assert ended.returncode == 3, ended.stdout + ended.stderr
+    assert [folder.progress(f"seed-{seed}") == "finished" for seed in range(3)] == [True, True, False]
+    assert count(folder.run("seed-2"), "intent") == 0
+    card = build_card(folder.run("seed-0"))
+    assert "one of 3 runs of study private" in card["tuning"]["stated"]["text"]
+    assert [run["name"] for run in card["tuning"]["shared_ledger"]["summary"]["runs"]] == ["seed-0", "seed-1"]
+    again = alone(["run", str(study), "--study_dir", str(folder.root)], script=STUDY)
+    assert again.returncode == 3
