@@ -27,6 +27,7 @@ _STYLE: dict[Any, Any] = {
     "figure.dpi": 120,
 }
 _LOSS = "held-out loss"
+_OTHER_EPSILON = 1.1  # below it epsilons differ by how much of the reserve was used, not by what was studied
 _WIDE_RANGE = 8.0  # from this ratio on an axis is logarithmic
 
 
@@ -170,7 +171,8 @@ def _final(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure
 
 def _epsilon(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure | None:
     formal = [group for group in groups if group.final_losses and group.row()["epsilon"] is not None]
-    if len({round(group.row()["epsilon"], 2) for group in formal}) < 2:
+    spent = [group.row()["epsilon"] for group in formal]
+    if not spent or max(spent) < _OTHER_EPSILON * min(spent):
         return None
     return _against(formal, axis, lambda group: group.row()["epsilon"], "epsilon")
 
