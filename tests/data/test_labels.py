@@ -33,6 +33,7 @@ BAD = [
     (raw(cls=b"0" * 5000), None), (raw(cls=b"3" + b" " * 100), None), (raw(cls=b"3", txt=b"3"), "y"), (raw(json=b"{"), "y"),
     (raw(json=b'{"y": true}'), "y"), (raw(json=b'{"y": 1.0}'), "y"), (raw(json=b'{"y": [1]}'), "y"),
     (raw(json=b'{"y": -1}'), "y"), (raw(json=b'{"y": ' + b"9" * 5000 + b"}"), "y"), (raw(json=b"[" * 100_000), "y"),
+    (raw(json=b'{"y": "\\u00a07"}'), "y"),
 ]  # fmt: skip
 
 
