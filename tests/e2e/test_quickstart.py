@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -54,13 +55,14 @@ TESTED_ELSEWHERE = {
 }
 
 
+@pytest.mark.timeout(900)
 def test_readme_python_commands_run(tmp_path: Path) -> None:
     """Each as it stands, only with the run folder of this test and few steps."""
     run_dir = tmp_path / "runs" / "quickstart"
     more = ["train.num_steps=2", "heldout.num_examples=8", "heldout.num_captions=1"]
     seen = set()
     for command in readme_commands():
-        words = command.replace("runs/", f"{tmp_path}/runs/").split()
+        words = shlex.split(command.replace("runs/", f"{tmp_path}/runs/"))
         if command in TESTED_ELSEWHERE:
             continue
         if words[0] == "deepspeed" and "--hostfile" not in words:
@@ -83,7 +85,7 @@ def test_readme_python_commands_run(tmp_path: Path) -> None:
             continue
         assert result.returncode == 0, command + result.stdout[-2000:] + result.stderr[-2000:]
         seen.add(words[1])
-    assert len(seen) == 5
+    assert len(seen) == 7
 
 
 def check_cluster_command(words: list[str]) -> None:
