@@ -1,7 +1,6 @@
 """Batch jobs on a real Slurm: preempted, out of time, a node lost; the ledger stays whole and charges every attempt."""
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -73,7 +72,7 @@ def is_whole(run_dir: Path, steps: int) -> None:
     assert manifest["formal_guarantee"] is True
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     printed = max(line["privacy/epsilon"] for line in metrics if "privacy/epsilon" in line)
-    assert math.isclose(printed, epsilon, rel_tol=2e-3), (printed, epsilon)
+    assert epsilon * 0.9999 <= printed <= epsilon * 1.01, "what is printed while training is rounded up"
 
 
 @pytest.mark.full
