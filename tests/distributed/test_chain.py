@@ -82,10 +82,11 @@ def equal_bits(left: State, right: State) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("optimizer", "chain"),
-    [("adamw", CHAIN), *(pytest.param(name, CHAIN + MORE, marks=pytest.mark.full) for name in OPTIMIZERS)],
+    [("adamw", CHAIN), *((name, CHAIN + MORE) for name in OPTIMIZERS)],
 )
 def test_a_run_moves_between_engines_and_world_sizes(optimizer: str, chain: Any, tmp_path: Path) -> None:
     moved, alone = tmp_path / "moved", tmp_path / "alone"

@@ -245,6 +245,7 @@ def rank_options(device: torch.device) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.full
 def test_offload_and_checkpointing_change_no_bit() -> None:
     found = run_ranks(f"{__name__}:rank_options", 2)[0]
     for option, parameters in found.items():

@@ -84,6 +84,7 @@ def ranks() -> list[list[Found]]:
     return run_ranks("tests.distributed.test_planner:on_rank", WORLD_SIZE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: "-".join(CASES[i]))
 @pytest.mark.parametrize("accumulation", ["local", "sharded"])
 def test_planned_is_what_engines_do(ranks: list[list[Found]], index: int, accumulation: str) -> None:

@@ -55,6 +55,7 @@ TESTED_ELSEWHERE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_readme_python_commands_run(tmp_path: Path) -> None:
     """Each as it stands, only with the run folder of this test and few steps."""

@@ -142,6 +142,7 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.full
 def test_activations_are_what_a_process_really_takes() -> None:
     overrides = {"encoder_width": 128, "encoder_depth": 4, "decoder_width": 128, "decoder_depth": 2}
     cases = [(mode, size) for mode in ("bookkeeping", "two_pass") for size in (8, 8, 24)]  # the first warms up
@@ -159,6 +160,7 @@ def test_activations_are_what_a_process_really_takes() -> None:
         assert 1 / TOLERANCE <= row["planned"] / row["measured"] <= TOLERANCE, rows
 
 
+@pytest.mark.full
 def test_modes_and_checkpointing_trade_memory_as_they_should() -> None:
     config = recipe("quickstart", "data.image_size=96")
     plain, checkpointed = probe(config, machine("zero3")), probe(config, machine("zero3_init_bf16"))
