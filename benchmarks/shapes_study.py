@@ -37,11 +37,12 @@ from evaluation.synthetic_tests import SHAPE_CLASSES, SHAPE_GROUPS, shape_choice
 from evaluation.zero_shot import Prompts, accuracy, log_probs_of
 from models.captioner import Captioner
 from privacy.report import read_snapshot
-from trainer.open_model import open_model
+from trainer.open_model import OpenedModel, open_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, HELDOUT = ROOT / "runs" / "shapes-data", ROOT / "runs" / "shapes-heldout"
 TEST_SEED = 1 << 40
+UNTRAINED = 8
 RUNS = {"non-private": "synthetic_shapes", "epsilon 8": "shapes_dp"}
 
 
@@ -95,6 +96,18 @@ def asked(model: Captioner, tokenizer: CaptionTokenizer, size: int, count: int) 
     return found
 
 
+def untrained(opened: OpenedModel, tokenizer: CaptionTokenizer, size: int, count: int) -> dict[str, Any]:
+    """Per test the best of several models with random weights.
+
+    One model answers pictures of the same colour alike, so by luck of its weights it may be right more, or less, often than
+    independent guesses: p knows nothing of that.
+    """
+    builds = (opened.task.build(torch.Generator().manual_seed(seed)).eval() for seed in range(UNTRAINED))
+    found = [asked(model, tokenizer, size, count) for model in builds]
+    best = {test: max((one[test] for one in found), key=lambda r: r["right"]) for test in found[0]}
+    return {"seeds": UNTRAINED, "accuracies": {t: [one[t]["accuracy"] for one in found] for t in best}, "results": best}
+
+
 def result(right: int, tests: int, ways: int) -> dict[str, Any]:
     """Of `tests` questions with one right answer among `ways`."""
     p = binomtest(right, tests, 1 / ways, alternative="greater").pvalue
@@ -114,14 +127,12 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
         train()
     said = [" ".join(["python", *command]) for command in commands()]
     record: dict[str, Any] = {"study": "shapes", "commands": said, "models": {}}
-    for label, name in RUNS.items():
-        run_dir = ROOT / "runs" / name
+    for (label, name), run_dir in zip(RUNS.items(), args.run_dirs, strict=True):
         opened = open_model(run_dir)
         model, tokenizer = opened.model, opened.task.make_example(train=False).tokenizer
         size = model.config.encoder.image_size
         if "untrained" not in record["models"]:
-            untrained = opened.task.build(torch.Generator().manual_seed(0)).eval()
-            record["models"]["untrained"] = {"results": asked(untrained, tokenizer, size, args.tests)}
+            record["models"]["untrained"] = untrained(opened, tokenizer, size, args.tests // 2)
         facts = {"run": name, "step": opened.manifest["step"], "formal_guarantee": opened.manifest["formal_guarantee"]}
         if facts["formal_guarantee"]:
             state = read_snapshot(run_dir / "ledger.jsonl").state
@@ -147,27 +158,35 @@ def grid(model: Captioner, tokenizer: CaptionTokenizer, size: int, path: Path) -
 def markdown(record: dict[str, Any], output: str) -> str:
     """The table, and what it says of the two questions."""
     models = record["models"]
+    first_row = {"untrained": f"untrained (best of {UNTRAINED})"}
+    names = " | ".join(first_row.get(name, name) for name in models)
     lines = [
         "# What a small captioner sees of synthetic shapes", "",
         f"`python benchmarks/shapes_study.py --output {output}`", "",
-        "20,000 pairs at 64 pixels. Accuracy of the likeliest caption, in brackets times chance and p of guessing.", "",
-        "| test | ways | tests | " + " | ".join(models) + " |", "|---" * (3 + len(models)) + "|",
+        "20,000 pairs at 64 pixels. Accuracy of the likeliest caption, in brackets times chance and p of guessing. A model "
+        f"answers pictures of one colour alike, so p understates luck: of {UNTRAINED} models with random weights the best "
+        "stands beside (half as many tests).", "",
+        f"| test | ways | tests | {names} |", "|---" * (3 + len(models)) + "|",
     ]  # fmt: skip
     for test, first in models["untrained"]["results"].items():
         cells = [
             f"{100 * one['accuracy']:.1f} % ({one['times_chance']:.1f} x, p = {one['p']:.1g})"
             for one in (model["results"][test] for model in models.values())
         ]
-        lines.append(f"| {test} | {first['ways']} | {first['tests']} | " + " | ".join(cells) + " |")
+        tests = models["non-private"]["results"][test]["tests"]
+        lines.append(f"| {test} | {first['ways']} | {tests} | " + " | ".join(cells) + " |")
     plain, private = models["non-private"]["results"], models["epsilon 8"]["results"]
     below = [test for test, one in plain.items() if one["times_chance"] < 3]
+    lucky = models["untrained"]["results"]
     unseen = [test for test, one in private.items() if one["p"] >= 0.01]
+    unclear = [t for t, one in private.items() if t not in unseen and one["accuracy"] <= 1.25 * lucky[t]["accuracy"]]
     guarantee = models["epsilon 8"]
     lines += [
         "", f"Non-private: at least 3 times chance in all tests{' but ' + ', '.join(below) if below else ''}.", "",
         f"With differential privacy (epsilon {guarantee['epsilon']:.4f} at delta {guarantee['delta']:g} by the run's ledger): "
         f"above chance with p < 0.01 in {len(private) - len(unseen)} of {len(private)} tests"
-        f"{'; not in ' + ', '.join(unseen) if unseen else ''}.", "",
+        f"{'; not in ' + ', '.join(unseen) if unseen else ''}."
+        f"{' Little or nothing above what luck gave random weights: ' + ', '.join(unclear) + '.' if unclear else ''}", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -183,12 +202,17 @@ def plot(record: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(10, 4.2))
     for number, (label, model) in enumerate(models.items()):
         heights = [100 * model["results"][test]["accuracy"] for test in tests]
-        axes.bar(np.arange(len(tests)) + 0.27 * (number - 1), heights, 0.25, label=label)
+        axes.bar(
+            np.arange(len(tests)) + 0.27 * (number - 1),
+            heights,
+            0.25,
+            label=f"untrained, best of {UNTRAINED}" if label == "untrained" else label,
+        )
     chances = [100 / models["untrained"]["results"][test]["ways"] for test in tests]
     axes.hlines(chances, np.arange(len(tests)) - 0.42, np.arange(len(tests)) + 0.42, "black", "dashed", label="chance")
     axes.set_xticks(range(len(tests)), [test.replace(": ", ":\n").replace("shot ", "shot\n") for test in tests])
     axes.set_ylabel("right answers, %")
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -198,6 +222,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="PREFIX", help="of the files that are written")
     parser.add_argument("--tests", type=int, default=1000, help="of each kind; zero-shot takes twice as many")
+    parser.add_argument(
+        "--run_dirs", type=Path, nargs=2, default=[ROOT / "runs" / name for name in RUNS.values()], metavar="DIR",
+        help="to evaluate: without privacy, and with it (default: those that are trained)",
+    )  # fmt: skip
     parser.add_argument("--evaluate_only", action="store_true", help="of runs that are there")
     args = parser.parse_args()
     torch.set_num_threads(1)
