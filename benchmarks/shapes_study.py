@@ -170,7 +170,7 @@ def markdown(record: dict[str, Any], output: str) -> str:
     ]  # fmt: skip
     for test, first in models["untrained"]["results"].items():
         cells = [
-            f"{100 * one['accuracy']:.1f} % ({one['times_chance']:.1f} x, p = {one['p']:.1g})"
+            f"{100 * one['accuracy']:.1f} % ({one['times_chance']:.1f} x, p {f'= {p:.1g}' if (p := one['p']) else '< 1e-300'})"
             for one in (model["results"][test] for model in models.values())
         ]
         tests = models["non-private"]["results"][test]["tests"]
