@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
 from launch_scripts import export as script
@@ -20,6 +22,7 @@ from models.converters.native import load_model
 from privacy.ledger import Ledger
 from privacy.plan import make_plan
 from privacy.report_text import rounded_up
+from tests.models import test_convert_dpcap as dpcap
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Plain, examples, published
 from tests.privacy.ledger_files import PLAN, take_step
 from tests.trainer.trained_runs import SECRET, recipe, trained
@@ -278,6 +281,28 @@ def test_an_official_checkpoint_becomes_one_of_ours(command: Run, tmp_path: Path
     command("--checkpoint", tmp_path / "start", "--format", "hf", tmp_path / "out")
     text = statements(tmp_path / "out")
     assert "Not attested" in text and "vip.pth" in text and "formal_guarantee: false" in text
+
+
+@torch.no_grad()
+def test_an_official_captioner_needs_its_tokenizer(command: Run, tmp_path: Path) -> None:
+    torch.save({"model": dpcap.checkpoint()}, tmp_path / "dpcap.pth")
+    words = ["[PAD]", "[CLS]", "[SEP]", *(f"word{number}" for number in range(dpcap.V - 3))]
+    tokenizer = tmp_path / "words.json"
+    Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, "[PAD]")).save(str(tokenizer))
+    arguments = ("--import", "dpcap", tmp_path / "dpcap.pth", tmp_path / "start")
+    arguments += ("--num_heads", dpcap.HEADS, "--decoder_heads", dpcap.DECODER_HEADS)
+    assert "give its tokenizer.json with --tokenizer" in command(*arguments, code=2)
+    line = command(*arguments, "--tokenizer", ROOT / "data/tokenizer/tokenizer.json", code=2)
+    assert "tokens, but the weights 110" in line
+    command(*arguments, "--tokenizer", tokenizer)
+    tokenizer.unlink()  # the checkpoint has its own copy
+    opened = open_model(tmp_path / "start", dtype=torch.float64)
+    images_BCHW, tokens_BL = dpcap.pairs()
+    expected = dpcap.imported(dpcap.checkpoint()).logits(images_BCHW, tokens_BL)
+    assert torch.equal(opened.model(images_BCHW, tokens_BL, output="logits"), expected)
+    assert (opened.model.config.pad_id, opened.model.config.bos_id, opened.model.config.eos_id) == (0, 1, 2)
+    raw = opened.task.make_example(train=False)
+    assert raw.tokenizer.decode([1, 3, 4, 2]) == "word0 word1"
 
 
 @torch.no_grad()
