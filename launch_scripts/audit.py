@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command-line arguments; a bad one is a ConfigError (exit 2)."""
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="ledger/schedule/mechanism/canaries/run")
@@ -58,7 +58,7 @@ def parse_args() -> argparse.Namespace:
     canaries.add_argument("--num_canaries", type=int, default=1000, help="in the data or not by one coin each")
     canaries.add_argument("--image_size", type=int, default=64, help="side of the random pictures in pixels")
     canaries.add_argument("--caption_field", help="the recipe's data.caption_field, if it has one")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> int:

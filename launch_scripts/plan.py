@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
         raise PrivacyConfigError(message)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command-line arguments; a bad one is a PrivacyConfigError (exit 2)."""
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, metavar="TOML", help="plan of a recipe, instead of the numbers below")
@@ -60,7 +60,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     command.add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes of the recipe")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 _NUMBERS = ("expected_batch_size", "num_steps", "noise_multiplier", "target_epsilon", "delta", "reserve")

@@ -121,7 +121,7 @@ def _add_words(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--words", type=Path, default=default, metavar="FILE", help=f"{what} (default: {default})")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="prepare.py", description=__doc__, formatter_class=formatter)
@@ -155,12 +155,12 @@ def parse_arguments() -> argparse.Namespace:
     _add_words(sub, "public words, one per line")
     sub.add_argument("--output", type=Path, required=True, metavar="FILE", help="tokenizer.json to write")
     sub.set_defaults(run=tokenizer)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> int:
     """Runs the chosen command."""
-    arguments = parse_arguments()
+    arguments = parse_args()
     result: int = arguments.run(arguments)
     return result
 

@@ -20,12 +20,18 @@ import torch  # noqa: E402
 from trainer.cli import run_command  # noqa: E402
 
 
-def main() -> int:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ds_config", default="ds_configs/zero3.json")
     parser.add_argument("--run_dir", type=Path, help="default runs/quickstart-DATE")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Trains, reports, and prints one JSON line."""
+    options = parse_args()
     run_dir = options.run_dir or ROOT / "runs" / time.strftime("quickstart-%Y%m%d-%H%M%S")
     launcher = [str(Path(sys.executable).parent / "deepspeed")]
     if not torch.cuda.is_available():

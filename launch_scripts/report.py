@@ -26,12 +26,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command-line arguments; a bad one is a ConfigError (exit 2)."""
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run_dir", type=Path, required=True, help="run folder that holds ledger.jsonl")
     parser.add_argument("--json", action="store_true", help="print the card as one JSON object on stdout")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> int:

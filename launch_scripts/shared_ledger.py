@@ -26,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
         raise PrivacyConfigError(message)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command-line arguments; a bad one is a PrivacyConfigError (exit 2)."""
     parser = _Parser(description="Create or show the ledger that several runs on the same data share.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -47,7 +47,7 @@ def parse_args() -> argparse.Namespace:
     show = commands.add_parser("show", help="verify it and list the runs")
     show.add_argument("path", type=Path)
     show.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> int:

@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; a bad argument is a ConfigError (exit 2)."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="study.py", description=__doc__, formatter_class=formatter)
@@ -111,7 +111,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the chosen command; by default that of the process."""
-    options = parse_arguments(arguments)
+    options = parse_args(arguments)
     result: int = options.run(options)
     return result
 

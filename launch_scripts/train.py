@@ -36,7 +36,7 @@ from trainer.same_settings import introduction  # noqa: E402
 from trainer.stopping import end_on_signals  # noqa: E402
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +65,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
     """Never returns: see `trainer.distributed.finish`. Only tests pass a noise source."""
-    options = parse(arguments)
+    options = parse_args(arguments)
     end_on_signals()
     ranks = Ranks()
     try:
