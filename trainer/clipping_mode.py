@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.vocabulary_head import cut_as_for
 from privacy.clipping import ClippedSum
 from privacy.clipping.clipped_sum import EXAMPLES_PER_FLUSH, Mode
 from trainer import distributed
@@ -96,12 +97,14 @@ def choose_mode(
 def _peak(
     clipped: ClippedSum, engine: Engine, synthetic_inputs: Callable[[int], dict[str, Tensor]], mode: Mode, count: int
 ) -> int:
-    """Of one micro-batch of `count` examples, predicted."""
+    """Of one micro-batch of `count` examples, predicted from small ones whose vocabulary is cut as its own is."""
     clipped.mode = mode
 
     def work(size: int) -> None:
         inputs = to_device(synthetic_inputs(size), engine)
-        clipped.add_micro_batch(engine.module, inputs, torch.zeros(size, dtype=torch.bool, device=engine.device))
+        is_padding_B = torch.zeros(size, dtype=torch.bool, device=engine.device)
+        with cut_as_for(engine.module, count, size):
+            clipped.add_micro_batch(engine.module, inputs, is_padding_B)
 
     peak = predict_peak(work, count)
     clipped.zero_()

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from privacy.noise import NoiseSource
 from trainer import distributed
+from trainer.dtensor import is_dtensor
 from trainer.engines.base import Engine, Piece
 from trainer.errors import RemoteError
 
@@ -113,7 +113,7 @@ def _replica_digests(engine: Engine) -> dict[tuple[str, tuple[int, ...]], bytes]
     """
     digests = {}
     for name, parameter in engine.module.named_parameters():
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             coordinate = parameter.device_mesh.get_coordinate()
             assert coordinate is not None
             shard = tuple(c for c, how in zip(coordinate, parameter.placements, strict=True) if how.is_shard())

@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from trainer.dtensor import is_dtensor
 
 
 class Piece(NamedTuple):
@@ -98,7 +99,7 @@ class ShardState(NamedTuple):
 
 def holds_whole_weights(engine: "Engine") -> bool:
     """Whether this rank's module has all weights, so that a forward pass needs no other rank."""
-    own = [p for p in engine.module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    own = [p for p in engine.module.parameters() if p.requires_grad and not is_dtensor(p)]
     return sum(p.numel() for p in own) == sum(shape.numel() for shape in engine.shapes.values())
 
 

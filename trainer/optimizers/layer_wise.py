@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainer import distributed
+from trainer.dtensor import is_dtensor
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -44,7 +44,7 @@ def bind_segments(
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing its memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 class LayerWise(torch.optim.Optimizer):

@@ -18,7 +18,7 @@ class Traffic:
     sums_per_micro_batch: float
     sums_per_step: float
 
-    def per_step(self, micro_batches: int) -> float:
+    def per_step(self, micro_batches: float) -> float:
         each = self.weights_per_micro_batch + self.sums_per_micro_batch
         return micro_batches * each + self.weights_per_step + self.sums_per_step
 
@@ -49,7 +49,7 @@ class Network:
 
 
 def exposed_seconds(
-    traffic: Traffic, network: Network, world_size: int, micro_batches: int, compute_seconds: float
+    traffic: Traffic, network: Network, world_size: int, micro_batches: float, compute_seconds: float
 ) -> float:
     """Of communication that no computation hides, in one logical step.
 

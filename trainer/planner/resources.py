@@ -1,6 +1,5 @@
 """Puts together what a recipe takes under an engine, on so many ranks, on a named accelerator."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,14 +8,13 @@ from typing import Any
 from models.config import captioner_config
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
-from privacy.sampling import default_cap
-from trainer.batches import timings_are_public
 from trainer.clipping_mode import WORTHWHILE
 from trainer.config import EngineName, RunConfig
 from trainer.ds_config import MachineSettings
 from trainer.planner.communication import Network, exposed_seconds, traffic
 from trainer.planner.hardware import Gpu
 from trainer.planner.memory import RankMemory, largest_that_fits, rank_memory, room
+from trainer.planner.padding import Batches
 from trainer.planner.probe import Probe
 from trainer.planner.sharding import Trainable, gathers_for_every_pass, require_supported, shares
 from trainer.planner.storage import Examples
@@ -87,8 +85,9 @@ def plan_resources(
     notes += _notes(config, machine, wanted.engine)
     probe = Probe(task, machine, config.privacy, weights_of_one_pass=gathers_for_every_pass(wanted.engine, machine))
     trainable = Trainable.of(probe.model, config.optimizer)
-    batch = _batch(config, plan, wanted.world_size)
-    size = config.train.micro_batch_size
+    batches, size = Batches.of(config, plan), config.train.micro_batch_size
+    batch = _batch(config, batches, wanted.world_size)
+    notes += [note for note in [batches.note(wanted.world_size, size)] if note is not None]
     memory = rank_memory(
         trainable,
         shares(trainable, wanted.engine, machine, wanted.world_size),
@@ -97,7 +96,7 @@ def plan_resources(
         config.optimizer,
         accumulation=config.train.accumulation,
         world_size=wanted.world_size,
-        rows_per_rank=batch["rows_per_rank"],
+        rows_per_rank=batches.most_rows(wanted.world_size, size),
         average=config.train.ema_decay is not None,
     )
     available = _device_memory(wanted)
@@ -138,16 +137,10 @@ def _notes(config: RunConfig, machine: MachineSettings, engine: str) -> list[str
     return found
 
 
-def _batch(config: RunConfig, plan: PrivacyPlan | None, world_size: int) -> dict[str, Any]:
-    """The micro-batches of a logical batch; those of the capped batch where every step runs them (trainer/batches.py)."""
+def _batch(config: RunConfig, batches: Batches, world_size: int) -> dict[str, Any]:
+    """The micro-batches of a logical batch, on average over steps where their number follows the sample."""
     expected, size = config.privacy.expected_batch_size, config.train.micro_batch_size
-    cap = default_cap(expected) if plan is None else plan.sampler.cap
-    if config.data.streaming:
-        cap = None
-    is_public = timings_are_public(expected, cap, bucket_captions=config.data.bucket_captions)
-    examples = cap if is_public and cap is not None else expected
-    rows = math.ceil(examples / world_size)
-    micro_batches = max(1, math.ceil(rows / size))
+    micro_batches = batches.micro_batches(world_size, size)
     return {
         "expected_batch_size": expected,
         "micro_batch_size": size,
@@ -155,6 +148,8 @@ def _batch(config: RunConfig, plan: PrivacyPlan | None, world_size: int) -> dict
         "rows_per_rank": micro_batches * size,
         "rows_per_step": micro_batches * size * world_size,
         "useful_share": expected / (micro_batches * size * world_size),
+        "padding_share": batches.padding(world_size, size),
+        "better_micro_batch_size": batches.better_size(world_size, size),
     }
 
 

@@ -115,7 +115,7 @@ def resource_table(found: dict[str, Any]) -> Table:
     frozen = f"and {found['frozen_parameters']:,} frozen" if found["frozen_parameters"] else ""
     table.add_row("trainable parameters", f"{found['parameters']:,}", frozen)
     note = f"of {batch['micro_batch_size']}; {batch['useful_share']:.1%} of the rows are not padding"
-    table.add_row("micro-batches per rank", f"{batch['micro_batches_per_step']:,}", note)
+    table.add_row("micro-batches per rank", f"{batch['micro_batches_per_step']:,.5g}", note)
     table.add_section()
     for key, note in _MEMORY_ROWS.items():
         if memory[key]:
