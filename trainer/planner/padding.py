@@ -1,0 +1,96 @@
+"""How many micro-batches a logical batch takes, and how many of their rows are padding.
+
+Every rank runs the same number of micro-batches of the same size, so the last one is filled up with rows that cost as much as
+examples and count for nothing. Where every step runs the micro-batches of the capped batch (trainer/batches.py) their number
+is one; elsewhere it follows the Poisson batch, and a size that just holds B / W examples needs one more in half of the steps.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+from privacy.plan import PrivacyPlan
+from privacy.sampling import default_cap
+from trainer.batches import timings_are_public
+from trainer.config import RunConfig
+
+WORTH_A_NOTE = 0.05
+"""Share of the rows."""
+_QUANTILES = 64
+"""Batches, equally likely, that stand for a fluctuating one."""
+_SMALLEST = 4
+"""No micro-batch below this part of the recipe's is proposed: kernels would be busy with less."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """
+    Attributes:
+        counts: examples of a logical batch, each number equally likely.
+        most: that a step may hold.
+    """
+
+    counts: tuple[int, ...]
+    most: int
+
+    @classmethod
+    def of(cls, config: RunConfig, plan: PrivacyPlan | None) -> "Batches":
+        """
+        Args:
+            plan: None (nobody knows the number of examples) takes the default cap.
+        """
+        expected = config.privacy.expected_batch_size
+        if config.data.streaming:
+            return cls((expected,), expected)
+        cap = default_cap(expected) if plan is None else plan.max_batch_size
+        if timings_are_public(expected, cap, bucket_captions=config.data.bucket_captions):
+            return cls((cap,), cap)
+        spread = NormalDist(expected, math.sqrt(expected))
+        quantiles = (spread.inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES))
+        return cls(tuple(min(cap, max(1, round(count))) for count in quantiles), cap)
+
+    def micro_batches(self, world_size: int, size: int) -> float:
+        """Of each rank, on average over steps."""
+        return fmean(_micro_batches(count, world_size, size) for count in self.counts)
+
+    def most_rows(self, world_size: int, size: int) -> int:
+        """Of a rank, padding included, in the largest step."""
+        return _micro_batches(self.most, world_size, size) * size
+
+    def padding(self, world_size: int, size: int) -> float:
+        """Share of the rows that are padding and need not be: those between a small batch and its cap do not count."""
+        rows = self.micro_batches(world_size, size) * size * world_size
+        return 1 - fmean(self.counts) / rows
+
+    def better_size(self, world_size: int, size: int) -> int | None:
+        """The largest smaller micro-batch that wastes less than WORTH_A_NOTE, or least.
+
+        None where this one does not waste more, or none is much better.
+        """
+        if self.padding(world_size, size) <= WORTH_A_NOTE:
+            return None
+        step = 8 if size > 8 else 1
+        choices = range((size - 1) // step * step, max(1, size // _SMALLEST) - 1, -step)
+        padding = {choice: self.padding(world_size, choice) for choice in choices}
+        if not padding:
+            return None
+        best = next((c for c, share in padding.items() if share <= WORTH_A_NOTE), min(padding, key=padding.__getitem__))
+        return best if padding[best] < 0.75 * self.padding(world_size, size) else None
+
+    def note(self, world_size: int, size: int) -> str | None:
+        """One line where padding wastes more than WORTH_A_NOTE of the rows, and which micro-batch would do better."""
+        share = self.padding(world_size, size)
+        if share <= WORTH_A_NOTE:
+            return None
+        examples, better = math.ceil(fmean(self.counts) / world_size), self.better_size(world_size, size)
+        said = (
+            f"padding: {share:.1%} of the rows, {examples:,} examples a rank in {self.micro_batches(world_size, size):.4g} "
+            f"micro-batches of {size:,}"
+        )
+        if better is None:
+            return f"{said}; no train.micro_batch_size a little below does much better"
+        return f"{said}; train.micro_batch_size={better} leaves {self.padding(world_size, better):.1%}"
+
+
+def _micro_batches(count: int, world_size: int, size: int) -> int:
+    return max(1, math.ceil(math.ceil(count / world_size) / size))
