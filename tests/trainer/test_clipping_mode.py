@@ -1,28 +1,33 @@
 """`clipping_mode = "auto"`: bookkeeping where it fits, two_pass where it does not, the same on every rank."""
 
 import json
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from models.captioner import build_captioner
+from models.config import captioner_config
+from models.vocabulary_head import cut_as_for
 from privacy.clipping import ClippedSum
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import build, pairs
 from tests.privacy.clipping.test_modes import Blocks
-from trainer import distributed
+from trainer import clipping_mode, distributed
 from trainer.clipping_mode import USABLE, ModeChoice, choose_mode
 from trainer.engines.base import Piece, ShardLayout
+from trainer.memory_estimate import MemoryTimeline
 
 ROWS = 16
 
 
-class BlocksEngine:
+class PlainEngine:
     """As much of an engine as the choice needs."""
 
-    def __init__(self, checkpointed: bool) -> None:
-        self.module = Blocks(checkpointed=checkpointed)
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
         self.device, self.compute_dtype = torch.device("cpu"), torch.float32
         self.shapes = {name: p.shape for name, p in self.module.named_parameters()}
         self.layout = ShardLayout((tuple(Piece(n, 0, s.numel()) for n, s in self.shapes.items()),))
@@ -33,7 +38,7 @@ def inputs(count: int) -> dict[str, Tensor]:
 
 
 def choose(available: int | None, *, checkpointed: bool = True, rows: int = ROWS) -> tuple[ModeChoice, ClippedSum]:
-    engine: Any = BlocksEngine(checkpointed)
+    engine: Any = PlainEngine(Blocks(checkpointed=checkpointed))
     clipped = ClippedSum(engine.module, 1.0)
     choice = choose_mode(clipped, engine, inputs, ROWS, rows, available=lambda device: available)
     clipped.detach()
@@ -64,6 +69,46 @@ def test_what_training_allocates_later_is_counted(one_rank: torch.device) -> Non
     count = sum(p.numel() for p in Blocks(checkpointed=True).parameters())
     small, large = choose(2**40)[0].needed, choose(2**40, rows=1025)[0].needed
     assert large - small == 8 * count and small > 8 * count
+
+
+WORDS, CAPTION = 1999, 12
+"""More of both than pixels, so that the scores decide what a micro-batch takes."""
+
+
+def captions(count: int) -> dict[str, Tensor]:
+    return {
+        "images_BCHW": torch.randn(count, 3, 8, 8),
+        "tokens_BL": torch.randint(3, WORDS, (count, CAPTION)),
+        "token_mask_BL": torch.ones(count, CAPTION, dtype=torch.bool),
+    }
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+@pytest.mark.parametrize("captions_in_one_piece", [1, 6, 100])
+def test_the_vocabulary_is_cut_as_in_the_real_micro_batch(
+    one_rank: torch.device, captions_in_one_piece: int, mode: Any
+) -> None:
+    """Where the probes' two and four captions have their scores in one piece and the real micro-batch has not, too."""
+    config = captioner_config(
+        "pico", image_size=8, patch_size=4, encoder_width=8, encoder_depth=1, encoder_num_heads=2, decoder_width=8,
+        decoder_depth=1, decoder_num_heads=2, vocab_size=WORDS, num_tokens=CAPTION,
+        max_logits=captions_in_one_piece * (CAPTION - 1) * WORDS,
+    )  # fmt: skip
+    engine: Any = PlainEngine(build_captioner(config))
+    clipped = ClippedSum(engine.module, 1.0, mode=mode)
+    with MemoryTimeline() as timeline:
+        clipped.add_micro_batch(engine.module, captions(ROWS), torch.zeros(ROWS, dtype=torch.bool))
+    clipped.zero_()
+    predicted = clipping_mode._peak(clipped, engine, captions, mode, ROWS)
+    clipped.detach()
+    assert predicted == pytest.approx(max(timeline.live_bytes), rel=0.03)
+
+
+def test_the_cut_is_undone() -> None:
+    model = build_captioner(captioner_config("pico", max_logits=7))
+    with cut_as_for(model, 16, 2):
+        assert model.decoder.head.max_logits == Fraction(7, 8)
+    assert model.decoder.head.max_logits == 7
 
 
 def test_one_line_and_plain_facts(one_rank: torch.device) -> None:

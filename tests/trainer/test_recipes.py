@@ -17,6 +17,7 @@ from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.plan import PrivacyPlan, make_plan
 from tests.e2e.launch import alone, train_arguments
 from trainer.config import RunConfig, load_config
+from trainer.planner.padding import Batches
 from trainer.run_ledger import recipe_plan
 from trainer.schedule import learning_rate
 
@@ -81,8 +82,9 @@ def test_every_calibrated_recipe(path: Path) -> None:
 
 
 TINY = [
-    "model.overrides={encoder_width=16, encoder_depth=1, encoder_num_heads=2, decoder_width=16, decoder_depth=1, "
-    "decoder_num_heads=2}", "data.shards=data/demo/train-00000.tar", "data.image_size=32", "data.num_tokens=12",
+    "model.overrides.encoder_width=16", "model.overrides.encoder_depth=1", "model.overrides.encoder_num_heads=2",
+    "model.overrides.decoder_width=16", "model.overrides.decoder_depth=1", "model.overrides.decoder_num_heads=2",
+    "data.shards=data/demo/train-00000.tar", "data.image_size=32", "data.num_tokens=12",
     "data.tokenizer=data/tokenizer/tokenizer.json", "data.num_workers=0", "privacy.expected_batch_size=16",
     "schedule.warmup_steps=1", "train.num_steps=2", "train.micro_batch_size=8",
 ]  # fmt: skip
@@ -152,6 +154,37 @@ def test_the_model_fits_its_data(path: Path) -> None:
     assert f"({PARAMETERS[path.stem]}M parameters)" in path.read_text()
     (row,) = [line for line in README.splitlines() if line.startswith(f"| `{path.stem}`")]
     assert f"| {PARAMETERS[path.stem]}M |" in row and f"| {config.train.micro_batch_size} |" in row
+
+
+def test_cappa_is_dpcap_base_but_for_its_share() -> None:
+    def rest(name: str) -> dict[str, object]:
+        tree = load_config(ROOT / f"recipes/{name}.toml").model_dump()
+        del tree["name"], tree["model"]["overrides"]
+        return tree
+
+    cappa = load_config(ROOT / "recipes/dpcap_cappa_base.toml")
+    base = load_config(ROOT / "recipes/dpcap_base.toml")
+    assert rest("dpcap_cappa_base") == rest("dpcap_base")
+    assert cappa.model.overrides == {**base.model.overrides, "parallel_share": 0.75}
+
+
+RANKS = (8, 16, 32, 64, 128)
+MOST_RANKS = {
+    **dict.fromkeys(("finetune_vit_base", "finetune_vit_base_lora"), 64),
+    **dict.fromkeys(("synthetic_vip_base", "synthetic_dpcap_base"), 16),
+    "vip_base_batch8192": 8,
+}
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if p in CALIBRATED or p.stem in MOST_RANKS], ids=lambda p: p.stem)
+def test_little_of_a_logical_batch_is_padding(path: Path) -> None:
+    config = load_config(path)
+    batches, size = Batches.of(config, None), config.train.micro_batch_size
+    most = MOST_RANKS.get(path.stem, 128)
+    said = {8: "11 % padding on 128 ranks"}.get(most, f"Little padding on 8 to {most} ranks")
+    assert said in path.read_text() or path.stem.startswith("dpcap_")
+    for ranks in (ranks for ranks in RANKS if ranks <= most):
+        assert batches.padding(ranks, size) <= 0.05 and batches.note(ranks, size) is None
 
 
 def test_the_four_differ_in_size_only() -> None:
