@@ -86,13 +86,24 @@ class Host:
         target = output.open("a") if output is not None else subprocess.PIPE
         try:
             return subprocess.Popen(
-                ["nsenter", "-t", str(self.init), "-n", "-u", "-i", "-m", "-p", f"--wdns={cwd}", "--", *command],
+                self._inside(command, cwd),
                 stdout=target, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, start_new_session=True,
                 env=self._environment(environment),
             )  # fmt: skip
         finally:
             if output is not None:
                 target.close()  # type: ignore[union-attr]
+
+    def _inside(self, command: Sequence[str], cwd: Path) -> list[str]:
+        return ["nsenter", "-t", str(self.init), "-n", "-u", "-i", "-m", "-p", f"--wdns={cwd}", "--", *command]
+
+    def attached(self, command: Sequence[str], **environment: str) -> int:
+        """A command with our own terminal, from our own folder; its exit code."""
+        more = {name: os.environ[name] for name in ("TERM",) if name in os.environ}
+        done = subprocess.run(
+            self._inside(command, Path.cwd()), env=self._environment({**more, **environment}), check=False
+        )
+        return done.returncode
 
     def run(
         self, command: Sequence[str], *, timeout: float = 120, cwd: Path = ROOT, **environment: str

@@ -1,0 +1,193 @@
+"""Whether a command of the documentation would be accepted: its script's own parser, the trainer's own loaders, no run."""
+
+import argparse
+import ast
+import contextlib
+import functools
+import importlib
+import io
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.docs.pages import ROOT, Command
+
+PLACEHOLDERS = {
+    "ARGUMENTS": "--ds_config ds_configs/zero3_bf16.json --recipe recipes/dpcap_base.toml --run_dir /shared/runs/name",
+    "ARGUMENTS_WITHOUT_RUN_DIR": "--ds_config ds_configs/zero3_bf16.json --recipe recipes/dpcap_base.toml",
+}
+"""What a page writes once, and a reader fills in."""
+ORDINARY = ("export", "printf", ".", "exit", "tensorboard", "apt-get", "mkdir", "touch", "rsync")
+"""Programs that are not ours; what they are given is not looked at."""
+TAKES_A_VALUE = {
+    "deepspeed": {"--hostfile", "--num_gpus", "--launcher", "--master_addr", "--master_port", "--launcher_args"},
+    "mpirun": {"-n", "-ppn", "-hosts"},
+    "python": set[str](),
+}
+FLAGS = {"deepspeed": {"--no_ssh_check"}, "mpirun": set[str](), "python": {"-u"}}
+_SCRIPT = re.compile(r"(launch_scripts/\w+|benchmarks/\w+)\.py")
+_BATCH = re.compile(r"(launch_scripts/cluster|tests)/\w+\.(sh|sbatch)")
+
+
+class Refused(AssertionError):
+    """A command that a reader cannot type."""
+
+
+def check(command: Command) -> None:
+    """
+    Raises:
+        Refused: naming page, line and reason.
+    """
+    try:
+        with contextlib.chdir(ROOT):
+            _check(_filled_in(command.words))
+    except (Refused, Exception) as error:
+        raise Refused(f"{command}: {error}") from error
+
+
+def _filled_in(words: Sequence[str]) -> list[str]:
+    return [part for word in words for part in (PLACEHOLDERS[word].split() if word in PLACEHOLDERS else [word])]
+
+
+def _check(words: list[str]) -> None:
+    variables = []
+    while words and re.match(r"[A-Z][A-Z_0-9]*=", words[0]):
+        variables.append(words.pop(0).split("=")[0])
+    if not words:
+        return
+    place = next((n for n, word in enumerate(words) if _SCRIPT.fullmatch(word) or _BATCH.fullmatch(word)), None)
+    if place is not None:
+        _check_start(words[:place])
+        script, rest = words[place], words[place + 1 :]
+        _check_variables(variables, script)
+        _check_batch(script, rest) if _BATCH.fullmatch(script) else check_script(script, rest)
+    elif words[0] == "make":
+        _check_make(words[1:])
+    elif words[:2] == ["pip", "install"]:
+        _check_requirements(words[2:])
+    elif Path(words[0]).name == "python" and words[1] == "-m":
+        importlib.import_module(words[2])
+    elif words[0] == "python" and words[1] == "-c":
+        ast.parse(words[2])
+    elif words[0] not in ORDINARY:
+        raise Refused(f"nobody knows {words[0]}")
+
+
+def _check_start(words: Sequence[str]) -> None:
+    """What starts a script: nothing, an interpreter, a launcher with its options, and combinations of them."""
+    if words and words[0] == "sbatch":
+        wrong = next((word for word in words[1:] if not re.fullmatch(r"--[a-z-]+(=.+)?", word)), None)
+        if wrong:
+            raise Refused(f"sbatch: {wrong}")
+        return
+    program = ""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name = Path(word).name
+        if name in FLAGS and not word.startswith("-"):
+            program = name
+        elif word in TAKES_A_VALUE.get(program, ()):
+            rest.pop(0)
+        elif word not in FLAGS.get(program, ()) and word.split("=")[0] not in TAKES_A_VALUE.get(program, ()):
+            raise Refused(f"{program or 'this command'} is not known to take {word}")
+
+
+def _check_variables(names: Sequence[str], script: str) -> None:
+    source = (ROOT / script).read_text() + (ROOT / "trainer/ranks.py").read_text()
+    for name in names:
+        if not re.search(rf"\b{name}\b", source):
+            raise Refused(f"{script} does not read {name}")
+
+
+def _check_batch(script: str, rest: list[str]) -> None:
+    """Shell scripts: executable unless sbatch reads them, and what follows their own arguments is train.py's."""
+    if script.endswith(".sh") and not os.access(ROOT / script, os.X_OK):
+        raise Refused(f"{script} is not executable, or not there")
+    own = {"openmpi.sh": 1, "slurm_array.sbatch": 2}.get(Path(script).name, 0)
+    if len(rest) < own:
+        raise Refused(f"{script} takes {own} arguments before those of train.py")
+    if "cluster/" in script:
+        check_script("launch_scripts/train.py", rest[own:])
+
+
+def _check_make(targets: Sequence[str]) -> None:
+    known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    for target in targets:
+        if "=" not in target and target not in known:
+            raise Refused(f"the Makefile has no target {target}")
+
+
+def _check_requirements(words: Sequence[str]) -> None:
+    if "-r" in words and not (ROOT / words[words.index("-r") + 1]).is_file():
+        raise Refused("no such requirements")
+
+
+def check_script(script: str, arguments: Sequence[str]) -> None:
+    """The script's own parser takes the arguments, and the loaders what these name."""
+    if script.startswith("benchmarks/"):
+        _check_benchmark(ROOT / script, arguments)
+        return
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            options = _module(script).parse_args(list(arguments))
+    except SystemExit as end:
+        if end.code == 0:  # --help
+            return
+        raise Refused(said.getvalue().strip().splitlines()[-1]) from None
+    _check_values(Path(script).stem, options)
+
+
+@functools.cache
+def _module(script: str) -> ModuleType:
+    return importlib.import_module(script.removesuffix(".py").replace("/", "."))
+
+
+def _check_benchmark(path: Path, arguments: Sequence[str]) -> None:
+    """Their parsers are made where they run, so only names of options are compared."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    known = {
+        argument.value
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
+        for argument in call.args
+        if isinstance(argument, ast.Constant)
+    }
+    for word in arguments:
+        if word.startswith("--") and word.split("=")[0] not in known:
+            raise Refused(f"{path.name} does not take {word}")
+
+
+def _check_values(name: str, options: argparse.Namespace) -> None:
+    """Recipes with their overrides, ds_configs and studies go through the trainer's own loaders."""
+    given: dict[str, Any] = vars(options)
+    if name == "study" and "study" in given:
+        check_study(options.study)
+    if given.get("overrides") and given.get("recipe", True) is None:
+        raise Refused("overrides without a recipe")
+    recipe = Path("recipes/quickstart.toml") if name == "quickstart" else given.get("recipe")
+    if recipe is None:
+        return
+    from trainer.config import load_config
+    from trainer.ds_config import load_machine_settings, resolve
+    from trainer.engines.refusals import require_supported
+
+    config = load_config(recipe, options.overrides)
+    if given.get("ds_config") is not None:
+        machine = load_machine_settings(Path(options.ds_config))
+        world_size = given.get("world_size") or 8
+        resolve(machine, micro_batch_size=config.train.micro_batch_size, world_size=world_size)
+        require_supported(given.get("engine") or "deepspeed", machine, world_size)
+
+
+def check_study(path: Path) -> int:
+    """The number of its points; each has a recipe that trains."""
+    from trainer.scaling.grid import expand, load_study
+    from trainer.scaling.points import plan_points
+
+    study = load_study(path)
+    return len(plan_points(study, expand(study), ROOT, Path("ledger")))

@@ -1,0 +1,237 @@
+"""Links lead somewhere, and what looks like a path, a key, an option or a test of the project is one. No network."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import GUIDES, PAGES, ROOT, anchors, prose, read, spans, tracked
+
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_URL = re.compile(r"https?://[^\s>)`'\"]+")
+_WELL_FORMED = re.compile(r"https://[a-z0-9-]+(\.[a-z0-9-]+)*\.[a-z]{2,}(/[\w.~%/#?=&+@:-]*)?")
+SUFFIXES = "safetensors|pth|py|md|toml|json|jsonl|sh|sbatch|txt|html|png|npz|npy|glsl|csv|example"
+_FILE = re.compile(rf"[\w*{{}}.,-]+\.({SUFFIXES})(::\w+)?")
+_PATH = re.compile(r"[\w.*{},-]+(/[\w.*{},-]+)+(::\w+)?/?")
+MADE_UP = (
+    *("runs/", "/shared/", "imagenet/", "shards/", "train/", "val/", "index/", "coco/", "synthetic/", "vg/", "ADE/"),
+    *("results/",),  # in benchmarks/
+)
+"""Folders of the reader, in examples."""
+RUN_FOLDER = ("private/", "checkpoints/", "report/", "tensorboard/", "evaluation/", "private_heads/", ".import/")
+"""Folders inside of a run folder, or of a folder that a command writes."""
+WRITTEN = {
+    # by commands, into folders that the page names
+    *("config.toml", "ds_config.json", "environment.json", "ledger.jsonl", "metrics.jsonl", "manifest.json"),
+    *("privacy_card.json", "privacy_card.md", "privacy_card.html", "provenance.json", "import-report.json"),
+    *(
+        "points.csv",
+        "groups.csv",
+        "curves.csv",
+        "study.json",
+        "head.json",
+        "head.safetensors",
+        "private-head-sweep.png",
+        "study.md",
+    ),
+    *("preprocessor_config.json", "extents-*.npy", "submit.sh", "model.pth", "model.safetensors"),
+    # of other projects, or of the reader
+    *("metadata.csv", "metadata.jsonl", "captions.csv", "captions.jsonl", "tokenizer.json", "names.txt", "points.txt"),
+    *("instances.json", "vocab.txt", "captions_train2017.json", "KEY.txt", "left.png", "right.png", "x.txt", "0.txt"),
+}
+
+
+@functools.cache
+def names() -> frozenset[str]:
+    return frozenset(Path(name).name for name in tracked())
+
+
+@functools.cache
+def existing_tests() -> frozenset[str]:
+    sources = "\n".join((ROOT / name).read_text() for name in tracked() if re.fullmatch(r"tests/.*\.py", name))
+    return frozenset(re.findall(r"^ *def (test_\w+)", sources, re.M))
+
+
+def exists(path: str, page: str) -> bool:
+    """From the root or the page's folder; `*` and `{a,b}` as a shell has them, each with a match.
+
+    What lies in benchmarks/results/ is written under a name that the record then adds a suffix to.
+    """
+    options = re.search(r"\{([^{}]*,[^{}]*)\}", path)
+    if options:
+        return all(exists(path.replace(options[0], one), page) for one in options[1].split(","))
+    pattern, _, test = path.partition("::")
+    pattern = f"{pattern}*" if pattern.startswith("benchmarks/results/") else pattern
+    found = [match for folder in (ROOT, (ROOT / page).parent) for match in folder.glob(pattern.strip("/"))]
+    return bool(found) and (not test or test in existing_tests())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in _LINK.findall(prose(page)):
+        if target.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), f"{page} links to {target}"
+        assert not anchor or anchor in anchors(file.resolve().relative_to(ROOT).as_posix()), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_addresses_are_well_formed(page: str) -> None:
+    text = re.sub(r"`[^`\n]*`", "", prose(page))
+    for address in _URL.findall(text):
+        assert _WELL_FORMED.fullmatch(address.rstrip(".,;:")), f"{page}: {address}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page: str) -> None:
+    for span in spans(page):
+        for word in span.split():
+            problem = wrong_path(word.strip("'\"(),;"), page)
+            assert not problem, f"{page}: `{span}`: {problem}"
+    for word in re.findall(
+        rf"(?<![\w/.:`-])(?:docs|tests|trainer|privacy|models|data|evaluation)/[\w/]+\.(?:{SUFFIXES})\b", prose(page)
+    ):
+        assert exists(word, page), f"{page}: {word}"
+
+
+def wrong_path(word: str, page: str) -> str:
+    """What is wrong with a word that looks like a path or a file of the project; nothing for other words."""
+    word = word.partition("=")[2] if re.match(r"[\w.]+=", word) else word
+    if word.startswith(MADE_UP) or (word.startswith(RUN_FOLDER) and not exists(word, page)):
+        return ""
+    if _PATH.fullmatch(word):
+        top = word.split("/")[0]
+        ours = (ROOT / top).is_dir() or ((ROOT / page).parent / top).is_dir()
+        if ours or _FILE.fullmatch(word.split("/")[-1]):
+            return "" if exists(word, page) else f"there is no {word}"
+    elif _FILE.fullmatch(word) and word not in WRITTEN:
+        name = word.split("::")[0]
+        known = name in names() or exists(word, page) or any(Path(one).match(name) for one in names())
+        return "" if known else f"no file is called {name}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("word", "is_wrong"),
+    [
+        ("trainer/loop.py", False),
+        ("trainer/lopo.py", True),
+        ("docs/", False),
+        ("docs/nothing/", True),
+        ("tests/docs/pages.py", False),
+        ("recipes/dpcap_*.toml", False),
+        ("recipes/none_*.toml", True),
+        ("recipes/{dpcap_base,vip_base}.toml", False),
+        ("recipes/{dpcap_base,none}.toml", True),
+        ("tests/docs/test_links.py::test_paths_exist", False),
+        ("tests/docs/test_links.py::test_nothing", True),
+        ("plan.py", False),
+        ("plam.py", True),
+        ("data.index=/shared/laion-index", False),
+        ("runs/quickstart", False),
+        ("private/sampling.key", False),
+        ("elsewhere/file.py", True),
+        ("and/or", False),
+        ("0.5/2", False),
+    ],
+)
+def test_a_wrong_path_is_seen(word: str, is_wrong: bool) -> None:
+    assert bool(wrong_path(word, "README.md")) is is_wrong
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "test_" in read(page)])
+def test_named_tests_exist(page: str) -> None:
+    for span in spans(page):
+        for name in re.findall(r"(?:^|::)(test_\w+)(?!\S)", span):
+            assert name in existing_tests() or f"{name}.py" in names(), f"{page}: {name}"
+
+
+@functools.cache
+def recipe_keys() -> frozenset[str]:
+    """section.key of everything that a recipe may hold."""
+    from pydantic import BaseModel
+
+    from trainer.config import RunConfig
+
+    found: set[str] = set()
+
+    def walk(kind: type[BaseModel], prefix: str) -> None:
+        for name, field in kind.model_fields.items():
+            found.add(prefix + name)
+            for part in _models_in(field.annotation):
+                walk(part, f"{prefix}{name}.")
+
+    walk(RunConfig, "")
+    return frozenset(found)
+
+
+def _models_in(annotation: object) -> list[type]:
+    from typing import get_args
+
+    from pydantic import BaseModel
+
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [part for argument in get_args(annotation) for part in _models_in(argument)]
+
+
+@functools.cache
+def model_options() -> frozenset[str]:
+    """Names that `model.overrides` takes: those that the refusal of another one lists."""
+    from models.classifier_config import classifier_config
+    from models.config import captioner_config
+    from models.errors import ModelConfigError
+    from models.mae_config import masked_autoencoder_config
+
+    found: set[str] = set()
+    for build, size in (
+        (captioner_config, "dpcap_base"),
+        (masked_autoencoder_config, "vip_base"),
+        (functools.partial(classifier_config, num_classes=2), "vip_base"),
+    ):
+        with pytest.raises(ModelConfigError, match="choose among") as refused:
+            build(size, nothing=1)
+        found |= set(str(refused.value).partition("choose among ")[2].split(", "))
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_keys_of_recipes_exist(page: str) -> None:
+    sections = {key.split(".")[0] for key in recipe_keys() if "." in key}
+    for span in spans(page):
+        key = re.match(r"([a-z]+)((?:\.[a-z_]+)+)(?=$| ?=)", span)
+        if key is None or key[1] not in sections:
+            continue
+        if key[0].startswith("model.overrides."):
+            assert key[0].split(".")[2] in model_options(), f"{page}: {span}"
+        else:
+            is_file = key[0].endswith(tuple(f".{suffix}" for suffix in SUFFIXES.split("|")))
+            assert key[0] in recipe_keys() or is_file or is_module(key[0]), f"{page}: no recipe has {span}"
+
+
+def is_module(dotted: str) -> bool:
+    """A module of ours, or a name in one."""
+    parts = dotted.split(".")
+    folders = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return any((ROOT / f"{one}.py").is_file() or ((ROOT / one).is_dir() and "/" in one) for one in folders)
+
+
+@functools.cache
+def known_options() -> frozenset[str]:
+    """Every string that begins with -- in our programs, and those of launchers that the guides speak of."""
+    sources = [
+        n for n in tracked() if re.match(r"(launch_scripts|evaluation|data|trainer|benchmarks)/.*\.(py|s\w+)$", n)
+    ]
+    text = "\n".join((ROOT / name).read_text() for name in sources)
+    foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}
+    return frozenset(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | foreign
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_options_exist(page: str) -> None:
+    for span in spans(page):
+        for option in re.findall(r"(?<!\S)--[a-z][\w-]*", span):
+            assert option in known_options(), f"{page}: `{span}`: no program takes {option}"
