@@ -4,12 +4,13 @@ images:a.jpg,b.png               these files
 folder:DIR                       all images below a folder, in the order of their paths; `x.txt` beside `x.jpg` has its
                                  captions, one per line
 shards:train-{000..012}.tar      webdataset shards with their captions
+hf:coco/validation               a split that Hugging Face's `datasets` saved with `save_to_disk`
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,6 +32,24 @@ class CaptionedImage(NamedTuple):
     name: str
     image: bytes | None
     captions: tuple[str, ...]
+
+
+class CaptionedImages(Protocol):
+    """A source."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, ids: Sequence[int]) -> Iterator[CaptionedImage]:
+        """
+        Raises:
+            ReadError: bytes that were promised cannot be read.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -73,9 +92,18 @@ class CaptionedShards:
 
 
 def open_images(
-    text: str, *, cache: Path | None = None, caption_field: str | None = None
-) -> ImageFiles | CaptionedShards:
+    text: str,
+    *,
+    cache: Path | None = None,
+    caption_field: str | None = None,
+    image_column: str = "image",
+    caption_column: str = "caption",
+) -> CaptionedImages:
     """The images that a command line names; see the module.
+
+    Args:
+        cache, caption_field: of shards.
+        image_column, caption_column: of Hugging Face data sets.
 
     Raises:
         DataError: an unknown kind, or nothing there.
@@ -95,7 +123,11 @@ def open_images(
         return ImageFiles(text, files)
     if kind == "shards" and where:
         return CaptionedShards(where, cache, caption_field)
-    raise DataError(f"{text!r} names no images; write images:FILE,..., folder:DIR or shards:PATTERN")
+    if kind == "hf" and where:
+        from evaluation.hugging_face import HuggingFaceCaptions  # which gives what is defined here
+
+        return HuggingFaceCaptions(Path(where).expanduser(), image_column, caption_column)
+    raise DataError(f"{text!r} names no images; write images:FILE,..., folder:DIR, shards:PATTERN or hf:DIR")
 
 
 class Decoded(NamedTuple):
@@ -112,7 +144,7 @@ class Decoded(NamedTuple):
 
 
 def decoded(
-    source: ImageFiles | CaptionedShards, *, image_size: int, batch_size: int, count: int | None = None
+    source: CaptionedImages, *, image_size: int, batch_size: int, count: int | None = None
 ) -> Iterator[Decoded]:
     """Batches of the first `count` images in order (all by default); a batch may be empty."""
     total = min(len(source), count or len(source))

@@ -129,13 +129,13 @@ class FolderImages:
         return f"folder:{self.root}"
 
     def identity(self) -> str:
-        return f"folder {_files_digest(self.root, [name for name, _ in self.files])}"
+        return f"folder {files_digest(self.root, [name for name, _ in self.files])}"
 
     def __len__(self) -> int:
         return len(self.files)
 
     def read(self, ids: Sequence[int]) -> list[LabelledImage]:
-        return [LabelledImage(_bytes_of(self.root / self.files[i][0]), self.files[i][1]) for i in ids]
+        return [LabelledImage(bytes_of(self.root / self.files[i][0]), self.files[i][1]) for i in ids]
 
 
 class ArrayImages:
@@ -184,61 +184,7 @@ class ArrayImages:
         return len(self._images)
 
     def read(self, ids: Sequence[int]) -> list[LabelledImage]:
-        return [LabelledImage(encode_png(self._images[i]), _label(self._labels_N[i])) for i in ids]
-
-
-class HuggingFaceImages:
-    """A data set on disk of the `datasets` package (an extra); identified by names, sizes and times of its files."""
-
-    def __init__(self, path: Path, image_column: str, label_column: str) -> None:
-        """
-        Raises:
-            DataError: the package is missing, nothing there, or no such columns.
-        """
-        self._arguments = (path, image_column, label_column)
-        self.name = f"hf:{path}"
-        try:
-            import datasets
-        except ImportError as error:
-            raise DataError("hf: needs the package `datasets`: pip install datasets") from error
-        try:
-            loaded: Any = datasets.load_from_disk(str(path))
-        except Exception as error:
-            raise DataError(f"{path} is no data set that `datasets` saved: {error}") from error
-        if isinstance(loaded, dict):
-            raise DataError(
-                f"{path} holds the splits {', '.join(loaded)}; name one of them: hf:{path}/{next(iter(loaded))}"
-            )
-        for column in (image_column, label_column):
-            if column not in loaded.features:
-                raise DataError(
-                    f"{path} has no column {column!r}, but {', '.join(loaded.features)} (--image_column, ...)"
-                )
-        self._rows = loaded.cast_column(image_column, datasets.Image(decode=False))
-        self.class_names = tuple(getattr(loaded.features[label_column], "names", ()))
-
-    def __reduce__(self) -> tuple[type["HuggingFaceImages"], tuple[Path, str, str]]:
-        return HuggingFaceImages, self._arguments
-
-    def identity(self) -> str:
-        root = self._arguments[0]
-        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-        return f"hf {_files_digest(root, names)} {self._arguments[1:]}"
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def read(self, ids: Sequence[int]) -> list[LabelledImage]:
-        _, image_column, label_column = self._arguments
-        found = []
-        for i in ids:
-            row = self._rows[int(i)]
-            stored = row[image_column] or {}
-            data = stored.get("bytes")
-            if data is None and stored.get("path"):
-                data = _bytes_of(Path(stored["path"]))
-            found.append(LabelledImage(data, _label(row[label_column])))
-        return found
+        return [LabelledImage(encode_png(self._images[i]), label_value(self._labels_N[i])) for i in ids]
 
 
 @dataclass(frozen=True)
@@ -271,6 +217,8 @@ def open_source(text: str, options: ReadingOptions) -> LabelledImages:
     if kind == "arrays" and where:
         return ArrayImages.load(Path(where).expanduser())
     if kind == "hf" and where:
+        from evaluation.hugging_face import HuggingFaceImages  # which reads by what is here
+
         return HuggingFaceImages(Path(where).expanduser(), options.image_column, options.label_column)
     raise DataError(f"{text!r} names no images; write shards:PATTERN, folder:DIR, hf:DIR or arrays:FILE.npz")
 
@@ -300,18 +248,24 @@ def encode_png(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def _label(value: Any) -> int | None:
+def label_value(value: Any) -> int | None:
+    """A whole number from 0 on; anything else is no label."""
     return int(value) if isinstance(value, int | np.integer) and value >= 0 else None
 
 
-def _bytes_of(path: Path) -> bytes:
+def bytes_of(path: Path) -> bytes:
+    """
+    Raises:
+        ReadError: it cannot be read.
+    """
     try:
         return path.read_bytes()
     except OSError as error:
         raise ReadError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _files_digest(root: Path, names: Sequence[str]) -> str:
+def files_digest(root: Path, names: Sequence[str]) -> str:
+    """Of names, sizes and times of files below a folder."""
     digest = hashlib.sha256()
     for name in names:
         status = (root / name).stat()

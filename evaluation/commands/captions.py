@@ -18,11 +18,13 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
+    from evaluation.captioned import CaptionedImages
     from evaluation.results import Results
 
 NAME = "captions"
 HELP = "captions of images, and their BLEU, ROUGE-L and CIDEr"
 GRID = 24
+SOURCE = "images:FILE,..., folder:DIR, shards:PATTERN or hf:DIR"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,20 +46,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_captioned(parser: argparse.ArgumentParser) -> None:
     """Images with captions, and how they are read."""
-    parser.add_argument("--data", required=True, metavar="SOURCE", help="images:FILE,..., folder:DIR or shards:PATTERN")
+    parser.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
     parser.add_argument("--max_examples", type=int, metavar="N", help="the first N only")
     parser.add_argument("--caption_field", metavar="NAME", help="of shards: the captions' field of .json")
+    parser.add_argument("--image_column", default="image", metavar="NAME", help="of Hugging Face data sets")
+    parser.add_argument("--caption_column", default="caption", metavar="NAME", help="of Hugging Face data sets")
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="for indexes of shards; default: the run's private part"
     )
     parser.add_argument("--batch_size", type=int, default=64, metavar="B", help="images at once")
 
 
+def open_captioned(args: argparse.Namespace) -> "CaptionedImages":
+    """What `add_captioned` names."""
+    from evaluation.captioned import open_images
+
+    return open_images(
+        args.data,
+        cache=cache_of(args),
+        caption_field=args.caption_field,
+        image_column=args.image_column,
+        caption_column=args.caption_column,
+    )
+
+
 def run(args: argparse.Namespace) -> "Results":
     """See `evaluation.commands`."""
     from data.errors import DataError
     from evaluation.caption_metrics import caption_metrics, require_metrics
-    from evaluation.captioned import decoded, open_images
+    from evaluation.captioned import decoded
     from evaluation.captions import CaptionOptions, CaptionWriter, picture_grid
     from evaluation.results import DataUse, ModelFacts, Results
 
@@ -70,7 +87,7 @@ def run(args: argparse.Namespace) -> "Results":
         args.method, args.max_tokens, args.num_beams, args.length_penalty, args.temperature, args.top_p, args.seed
     )
     writer = CaptionWriter(model, tokenizer, options)
-    source = open_images(args.data, cache=cache_of(args), caption_field=args.caption_field)
+    source = open_captioned(args)
     rows: list[dict[str, Any]] = []
     shown: list[np.ndarray] = []
     undecodable = 0

@@ -8,9 +8,8 @@ Every caption is scored for every image, so the work grows with the square of th
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from evaluation.commands.captions import add_captioned
+from evaluation.commands.captions import add_captioned, open_captioned
 from evaluation.commands.common import add_checkpoint
-from evaluation.commands.inputs import cache_of
 from evaluation.commands.zero_shot import check_sizes, open_captioner
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> "Results":
     import torch
 
     from data.errors import DataError
-    from evaluation.captioned import decoded, open_images
+    from evaluation.captioned import decoded
     from evaluation.results import DataUse, ModelFacts, Results
     from evaluation.retrieval import recalls, same_texts
     from evaluation.scoring import PrefixTree, encoded_captions, tree_log_probs
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace) -> "Results":
     check_sizes(args)
     opened, model = open_captioner(args)
     tokenizer = opened.task.make_example(train=False).tokenizer  # type: ignore[attr-defined]
-    source = open_images(args.data, cache=cache_of(args), caption_field=args.caption_field)
+    source = open_captioned(args)
     size = model.config.encoder.image_size
     images: list[torch.Tensor] = []
     captions, owners, left_out = [], [], 0
