@@ -35,7 +35,7 @@ class Terminal:
         environment = {k: v for k, v in os.environ.items() if k in ("HOME", "USER", "LANG", "TMPDIR")}
         self.process = subprocess.Popen(
             ["setsid", "--ctty", "bash", "--norc", "--noprofile"], cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs,
-            env={"PATH": os.defpath + ":/usr/sbin:/sbin", "PS1": PROMPT, "TERM": "dumb", **environment}, start_new_session=True,
+            env={"PATH": os.defpath + ":/usr/sbin:/sbin", "PS1": PROMPT, "TERM": "dumb", **environment},
         )  # fmt: skip
         os.close(theirs)
         self._ours = ours

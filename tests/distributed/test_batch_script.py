@@ -1,0 +1,60 @@
+"""What slurm.sbatch does when a node is lost, against stand-ins for Slurm's commands (test_slurm.py has a real one)."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import ROOT
+
+BATCH = "launch_scripts/cluster/slurm.sbatch"
+WAIT = 1
+SLURM = {
+    # Ranks end with $CODE; the node that is gone does not answer `srun --overlap`.
+    "srun": 'case "$*" in *--overlap*) exit 1 ;; esac\nexit "$CODE"',
+    # Slurm ends the script of a job that goes back to the queue.
+    "scontrol": '[ "$REQUEUE" = works ] || exit 1\nkill -TERM "$PPID"',
+    "squeue": 'echo "$STATE"',
+}
+
+
+def batch(folder: Path, **environment: str) -> tuple[int, str, list[tuple[str, float]]]:
+    """Exit code, what was said, and (command, time) of each call of a stand-in."""
+    calls = folder / "calls"
+    for name, body in SLURM.items():
+        program = folder / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/bash\necho "$(date +%s.%N) {name} $*" >> "{calls}"\n{body}\n')
+        program.chmod(0o755)
+    done = subprocess.run(
+        ["bash", BATCH, "--ds_config", "ds_configs/zero3.json", "--run_dir", str(folder / "run")], cwd=ROOT, timeout=60,
+        env={"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHON": "/bin/true", "SLURM_JOB_ID": "7",
+             "SLURM_JOB_NUM_NODES": "2", "NODE_LOSS_SECONDS": str(WAIT), **environment},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    seen = [line.split(" ", 1) for line in calls.read_text().splitlines()]
+    return done.returncode, done.stdout + done.stderr, [(command, float(when)) for when, command in seen]
+
+
+@pytest.mark.parametrize("code", ["1", "2"])
+def test_a_lost_node_that_slurm_does_not_notice(tmp_path: Path, code: str) -> None:
+    """The script waits as long as it is told, then puts the job back by itself; also where a host did not come up (2)."""
+    ended, said, calls = batch(tmp_path, CODE=code, REQUEUE="works", STATE="RUNNING")
+    assert ended == -signal.SIGTERM, said
+    assert "a node does not answer" in said and "a node was lost; back to the queue" in said
+    train, *_, probe, requeue = calls
+    assert "launch_scripts/train.py" in train[0] and "--overlap" in probe[0]
+    assert requeue[0] == "scontrol requeue 7" and requeue[1] - probe[1] >= WAIT
+
+
+def test_slurm_was_faster(tmp_path: Path) -> None:
+    """It has requeued the job while the script waited: nothing is left to do."""
+    ended, said, _ = batch(tmp_path, CODE="1", REQUEUE="fails", STATE="PENDING")
+    assert ended == 1 and "could not be requeued" not in said
+
+
+def test_a_job_that_cannot_go_back(tmp_path: Path) -> None:
+    ended, said, _ = batch(tmp_path, CODE="1", REQUEUE="fails", STATE="RUNNING")
+    assert ended == 1 and "could not be requeued; submit the same command again" in said

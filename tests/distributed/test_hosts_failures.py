@@ -1,0 +1,93 @@
+"""Runs between hosts that cannot begin, and ranks that die: one readable line, and nobody left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import ROOT, free_port, quiet_environment
+from tests.e2e.launch import TRAIN, count, kill_group
+from tests.hosts.hosts import Network, wait_until
+from tests.hosts.launchers import BIN, WITHIN, openmpi, pdsh, tiny
+
+pytestmark = pytest.mark.full
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_under_mpirun_ends_all(tmp_path: Path, victim: int) -> None:
+    run_dir = tmp_path / "run"
+    command = [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u", TRAIN, *tiny(run_dir, steps=4000)]
+    environment = quiet_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_until(lambda: count(run_dir, "done") >= 2 or launcher.poll() is not None, "two steps", within=WITHIN)
+        ranks = {rank: pid for pid, rank in ranks_of(run_dir)}
+        assert set(ranks) == {0, 1}, (tmp_path / "log").read_text()
+        os.kill(ranks[victim], signal.SIGKILL)
+        assert launcher.wait(timeout=60) != 0
+        wait_until(lambda: not ranks_of(run_dir), "the end of all ranks", within=10)
+    finally:
+        for pid, _ in ranks_of(run_dir):
+            os.kill(pid, signal.SIGKILL)
+        kill_group(launcher)
+
+
+def ranks_of(run_dir: Path) -> list[tuple[int, int]]:
+    """(process, rank) of what trains in this run folder, under mpirun."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        rank = re.search(rb"(?:^|\0)PMI_RANK=(\d+)", environment)
+        if (
+            TRAIN.encode() in command
+            and str(run_dir).encode() in command
+            and rank is not None
+            and b"mpirun" not in command
+        ):
+            found.append((int(folder.name), int(rank[1])))
+    return found
+
+
+class TestRefusals:
+    """What does not fit together between hosts is one line that names rank, host and reason, and exit 2."""
+
+    def test_a_variable_that_did_not_reach_the_other_host(self, hosts: Network, tmp_path: Path) -> None:
+        """The run of test_launchers.py has it in .deepspeed_env."""
+        result = openmpi(hosts, tmp_path / "run", GLOO_SOCKET_IFNAME="eth0")
+        self._is_refused(
+            result,
+            "rank 1 (host node2) differs from rank 0 (host node1): GLOO_SOCKET_IFNAME is not set, but is on rank 0",
+            ".deepspeed_env",
+        )
+        assert not (tmp_path / "run").exists()
+
+    def test_a_required_variable(self, hosts: Network, tmp_path: Path) -> None:
+        """pdsh starts all ranks through ssh, the one on this host too."""
+        result = pdsh(hosts, tmp_path / "run", "--require_env=SHARDS_TOKEN", SHARDS_TOKEN="1")
+        self._is_refused(
+            result, "SHARDS_TOKEN is required (--require_env), but not set on ranks 0, 1 (hosts node1, node2)"
+        )
+
+    def test_a_run_folder_that_is_not_shared(self, hosts: Network, tmp_path: Path) -> None:
+        folder = tmp_path / "not-shared"
+        folder.mkdir()
+        hosts.hosts["node2"].run(["mount", "-t", "tmpfs", "tmpfs", str(folder)])
+        result = pdsh(hosts, folder / "run")
+        self._is_refused(
+            result, f"run folder {folder}/run: rank 1 (host node2) did not see", "file system that all hosts share"
+        )
+        assert count(folder / "run", "open") == 0
+
+    def _is_refused(self, result: subprocess.CompletedProcess[str], *words: str) -> None:
+        errors = [line for line in result.stdout.splitlines() if "error: " in line and "[ERROR]" not in line]
+        assert result.returncode == 2, result.stdout
+        assert len(errors) == 1 and all(word in errors[0] for word in words), result.stdout
+        assert "Traceback" not in result.stdout
