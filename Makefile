@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: quickstart test test-all lint format clean venv
+.PHONY: quickstart test test-all coverage lint format clean venv
 
 $(STAMP): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
@@ -26,6 +26,12 @@ test-all: $(STAMP) lint
 	@tests/install_packages.sh
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-triton.txt >&2 || echo "triton could not be installed: tests of its kernel will be skipped" >&2
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+
+# Statements that `make test` runs, in every rank and command; TESTS="tests/data ..." takes a part. Tracing makes tests slower.
+coverage: $(STAMP)
+	@tests/install_packages.sh cluster
+	$(BIN)/python -m pytest -m "not full and not gpu" -n 2 --dist loadfile --no-loadscope-reorder -o timeout=900 \
+		--cov --cov-report=term --cov-report=html $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,21 @@
+"""Where the time goes: after pytest's slowest tests, the slowest files."""
+
+from collections import Counter
+from typing import Any
+
+SLOWEST = 10
+AT_LEAST = 60.0  # seconds in all; a single file run by hand needs no table
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration") and hasattr(report, "nodeid"):
+                seconds[report.nodeid.split("::")[0]] += report.duration
+    if seconds.total() < AT_LEAST:
+        return
+    terminalreporter.section(f"slowest {min(SLOWEST, len(seconds))} files of {len(seconds)}")
+    for name, total in seconds.most_common(SLOWEST):
+        terminalreporter.write_line(f"{total:7.1f}s {name}")
+    terminalreporter.write_line(f"{seconds.total():7.1f}s all, on all workers together")
