@@ -38,7 +38,17 @@ WRITTEN = {
     *("preprocessor_config.json", "extents-*.npy", "submit.sh", "model.pth", "model.safetensors"),
     # of other projects, or of the reader
     *("metadata.csv", "metadata.jsonl", "captions.csv", "captions.jsonl", "tokenizer.json", "names.txt", "points.txt"),
-    *("instances.json", "vocab.txt", "captions_train2017.json", "KEY.txt", "left.png", "right.png", "x.txt", "0.txt"),
+    *(
+        "instances.json",
+        "vocab.txt",
+        "captions_train2017.json",
+        "KEY.txt",
+        "left.png",
+        "right.png",
+        "x.txt",
+        "0.txt",
+        "1.txt",
+    ),
 }
 
 
