@@ -4,6 +4,7 @@ import functools
 import re
 import shlex
 import subprocess
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ PAGES = sorted(
 )
 GUIDES = [page for page in PAGES if not page.startswith(("tests/", "benchmarks/results/", "CHANGELOG"))]
 """Pages whose commands readers copy. The others tell what was done once."""
-_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+(?=\n|\Z)")
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
@@ -63,7 +64,7 @@ def read(page: str) -> str:
 def blocks(page: str) -> list[Block]:
     """Fenced and indented blocks in their order."""
     text = read(page)
-    found = [(m.start(), m[1], m[2]) for m in _FENCED.finditer(text)]
+    found = [(m.start(), m[2], textwrap.dedent(m[3])) for m in _FENCED.finditer(text)]
     found += [(m.start(), "bash", re.sub(r"^ {4}", "", m[0], flags=re.M)) for m in _INDENTED.finditer(_prose(text))]
     return [Block(page, text[:start].count("\n") + 1, language, code) for start, language, code in sorted(found)]
 

@@ -245,3 +245,12 @@ def test_options_exist(page: str) -> None:
     for span in spans(page):
         for option in re.findall(r"(?<!\S)--[a-z][\w-]*", span):
             assert option in known_options(), f"{page}: `{span}`: no program takes {option}"
+
+
+def test_the_architecture_names_every_folder() -> None:
+    """All at the top, and every package in ours."""
+    text = read("docs/architecture.md")
+    folders = {name.split("/")[0] for name in tracked() if "/" in name and not name.startswith(".")}
+    packages = {Path(name).parent for name in tracked() if re.match(r"(?!tests/)\w+/\w.*/__init__\.py$", name)}
+    for folder in folders | {package.name for package in packages}:
+        assert f"{folder}/`" in text, f"docs/architecture.md does not name {folder}/"

@@ -54,7 +54,7 @@ PYTHON_NOT_RUN = {
     "docs/models.md": "a test that the reader completes; tests/models has it for every model",
 }
 PAGES = ["README.md", *(f"docs/{n}.md" for n in (
-    "clusters", "data", "evaluation", "exchange", "finetuning", "importing", "planning", "studies", "synthetic",
+    "clusters", "data", "evaluation", "exchange", "finetuning", "importing", "operations", "planning", "studies", "synthetic",
 ))]  # fmt: skip
 
 
