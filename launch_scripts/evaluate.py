@@ -34,6 +34,8 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     """Command-line arguments; a bad one is a ConfigError (exit 2)."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="evaluate.py", description=__doc__, formatter_class=formatter)
+    # The deepspeed launcher puts it before everything else; the environment says it too.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(

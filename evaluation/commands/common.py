@@ -35,8 +35,6 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         help="the evaluation data are public: results may leave the private part of the run folder",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    # The launchers add it; the environment says it too.
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
 
 
 def open_checkpoint(args: argparse.Namespace) -> "OpenedModel":

@@ -129,6 +129,29 @@ def test_the_batch_host_is_lost(slurm: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_lost_node_that_slurm_does_not_notice(slurm: Slurm, tmp_path: Path) -> None:
+    """The script does not wait for ever: after NODE_LOSS_SECONDS it puts the job back by itself."""
+    steps, log, run_dir = 30, tmp_path / "job.log", tmp_path / "run"
+    slurm.notice_lost_nodes_after(3600)
+    try:
+        number = submit(slurm, log, "--export=ALL,NODE_LOSS_SECONDS=1", BATCH, *arguments(run_dir, steps))
+        done_beyond(slurm, number, run_dir, 3, log)
+        used = slurm.job(number)
+        lost = next(h for h in slurm.nodes if h.name in expanded(used["NodeList"]) and h.name != used["BatchHost"])
+        lost.kill()
+        wait_until(
+            lambda: "a node was lost; back to the queue" in text(log), f"the script\n{text(log)[-3000:]}", WITHIN
+        )
+    finally:
+        slurm.notice_lost_nodes_after(8)
+    assert ends(slurm, number, log) == "COMPLETED", text(log)
+    assert slurm.job(number)["Restarts"] == "1"
+    is_whole(run_dir, steps)
+    slurm.restart_node(lost)
+    slurm.wait_for_nodes()
+
+
+@pytest.mark.full
 def test_the_time_limit(slurm: Slurm, tmp_path: Path) -> None:
     """Slurm looks every half minute: the signal comes early."""
     steps, log, run_dir = 4000, tmp_path / "job.log", tmp_path / "run"

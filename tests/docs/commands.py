@@ -61,9 +61,10 @@ def _check(words: list[str]) -> None:
     place = next((n for n, word in enumerate(words) if _SCRIPT.fullmatch(word) or _BATCH.fullmatch(word)), None)
     if place is not None:
         _check_start(words[:place])
+        added = ["--local_rank=0"] if words[0] == "deepspeed" else []  # by the launcher, before everything else
         script, rest = words[place], words[place + 1 :]
         _check_variables(variables, script)
-        _check_batch(script, rest) if _BATCH.fullmatch(script) else check_script(script, rest)
+        _check_batch(script, rest) if _BATCH.fullmatch(script) else check_script(script, [*added, *rest])
     elif words[0] == "make":
         _check_make(words[1:])
     elif words[:2] == ["pip", "install"]:

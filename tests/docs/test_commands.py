@@ -35,6 +35,28 @@ def test_every_block_says_what_it_is(page: str) -> None:
         assert block.language != "text" or not PROGRAMS.search(block.text), f"{block}: commands go into a bash block"
 
 
+def commented(path: Path) -> Block:
+    """Commands in the comments of a recipe or a job script."""
+    lines = re.sub(r"\\\n#\s*", "", path.read_text()).splitlines()
+    found = [line.lstrip("# ") for line in lines if re.match(r"# *(deepspeed|python|sbatch) .*launch_scripts/", line)]
+    return Block(path.relative_to(ROOT).as_posix(), 1, "bash", "\n".join(found))
+
+
+COMMENTED = [
+    *ROOT.glob("recipes/*.toml"),
+    *ROOT.glob("studies/recipes/*.toml"),
+    ROOT / "launch_scripts/cluster/slurm.sbatch",
+]
+
+
+@pytest.mark.parametrize("path", sorted(COMMENTED), ids=lambda path: path.name)
+def test_every_recipe_begins_with_its_command(path: Path) -> None:
+    first, *others = commands(commented(path))
+    assert path.suffix == ".sbatch" or path.relative_to(ROOT).as_posix() in first.words or path.stem == "quickstart"
+    for command in (first, *others):
+        check(command)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -22,7 +22,7 @@ from tests.docs.test_two_hosts import two_hosts_block
 WITHIN = 400
 SHORT_RUN = "train.num_steps=2 heldout.num_examples=8 heldout.num_captions=1"
 PICO = "model.size=pico " + " ".join(
-    f"model.overrides.encoder_{key}" for key in ("width=16", "depth=12", "num_heads=2")
+    f"model.overrides.encoder_{key}" for key in ("width=16", "depth=12", "num_heads=2", "qkv_bias=true")
 )
 SHORTER = {
     r"train\.py --ds_config ds_configs/zero3\.json$": SHORT_RUN,

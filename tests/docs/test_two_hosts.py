@@ -18,7 +18,7 @@ from tests.hosts.hosts import SSH_PROGRAMS, why_not
 
 WITHIN = 240
 PROMPT = "[reader] $ "
-_AT_PROMPT = re.compile(r"\[(reader|node1)\] \$ $")
+_AT_PROMPT = re.compile(r"\[(reader|node1)\] \$ \Z")
 
 
 def two_hosts_block() -> Block:
