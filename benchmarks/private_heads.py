@@ -48,6 +48,7 @@ def measure(repeats: int, plot: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         request = sweep.HeadRequest(tuple(OPTIONS), sweep.EPSILONS, Path(folder), DELTA, repeats, OPTIONS)
         heads = sweep.train_heads(data, request)
+        _, together, delta = sweep.spent_in(request.folder)
     rows = sweep.summary(heads)
     head, validation = cross_validated_regression(data.x_ND, data.y_N, 10)
     lars = lars_probe(
@@ -58,7 +59,6 @@ def measure(repeats: int, plot: Path | None) -> dict[str, Any]:
     if plot is not None:
         title = f"Digits, {TRAIN} training images, delta {DELTA:g}, {repeats} heads each"
         sweep.plot(rows, baselines, title, plot)
-    together, delta = sweep.epsilon_together(heads, TRAIN)
     facts = environment()
     return {
         "benchmark": "private_heads",

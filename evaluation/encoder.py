@@ -31,11 +31,14 @@ class FeatureOptions:
             decoder attends to.
         num_blocks: for "blocks" only.
         image_size: pixels; None is the model's own. With another one, positions are interpolated.
+        resize: to how many pixels the shorter side is brought before the centre is cut out (256 for 224 in the papers); None is
+            `image_size`, which cuts nothing off a square.
     """
 
     kind: FeatureKind = "pooled"
     num_blocks: int = 1
     image_size: int | None = None
+    resize: int | None = None
 
 
 def encoder_of(model: nn.Module) -> VisionTransformer:
@@ -61,6 +64,11 @@ def check_options(model: nn.Module, options: FeatureOptions) -> None:
         raise ConfigError(f"{options.num_blocks} blocks were asked for; the encoder has {len(encoder.blocks)}")
     if options.kind == "memory" and not isinstance(model, Captioner):
         raise ConfigError(f"only a captioner has an image memory, not a {type(model).__name__}; choose another kind")
+    size = options.image_size or encoder.config.image_size
+    if options.resize is not None and options.resize < size:
+        raise ConfigError(
+            f"images are brought to {options.resize} pixels, fewer than the {size} that are cut out of them"
+        )
     if options.image_size is not None:
         _grid(encoder, options.image_size, options.image_size)
         if options.kind == "memory" and options.image_size != encoder.config.image_size:

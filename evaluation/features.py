@@ -211,7 +211,10 @@ def _finish(folder: Path, facts: dict[str, Any], num_parts: int) -> None:
     missing = [name for name in (_part(r, num_parts) for r in range(num_parts)) if not (folder / name).exists()]
     if missing:
         raise ReadError(f"{folder / missing[0]} is not there: all ranks must see the same --cache")
-    write_durably(folder / "manifest.json", json.dumps({"num_parts": num_parts, "facts": facts}, indent=1) + "\n")
+    said = {"formal_guarantee": False, "reasons": ["features are computed from the images without noise"]}
+    write_durably(
+        folder / "manifest.json", json.dumps({"num_parts": num_parts, "facts": facts, **said}, indent=1) + "\n"
+    )
 
 
 class _Decoded(NamedTuple):
@@ -223,8 +226,11 @@ class _Decoded(NamedTuple):
 class _Batches(Dataset):
     """Number of a batch -> decoded images, in a worker. Errors that name an exit code come back as `Failure`."""
 
-    def __init__(self, source: LabelledImages, rows: Sequence[int], batch_size: int, image_size: int) -> None:
+    def __init__(
+        self, source: LabelledImages, rows: Sequence[int], batch_size: int, image_size: int, resize: int | None
+    ) -> None:
         self._source, self._rows, self._batch_size, self._image_size = source, rows, batch_size, image_size
+        self._resize = resize or image_size
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._batch_size)
@@ -241,7 +247,7 @@ class _Batches(Dataset):
                 if example.image is None or example.label is None:
                     continue
                 try:
-                    images[row] = eval_image(example.image, size)
+                    images[row] = _centre(eval_image(example.image, self._resize), size)
                 except DecodeError:
                     continue
                 labels[row], usable[row] = example.label, True
@@ -250,16 +256,32 @@ class _Batches(Dataset):
         return _Decoded(torch.from_numpy(images), labels, usable)
 
 
+def _centre(image_CHW: np.ndarray, size: int) -> np.ndarray:
+    """The middle of a square image, (3, size, size)."""
+    edge = (image_CHW.shape[1] - size) // 2
+    return image_CHW[:, edge : edge + size, edge : edge + size]
+
+
 def decoded_batches(
-    source: LabelledImages, rows: Sequence[int], *, batch_size: int, image_size: int, num_workers: int = 0
+    source: LabelledImages,
+    rows: Sequence[int],
+    *,
+    batch_size: int,
+    image_size: int,
+    num_workers: int = 0,
+    resize: int | None = None,
 ) -> Iterator[_Decoded]:
     """Normalised images (B, 3, S, S) with labels, in order; rows that are not usable are black.
+
+    Args:
+        image_size: S.
+        resize: see `evaluation.encoder.FeatureOptions`.
 
     Raises:
         ReadError, DataError: of the source.
     """
     loader = DataLoader(
-        _Batches(source, rows, batch_size, image_size),
+        _Batches(source, rows, batch_size, image_size, resize),
         batch_size=None,
         collate_fn=as_is,
         num_workers=num_workers,
@@ -280,7 +302,9 @@ def _compute(
     size = options.image_size or encoder.config.image_size
     device = encoder.class_token.device
     values, labels, usable = [], [], []
-    for batch in decoded_batches(source, rows, batch_size=batch_size, image_size=size, num_workers=num_workers):
+    for batch in decoded_batches(
+        source, rows, batch_size=batch_size, image_size=size, num_workers=num_workers, resize=options.resize
+    ):
         found_BD = features(model, batch.images_BCHW.to(device), options).cpu().numpy()
         found_BD[~batch.is_usable_B] = 0
         values.append(found_BD)

@@ -1,8 +1,9 @@
 """Whole fine-tuning of an encoder on labelled images, without privacy, in one process.
 
 AdamW with layer-wise decay of the rate, warm-up and cosine, random crops and flips, label smoothing: the masked autoencoder's
-recipe (He et al. 2021, https://arxiv.org/abs/2111.06377, appendix A.1; ViP fine-tunes by it too), without mixup, cutmix, random
-erasing and stochastic depth. Fine-tuning with privacy, or on many machines, is a training run of `model.kind = "classifier"`.
+recipe (He et al. 2021, https://arxiv.org/abs/2111.06377, appendix A.1; ViP fine-tunes by it too), without its random changes of
+colour, mixup, cutmix, random erasing and stochastic depth. Fine-tuning with privacy, or on many machines, is a training run of
+`model.kind = "classifier"`.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from data.errors import DataError, DecodeError
 from data.transforms import train_image
 from evaluation.features import decoded_batches
 from evaluation.sources import LabelledImages
+from models.adapters import without_adapters
 from models.classifier import Classifier, build_classifier
 from models.classifier_config import ClassifierConfig
 from models.vit import VisionTransformer
@@ -49,6 +51,8 @@ def fine_tune(
     options: FineTuneOptions,
 ) -> Classifier:
     """A classifier on the mean of the patch tokens that starts from the encoder; the encoder given stays as it is.
+
+    Low-rank adapters are first added into the weights that they correct: the start computes the same, whole weights are trained.
 
     Args:
         rows: which images of `source` to train on.
@@ -96,7 +100,7 @@ def _start(encoder: VisionTransformer, num_classes: int, options: FineTuneOption
         encoder=encoder.config, num_classes=num_classes, features="pooled", label_smoothing=options.label_smoothing
     )
     model = build_classifier(config, generator=torch.Generator().manual_seed(options.seed))
-    model.encoder.load_state_dict(encoder.state_dict())
+    model.encoder.load_state_dict(without_adapters(encoder).state_dict())
     return model
 
 
@@ -138,9 +142,12 @@ def _plain(source: LabelledImages, ids: list[int], image_size: int) -> tuple[Ten
 
 @torch.no_grad()
 def classifier_accuracy(
-    model: Classifier, source: LabelledImages, *, batch_size: int = 64, num_workers: int = 0
+    model: Classifier, source: LabelledImages, *, batch_size: int = 64, num_workers: int = 0, resize: int | None = None
 ) -> float:
     """Share of the usable images whose own class scores highest.
+
+    Args:
+        resize: see `evaluation.encoder.FeatureOptions`.
 
     Raises:
         DataError: none is usable.
@@ -148,7 +155,7 @@ def classifier_accuracy(
     correct, count = 0, 0
     size, device = model.config.encoder.image_size, model.head.weight.device
     for batch in decoded_batches(
-        source, range(len(source)), batch_size=batch_size, image_size=size, num_workers=num_workers
+        source, range(len(source)), batch_size=batch_size, image_size=size, num_workers=num_workers, resize=resize
     ):
         predicted_B = model(batch.images_BCHW.to(device), output="logits").argmax(dim=1).cpu().numpy()
         correct += int(((predicted_B == batch.labels_B) & batch.is_usable_B).sum())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from privacy.report_text import rounded_up
+from trainer.attestation import proof_of
 from trainer.files import write_durably
 from trainer.metrics import MetricsWriter
 from trainer.run_folder import environment
@@ -42,26 +43,44 @@ class DataUse:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The evaluated model, and what its checkpoint says about the privacy of its own training data.
+    """The evaluated model, and what is proven of the privacy of its own training data.
 
     Attributes:
         path: of the checkpoint.
         step: of training.
-        formal_guarantee: as the checkpoint's manifest has it; None where nothing is known.
+        formal_guarantee: True only where a whole ledger in the checkpoint's run folder proves it; what a manifest says is no
+            proof.
+        attested: whether there is such a ledger, whatever it says.
+        epsilon, delta: of the run as far as its ledger goes; None without a guarantee.
         reasons: why there is none.
     """
 
     path: str
     step: int = 0
-    formal_guarantee: bool | None = None
+    formal_guarantee: bool = False
+    attested: bool = False
+    epsilon: float | None = None
+    delta: float | None = None
     reasons: Sequence[str] = ()
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> "ModelFacts":
         """Of an opened model (`trainer.open_model`)."""
-        guarantee = manifest.get("formal_guarantee")
-        known = guarantee if isinstance(guarantee, bool) else None
-        return cls(str(path), int(manifest.get("step") or 0), known, tuple(manifest.get("reasons") or ()))
+        proof, step = proof_of(path, manifest), int(manifest.get("step") or 0)
+        if proof.state is None:
+            said = [f"not attested: {proof.reason}", *(manifest.get("reasons") or ())]
+            return cls(str(path), step, reasons=tuple(said))
+        plan = proof.state.plan
+        if not plan.formal_guarantee:
+            return cls(str(path), step, attested=True, reasons=plan.reasons)
+        return cls(str(path), step, True, True, proof.state.epsilon(), plan.target_delta)
+
+    def statement(self) -> str:
+        """One line for people."""
+        if not self.formal_guarantee:
+            return f"the evaluated model has no formal guarantee: {'; '.join(self.reasons)}"
+        epsilon = "no finite epsilon" if self.epsilon is None else f"epsilon {rounded_up(self.epsilon, 4)}"
+        return f"the evaluated model, for its own training data: {epsilon} at delta {self.delta:.3g}, from its ledger"
 
 
 @dataclass(frozen=True)
@@ -185,9 +204,8 @@ def _remarks(results: Results, path: Path | None, *, data_is_public: bool) -> li
             f"private: {release.what}, epsilon {rounded_up(release.epsilon, 4)} at delta {release.delta:.3g} for "
             f"{release.covers} ({release.ledger})"
         )
-    if results.model is not None and results.model.formal_guarantee is not True:
-        said = "; ".join(results.model.reasons) or "its checkpoint states none"
-        lines.append(f"the evaluated model has no formal guarantee: {said}")
+    if results.model is not None:
+        lines.append(results.model.statement())
     lines.append("nothing was written: give --output" if path is None else f"results: {path}")
     return lines
 

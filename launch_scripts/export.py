@@ -21,9 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 from models.converters import FOREIGN, Unstated  # noqa: E402
 from privacy.report_text import rounded_up  # noqa: E402
+from trainer.attestation import Attestation  # noqa: E402
 from trainer.cli import run_command  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
-from trainer.export import FORMATS, Attestation, export  # noqa: E402
+from trainer.export import FORMATS, export  # noqa: E402
 from trainer.import_weights import PROVENANCES, Declared, import_weights  # noqa: E402
 from trainer.open_model import open_model  # noqa: E402
 

@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tokenizers import Tokenizer
@@ -22,13 +22,11 @@ from models.converters.vip import to_timm
 from models.converters.weights import write_weights
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
-from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.report import read_snapshot
+from trainer.attestation import Attestation, attest
 from trainer.errors import ConfigError
 from trainer.files import new_folder
 from trainer.model_card import model_card
 from trainer.open_model import ROOT, TOKENIZER, OpenedModel
-from trainer.report import build_card
 from trainer.tasks.captioning import CaptioningTask
 
 Format = Literal["hf", "safetensors", "timm"]
@@ -36,56 +34,6 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 CARD, README = "privacy_card.json", "README.md"
 
 _ABOUT = ("run", "step", "reasons", "initialisation", "training_data", "tokenizer_sha256")
-
-
-class Attestation(NamedTuple):
-    """What a ledger proves of a checkpoint.
-
-    Attributes:
-        card: the privacy card of its run, or None where no ledger attests anything.
-        reason: then why not.
-    """
-
-    card: dict[str, Any] | None
-    reason: str = ""
-
-    @property
-    def formal_guarantee(self) -> bool:
-        return self.card is not None and bool(self.card["formal_guarantee"])
-
-    @property
-    def epsilon(self) -> float | None:
-        """Of the whole run as far as its ledger goes, so at least that of the checkpoint."""
-        return self.card["epsilon"] if self.card is not None and self.formal_guarantee else None
-
-    def facts(self) -> dict[str, Any]:
-        """For config.json and the console; epsilon only with a guarantee."""
-        said: dict[str, Any] = {"formal_guarantee": self.formal_guarantee, "attested": self.card is not None}
-        if self.card is None:
-            return said | {"not_attested_because": self.reason}
-        if self.formal_guarantee:
-            return said | {"epsilon": self.epsilon, "delta": self.card["delta"]}
-        return said | {"reasons": self.card["reasons"]}
-
-
-def attest(checkpoint: Path, manifest: Mapping[str, Any]) -> Attestation:
-    """The card of the run folder around a checkpoint, if its ledger is whole and knows this checkpoint's moment."""
-    checkpoint = checkpoint.resolve()
-    run = checkpoint.parent.parent
-    if checkpoint.parent.name != "checkpoints" or not (run / "ledger.jsonl").is_file():
-        return Attestation(None, "there is no ledger beside it")
-    try:
-        hashes = read_snapshot(run / "ledger.jsonl").state.hashes
-        position = manifest.get("ledger") or {}
-        seq = position.get("seq")
-        if type(seq) is not int or not 0 <= seq < len(hashes) or hashes[seq] != position.get("hash"):
-            return Attestation(None, "the ledger beside it is that of another run, or was rolled back")
-        card = build_card(run)
-    except (PrivacyStateRefused, PrivacyConfigError):
-        return Attestation(None, "the ledger beside it is broken")
-    if card["formal_guarantee"] and not manifest.get("formal_guarantee"):
-        return Attestation(None, "its manifest claims no guarantee, although the ledger beside it does")
-    return Attestation({**card, "run_dir": card["run_name"]})
 
 
 def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool = False) -> Attestation:
@@ -109,7 +57,7 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
         if form == "safetensors":
             _write_own(folder, opened, about)
         elif form == "timm":
-            _write_timm(folder, without_adapters(encoder))
+            _write_timm(folder, without_adapters(encoder), about)
         else:
             _write_huggingface(folder, opened, without_adapters(encoder), about, encoder_only)
         (folder / README).write_text(model_card(opened, form, attestation.card, attestation.reason, encoder_only))
@@ -148,7 +96,7 @@ def _write_own(folder: Path, opened: OpenedModel, about: dict[str, Any]) -> None
         _write_tokenizer(folder, opened.task)
 
 
-def _write_timm(folder: Path, encoder: VisionTransformer) -> None:
+def _write_timm(folder: Path, encoder: VisionTransformer, about: dict[str, Any]) -> None:
     tensors = to_timm(encoder)
     config = encoder.config
     arguments = {
@@ -163,7 +111,7 @@ def _write_timm(folder: Path, encoder: VisionTransformer) -> None:
         "qkv_bias": config.qkv_bias,
         "global_pool": "token",
     }
-    _write_json(folder / CONFIG, {"model_args": arguments, "norm_eps": config.norm_eps})
+    _write_json(folder / CONFIG, {"model_args": arguments, "norm_eps": config.norm_eps, "about": about})
     write_weights(folder / WEIGHTS, tensors)
     torch.save({"model": tensors}, folder / "model.pth")  # what detection and segmentation codes read
     _write_processor(folder, encoder)

@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> "Results":
             *(np.concatenate([getattr(a, f) for a in answers.values()]) for f in ("credits_N", "num_options_N"))
         )
         scalars |= {f"accuracy_{rule}": everything.accuracy, "chance": everything.chance}
+        scalars[f"group_mean_{rule}"] = float(np.mean([answer.accuracy for answer in answers.values()]))
         few = answers if len(answers) <= 20 else {}
         scalars |= {f"accuracy_{rule}_{group}": answer.accuracy for group, answer in few.items()}
         for group, answer in [*answers.items(), ("all", everything)]:

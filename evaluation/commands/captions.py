@@ -108,6 +108,8 @@ def run(args: argparse.Namespace) -> "Results":
     if args.grid is not None:
         try:
             picture_grid(shown, [row["caption"] for row in rows[:GRID]]).save(args.grid)
+            if not args.data_is_public:
+                args.grid.chmod(0o600)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--grid {args.grid}: {error}") from error
     uses = [DataUse("images", source.name, len(rows), undecodable)]

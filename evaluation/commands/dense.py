@@ -42,14 +42,18 @@ def run(args: argparse.Namespace) -> "Results | None":
     from evaluation.encoder import encoder_of
     from evaluation.results import DataUse, ModelFacts, Results
 
-    if args.epochs < 1:
-        raise ConfigError("--epochs must be at least 1")
+    if args.epochs < 1 or not args.lr > 0:
+        raise ConfigError("--epochs must be at least 1, --lr above 0")
+    if args.image_size is not None and args.image_size < 1:
+        raise ConfigError("--image_size must be at least 1")
     opened = open_checkpoint(args)
     options = DenseOptions(args.image_size, args.head, args.epochs, lr=args.lr)
     side = args.image_size or encoder_of(opened.model).config.image_size
     sources = {role: open_dense(getattr(args, role), side) for role in ("train", "test")}
     if sources["train"].mask_classes != sources["test"].mask_classes:
         raise ConfigError("--train and --test have other classes")
+    if args.task == "detection" and not sources["train"].object_classes:
+        raise ConfigError(f"detection needs boxes, and {sources['train'].name} has masks only")
     train, test = (prepare(opened.model, sources[role], options) for role in ("train", "test"))
     if args.task == "segmentation":
         scores = segmentation_scores(train, test, len(sources["train"].mask_classes), options)

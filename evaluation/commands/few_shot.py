@@ -84,6 +84,10 @@ def _finetune(args: argparse.Namespace, inputs: Inputs) -> "list[Shots]":
     if inputs.opened is None or len(inputs.sources) < 2:
         raise ConfigError("fine-tuning needs --checkpoint and images for --train and --test, not features")
     encoder, train = encoder_of(inputs.opened.model), inputs.features["train"]
+    if args.image_size not in (None, encoder.config.image_size):
+        raise ConfigError(
+            f"--image_size is for --method probe; fine-tuning is at the model's {encoder.config.image_size}"
+        )
     usable = np.flatnonzero(train.is_usable_N)
     options = quick(FineTuneOptions(base_lr=args.base_lr, layer_decay=args.layer_decay), args.epochs)
     found = []
@@ -93,7 +97,11 @@ def _finetune(args: argparse.Namespace, inputs: Inputs) -> "list[Shots]":
             rows = usable[split(train.labels_N[usable], shots, args.seed + number)]
             model = fine_tune(encoder, inputs.sources["train"], rows, inputs.num_classes(), options)
             score = classifier_accuracy(
-                model, inputs.sources["test"], batch_size=args.batch_size, num_workers=args.num_workers
+                model,
+                inputs.sources["test"],
+                batch_size=args.batch_size,
+                num_workers=args.num_workers,
+                resize=args.resize,
             )
             accuracies.append(score)
         found.append(Shots(shots, tuple(accuracies)))

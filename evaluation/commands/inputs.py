@@ -65,14 +65,23 @@ def add_inputs(parser: argparse.ArgumentParser, roles: Sequence[str]) -> None:
     group.add_argument(
         "--image_size", type=int, metavar="PIXELS", help="default: the model's; positions are interpolated"
     )
-    group.add_argument("--label_field", default="cls", metavar="NAME", help="of shards: cls, or a field of .json")
-    group.add_argument("--image_column", default="image", metavar="NAME", help="of Hugging Face data sets")
-    group.add_argument("--label_column", default="label", metavar="NAME", help="of Hugging Face data sets")
+    group.add_argument(
+        "--resize", type=int, metavar="PIXELS",
+        help="shorter side before the centre is cut out: 256 in the papers; default: the image size",
+    )  # fmt: skip
+    add_columns(group)
     group.add_argument(
         "--cache", type=Path, metavar="DIR", help="where features are kept; default: private/features of the run folder"
     )
     group.add_argument("--batch_size", type=int, default=64, metavar="B", help="images at once, per rank")
-    group.add_argument("--num_workers", type=int, default=0, metavar="N", help="processes that decode, per rank")
+
+
+def add_columns(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """Where images and labels stand in a source, and how many processes decode."""
+    parser.add_argument("--label_field", default="cls", metavar="NAME", help="of shards: cls, or a field of .json")
+    parser.add_argument("--image_column", default="image", metavar="NAME", help="of Hugging Face data sets")
+    parser.add_argument("--label_column", default="label", metavar="NAME", help="of Hugging Face data sets")
+    parser.add_argument("--num_workers", type=int, default=0, metavar="N", help="processes that decode, per rank")
 
 
 def load_inputs(args: argparse.Namespace, roles: Sequence[str]) -> Inputs | None:
@@ -134,7 +143,9 @@ def _check(args: argparse.Namespace, roles: Sequence[str]) -> None:
 def _options(args: argparse.Namespace):  # type: ignore[no-untyped-def]
     from evaluation.encoder import FeatureOptions
 
-    return FeatureOptions(args.features, args.num_blocks if args.features == "blocks" else 1, args.image_size)
+    return FeatureOptions(
+        args.features, args.num_blocks if args.features == "blocks" else 1, args.image_size, args.resize
+    )
 
 
 def _open_source(args: argparse.Namespace, text: str, cache: Path | None) -> "LabelledImages":

@@ -10,6 +10,7 @@ a budget that has room for all of them. Weights, ledger and head.json are in OUT
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,17 +69,19 @@ def run(args: argparse.Namespace) -> "Results | None":
     if inputs is None:
         return None
     data = _data(args, inputs)
+    request = replace(request, covers=_covers(args, inputs))
     heads = sweep.train_heads(data, request)
     rows = sweep.summary(heads)
     scalars = {f"{row['method']}/epsilon-{row['epsilon']:g}/accuracy": row["accuracy"] for row in rows}
     details: dict[str, Any] = {"options": request.options, "centre_rows": args.centre_rows, "repeats": request.repeats}
     notes = []
-    if len(heads) > 1:
-        together, delta = sweep.epsilon_together(heads, len(data.y_N))
-        details["all_heads_together"] = {"epsilon": together, "delta": delta}
+    together = sweep.spent_in(request.folder)
+    if together.num_releases > 1:
+        details["all_heads_together"] = together._asdict()
         notes.append(
-            f"releasing all {len(heads)} heads costs epsilon {rounded_up(together, 4)} at delta {delta:.3g}, and "
-            "choosing one of them by its accuracy costs the test data's privacy"
+            f"the {together.num_releases} releases in {request.folder}, earlier ones included, cost epsilon "
+            f"{rounded_up(together.epsilon, 4)} at delta {together.delta:.3g} together where they are of the same examples; "
+            "choosing a head by its accuracy costs the test data's privacy"
         )
     baselines = _baselines(args, data, request)
     if baselines:
@@ -87,7 +90,8 @@ def run(args: argparse.Namespace) -> "Results | None":
         rows += [{"method": f"{name}, without privacy", "accuracy": value} for name, value in baselines.items()]
     if args.sweep is not None:
         notes.append(f"plot: {_plot(args, sweep.summary(heads), baselines)}")
-    return Results(NAME, scalars, inputs.uses(), inputs.model, rows, details, _released(heads, args), notes=notes)
+    released = _released(heads, request.covers)
+    return Results(NAME, scalars, inputs.uses(), inputs.model, rows, details, released, notes=notes)
 
 
 def _request(args: argparse.Namespace) -> "HeadRequest":
@@ -173,17 +177,23 @@ def _baselines(args: argparse.Namespace, data: "HeadData", request: "HeadRequest
     return {**without_privacy(data, request), "regression": head.accuracy(data.x_test_ND, data.y_test_N)}
 
 
-def _released(heads: "list[TrainedHead]", args: argparse.Namespace) -> "list[PrivateRelease]":
+def _covers(args: argparse.Namespace, inputs: Inputs) -> str:
+    """The guarantee holds given what made the features; that has a guarantee of its own, or none."""
+    if inputs.model is None or args.train.startswith("features:"):
+        return f"the examples of {args.train}, given what made the features of each from that example alone"
+    if inputs.model.formal_guarantee:
+        return f"the examples of {args.train}, given the encoder, whose epsilon is to be added where it has seen them"
+    return f"the examples of {args.train}, given the encoder, which has no formal guarantee: if it has seen them, none is left"
+
+
+def _released(heads: "list[TrainedHead]", covers: str) -> "list[PrivateRelease]":
     from evaluation.results import PrivateRelease
 
     return [
-        PrivateRelease(
-            f"weights of a {head.method} head", str(head.ledger), head.epsilon, head.delta,
-            f"the examples of {args.train}, given the encoder",
-        )
+        PrivateRelease(f"weights of a {head.method} head", str(head.ledger), head.epsilon, head.delta, covers)
         for head in heads
         if head.epsilon is not None
-    ]  # fmt: skip
+    ]
 
 
 def _plot(args: argparse.Namespace, rows: list[dict[str, Any]], baselines: dict[str, float]) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evaluation.commands.common import add_checkpoint
-from evaluation.commands.inputs import cache_of
+from evaluation.commands.inputs import add_columns, cache_of
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,14 +54,11 @@ def add_data(parser: argparse.ArgumentParser, what: str) -> None:
     source.add_argument("--synthetic_shapes", type=int, metavar="N", help=f"{what} on N pictures of plain shapes")
     parser.add_argument("--synthetic_seed", type=int, default=SYNTHETIC_SEED, help="of these pictures")
     parser.add_argument("--max_examples", type=int, metavar="N", help="the first N only")
-    parser.add_argument("--label_field", default="cls", metavar="NAME", help="of shards: cls, or a field of .json")
-    parser.add_argument("--image_column", default="image", metavar="NAME", help="of Hugging Face data sets")
-    parser.add_argument("--label_column", default="label", metavar="NAME", help="of Hugging Face data sets")
+    add_columns(parser)
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="for indexes of shards; default: the run's private part"
     )
     parser.add_argument("--batch_size", type=int, default=64, metavar="B", help="images at once")
-    parser.add_argument("--num_workers", type=int, default=0, metavar="N", help="processes that decode")
 
 
 def run(args: argparse.Namespace) -> "Results":
@@ -73,7 +70,7 @@ def run(args: argparse.Namespace) -> "Results":
     from evaluation.zero_shot import TEMPLATES, Prompts, accuracy, log_probs_of
 
     check_sizes(args)
-    args.data_is_public |= args.data is None  # computed from a seed
+    args.data_is_public |= args.data is None and args.calibration is None  # computed from a seed
     opened, model = open_captioner(args)
     source = _source(args, args.data)
     names = _names(args, source)

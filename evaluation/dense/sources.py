@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 
-from data.errors import DataError, ReadError
+from data.errors import DataError
 from data.synthetic.generate import SyntheticData
 from data.synthetic.render_numpy import NumpyRenderer
 from data.synthetic.scene import Scene, Shape, Texture
 from data.synthetic.shapes import SIMPLE
-from evaluation.sources import encode_png
+from evaluation.sources import bytes_of, encode_png
 
 IGNORED = -1
 
@@ -118,11 +118,14 @@ class Ade20k:
         return len(self._images)
 
     def read(self, index: int) -> DensePicture:
-        with Image.open(self._masks[index]) as mask:
-            values_HW = np.asarray(mask).astype(np.int64)
+        try:
+            with Image.open(self._masks[index]) as mask:
+                values_HW = np.asarray(mask).astype(np.int64)
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError(f"{self._masks[index]} is no annotation: {error}") from error
         if values_HW.ndim != 2 or values_HW.max(initial=0) > 150:
             raise DataError(f"{self._masks[index]} is no annotation with classes 0 to 150")
-        return DensePicture(_read(self._images[index]), values_HW - 1, None)
+        return DensePicture(bytes_of(self._images[index]), values_HW - 1, None)
 
 
 class Coco:
@@ -142,7 +145,9 @@ class Coco:
             for annotation in record["annotations"]:
                 self._of_image[annotation["image_id"]].append(annotation)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{annotations} holds no COCO instances: {error}") from error
+            raise DataError(f"{annotations} holds no COCO instances: {type(error).__name__} {error}") from error
+        if not self._images:
+            raise DataError(f"{annotations} lists no images")
         self._number = {category["id"]: number for number, category in enumerate(categories)}
         self.object_classes = tuple(category["name"] for category in categories)
         self.mask_classes = ("background", *self.object_classes)
@@ -152,7 +157,21 @@ class Coco:
         return len(self._images)
 
     def read(self, index: int) -> DensePicture:
+        """
+        Raises:
+            DataError: an image or annotation without what COCO's have.
+            ReadError: the picture cannot be read.
+        """
         image = self._images[index]
+        try:
+            return self._read(image)
+        except (KeyError, TypeError, ValueError) as error:
+            if hasattr(error, "exit_code"):
+                raise
+            said = f"{type(error).__name__} {error}"
+            raise DataError(f"{self.name}: image {image['id']} or an annotation of it is not COCO's: {said}") from error
+
+    def _read(self, image: dict[str, Any]) -> DensePicture:
         size = (image["height"], image["width"])
         mask_HW = np.zeros(size, dtype=np.int64)
         boxes, classes, crowd = [], [], []
@@ -164,7 +183,7 @@ class Coco:
             boxes.append((left, top, left + width, top + height))
             classes.append(kind)
             crowd.append(is_crowd)
-        return DensePicture(_read(self._folder / image["file_name"]), mask_HW, _objects(boxes, classes, crowd))
+        return DensePicture(bytes_of(self._folder / image["file_name"]), mask_HW, _objects(boxes, classes, crowd))
 
 
 def decode_segmentation(segmentation: Any, size: tuple[int, int]) -> np.ndarray:
@@ -174,19 +193,28 @@ def decode_segmentation(segmentation: Any, size: tuple[int, int]) -> np.ndarray:
         DataError: neither.
     """
     if isinstance(segmentation, list):
-        canvas = Image.new("1", (size[1], size[0]))
+        covered_HW = np.zeros(size, dtype=bool)
         for polygon in segmentation:
-            if len(polygon) >= 6:
-                ImageDraw.Draw(canvas).polygon(
-                    [(x - 0.5, y - 0.5) for x, y in zip(polygon[::2], polygon[1::2], strict=True)], fill=1
-                )
-        return np.asarray(canvas)
+            _fill(covered_HW, np.asarray(polygon, dtype=np.float64).reshape(-1, 2))
+        return covered_HW
     counts = segmentation.get("counts") if isinstance(segmentation, dict) else None
     counts = _uncompressed(counts) if isinstance(counts, str) else counts
     if not isinstance(counts, list) or sum(counts) != size[0] * size[1]:
         raise DataError("a COCO segmentation is neither polygons nor run lengths of its picture")
     values = np.arange(len(counts)) % 2 == 1
     return np.repeat(values, counts).reshape(size[1], size[0]).T
+
+
+def _fill(covered_HW: np.ndarray, corners_P2: np.ndarray) -> None:
+    """Sets the pixels whose centres lie inside of the polygon: an odd number of its edges is right of them."""
+    low = np.clip(np.floor(corners_P2.min(0)), 0, covered_HW.shape[::-1]).astype(int)
+    high = np.clip(np.ceil(corners_P2.max(0)), 0, covered_HW.shape[::-1]).astype(int)
+    x_W, y_H1 = np.arange(low[0], high[0]) + 0.5, np.arange(low[1], high[1])[:, None] + 0.5
+    inside = np.zeros((y_H1.size, x_W.size), dtype=bool)
+    for (x0, y0), (x1, y1) in zip(corners_P2, np.roll(corners_P2, -1, axis=0), strict=True):
+        if y0 != y1:
+            inside ^= ((y0 <= y_H1) != (y1 <= y_H1)) & (x_W < x0 + (y_H1 - y0) * (x1 - x0) / (y1 - y0))
+    covered_HW[low[1] : high[1], low[0] : high[0]] |= inside
 
 
 def _uncompressed(text: str) -> list[int]:
@@ -235,10 +263,3 @@ def _objects(boxes: Sequence[Sequence[float]], classes: Sequence[int], crowd: Se
     return Objects(
         np.array(boxes, dtype=np.float32).reshape(-1, 4), np.array(classes, dtype=np.int64), np.array(crowd, dtype=bool)
     )
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ReadError(f"cannot read {path}: {error.strerror or error}") from error

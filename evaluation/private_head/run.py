@@ -17,6 +17,8 @@ from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.run_state import SharedTerms, open_run_state
 
+GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
+
 
 @dataclass(frozen=True)
 class HeadResult:
@@ -57,10 +59,14 @@ def train_head(
     options: dict[str, Any] | None = None,
     shared: SharedTerms | None = None,
     noise: NoiseSource | None = None,
+    covers: str = GIVEN_FEATURES,
 ) -> HeadResult:
     """Trains a head of `METHODS[method]` and writes ledger, weights and head.json into the new folder `output`.
 
     The number of examples, the number of classes and the method's options count as public.
+
+    Args:
+        covers: which examples the guarantee is about, and given what; for head.json.
 
     Raises:
         PrivacyConfigError: labels out of range, unknown method or option, a folder with a head in it.
@@ -98,7 +104,9 @@ def train_head(
     finally:
         ledger.release()
     result = HeadResult(weights_LD, claimed, plan.target_delta)
-    statement = {**facts["head"], "epsilon": claimed, "delta": plan.target_delta, "num_examples": plan.num_examples}
+    statement = {
+        **facts["head"], "epsilon": claimed, "delta": plan.target_delta, "num_examples": plan.num_examples, "covers": covers,
+    }  # fmt: skip
     (output / "head.json").write_text(json.dumps(statement, indent=1) + "\n")
     return result
 

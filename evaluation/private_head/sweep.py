@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from evaluation.private_head.methods import METHODS, accuracy
-from evaluation.private_head.run import head_plan, train_head, without_noise
+from evaluation.private_head.run import GIVEN_FEATURES, train_head, without_noise
 from privacy.accounting import epsilon_gaussian
+from privacy.ledger_format import read_ledger
 from privacy.run_state import SharedTerms
 
 EPSILONS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -53,6 +54,7 @@ class HeadRequest:
         options: of each method.
         folder: each head gets a new folder in it, with a ledger of its own.
         shared: the data owner's ledger, where every head takes its part.
+        covers: what the guarantee is about; see `evaluation.private_head.run.train_head`.
     """
 
     methods: Sequence[str]
@@ -62,14 +64,25 @@ class HeadRequest:
     repeats: int = 1
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     shared: Path | None = None
+    covers: str = GIVEN_FEATURES
+
+
+class Together(NamedTuple):
+    """What all releases in a folder of heads cost: one Gaussian mechanism, at the largest of their deltas."""
+
+    num_releases: int
+    epsilon: float
+    delta: float
 
 
 def train_heads(data: HeadData, request: HeadRequest) -> list[TrainedHead]:
     """One head per method, epsilon and repeat.
 
     Raises:
-        PrivacyConfigError, BudgetSpent, PrivacyStateRefused: see `evaluation.private_head.run.train_head`.
+        PrivacyConfigError, BudgetSpent, PrivacyStateRefused: see `evaluation.private_head.run.train_head`; also an earlier head
+            in the folder whose ledger is broken, which would leave open what all of them cost.
     """
+    spent_in(request.folder)
     heads = []
     for method in request.methods:
         for epsilon in request.epsilons:
@@ -78,7 +91,7 @@ def train_heads(data: HeadData, request: HeadRequest) -> list[TrainedHead]:
                 shared = None if request.shared is None else SharedTerms(request.shared, folder.name)
                 found = train_head(
                     data.x_ND, data.y_N, data.num_classes, method, epsilon=epsilon, delta=request.delta, output=folder,
-                    options=request.options.get(method), shared=shared,
+                    options=request.options.get(method), shared=shared, covers=request.covers,
                 )  # fmt: skip
                 score = accuracy(found.weights_LD, data.x_test_ND, data.y_test_N)
                 ledger = folder / "ledger.jsonl"
@@ -95,11 +108,18 @@ def without_privacy(data: HeadData, request: HeadRequest) -> dict[str, float]:
     return found
 
 
-def epsilon_together(heads: Sequence[TrainedHead], num_examples: int) -> tuple[float, float]:
-    """(epsilon, delta) of releasing all these heads: again one Gaussian mechanism; delta is that of a single one."""
-    delta = max(head.delta for head in heads)
-    plans = [head_plan(num_examples, head.target_epsilon, head.delta) for head in heads]
-    return epsilon_gaussian([plan.release_group(1) for plan in plans], delta), delta
+def spent_in(folder: Path) -> Together:
+    """Everything that the ledgers of the heads in this folder have charged, earlier commands and heads that failed included.
+
+    Raises:
+        PrivacyStateRefused: a ledger is broken.
+    """
+    states = [read_ledger(path) for path in sorted(folder.glob("*/ledger.jsonl"))]
+    groups = [group for state in states for group in state.charged_groups()]
+    if not groups:
+        return Together(0, 0.0, 0.0)
+    delta = max(state.plan.target_delta for state in states)
+    return Together(sum(state.num_charged for state in states), epsilon_gaussian(groups, delta), delta)
 
 
 def summary(heads: Sequence[TrainedHead]) -> list[dict[str, Any]]:

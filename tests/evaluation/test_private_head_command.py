@@ -51,7 +51,7 @@ def test_one_head(run: Any, tmp_path: Path) -> None:
     ledger = tmp_path / "out/private_heads/dp-ls-epsilon-2-0/ledger.jsonl"
     assert release["ledger"] == str(ledger) and release["delta"] == 1e-5 and 1.99 < release["epsilon"] <= 2
     assert exact_delta(spent(ledger), release["epsilon"]) <= 1e-5
-    assert "given the encoder" in release["covers"] and record["formal_guarantee"] is False
+    assert "given what made the features" in release["covers"] and record["formal_guarantee"] is False
     assert 0.7 < record["scalars"]["dp-ls/epsilon-2/accuracy"] < 0.97 and "without_privacy" not in record["details"]
     assert list((tmp_path / "out/private/evaluation").glob("private-head-*.json"))
     with pytest.raises(ValueError, match="holds a finished head; choose another folder"):

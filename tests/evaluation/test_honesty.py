@@ -1,0 +1,252 @@
+"""evaluate.py calls nothing private that is not: what is said of a model comes from a whole ledger that knows its checkpoint."""
+
+import json
+import math
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+
+from data.tar_writer import write_shard
+from evaluation.private_head.sweep import spent_in
+from evaluation.sources import encode_png
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger import Ledger
+from privacy.plan import make_plan
+from tests.evaluation.commands import ROOT, evaluate
+from tests.evaluation.digits import save_digits
+from tests.evaluation.test_private_head_command import exact_delta, spent
+from tests.evaluation.tiny_models import pictures
+from tests.privacy.ledger_files import PLAN, take_step
+from tests.trainer.trained_runs import recipe, trained
+from trainer.export import export
+from trainer.import_weights import import_weights
+from trainer.open_model import open_model
+
+PRIVATE = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)
+Evaluate = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A private run of a captioner with its ledger."""
+    run = tmp_path_factory.mktemp("runs") / "captions"
+    trained(run, recipe())
+    return run
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Evaluate:
+    return lambda *arguments: evaluate(monkeypatch, capsys, *map(str, arguments))
+
+
+def arrays(folder: Path, count: int = 12) -> str:
+    images, labels = pictures(count)
+    np.savez(folder / "pictures.npz", images=images, labels=labels)
+    return f"arrays:{folder}/pictures.npz"
+
+
+def probe(run: Evaluate, checkpoint: Path, folder: Path) -> dict[str, Any]:
+    source = arrays(folder)
+    return run(
+        "linear-probe", "--checkpoint", checkpoint, "--train", source, "--test", source, "--method", "lars", "--epochs", 2,
+        "--output", folder / "out",
+    )  # fmt: skip
+
+
+def break_ledger(run: Path) -> None:
+    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (run / "ledger.jsonl").write_text("".join([*lines[:2], lines[2].replace('"step":1', '"step":2'), *lines[3:]]))
+
+
+def roll_back(run: Path) -> None:
+    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (run / "ledger.jsonl").write_text("".join(lines[:-2]))
+
+
+def remove_ledger(run: Path) -> None:
+    (run / "ledger.jsonl").unlink()
+
+
+def another_ledger(run: Path) -> None:
+    remove_ledger(run)
+    ledger = Ledger.create(run / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "cd" * 32})
+    ledger.start_session({"commit": "abc"})
+    for step in (1, 2, 3):
+        take_step(ledger, step)
+    ledger.release()
+
+
+def test_a_whole_ledger_is_what_states_epsilon(run: Evaluate, whole: Path, tmp_path: Path) -> None:
+    record = probe(run, whole, tmp_path)
+    model = record["model"]
+    assert (model["formal_guarantee"], model["attested"], model["delta"]) == (True, True, 1e-5)
+    assert model["epsilon"] == pytest.approx(PLAN.epsilon_after(3)) and record["formal_guarantee"] is False
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (break_ledger, "the ledger beside it is broken"),
+        (roll_back, "of another run, or was rolled back"),
+        (another_ledger, "of another run, or was rolled back"),
+        (remove_ledger, "there is no ledger beside it"),
+    ],
+)
+def test_a_manifest_alone_proves_nothing(
+    run: Evaluate, whole: Path, tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    """It says formal_guarantee: true; the ledger beside it does not bear it out."""
+    copy = tmp_path / "run"
+    shutil.copytree(whole, copy)
+    damage(copy)
+    assert open_model(copy).manifest["formal_guarantee"] is True
+    model = probe(run, copy, tmp_path)["model"]
+    assert model["formal_guarantee"] is False and model["attested"] is False
+    assert model["epsilon"] is None and reason in model["reasons"][0]
+
+
+def test_a_copied_checkpoint_proves_nothing(run: Evaluate, whole: Path, tmp_path: Path) -> None:
+    (path,) = (whole / "checkpoints").glob("step-*")
+    shutil.copytree(path, tmp_path / "alone")
+    model = probe(run, tmp_path / "alone", tmp_path)["model"]
+    assert model["formal_guarantee"] is False and "no ledger beside it" in model["reasons"][0]
+
+
+def test_a_simulation_is_none(run: Evaluate, tmp_path: Path) -> None:
+    plan = make_plan(num_examples=2000, expected_batch_size=8, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
+                     informal_reasons=("a simulation of a larger batch",))  # fmt: skip
+    trained(tmp_path / "run", recipe(), plan=plan)
+    model = probe(run, tmp_path / "run", tmp_path)["model"]
+    assert model["formal_guarantee"] is False and model["attested"] is True and model["epsilon"] is None
+    assert model["reasons"] == ["a simulation of a larger batch"]
+
+
+def test_an_imported_model_is_none(run: Evaluate, whole: Path, tmp_path: Path) -> None:
+    """Also where it comes back from an export that stated an epsilon."""
+    export(open_model(whole), "safetensors", tmp_path / "exported")
+    import_weights("safetensors", tmp_path / "exported", tmp_path / "back")
+    model = probe(run, tmp_path / "back", tmp_path)["model"]
+    assert model["formal_guarantee"] is False and model["epsilon"] is None
+    assert any("not attested by a ledger" in reason for reason in model["reasons"])
+
+
+def test_what_people_read(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --json: the table says whether the model has a guarantee, and epsilon only where it has."""
+    monkeypatch.syspath_prepend(str(ROOT / "launch_scripts"))
+    import evaluate as script
+
+    copy = tmp_path / "run"
+    shutil.copytree(whole, copy)
+    remove_ledger(copy)
+    for checkpoint, said in (
+        (whole, "for its own training data: epsilon "),
+        (copy, "no formal guarantee: not attested"),
+    ):
+        arguments = [
+            "features",
+            "--checkpoint",
+            str(checkpoint),
+            "--data",
+            arrays(tmp_path),
+            "--cache",
+            str(tmp_path / "f"),
+        ]
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments])
+        assert script.main() == 0
+        out = capsys.readouterr().out
+        assert said in out and "not private: the numbers are computed from the evaluation data without noise" in out
+        assert bool(PRIVATE.search(out)) == (checkpoint == whole)
+
+
+def test_features_are_private_to_their_owner_and_say_so(run: Evaluate, whole: Path, tmp_path: Path) -> None:
+    record = run("features", "--checkpoint", whole, "--data", arrays(tmp_path), "--data_is_public")
+    assert record["formal_guarantee"] is False and record["released_with_differential_privacy"] == []
+    (folder,) = (whole / "private/features").glob("features-*")
+    assert json.loads((folder / "manifest.json").read_text())["formal_guarantee"] is False
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def head(run: Evaluate, folder: Path, *arguments: object) -> dict[str, Any]:
+    common = ("private-head", "--num_classes", 10, "--output", folder, "--delta", 1e-5)
+    return run(*common, *arguments)
+
+
+def test_a_private_head_on_an_encoder_without_guarantee(run: Evaluate, whole: Path, tmp_path: Path) -> None:
+    """The head's epsilon is given the encoder, and the record, the line and head.json say what that is worth."""
+    (path,) = (whole / "checkpoints").glob("step-*")
+    shutil.copytree(path, tmp_path / "alone")
+    told = ("--train", arrays(tmp_path), "--test", arrays(tmp_path), "--method", "dp-gd", "--target_epsilon", 1)
+    for checkpoint, said in (
+        (tmp_path / "alone", "given the encoder, which has no formal guarantee: if it has seen them, none is left"),
+        (whole, "given the encoder, whose epsilon is to be added where it has seen them"),
+    ):
+        out = tmp_path / f"out-{checkpoint.name}"
+        record = head(run, out, "--checkpoint", checkpoint, *told, "--cache", tmp_path / "f")
+        [release] = record["released_with_differential_privacy"]
+        assert release["covers"].endswith(said) and record["model"]["formal_guarantee"] == (checkpoint == whole)
+        (file,) = out.glob("private_heads/*/head.json")
+        assert json.loads(file.read_text())["covers"] == release["covers"]
+
+
+def test_heads_of_earlier_commands_are_counted(run: Evaluate, tmp_path: Path) -> None:
+    """Two commands one after the other release as much as a sweep, and the second says so; so does a head that failed."""
+    train, test = save_digits(tmp_path, 300)
+    told, out = ("--train", train, "--test", test, "--method", "dp-gd"), tmp_path / "out"
+    assert "all_heads_together" not in head(run, out, *told, "--target_epsilon", 1)["details"]
+    record = head(run, out, *told, "--target_epsilon", 2)
+    together = record["details"]["all_heads_together"]
+    mu = math.sqrt(sum(spent(path) ** 2 for path in out.glob("private_heads/*/ledger.jsonl")))
+    assert together["num_releases"] == 2 and together["epsilon"] > 2
+    assert exact_delta(mu, together["epsilon"]) == pytest.approx(1e-5, rel=1e-3)
+    assert "earlier ones included" in record["notes"][0]
+    failed = out / "private_heads/dp-gd-epsilon-1-0"
+    (failed / "head.safetensors").unlink()  # charged all the same
+    assert spent_in(out / "private_heads").num_releases == 2
+    (failed / "ledger.jsonl").write_text("x\n")
+    with pytest.raises(PrivacyStateRefused):
+        head(run, out, *told, "--target_epsilon", 3)
+    assert not (out / "private_heads/dp-gd-epsilon-3-0").exists()
+
+
+def test_calibration_images_are_private_until_declared(run: Evaluate, whole: Path, tmp_path: Path) -> None:
+    """Pictures from a seed are public; a prior from somebody's images makes the numbers theirs."""
+    images, _ = pictures(3)
+    write_shard(
+        tmp_path / "x.tar", [(str(i), {"png": encode_png(image), "cls": b"0"}) for i, image in enumerate(images)]
+    )
+    out = tmp_path / "out"
+    told = ("zero-shot", "--checkpoint", whole, "--synthetic_shapes", 2, "--output", out)
+    calibration = ("--calibration", f"shards:{tmp_path}/x.tar", "--cache", tmp_path / "index")
+    record = run(*told, *calibration)
+    assert record["data_is_public"] is False and not (out / "evaluation").exists()
+    assert run(*told)["data_is_public"] is True and list((out / "evaluation").glob("zero-shot-*.json"))
+
+
+def test_a_picture_of_private_images_is_its_owners(run: Evaluate, whole: Path, tmp_path: Path) -> None:
+    images, _ = pictures(1)
+    (tmp_path / "a.png").write_bytes(encode_png(images[0]))
+    grid = tmp_path / "grid.png"
+    run("captions", "--checkpoint", whole, "--data", f"images:{tmp_path}/a.png", "--max_tokens", 2, "--grid", grid)
+    assert stat.S_IMODE(grid.stat().st_mode) == 0o600
+
+
+def test_weights_without_their_manifest_do_not_open(whole: Path, tmp_path: Path) -> None:
+    (path,) = (whole / "checkpoints").glob("step-*")
+    shutil.copytree(path, tmp_path / "copy")
+    manifest = json.loads((tmp_path / "copy/manifest.json").read_text())
+    (tmp_path / "copy/manifest.json").write_text(json.dumps({**manifest, "formal_guarantee": False}))
+    with pytest.raises(ValueError, match="differs from its own SHA-256"):
+        open_model(tmp_path / "copy")
+    save_file({}, tmp_path / "empty.safetensors")
+    with pytest.raises(ValueError, match="neither a checkpoint nor a run folder"):
+        open_model(tmp_path)
