@@ -3,12 +3,12 @@
 import shutil
 from pathlib import Path
 
-from tests.docs.pages import ROOT, tracked
+from tests.docs.pages import ROOT, project_files
 
 
 def copy_project(folder: Path) -> None:
-    """What is under version control, or could be, and the environment as it is."""
-    for name in tracked():
+    """Without what runs left behind, and with the environment as it is."""
+    for name in project_files():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(ROOT / ".venv")

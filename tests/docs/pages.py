@@ -1,9 +1,9 @@
 """The project's pages as their readers take them apart: links, code spans, blocks, commands."""
 
 import functools
+import os
 import re
 import shlex
-import subprocess
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,11 +50,15 @@ class Command:
 
 
 @functools.cache
-def tracked() -> frozenset[str]:
-    """Files under version control, or that could be."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    return frozenset(name for name in listed if (ROOT / name).is_file())
+def project_files() -> frozenset[str]:
+    """All files of the project, without what commands leave behind."""
+    found = set()
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [
+            name for name in folders if name not in ("runs", "__pycache__") and (name == ".ci" or name[0] != ".")
+        ]
+        found |= {(Path(folder) / name).relative_to(ROOT).as_posix() for name in files}
+    return frozenset(found)
 
 
 def read(page: str) -> str:

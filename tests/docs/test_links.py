@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import GUIDES, PAGES, ROOT, anchors, prose, read, spans, tracked
+from tests.docs.pages import GUIDES, PAGES, ROOT, anchors, project_files, prose, read, spans
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _URL = re.compile(r"https?://[^\s>)`'\"]+")
@@ -54,12 +54,12 @@ WRITTEN = {
 
 @functools.cache
 def names() -> frozenset[str]:
-    return frozenset(Path(name).name for name in tracked())
+    return frozenset(Path(name).name for name in project_files())
 
 
 @functools.cache
 def existing_tests() -> frozenset[str]:
-    sources = "\n".join((ROOT / name).read_text() for name in tracked() if re.fullmatch(r"tests/.*\.py", name))
+    sources = "\n".join((ROOT / name).read_text() for name in project_files() if re.fullmatch(r"tests/.*\.py", name))
     return frozenset(re.findall(r"^ *def (test_\w+)", sources, re.M))
 
 
@@ -233,7 +233,7 @@ def is_module(dotted: str) -> bool:
 def known_options() -> frozenset[str]:
     """Every string that begins with -- in our programs, and those of launchers that the guides speak of."""
     sources = [
-        n for n in tracked() if re.match(r"(launch_scripts|evaluation|data|trainer|benchmarks)/.*\.(py|s\w+)$", n)
+        n for n in project_files() if re.match(r"(launch_scripts|evaluation|data|trainer|benchmarks)/.*\.(py|s\w+)$", n)
     ]
     text = "\n".join((ROOT / name).read_text() for name in sources)
     foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}
@@ -250,7 +250,7 @@ def test_options_exist(page: str) -> None:
 def test_the_architecture_names_every_folder() -> None:
     """All at the top, and every package in ours."""
     text = read("docs/architecture.md")
-    folders = {name.split("/")[0] for name in tracked() if "/" in name and not name.startswith(".")}
-    packages = {Path(name).parent for name in tracked() if re.match(r"(?!tests/)\w+/\w.*/__init__\.py$", name)}
+    folders = {name.split("/")[0] for name in project_files() if "/" in name and not name.startswith(".")}
+    packages = {Path(name).parent for name in project_files() if re.match(r"(?!tests/)\w+/\w.*/__init__\.py$", name)}
     for folder in folders | {package.name for package in packages}:
         assert f"{folder}/`" in text, f"docs/architecture.md does not name {folder}/"
