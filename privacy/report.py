@@ -8,13 +8,14 @@ Nothing is written and no lock is taken, so a card can be made while the run goe
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger_format import TORN_MARK, LedgerState, hash_line, noise_multiplier_of, read_state
+from privacy.ledger_format import TORN_MARK, LedgerState, hash_line, read_state
 from privacy.plan import PrivacyPlan
+from privacy.report_mechanism import mechanism, sampling
 from privacy.report_numbers import accounting_numbers
 from privacy.report_warnings import NO_MIRROR, card_warnings
 
@@ -84,8 +85,8 @@ def privacy_card(path: Path | str) -> dict[str, Any]:
         "released": _released(snapshot),
         "unit_of_privacy": _unit(snapshot, plan),
         "adjacency": _adjacency(),
-        "mechanism": _mechanism(snapshot, plan),
-        "sampling": _sampling(snapshot, plan),
+        "mechanism": mechanism(snapshot, plan),
+        "sampling": sampling(snapshot, plan),
         "accounting": numbers | _attempts(snapshot, plan),
         "tuning": _tuning(snapshot),
         "public_data": _public_data(),
@@ -125,10 +126,16 @@ def _released(snapshot: LedgerSnapshot) -> dict[str, Any]:
         for record in snapshot.of_type("checkpoint")
     ]
     return {
-        "statement": _RELEASED if snapshot.state.plan.formal_guarantee else _NOTHING_CLAIMED,
+        "statement": _released_statement(snapshot),
         "checkpoints_recorded": len(checkpoints),
         "last_checkpoint": checkpoints[-1] if checkpoints else None,
     }
+
+
+def _released_statement(snapshot: LedgerSnapshot) -> str:
+    if not snapshot.state.plan.formal_guarantee:
+        return _NOTHING_CLAIMED
+    return _RELEASED if "head" not in snapshot.state.opened else _RELEASED_HEAD
 
 
 _RELEASED = (
@@ -136,17 +143,24 @@ _RELEASED = (
     "checkpoints, and everything else in the run folder outside of `private/`, may be published together, "
     "with the exceptions of section 11."
 )
+_RELEASED_HEAD = (
+    "The guarantee covers the weights of the head (`head.safetensors`) and the noised statistics behind them. It does not cover "
+    "the features, accuracies on private data, or the choice of one head among several."
+)
 _NOTHING_CLAIMED = "This run makes no formal claim: treat everything that it wrote as if it were the training data."
 
 
 def _unit(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
+    opened = snapshot.state.opened
+    given = opened.get("head", {}).get("covers")
     return {
-        "unit": "one image-text pair",
+        "unit": opened.get("unit", "one image-text pair" if "head" not in opened else "one labelled example"),
         "num_examples": plan.num_examples,
         "statement": (
-            "Where there is a guarantee, a person or a picture that occurs in several pairs has only the weaker group "
+            "Where there is a guarantee, a person or a picture that occurs in several examples has only the weaker group "
             "epsilon of section 7, not that of the headline."
-        ),
+        )
+        + (f" The guarantee is of {given}." if given else ""),
         "deduplication": _stated(snapshot, "deduplication"),
     }
 
@@ -167,102 +181,6 @@ def _adjacency() -> dict[str, Any]:
             "arbitrary other one is given beside the claim."
         ),
     }
-
-
-def _mechanism(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
-    return {
-        "name": "DP-SGD: per-example clipping, Gaussian noise (Abadi et al. 2016); any optimizer is post-processing",
-        "max_grad_norm": plan.max_grad_norm,
-        "adaptive_clipping": _adaptive(snapshot, plan),
-        "sensitivity_slack": plan.sensitivity_slack,
-        "noise_multiplier": plan.noise_multiplier,
-        "noise_multiplier_accounted": plan.effective_noise_multiplier,
-        "noise_source": plan.noise_source,
-        "expected_batch_size": plan.expected_batch_size,
-        "releases": _releases(snapshot),
-        "statement": _mechanism_statement(plan),
-    }
-
-
-def _mechanism_statement(plan: PrivacyPlan) -> str:
-    if not plan.enabled:
-        return "Privacy was disabled: no clipping and no noise."
-    return _MECHANISM if plan.adaptive_clipping is None else f"{_MECHANISM} {_ADAPTIVE}"
-
-
-def _adaptive(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any] | None:
-    """Constants of adaptive clipping and how far C has moved; None where it is constant."""
-    if plan.adaptive_clipping is None:
-        return None
-    bounds = [intent["releases"][0]["sensitivity"] for intent in snapshot.of_type("intent")]
-    return {
-        **asdict(plan.adaptive_clipping),
-        "gradient_noise_multiplier": plan.adaptive_clipping.gradient_noise_multiplier(plan.noise_multiplier),
-        "smallest_bound": min(bounds, default=None),
-        "largest_bound": max(bounds, default=None),
-        "last_bound": bounds[-1] if bounds else None,
-    }
-
-
-_MECHANISM = (
-    "Each example's gradient over all trainable parameters is clipped to the L2 norm C (flat clipping); the clipped "
-    "gradients of the batch are summed, Gaussian noise of standard deviation sigma times the sensitivity is added "
-    "once, and the sum is divided by the public expected batch size. Rounding may let one example contribute up to "
-    "C (1 + r), so the accountant is charged with sigma / (1 + r)."
-)
-_ADAPTIVE = (
-    "C follows a quantile of the gradient norms (Andrew et al. 2021, arXiv 1905.03871): each step also releases, with noise, "
-    "how many of its examples were left unclipped. Sum and count together are one Gaussian mechanism of noise multiplier "
-    "sigma, so the sum alone has a little more noise. C itself follows from noised counts and may be published."
-)
-
-
-def _releases(snapshot: LedgerSnapshot) -> list[dict[str, Any]]:
-    """What the intents say they release, by name: how often, and the least noise of all times."""
-    found: dict[str, dict[str, Any]] = {}
-    for intent in snapshot.of_type("intent"):
-        for release in intent["releases"]:
-            sigma = noise_multiplier_of([release])
-            entry = {"name": release["name"], "count": 0, "smallest_noise_multiplier": sigma, "largest_sensitivity": 0}
-            entry = found.setdefault(release["name"], entry)
-            entry["count"] += 1
-            entry["smallest_noise_multiplier"] = min(entry["smallest_noise_multiplier"], sigma)
-            entry["largest_sensitivity"] = max(entry["largest_sensitivity"], release["sensitivity"])
-    return list(found.values())
-
-
-def _sampling(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
-    opened = snapshot.state.opened
-    return {
-        "scheme": plan.sampling,
-        "sample_rate": plan.sample_rate,
-        "expected_batch_size": plan.expected_batch_size,
-        "cap": plan.cap,
-        "matches_accounting": plan.formal_guarantee,
-        "key_commitment_sha256": opened["key_commitment"],
-        "data_hmac_sha256": opened.get("data_hmac"),
-        "statement": _sampling_statement(plan),
-    }
-
-
-def _sampling_statement(plan: PrivacyPlan) -> str:
-    if plan.sampling == "poisson":
-        return _SAMPLING if plan.formal_guarantee else f"As planned, unless a reason above says otherwise. {_SAMPLING}"
-    if plan.shuffle_as_gaussian:
-        return (
-            "Shuffled epochs: every example takes part in one step of each epoch. The claim uses no amplification by "
-            "sampling at all. A retry repeats its batch and is charged as one more release."
-        )
-    return f"The scheme is {plan.sampling!r}, not Poisson."
-
-
-_SAMPLING = (
-    "True Poisson sampling: in every attempt each example takes part independently with probability q, decided by "
-    "AES-256-CTR coins under a secret key, a fresh nonce per start of the program and the attempt's number, so that no "
-    "retry repeats a sample. This is the scheme that the accountant assumes: nothing is shuffled. Batches above the "
-    "cap, where there is one, are cut down uniformly, and the claim is charged for it. The ledger committed to the "
-    "key before its first use."
-)
 
 
 def _tuning(snapshot: LedgerSnapshot) -> dict[str, Any]:

@@ -87,14 +87,18 @@ def _adjacency(card: Card) -> str:
 def _mechanism(card: Card) -> str:
     mechanism = card["mechanism"]
     rows = [
-        ("clipping bound C", _bound(mechanism)),
         ("noise multiplier sigma", f"{mechanism['noise_multiplier']:.6g}"),
         ("slack r of the sensitivity", f"{mechanism['sensitivity_slack']:g}"),
         ("sigma / (1 + r), as accounted", f"{mechanism['noise_multiplier_accounted']:.6g}"),
         ("noise source", cell(mechanism["noise_source"])),
-        ("divisor (expected batch size B)", f"{mechanism['expected_batch_size']:,}"),
     ]
-    rows += [(f"released per step: {cell(item['name'])}", _release(item)) for item in mechanism["releases"]]
+    if mechanism["head"] is None:
+        rows.insert(0, ("clipping bound C", _bound(mechanism)))
+        rows.append(("divisor (expected batch size B)", f"{mechanism['expected_batch_size']:,}"))
+    else:
+        options = {name: value for name, value in mechanism["head"].items() if name not in ("method", "covers")}
+        rows += [(f"option {cell(name)}", cell(str(value))) for name, value in options.items()]
+    rows += [(f"released: {cell(item['name'])}", _release(item)) for item in mechanism["releases"]]
     return f"{mechanism['name']}. {mechanism['statement']}\n\n{facts(rows)}"
 
 

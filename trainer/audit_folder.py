@@ -51,10 +51,10 @@ def _ledger(run_dir: Path) -> Path:
 
 
 def folder_claims(run_dir: Path) -> FolderClaims:
-    """What metrics, checkpoints, privacy card and mirror say."""
+    """What metrics, checkpoints, privacy card, a private head and mirror say."""
     metrics = read_metrics(run_dir)
     return FolderClaims(
-        [*_metric_claims(metrics), *_card_claims(run_dir)],
+        [*_metric_claims(metrics), *_card_claims(run_dir), *_head_claims(run_dir)],
         list(_checkpoint_claims(run_dir)),
         {"metrics.jsonl": max((line["step"] for line in metrics), default=0)},
         _mirror(run_dir),
@@ -85,6 +85,12 @@ def _card_claims(run_dir: Path) -> list[EpsilonClaim]:
     if not isinstance(card.get("attempts_charged"), int) or card.get("epsilon") is None:
         return []
     return [EpsilonClaim("report/privacy_card.json", card["attempts_charged"], float(card["epsilon"]))]
+
+
+def _head_claims(run_dir: Path) -> list[EpsilonClaim]:
+    """A private head (evaluation/private_head/) states its epsilon beside its weights; one release."""
+    epsilon = _json(run_dir / "head.json").get("epsilon")
+    return [] if epsilon is None else [EpsilonClaim("head.json", 1, float(epsilon))]
 
 
 def _checkpoint_claims(run_dir: Path) -> Iterator[CheckpointClaim]:

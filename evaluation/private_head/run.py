@@ -66,7 +66,7 @@ def train_head(
     The number of examples, the number of classes and the method's options count as public.
 
     Args:
-        covers: which examples the guarantee is about, and given what; for head.json.
+        covers: which examples the guarantee is about, and given what; for ledger, card and head.json.
 
     Raises:
         PrivacyConfigError: labels out of range, unknown method or option, a folder with a head in it.
@@ -78,7 +78,7 @@ def train_head(
     digest = hashlib.sha256(np.ascontiguousarray(features_ND).tobytes() + np.ascontiguousarray(labels_N).tobytes())
     private = output / "private"
     private.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts = {"head": {"method": method, "num_classes": num_classes, **asdict(head)}}  # type: ignore[call-overload]
+    facts = {"head": {"method": method, "num_classes": num_classes, **asdict(head), "covers": covers}}  # type: ignore[call-overload]
     ledger, _ = open_run_state(
         output / "ledger.jsonl",
         private / "sampling.key",
@@ -105,7 +105,7 @@ def train_head(
         ledger.release()
     result = HeadResult(weights_LD, claimed, plan.target_delta)
     statement = {
-        **facts["head"], "epsilon": claimed, "delta": plan.target_delta, "num_examples": plan.num_examples, "covers": covers,
+        **facts["head"], "epsilon": claimed, "delta": plan.target_delta, "num_examples": plan.num_examples,
     }  # fmt: skip
     (output / "head.json").write_text(json.dumps(statement, indent=1) + "\n")
     return result

@@ -1,0 +1,44 @@
+"""Privacy card and ledger audit of a private head: they tell what was done, and find an epsilon that is too small."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evaluation.private_head.run import train_head
+from privacy.audit.ledger import audit_ledger
+from privacy.audit.report import AuditReport
+from privacy.report_markdown import to_markdown
+from trainer.audit_folder import folder_claims
+from trainer.report import build_card
+
+GIVEN = "the examples of shards:a.tar, given the encoder, whose epsilon is to be added where it has seen them"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(60, 4)), rng.integers(0, 3, 60)
+    train_head(*data, 3, "dp-newton", epsilon=1.0, delta=1e-3, output=tmp_path / "head", covers=GIVEN)
+    return tmp_path / "head"
+
+
+def test_the_card_describes_the_head(folder: Path) -> None:
+    card = build_card(folder)
+    page = to_markdown(card)
+    assert card["epsilon"] == pytest.approx(1.0, rel=1e-2) and card["epsilon"] <= 1.0
+    for said in ("dp-newton", "one labelled example", GIVEN, "full batch", "gradient[0]", "hessians[0]", "ridge"):
+        assert said.casefold() in page.casefold(), said
+    for wrong in ("DP-SGD", "AES-256", "image-text pair", "optimizer", "divisor", "Poisson", "Whole batches"):
+        assert wrong not in page, wrong
+
+
+def test_the_audit_reads_head_json(folder: Path) -> None:
+    def verdict() -> AuditReport:
+        return audit_ledger((folder / "ledger.jsonl").read_bytes(), folder_claims(folder))
+
+    assert verdict().verdict == "consistent"
+    stated = json.loads((folder / "head.json").read_text())
+    (folder / "head.json").write_text(json.dumps(stated | {"epsilon": 0.001}))
+    assert verdict().verdict != "consistent" and "head.json" in str(verdict())
