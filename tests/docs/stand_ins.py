@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -102,13 +103,21 @@ def official_vip(project: Path) -> None:
 
 
 def small_study(project: Path) -> None:
-    """The study of the guide with two runs of the tests' recipe."""
-    study = project / "studies" / "batch_size_dpcap.toml"
-    assert study.is_file()
-    study.write_text(
-        'name = "batch_size_dpcap"\nrecipe = "tests/e2e/tiny.toml"\n[base]\ndata.provenance = "public"\ntrain.num_steps = 2\n'
-        "[axis.batch]\nprivacy.expected_batch_size = [8, 16]\n"
-    )
+    """The study of the guide with its first two batches, one rate, one seed and few steps."""
+    path = project / "studies" / "batch_size_dpcap.toml"
+    study = path.read_text()
+    for key, values in {
+        "privacy.expected_batch_size": [8, 16],
+        "train.num_steps": [4, 2],
+        "privacy.reserved_attempts": [2, 1],
+        "schedule.warmup_steps": [1, 1],
+        "heldout.every_steps": [2, 1],
+        "optimizer.peak_lr": [2e-3],
+        "seeds": [0],
+    }.items():
+        study, count = re.subn(rf"^{key} = \[.*\]", f"{key} = {values}", study, flags=re.M)
+        assert count == 1, key
+    path.write_text(study)
 
 
 def trained(folder: Path) -> Path:
