@@ -249,6 +249,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _shapes_are_no_example_s_business(self) -> "RunConfig":
+        if self.data.bucket_captions and self.privacy.enabled:
+            raise ValueError(
+                "data.bucket_captions: one long caption changes the shape of its whole micro-batch, and with it how every other "
+                "example's gradient is rounded, which no clipping bounds; remove it, or set privacy.enabled = false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _there_is_noise_to_correct(self) -> "RunConfig":
         noiseless = not self.privacy.enabled or self.privacy.noise_multiplier == 0
         if self.optimizer.noise_bias_correction and noiseless:
