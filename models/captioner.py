@@ -13,12 +13,11 @@ the examples draws their coins and passes `is_parallel_B`. Without it everything
 
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
+from models.base import VisionModel
 from models.config import CaptionerConfig
 from models.decoder import ImageMemory, TextDecoder
-from models.initialization import After, init_weights
 from models.vit import VisionTransformer
 
 
@@ -36,31 +35,22 @@ def caption_loss(loss_BL: Tensor, target_mask_BL: Tensor) -> Tensor:
     return loss_BL.masked_fill(~target_mask_BL, 0.0).sum(dim=1) / count_B
 
 
-class Captioner(nn.Module):
+class Captioner(VisionModel):
     """Predicts each caption token from the image and the tokens before it.
 
     Parameters live in `encoder`, `memory` and `decoder`, none here. Row i of every output depends on row i of the
     inputs alone. Sharded models must be called through `forward`, where an engine's hooks gather the parameters.
     """
 
+    config: CaptionerConfig
+
     def __init__(self, config: CaptionerConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.encoder = VisionTransformer(config.encoder)
         self.memory = ImageMemory(config)
         self.decoder = TextDecoder(config)
-        if not self.encoder.class_token.is_meta:
-            self.init_weights()
-
-    def init_weights(
-        self,
-        generator: torch.Generator | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        after: After | None = None,
-    ) -> None:
-        """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
-        init_weights(self, generator, token_std=self.config.decoder.embedding_std, device=device, after=after)
+        self.token_std = config.decoder.embedding_std
+        self._init_unless_meta()
 
     def encode(self, images_BCHW: Tensor) -> Tensor:
         """Image memory (B, T, D) that the decoder attends to; the class token comes first."""
@@ -104,15 +94,4 @@ class Captioner(nn.Module):
         return [*self.encoder.blocks, *self.decoder.blocks]
 
 
-def build_captioner(
-    config: CaptionerConfig,
-    *,
-    generator: torch.Generator | None = None,
-    device: torch.device | str = "cpu",
-    after: After | None = None,
-) -> Captioner:
-    """A captioner with initialised weights, drawn once (see `models.initialization`)."""
-    with torch.device("meta"):
-        model = Captioner(config)
-    model.init_weights(generator, device=device, after=after)
-    return model
+build_captioner = Captioner.build

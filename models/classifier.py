@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.adapters import adapters, add_adapters
+from models.base import VisionModel
 from models.classifier_config import ClassifierConfig
-from models.initialization import After, init_weights
+from models.initialization import After
 from models.vit import VisionTransformer
 
 
@@ -29,15 +30,16 @@ def classification_loss(logits_BK: Tensor, labels_B: Tensor, label_smoothing: fl
     return F.cross_entropy(logits_BK.to(wide), labels_B, reduction="none", label_smoothing=label_smoothing)
 
 
-class Classifier(nn.Module):
+class Classifier(VisionModel):
     """Parameters live in `encoder` and `head`; those that the configuration leaves alone require no gradient.
 
     Row i of every output depends on row i of the inputs alone.
     """
 
+    config: ClassifierConfig
+
     def __init__(self, config: ClassifierConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.encoder = VisionTransformer(config.encoder)
         if config.trainable != "all":
             self.encoder.requires_grad_(False)
@@ -46,8 +48,7 @@ class Classifier(nn.Module):
                 self.encoder, rank=config.adapter_rank, alpha=config.adapter_alpha, layers=config.adapter_layers
             )
         self.head = nn.Linear(config.encoder.width, config.num_classes)
-        if not self.encoder.class_token.is_meta:
-            self.init_weights()
+        self._init_unless_meta()
 
     def init_weights(
         self,
@@ -65,7 +66,7 @@ class Classifier(nn.Module):
             if after is not None:
                 after(module)
 
-        init_weights(self, generator, device=device, after=then)
+        super().init_weights(generator, device=device, after=then)
 
     def forward(
         self, images_BCHW: Tensor, labels_B: Tensor | None = None, output: Literal["loss", "logits"] = "loss"
@@ -94,20 +95,5 @@ class Classifier(nn.Module):
             return features_BD
         return F.layer_norm(features_BD, features_BD.shape[-1:], eps=self.config.encoder.norm_eps)
 
-    def blocks(self) -> list[nn.Module]:
-        """The repeated units, in order of use, for activation checkpointing and sharding."""
-        return [*self.encoder.blocks]
 
-
-def build_classifier(
-    config: ClassifierConfig,
-    *,
-    generator: torch.Generator | None = None,
-    device: torch.device | str = "cpu",
-    after: After | None = None,
-) -> Classifier:
-    """A classifier with initialised weights, drawn once (see `models.initialization`)."""
-    with torch.device("meta"):
-        model = Classifier(config)
-    model.init_weights(generator, device=device, after=after)
-    return model
+build_classifier = Classifier.build

@@ -198,6 +198,7 @@ def _small(width: int, depth: int, decoder_depth: int) -> CaptionerConfig:
 SIZES: Mapping[str, CaptionerConfig] = {
     "pico": _small(64, 4, 2),
     "nano": _small(128, 6, 3),
+    "dpcap_nano": _dpcap(192, 12, 6, decoder_width=192, decoder_heads=6),
     "dpcap_tiny": _dpcap(384, 12, 6, decoder_width=384, decoder_heads=6),
     "dpcap_small": _dpcap(576, 12, 12, decoder_width=576, decoder_heads=12),
     "dpcap_base": _dpcap(768, 12, 12, decoder_width=768, decoder_heads=12),

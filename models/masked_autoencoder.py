@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from models.base import VisionModel
 from models.config import VitConfig
-from models.initialization import After, init_weights
 from models.layers import PositionEmbedding, image_sincos_table
 from models.mae_config import MaskedAutoencoderConfig
 from models.vit import EncoderBlock, VisionTransformer
@@ -56,6 +56,8 @@ class PixelDecoder(nn.Module):
     `mask_token` is a raw parameter, used by expansion only.
     """
 
+    config: MaskedAutoencoderConfig
+
     def __init__(self, config: MaskedAutoencoderConfig) -> None:
         super().__init__()
         encoder, own = config.encoder, config.decoder
@@ -91,26 +93,14 @@ class PixelDecoder(nn.Module):
         return self.head(self.norm(x_BTD))[:, 1:]
 
 
-class MaskedAutoencoder(nn.Module):
+class MaskedAutoencoder(VisionModel):
     """Parameters live in `encoder` and `decoder`, none here. Row i of every output depends on row i of the inputs alone."""
 
     def __init__(self, config: MaskedAutoencoderConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.encoder = VisionTransformer(config.encoder)
         self.decoder = PixelDecoder(config)
-        if not self.encoder.class_token.is_meta:
-            self.init_weights()
-
-    def init_weights(
-        self,
-        generator: torch.Generator | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        after: After | None = None,
-    ) -> None:
-        """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
-        init_weights(self, generator, device=device, after=after)
+        self._init_unless_meta()
 
     def forward(self, images_BCHW: Tensor, mask_BP: Tensor, output: Literal["loss", "patches"] = "loss") -> Tensor:
         """
@@ -138,15 +128,4 @@ class MaskedAutoencoder(nn.Module):
         return [*self.encoder.blocks, *self.decoder.blocks]
 
 
-def build_masked_autoencoder(
-    config: MaskedAutoencoderConfig,
-    *,
-    generator: torch.Generator | None = None,
-    device: torch.device | str = "cpu",
-    after: After | None = None,
-) -> MaskedAutoencoder:
-    """A masked autoencoder with initialised weights, drawn once (see `models.initialization`)."""
-    with torch.device("meta"):
-        model = MaskedAutoencoder(config)
-    model.init_weights(generator, device=device, after=after)
-    return model
+build_masked_autoencoder = MaskedAutoencoder.build

@@ -75,11 +75,21 @@ def test_patches_and_back() -> None:
     assert torch.equal(first.view(4, 4, 3), x[0, :, :4, 4:8].permute(1, 2, 0))
 
 
-@pytest.mark.parametrize("normalise", [False, True])
-def test_equals_transformers(normalise: bool) -> None:
+def one_block(size: str) -> MaskedAutoencoderConfig:
+    """The size's widths, heads and patches on 16 patches, with one block in each stack."""
+    side = 4 * MAE_SIZES[size].encoder.patch_size
+    return masked_autoencoder_config(size, image_size=side, encoder_depth=1, decoder_depth=1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [tiny(), tiny(normalise_pixels=True), tiny(mask_ratio=0.5), *(one_block(size) for size in MAE_SIZES)],
+    ids=lambda c: f"{c.encoder.width}-{c.encoder.num_heads}-{c.normalise_pixels}-{c.mask_ratio}",
+)
+def test_equals_transformers(config: MaskedAutoencoderConfig) -> None:
     from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-    config = tiny(normalise_pixels=normalise)
+    normalise = config.normalise_pixels
     ours = build_masked_autoencoder(config, generator=torch.Generator().manual_seed(0))
     encoder, decoder = config.encoder, config.decoder
     theirs = ViTMAEForPreTraining(
@@ -92,7 +102,7 @@ def test_equals_transformers(normalise: bool) -> None:
         )
     ).eval()  # fmt: skip
     theirs.load_state_dict(_their_names(ours, theirs), strict=True)
-    mask, x = masks(config, 5), images(5)
+    mask, x = masks(config, 5), images(5, encoder.image_size)
     # They sort noise to choose patches: small noise for the visible ones, in our order.
     rank = torch.linspace(0, 1, mask.shape[1]).expand(5, -1)
     noise = mask.float() * 2 + rank

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from models.config import VitConfig
+from models.config import SIZES, VitConfig
 from models.initialization import init_weights
+from models.mae_config import MAE_SIZES
 from models.vit import VisionTransformer
 
 
@@ -69,6 +72,23 @@ def test_encoder_equals_transformers(qkv_bias: bool, position: str) -> None:
     tokens_BTD = model(images_BCHW)
     assert tokens_BTD.shape == (2, 10, 32)
     torch.testing.assert_close(tokens_BTD, expected, atol=1e-5, rtol=1e-5)
+
+
+ENCODERS_OF_ALL_SIZES = {
+    (c.encoder.width, c.encoder.num_heads, c.encoder.qkv_bias): name for name, c in (*SIZES.items(), *MAE_SIZES.items())
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS_OF_ALL_SIZES.values())
+@torch.no_grad()
+def test_encoder_of_every_size_equals_transformers(name: str) -> None:
+    """Each width, number of heads and kind of bias, in one block on four patches."""
+    config = (SIZES.get(name) or MAE_SIZES[name]).encoder
+    model = VisionTransformer(replace(config, depth=1, image_size=2 * config.patch_size))
+    init_weights(model, torch.Generator().manual_seed(0))
+    images_BCHW = torch.randn(2, 3, model.config.image_size, model.config.image_size)
+    expected = hugging_face_copy(model)(images_BCHW).last_hidden_state
+    torch.testing.assert_close(model(images_BCHW), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 24, 32), (2, 1, 24, 24), (3, 24, 24), (2, 3, 16, 16)])

@@ -14,7 +14,8 @@ from trainer.config import OptimizerSection, load_config
 from trainer.ds_config import load_machine_settings
 from trainer.engines.local import LocalEngine
 from trainer.heldout import Heldout
-from trainer.tasks.captioning import CaptioningTask, contact_sheet
+from trainer.tasks.captioning import CaptioningTask
+from trainer.tasks.pictures import contact_sheet
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,8 +1,8 @@
 """What the trainer asks of a kind of model."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import asdict, fields, replace
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.examples import MakeExample
 from data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from models.config import CaptionerConfig
-from models.mae_config import MaskedAutoencoderConfig
+from models.base import VisionModel
 from trainer.engines.base import Engine
 
 
@@ -75,12 +74,52 @@ class TrainingTask(Protocol):
         ...
 
 
-ModelConfig = TypeVar("ModelConfig", CaptionerConfig, MaskedAutoencoderConfig)
+Model = TypeVar("Model", bound=VisionModel)
 
 
-def with_one_block(config: ModelConfig) -> ModelConfig:
-    """The same model with one block in each of its two stacks."""
-    return replace(config, encoder=replace(config.encoder, depth=1), decoder=replace(config.decoder, depth=1))
+class ModelTask(Generic[Model]):
+    """What is the same for all of our models; see `TrainingTask`.
+
+    Attributes:
+        model_class: built from `model_config`.
+    """
+
+    kind: ClassVar[str]
+    model_class: type[Model]
+
+    def __init__(self, model_config: Any, size: str) -> None:
+        """
+        Args:
+            size: name of the model's size, for manifests.
+        """
+        self.model_config = model_config
+        self._size = size
+
+    def build(
+        self,
+        generator: torch.Generator,
+        *,
+        after: Callable[[nn.Module], None] | None = None,
+        one_block: bool = False,
+    ) -> Model:
+        config = with_one_block(self.model_config) if one_block else self.model_config
+        return self.model_class.build(config, generator=generator, after=after)
+
+    def skeleton(self) -> Model:
+        with torch.device("meta"):
+            return self.model_class(self.model_config)
+
+    def facts(self) -> dict[str, Any]:
+        return {"model": {"kind": self.kind, "size": self._size, **asdict(self.model_config)}}
+
+    def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": engine.module(**inputs)}
+
+
+def with_one_block(config: Any) -> Any:
+    """The same model with one block in each of its stacks."""
+    parts = {f.name: getattr(config, f.name) for f in fields(config)}
+    return replace(config, **{name: replace(part, depth=1) for name, part in parts.items() if hasattr(part, "depth")})
 
 
 def pixels(image_CHW: Tensor) -> np.ndarray:

@@ -1,50 +1,32 @@
 """Image classification: fine-tuning a trained encoder on labels (De et al. 2022, https://arxiv.org/abs/2204.13650)."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.batch import Batch
 from data.labels import LabelledImageExample
-from models.classifier import Classifier, build_classifier, classification_loss
+from models.classifier import Classifier, classification_loss
 from models.classifier_config import classifier_config
 from trainer.config import RunConfig
 from trainer.engines.base import Engine
-from trainer.tasks.base import Samples, pixels, to_device
-from trainer.tasks.captioning import contact_sheet
+from trainer.tasks.base import ModelTask, Samples, pixels, to_device
+from trainer.tasks.pictures import contact_sheet
 
 
-class ClassificationTask:
+class ClassificationTask(ModelTask[Classifier]):
     """See `trainer.tasks.base.TrainingTask`."""
 
     kind = "classifier"
     loss_name = "cross-entropy"
+    model_class = Classifier
 
     def __init__(self, config: RunConfig) -> None:
-        self._size, self._data = config.model.size, config.data
-        self.model_config = classifier_config(
-            self._size, **{**config.model.overrides, "image_size": config.data.image_size}
-        )
-
-    def build(
-        self,
-        generator: torch.Generator,
-        *,
-        after: Callable[[nn.Module], None] | None = None,
-        one_block: bool = False,
-    ) -> Classifier:
-        config = self.model_config
-        if one_block:
-            config = replace(config, encoder=replace(config.encoder, depth=1))
-        return build_classifier(config, generator=generator, after=after)
-
-    def skeleton(self) -> Classifier:
-        with torch.device("meta"):
-            return Classifier(self.model_config)
+        overrides = {**config.model.overrides, "image_size": config.data.image_size}
+        super().__init__(classifier_config(config.model.size, **overrides), config.model.size)
+        self._data = config.data
 
     def make_example(self, *, train: bool) -> LabelledImageExample:
         data = self._data
@@ -59,9 +41,6 @@ class ClassificationTask:
             "images_BCHW": torch.randn(count, 3, size, size, generator=generator),
             "labels_B": torch.randint(0, num_classes, (count,), generator=generator),
         }
-
-    def facts(self) -> dict[str, Any]:
-        return {"model": {"kind": self.kind, "size": self._size, **asdict(self.model_config)}}
 
     def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Cross-entropy (without smoothing) and accuracy."""

@@ -9,21 +9,18 @@ from torch import Tensor, nn
 from data.batch import Batch
 from data.examples import ImageExample
 from models.converters.native import model_facts
-from models.image_encoder import EncoderConfig, ImageEncoder, build_image_encoder
+from models.image_encoder import ImageEncoder
 from trainer.engines.base import Engine
 from trainer.errors import ConfigError
-from trainer.tasks.base import Samples
+from trainer.tasks.base import ModelTask, Samples
 
 
-class EncodingTask:
+class EncodingTask(ModelTask[ImageEncoder]):
     """See `trainer.tasks.base.TrainingTask`. There is no loss: the model gives tokens, and no recipe trains it."""
 
     kind = "encoder"
     loss_name = "none"
-
-    def __init__(self, config: EncoderConfig, size: str) -> None:
-        self.model_config = config
-        self._size = size
+    model_class = ImageEncoder
 
     def build(
         self,
@@ -34,11 +31,7 @@ class EncodingTask:
     ) -> ImageEncoder:
         if one_block:
             raise _no_loss()
-        return build_image_encoder(self.model_config, generator=generator, after=after)
-
-    def skeleton(self) -> ImageEncoder:
-        with torch.device("meta"):
-            return ImageEncoder(self.model_config)
+        return super().build(generator, after=after)
 
     def make_example(self, *, train: bool) -> ImageExample:
         return ImageExample(self.model_config.encoder.image_size, train)

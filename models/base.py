@@ -1,0 +1,62 @@
+"""What all models around a vision transformer share: how their weights are drawn, on whatever device."""
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from models.initialization import EMBEDDING_STD, After, init_weights
+from models.vit import VisionTransformer
+
+
+class VisionModel(nn.Module):
+    """Parameters live in `encoder` and in parts of the subclass, whose constructor ends with `_init_unless_meta`.
+
+    Row i of every output depends on row i of the inputs alone.
+    """
+
+    encoder: VisionTransformer
+    token_std = EMBEDDING_STD
+    """Of the token embedding's initial values, where there is one."""
+
+    def __init__(self, config: Any) -> None:
+        """
+        Args:
+            config: frozen; its `encoder` is a VitConfig.
+        """
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    def build(
+        cls,
+        config: Any,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str = "cpu",
+        after: After | None = None,
+    ) -> Self:
+        """A model with initialised weights, drawn once (see `models.initialization`)."""
+        with torch.device("meta"):
+            model = cls(config)
+        model.init_weights(generator, device=device, after=after)
+        return model
+
+    def init_weights(
+        self,
+        generator: torch.Generator | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        after: After | None = None,
+    ) -> None:
+        """Initialise all parameters and fixed buffers; see `models.initialization.init_weights`."""
+        init_weights(self, generator, token_std=self.token_std, device=device, after=after)
+
+    def _init_unless_meta(self) -> None:
+        """On the meta device there is nothing to set yet."""
+        if not self.encoder.class_token.is_meta:
+            self.init_weights()
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated units, in order of use, for activation checkpointing and sharding."""
+        return [*self.encoder.blocks]
