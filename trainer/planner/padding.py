@@ -83,10 +83,9 @@ class Batches:
         if share <= WORTH_A_NOTE:
             return None
         examples, better = math.ceil(fmean(self.counts) / world_size), self.better_size(world_size, size)
-        said = (
-            f"padding: {share:.1%} of the rows, {examples:,} examples a rank in {self.micro_batches(world_size, size):.4g} "
-            f"micro-batches of {size:,}"
-        )
+        number = self.micro_batches(world_size, size)
+        batches = f"{number:.4g} micro-batch{'' if number == 1 else 'es'}"
+        said = f"padding: {share:.1%} of the rows, {examples:,} examples a rank in {batches} of {size:,}"
         if better is None:
             return f"{said}; no train.micro_batch_size a little below does much better"
         return f"{said}; train.micro_batch_size={better} leaves {self.padding(world_size, better):.1%}"
