@@ -33,8 +33,9 @@ from privacy.errors import PrivacyConfigError
 RANGE = 1e4
 """C_t stays between C_0 / RANGE and C_0 RANGE, so that no noise, however unlikely, makes it 0, infinite or NaN."""
 COUNT_SENSITIVITY = 0.5
-SMALLEST_BOUND, LARGEST_BOUND = 1e-20, 1e20
-"""Of C_0: times or divided by RANGE these are still ordinary numbers in single precision, and so are their squares."""
+SMALLEST_BOUND, LARGEST_BOUND = 1e-12, 1e12
+"""Of any C, fixed or adapted: squares of norms about C, and of the many small entries that they are made of, are ordinary
+numbers in single precision. (Below 1e-20 they underflow, and contributions of several C pass unclipped.)"""
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ class AdaptiveClipping:
                 f"release alone would spend all that the noise multiplier {noise_multiplier:.4g} allows; it must be above "
                 f"half of it, and a twentieth of the expected batch size costs next to nothing"
             )
-        if not SMALLEST_BOUND <= initial_bound <= LARGEST_BOUND:
+        smallest, largest = SMALLEST_BOUND * RANGE, LARGEST_BOUND / RANGE
+        if not smallest <= initial_bound <= largest:
             raise PrivacyConfigError(
-                f"adaptive clipping starts at a max_grad_norm between {SMALLEST_BOUND:g} and {LARGEST_BOUND:g}, "
-                f"not {initial_bound:g}"
+                f"adaptive clipping starts at a max_grad_norm between {smallest:g} and {largest:g}, not {initial_bound:g}"
             )
 
     def gradient_noise_multiplier(self, noise_multiplier: float) -> float:

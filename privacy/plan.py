@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from privacy.accounting import ReleaseGroup, effective_noise_multiplier, epsilon
-from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
 from privacy.alternatives import BallsInBinsSampler, ShuffleSampler, shuffle_participations
 from privacy.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from privacy.epsilon_table import EpsilonTable
@@ -349,8 +349,10 @@ def _check(plan: PrivacyPlan) -> None:
             raise PrivacyConfigError(f"{name} must be finite, not {getattr(plan, name)}")
     if plan.noise_multiplier < 0:
         raise PrivacyConfigError(f"noise_multiplier must not be negative, not {plan.noise_multiplier:g}")
-    if plan.max_grad_norm <= 0:
-        raise PrivacyConfigError(f"max_grad_norm must be positive, not {plan.max_grad_norm:g}")
+    if not SMALLEST_BOUND <= plan.max_grad_norm <= LARGEST_BOUND:
+        raise PrivacyConfigError(
+            f"max_grad_norm must be between {SMALLEST_BOUND:g} and {LARGEST_BOUND:g}, not {plan.max_grad_norm:g}"
+        )
     if not 0 < plan.target_delta < 1:
         raise PrivacyConfigError(f"target_delta must be between 0 and 1, not {plan.target_delta:g}")
     if not isinstance(plan.reserved_attempts, int) or plan.reserved_attempts < 0:

@@ -191,7 +191,12 @@ def _attempts(card: Card, attempts: Card) -> str:
 def _others(numbers: Card) -> str:
     rows = [("one pair exchanged for an arbitrary other one (replace-one)", numbers["epsilon_replace_one"])]
     rows += [(f"{size} pairs of one person, or copies", value) for size, value in numbers["epsilon_group"].items()]
-    rows.append((f"one owner of at most {numbers['max_examples_per_owner']} pairs", numbers["epsilon_owner"]))
+    rows.append(
+        (
+            f"one owner of at most {numbers['max_examples_per_owner']} pairs, as the recipe states",
+            numbers["epsilon_owner"],
+        )
+    )
     rows = [(what, value) for what, value in rows if value is not None]
     if not rows:
         return ""

@@ -85,14 +85,15 @@ class Budget:
 
 
 def clip_rows(rows_ND: np.ndarray, bound: float) -> np.ndarray:
-    """Rows of length at most `bound`, in float64; a row with a NaN or an infinity becomes zero."""
+    """Rows of length at most `bound`, in float64; a row with a NaN or an infinity, or of infinite length, becomes zero."""
     rows_ND = np.asarray(rows_ND, dtype=np.float64)
     finite_N = np.isfinite(rows_ND).all(axis=1)
     rows_ND = np.where(finite_N[:, None], rows_ND, 0.0)
     # Scaled first, so that the square of a huge entry cannot overflow.
     largest_N1 = np.maximum(np.abs(rows_ND).max(axis=1, keepdims=True), np.finfo(np.float64).tiny)
     length_N1 = largest_N1 * np.linalg.norm(rows_ND / largest_N1, axis=1, keepdims=True)
-    return rows_ND * np.minimum(1.0, bound / np.maximum(length_N1, np.finfo(np.float64).tiny))
+    factor_N1 = np.minimum(1.0, bound / np.maximum(length_N1, np.finfo(np.float64).tiny))
+    return np.where(np.isfinite(length_N1), rows_ND * factor_N1, 0.0)
 
 
 def blocks(num_rows: int, size: int = 4096) -> Iterable[slice]:

@@ -242,8 +242,8 @@ def test_a_statistic_is_released_once() -> None:
 
 
 def test_clipped_rows() -> None:
-    rows = np.array([[3.0, 4.0], [0.3, 0.4], [1e200, 0.0], [np.nan, 1.0], [np.inf, 0.0], [0.0, 0.0]])
-    expected = [[0.6, 0.8], [0.3, 0.4], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    rows = np.array([[3.0, 4.0], [0.3, 0.4], [1e200, 0.0], [np.nan, 1.0], [np.inf, 0.0], [0.0, 0.0], [1.7e308] * 2])
+    expected = [[0.6, 0.8], [0.3, 0.4], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
     assert clip_rows(rows, 1.0) == pytest.approx(np.array(expected))
 
 

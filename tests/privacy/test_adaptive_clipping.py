@@ -104,7 +104,7 @@ def test_the_bound_converges_to_the_quantile(quantile: float) -> None:
 
 
 @given(
-    bounds=st.tuples(st.floats(1e-20, 1e20), st.floats(1 / RANGE, RANGE)),
+    bounds=st.tuples(st.floats(1e-8, 1e8), st.floats(1 / RANGE, RANGE)),
     noised=st.floats(-1e300, 1e300),
     rate=st.floats(1e-6, 1e6),
     batch_size=st.integers(1, 10**7),
@@ -132,7 +132,7 @@ def test_the_update_is_the_papers() -> None:
     [
         ({"adaptive_clipping": AdaptiveClipping(0.5, 0.2, 2.0)}, "too little noise on the count"),
         ({"adaptive_clipping": AdaptiveClipping(0.5, 0.2, 0.1)}, "too little noise on the count"),
-        ({"max_grad_norm": 1e30}, "adaptive clipping starts at"),
+        ({"max_grad_norm": 1e10}, "adaptive clipping starts at"),
     ],
 )
 def test_infeasible_constants_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:

@@ -63,6 +63,7 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"target_delta": 1.0}, "target_delta"),
         ({"target_delta": float("nan")}, "finite"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"max_grad_norm": 1e-13}, "max_grad_norm"),
         ({"sensitivity_slack": 2e-3}, "sensitivity_slack"),
         ({"reserved_attempts": -1}, "reserved_attempts"),
         ({"cap": 0}, "cap"),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from models.captioner import build_captioner
 from models.config import captioner_config
+from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND
 from privacy.clipping import ClippedSum
 from privacy.clipping.norms import SENSITIVITY_SLACK
 
@@ -46,3 +47,17 @@ def summed(model: torch.nn.Module, mode: str, batch: dict[str, Tensor], *, is_ou
     total = torch.cat([value.double().flatten() for _, value in clipped.sums()])
     clipped.detach()
     return total
+
+
+@pytest.mark.parametrize("bound", [SMALLEST_BOUND, LARGEST_BOUND])
+def test_contract_4_squares_neither_underflow_nor_overflow(bound: float) -> None:
+    """Gradients from far below to far above C, spread over a million entries."""
+    layer = torch.nn.Linear(1000, 1000, bias=False)
+    for scale in (0.5, 1.0, 2.0, 1e3):
+        clipped = ClippedSum(layer, bound)
+        x_BD = torch.full((1, 1000), bound * scale / 1000)
+        clipped.add_micro_batch(lambda x: layer(x).sum(dim=1), {"x": x_BD}, torch.zeros(1, dtype=torch.bool))
+        (_, total), *_ = clipped.sums()
+        norm = float(total.double().norm()) / bound
+        clipped.detach()
+        assert norm == pytest.approx(min(scale, 1), rel=SENSITIVITY_SLACK)
