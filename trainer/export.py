@@ -32,6 +32,16 @@ from trainer.tasks.captioning import CaptioningTask
 Format = Literal["hf", "safetensors", "timm"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 CARD, README = "privacy_card.json", "README.md"
+_MODELLING = "modeling_captioner.py"
+_AUTOMATIC = {
+    "model_type": "exported_captioner",
+    "architectures": ["ExportedCaptioner"],
+    "auto_map": {
+        "AutoConfig": "modeling_captioner.ExportedCaptionerConfig",
+        "AutoModel": "modeling_captioner.ExportedCaptioner",
+    },
+}
+"""By which transformers' `AutoModel` finds the code beside the weights."""
 
 _ABOUT = ("run", "step", "reasons", "initialisation", "training_data", "tokenizer_sha256")
 
@@ -88,12 +98,14 @@ def _write_huggingface(
 
 def _write_own(folder: Path, opened: OpenedModel, about: dict[str, Any]) -> None:
     """Our names, with the source that builds the model from them and, for captions, the tokenizer."""
-    save_model(folder, opened.model, opened.manifest["model"], about)
+    automatic = _AUTOMATIC if isinstance(opened.task, CaptioningTask) else {}
+    save_model(folder, opened.model, opened.manifest["model"], about, automatic)
     _write_processor(folder, opened.model.get_submodule("encoder"))
     shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
     if isinstance(opened.task, CaptioningTask):
         _write_tokenizer(folder, opened.task)
+        shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
 
 
 def _write_timm(folder: Path, encoder: VisionTransformer, about: dict[str, Any]) -> None:

@@ -63,6 +63,17 @@ model = vit.VisionTransformer(**config["model_args"], norm_layer=norm_layer)
 model.load_state_dict(load_file("{here}/model.safetensors"))
 ```"""
 
+_AUTO = """\
+In transformers, by the code beside the weights (`modeling_captioner.py`, which you agree to run):
+```python
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained("{here}", trust_remote_code=True)
+processor, tokenizer = AutoImageProcessor.from_pretrained("{here}"), AutoTokenizer.from_pretrained("{here}")
+tokens = model.generate(**processor(image, return_tensors="pt"))  # num_beams=4 for a beam search
+captions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+```"""
+
 _CAPTIONER = (
     "A captioner is no VisionEncoderDecoderModel: no decoder of transformers has its post-norm blocks, whose memory is a "
     "projection of the image tokens with positions and a type embedding of its own."
@@ -148,16 +159,17 @@ def _loading(form: str, kind: str, encoder_only: bool) -> str:
     if form == "timm":
         return _TIMM.format(here=here)
     if form == "safetensors":
-        return _OWN.format(here=here, use=_USES[kind])
+        own = _OWN.format(here=here, use=_USES[kind])
+        return f"{own}\n\n{_captioner(here)}" if kind == "captioner" else own
     parts = ["The encoder:", _VIT.format(here=here)]
     if not encoder_only and kind == "masked_autoencoder":
         parts += ["The whole masked autoencoder:", _MAE.format(here=here)]
     elif not encoder_only and kind != "encoder":
         parts += [f"The whole {kind}:", _OWN.format(here=f"{here}/{kind}", use=_USES[kind])]
         if kind == "captioner":
-            parts += [
-                "Its tokenizer: `transformers.PreTrainedTokenizerFast.from_pretrained`, with start, end and padding tokens "
-                "named in `tokenizer_config.json`.",
-                _CAPTIONER,
-            ]
+            parts += [_captioner(f"{here}/{kind}")]
     return "\n\n".join(parts)
+
+
+def _captioner(here: str) -> str:
+    return f"{_AUTO.format(here=here)}\n\n{_CAPTIONER}"

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from models.captioner import Captioner
-from models.config import SIZES, CaptionerConfig, DecoderConfig, PositionKind, VitConfig
+from models.config import SIZES, CaptionerConfig, DecoderConfig, PositionKind
 from models.converters.vip import (
     POSITION_TOLERANCE,
+    encoder_config,
     encoder_renamings,
     position_kind,
     with_tables,
@@ -126,7 +127,13 @@ def _layer(ours: str, theirs: str, has_bias: bool) -> Iterator[Renaming]:
 def _config(
     state: Mapping[str, Tensor], what: str, encoder_heads: int | None, decoder_heads: int | None
 ) -> CaptionerConfig:
-    encoder = _encoder_config(state, what, encoder_heads)
+    encoder = encoder_config(
+        state,
+        what,
+        encoder_heads,
+        lambda width, _, said: _published_heads("encoder", width, said),
+        qkv_bias="blocks.0.attn.qkv.bias" in state,
+    )
     vocab_size, width = shape_of(state, "text_embedding_layer_SimVLM.weight", 2, what)
     hidden, _ = shape_of(state, "decoder.layers.0.linear1.weight", 2, what)
     _, num_tokens, _ = shape_of(state, "text_decoder_pos_embed", 3, what)
@@ -141,29 +148,6 @@ def _config(
         norm_eps=1e-5,
     )
     return CaptionerConfig(encoder=encoder, decoder=decoder, vocab_size=vocab_size, num_tokens=num_tokens)
-
-
-def _encoder_config(state: Mapping[str, Tensor], what: str, num_heads: int | None) -> VitConfig:
-    width, channels, patch, _ = shape_of(state, "patch_embed.proj.weight", 4, what)
-    _, num_tokens, _ = shape_of(state, "pos_embed", 3, what)
-    hidden, _ = shape_of(state, "blocks.0.mlp.fc1.weight", 2, what)
-    grid = round(max(num_tokens - 1, 0) ** 0.5)
-    if grid < 1 or grid**2 != num_tokens - 1:
-        raise WeightsError(
-            f"{what}: pos_embed has {num_tokens} rows, but a class token and a square of patches are expected"
-        )
-    return VitConfig(
-        image_size=grid * patch,
-        patch_size=patch,
-        num_channels=channels,
-        width=width,
-        depth=count_blocks(state, "blocks.", what),
-        num_heads=num_heads or _published_heads("encoder", width, what),
-        mlp_ratio=mlp_ratio(hidden, width),
-        position=position_kind(state, "pos_embed", grid, width, what),
-        qkv_bias="blocks.0.attn.qkv.bias" in state,
-        norm_eps=1e-6,
-    )
 
 
 def _decoder_position_kind(

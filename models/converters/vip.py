@@ -5,7 +5,7 @@ https://arxiv.org/abs/2306.08842) shares. ViP's script leaves the sin-cos tables
 if it is the sin-cos one, else learned.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ def from_vip(
     Raises:
         WeightsError: missing or unknown names, shapes that do not fit together, or an unknown number of heads.
     """
-    encoder = _encoder_config(state, what, num_heads)
+    encoder = encoder_config(state, what, num_heads, published_heads, qkv_bias=True)
     if not any(name.startswith(_DECODER_PREFIXES) for name in state):
         renamed = rename(state, encoder_renamings(encoder), encoder_shapes(encoder), what)
         return EncoderConfig(encoder=encoder), without_fixed_tables(renamed, {"encoder.": encoder.position})
@@ -146,7 +146,22 @@ def position_kind(state: Mapping[str, Tensor], name: str, grid_size: int, width:
     return "sincos" if bool((state[name][0].double() - table).abs().max() <= POSITION_TOLERANCE) else "learned"
 
 
-def _encoder_config(state: Mapping[str, Tensor], what: str, num_heads: int | None) -> VitConfig:
+def encoder_config(
+    state: Mapping[str, Tensor],
+    what: str,
+    num_heads: int | None,
+    published: Callable[[int, int, str], int],
+    *,
+    qkv_bias: bool,
+) -> VitConfig:
+    """Shapes of an encoder under timm's names.
+
+    Args:
+        num_heads: None takes what `published` says of this width and depth.
+
+    Raises:
+        WeightsError: missing names, shapes that do not fit together, or an unknown number of heads.
+    """
     width, channels, patch, _ = shape_of(state, "patch_embed.proj.weight", 4, what)
     _, num_tokens, _ = shape_of(state, "pos_embed", 3, what)
     hidden, _ = shape_of(state, "blocks.0.mlp.fc1.weight", 2, what)
@@ -161,10 +176,11 @@ def _encoder_config(state: Mapping[str, Tensor], what: str, num_heads: int | Non
         num_channels=channels,
         width=width,
         depth=depth,
-        num_heads=num_heads or published_heads(width, depth, what),
+        num_heads=num_heads or published(width, depth, what),
         mlp_ratio=mlp_ratio(hidden, width),
         position=position_kind(state, "pos_embed", grid, width, what),
-        qkv_bias=True,
+        qkv_bias=qkv_bias,
+        norm_eps=1e-6,
     )
 
 

@@ -31,6 +31,10 @@ class Renaming(NamedTuple):
     theirs: tuple[str, ...]
 
 
+_WRAPPERS = ("module.", "_module.", "_orig_mod.")
+"""What data-parallel training, per-example gradients and compilation put before every name."""
+
+
 def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
     """The tensors of a `.safetensors` file, or of a torch file: its entry `key`, or the whole where there is no such entry.
 
@@ -41,7 +45,7 @@ def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
         raise WeightsError(f"there is no weight file {path}")
     if path.suffix == ".safetensors":
         try:
-            return load_file(path)
+            return without_wrappers(load_file(path))
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{path} is no safetensors file: {error}") from error
     content = _read_torch(path)
@@ -51,7 +55,15 @@ def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise WeightsError(f"{path}: entry {name!r} is a {type(value).__name__}, but tensors were expected")
-    return dict(state)
+    return without_wrappers(state)
+
+
+def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same under the names of the model itself: a prefix of a wrapper goes where every name has it, again and again."""
+    state = dict(state)
+    while state and (prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in state)), None)):
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
 
 
 def _read_torch(path: Path) -> object:
@@ -100,6 +112,11 @@ def rename(
             if state[name].dim() == 0:
                 raise WeightsError(f"{what}: {name} is a single number, but {ours} has shape {tuple(shapes[ours])}")
         parts = [state[name].to(torch.float32) for name in theirs]
+        broken = [name for name, part in zip(theirs, parts, strict=True) if not bool(part.isfinite().all())]
+        if broken:
+            raise WeightsError(
+                f"{what}: {broken[0]} holds NaN or infinity (or values beyond fp32): its training had failed"
+            )
         if len({part.shape[1:] for part in parts}) == 1 and len({part.shape[0] for part in parts}) == 1:
             value = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
         else:

@@ -1,0 +1,116 @@
+"""An exported captioner as a model of transformers. This file lies beside its weights, where `AutoModel` finds it:
+
+    model = AutoModel.from_pretrained(FOLDER, trust_remote_code=True)
+    processor, tokenizer = AutoImageProcessor.from_pretrained(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
+    tokens = model.generate(**processor(image, return_tensors="pt"))
+    captions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+The model itself is built by the source in the folder's `models`, under the names that it has there; nothing else is needed.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+
+class ExportedCaptionerConfig(PretrainedConfig):
+    """config.json as it is."""
+
+    model_type = "exported_captioner"
+
+
+@dataclass
+class CaptionerOutput(ModelOutput):
+    """`logits` (B, L, V) of the token after each given one; `loss` (B,), each caption's mean cross-entropy, with a mask."""
+
+    logits: Tensor | None = None
+    loss: Tensor | None = None
+
+
+class ExportedCaptioner(PreTrainedModel):
+    """Wraps the captioner; `captioner` is the model itself."""
+
+    config_class = ExportedCaptionerConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: ExportedCaptionerConfig, captioner: nn.Module, search: Any) -> None:
+        super().__init__(config)
+        self.captioner, self._search = captioner, search
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *_: Any, config: Any = None, **options: Any) -> "ExportedCaptioner":  # type: ignore[override]
+        """From a folder, or a repository of the hub; in evaluation mode, fp32.
+
+        Args:
+            options: `dtype`; `revision`, `token`, `cache_dir`, ... of the hub.
+        """
+        folder = Path(name)
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            hub = {key: options[key] for key in ("revision", "token", "cache_dir") if options.get(key) is not None}
+            folder = Path(snapshot_download(str(name), **hub))
+        with _source(folder):
+            native = importlib.import_module("models.converters.native")
+            search = importlib.import_module("models.search")
+            captioner = native.load_model(folder)
+        model = cls(config or ExportedCaptionerConfig.from_pretrained(folder), captioner, search)
+        dtype = options.get("dtype") or options.get("torch_dtype")
+        return model.to(dtype).eval() if isinstance(dtype, torch.dtype) else model.eval()
+
+    def forward(self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> CaptionerOutput:
+        """Scores of captions that are given.
+
+        Args:
+            pixel_values: (B, 3, H, W), from the processor.
+            input_ids: (B, L) from the start token on.
+            attention_mask: (B, L), 1 up to the end token; then there is a loss.
+        """
+        logits = self.captioner(pixel_values, input_ids, output="logits")
+        if attention_mask is None:
+            return CaptionerOutput(logits=logits)
+        return CaptionerOutput(logits=logits, loss=self.captioner(pixel_values, input_ids, attention_mask.bool()))
+
+    def generate(  # type: ignore[override]
+        self, pixel_values: Tensor, max_new_tokens: int | None = None, num_beams: int = 1, length_penalty: float = 1.0
+    ) -> Tensor:
+        """Token ids (B, L) of a caption each, without the start token, padded behind the end token.
+
+        Args:
+            max_new_tokens: as many as the model takes by default.
+            num_beams: 1 is greedy; else the best of a beam search, by its log-probability / length ** length_penalty.
+        """
+        tokens: Tensor = self._search.beam_captions(
+            self.captioner,
+            pixel_values.to(self.dtype),
+            max_tokens=max_new_tokens or self.captioner.config.num_tokens - 1,
+            num_beams=num_beams,
+            length_penalty=length_penalty if num_beams > 1 else 0.0,
+        ).tokens_BL
+        return tokens
+
+
+@contextmanager
+def _source(folder: Path) -> Iterator[None]:
+    """The folder's package `models` can be imported; another program's package of that name is as it was afterwards."""
+
+    def taken() -> dict[str, Any]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "models"}
+
+    others = taken()
+    sys.path.insert(0, str(folder.resolve()))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder.resolve()))
+        taken()
+        sys.modules.update(others)
