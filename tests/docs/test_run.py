@@ -52,8 +52,9 @@ NOT_RUN = {
 }
 """Commands that match are not run here, and why."""
 PYTHON_NOT_RUN = {
-    "docs/add_a_rule.md": "tests/privacy/clipping/test_rules.py runs it",
-    "docs/models.md": "a test that the reader completes; tests/models has it for every model",
+    r"^docs/add_a_rule.md": "tests/privacy/clipping/test_rules.py runs it",
+    r"^docs/models.md": "a test that the reader completes; tests/models has it for every model",
+    r"AutoModel\b": "tests/launch_scripts/test_export.py loads an exported captioner without the project",
 }
 PAGES = ["README.md", *(f"docs/{n}.md" for n in (
     "clusters", "data", "evaluation", "exchange", "finetuning", "importing", "operations", "planning", "studies", "synthetic",
@@ -87,7 +88,7 @@ def test_commands_of_a_page(page: str, trained: Path, tmp_path: Path) -> None:
     for put in needed(page, trained):
         put(project)
     for block in blocks(page):
-        if block.language == "python" and page not in PYTHON_NOT_RUN:
+        if block.language == "python" and not any(re.search(p, f"{page}\n{block.text}") for p in PYTHON_NOT_RUN):
             run(["python", "-c", block.text], project, str(block))
         elif block.language == "bash" and block != two_hosts_block():
             for command in commands(block):
@@ -133,4 +134,4 @@ def test_the_tables_name_what_there_is() -> None:
         return block.language in ("bash", "python")
 
     with_commands = {p for p in GUIDES if p.startswith("docs/") and any(has_programs(b) for b in blocks(p))}
-    assert with_commands <= {*PAGES, *PYTHON_NOT_RUN}
+    assert with_commands - set(PAGES) == {"docs/add_a_rule.md", "docs/models.md"}
