@@ -1,5 +1,7 @@
 """The classifier in all three modes through the oracle and the sensitivity test; frozen parameters get no sum."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -40,9 +42,10 @@ def test_equals_the_loop_in_float64(trainable: str, mode: str) -> None:
     assert all(total.abs().max() > 0 for total in sums.values())
 
 
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("trainable", TRAINABLE)
-def test_contract_4_one_image_moves_the_sum_by_at_most_c(trainable: str, dtype: torch.dtype) -> None:
+def test_contract_4_one_image_moves_the_sum_by_at_most_c(trainable: str, dtype: torch.dtype, mode: Any) -> None:
     model, base, c = classifier(trainable, dtype), inputs(dtype), 0.5
     moved = 0
     for label, image in enumerate((1e4, -1e-4, float("nan"), float("inf"), 1000.0)):
@@ -51,7 +54,7 @@ def test_contract_4_one_image_moves_the_sum_by_at_most_c(trainable: str, dtype: 
         with_it["labels_B"][2] = label
         sums = []
         for leave_out in (False, True):
-            clipped = ClippedSum(model, c)
+            clipped = ClippedSum(model, c, mode=mode)
             is_padding = torch.zeros(B, dtype=torch.bool)
             is_padding[2] = leave_out
             clipped.add_micro_batch(model, with_it, is_padding)

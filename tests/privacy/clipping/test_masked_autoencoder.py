@@ -1,5 +1,7 @@
 """The masked autoencoder, whose mask token is used a different number of times than there are tokens, through the oracle."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -38,8 +40,9 @@ def test_equals_the_loop_in_float64(mode: str, normalise: bool) -> None:
     assert all(total.abs().max() > 0 for total in sums.values()), "every parameter, the mask token too, has a gradient"
 
 
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_contract_4_one_image_moves_the_sum_by_at_most_c(dtype: torch.dtype) -> None:
+def test_contract_4_one_image_moves_the_sum_by_at_most_c(dtype: torch.dtype, mode: Any) -> None:
     model, inputs = model_and_inputs(False)
     model = model.to(dtype)
     base = {**inputs, "images_BCHW": inputs["images_BCHW"].to(dtype)}
@@ -48,7 +51,7 @@ def test_contract_4_one_image_moves_the_sum_by_at_most_c(dtype: torch.dtype) -> 
         with_it["images_BCHW"][2] = with_it["images_BCHW"][2] * 0.01 + image if image == 1000.0 else image
         sums = []
         for leave_out in (False, True):
-            clipped = ClippedSum(model, 0.5)
+            clipped = ClippedSum(model, 0.5, mode=mode)
             is_padding = torch.zeros(B, dtype=torch.bool)
             is_padding[2] = leave_out
             clipped.add_micro_batch(model, with_it, is_padding)

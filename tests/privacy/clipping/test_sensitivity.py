@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
+from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from tests.distributed.test_engines import pairs, tiny_captioner
 from tests.privacy.clipping import oracle
@@ -19,11 +20,13 @@ from tests.privacy.clipping import oracle
 C = 0.1
 
 
-def change(model: nn.Module, inputs: dict[str, Tensor], example: dict[str, Tensor]) -> float:
+def change(
+    model: nn.Module, inputs: dict[str, Tensor], example: dict[str, Tensor], mode: Mode = "bookkeeping"
+) -> float:
     """|sum with the example - sum without it| in units of C."""
     with_it = {k: torch.cat([v, example[k]]) for k, v in inputs.items()}
     count = len(next(iter(inputs.values())))
-    total = ClippedSum(model, C)
+    total = ClippedSum(model, C, mode=mode)
     total.add_micro_batch(model, with_it, torch.zeros(count + 1, dtype=torch.bool))
     after = oracle.flat(dict(total.sums())).clone()
     total.zero_()
