@@ -8,13 +8,18 @@ import numpy as np
 
 from data.errors import DataError, DecodeError, ReadError
 from data.index_shard import hash_file
+from data.labels import read_label
 from data.pool import run_all
 from data.reader import MAX_EXAMPLE_BYTES, RawExample, TarReader
 from data.storage import RemoteOptions, open_storage
 from data.tar_index import ExampleTable
 from data.transforms import eval_image
 
-STATES = ("usable", "without image", "undecodable image", "without caption", "too large")
+STATES = (
+    "usable", "without image", "undecodable image", "labelled without caption", "without caption or label", "too large",
+)  # fmt: skip
+"""Usable are images with captions; a label (the member cls, or a field) is enough for a classifier or an autoencoder."""
+_MOST_CLASSES = 10**9
 Track = Callable[[Iterable], Iterable]
 
 
@@ -52,7 +57,9 @@ def hash_one(root: str, name: str, remote: RemoteOptions) -> tuple[str, str]:
         storage.close()
 
 
-def verify_sample(table: ExampleTable, size: int, caption_field: str | None, track: Track) -> Counter[str]:
+def verify_sample(
+    table: ExampleTable, size: int, caption_field: str | None, track: Track, label_field: str | None = None
+) -> Counter[str]:
     """Reads and decodes random examples, all if `size` is at least as many; counts `STATES`.
 
     Raises:
@@ -66,16 +73,22 @@ def verify_sample(table: ExampleTable, size: int, caption_field: str | None, tra
     reader = TarReader(table)
     counts: Counter[str] = Counter({"too large": int(too_large.sum())})
     for raw in track(reader.read_all(ids[~too_large])):
-        counts[_state(raw, caption_field)] += 1
+        counts[_state(raw, caption_field, label_field)] += 1
     reader.close()
     return counts
 
 
-def _state(raw: RawExample, caption_field: str | None) -> str:
+def _state(raw: RawExample, caption_field: str | None, label_field: str | None) -> str:
     if raw.image is None:
         return "without image"
     try:
         eval_image(raw.image, 32)
     except DecodeError:
         return "undecodable image"
-    return "usable" if any(caption.strip() for caption in raw.captions(caption_field)) else "without caption"
+    if any(caption.strip() for caption in raw.captions(caption_field)):
+        return "usable"
+    try:
+        read_label(raw, _MOST_CLASSES, label_field)
+    except DecodeError:
+        return "without caption or label"
+    return "labelled without caption"

@@ -75,7 +75,7 @@ def verify(arguments: argparse.Namespace) -> int:
             print(f"{len(table.entries)} shards with {len(table)} examples are what was indexed")
             return 0
         size = min(arguments.sample, len(table))
-        counts = verify_sample(table, size, arguments.caption_field, _bar("decoding", size))
+        counts = verify_sample(table, size, arguments.caption_field, _bar("decoding", size), arguments.label_field)
         print(f"{size} of {len(table)} examples: " + ", ".join(f"{counts[state]} {state}" for state in STATES))
     return 0
 
@@ -139,6 +139,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     sub.add_argument("--index", type=Path, required=True, metavar="DIR", help="what `index` wrote")
     sub.add_argument("--sample", type=int, metavar="N", help="decode N random examples instead of hashing everything")
     sub.add_argument("--caption_field", metavar="NAME", help="data.caption_field of the recipe, for --sample")
+    sub.add_argument("--label_field", metavar="NAME", help="data.label_field of the recipe, for --sample")
     _add_reading(sub)
     sub.set_defaults(run=verify)
 

@@ -38,6 +38,10 @@ def add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     sub.add_argument("--caption_column", default="caption", metavar="NAME", help="column or field (default: caption)")
     sub.add_argument(
+        "--label_column", metavar="NAME",
+        help="column or field of whole numbers; default: the member cls of shards, .cls beside images",
+    )  # fmt: skip
+    sub.add_argument(
         "--image_root", type=Path, metavar="DIR", help="what image paths are relative to (default: beside SRC)"
     )
     sub.add_argument("--size", type=int, default=256, metavar="PIXELS", help="images are shrunk to this (default: 256)")
@@ -115,7 +119,7 @@ def _source(arguments: argparse.Namespace) -> "Source":
     from data.importers.shards import shard_source
     from data.importers.tables import Columns, table_source
 
-    columns = Columns(arguments.image_column, arguments.caption_column, arguments.owner_field)
+    columns = Columns(arguments.image_column, arguments.caption_column, arguments.owner_field, arguments.label_column)
     path, root = Path(arguments.source), arguments.image_root
     if root is not None and not root.is_dir():
         raise DataError(f"there is no folder {root}")

@@ -55,7 +55,7 @@ class Converted(NamedTuple):
     """What is known of the examples of one part.
 
     Attributes:
-        digests_ND: uint8, SHA-256 over pixels and caption, its first 16 bytes.
+        digests_ND: uint8, SHA-256 over pixels, caption and label, its first 16 bytes.
         hashes_N: uint64, perceptual.
         has_hash_N: bool, False for featureless pictures.
         owners_ND: uint8.
@@ -166,15 +166,21 @@ def _members(item: Item, conversion: Conversion, rows: _Rows) -> dict[str, bytes
         return "undecodable_image"
     if min(image.size) < conversion.min_side:
         return "small_image"
-    if not captions:
+    if not captions and item.label is None:
         return "no_caption"
     digest = hashlib.sha256(f"{image.width} {image.height} ".encode() + image.tobytes())
-    digest.update(captions[0].encode("utf-8"))
+    digest.update("".join(captions[:1]).encode("utf-8"))
+    if item.label is not None:
+        digest.update(f" label {item.label}".encode())
     rows.digests.append(digest.digest()[:DIGEST_BYTES])
     rows.hashes.append(perceptual_hash(image))
     rows.owners.append(owner_digest(item.owner or ""))
     payload = encoded(image, conversion.image_format, conversion.quality)
-    members = {conversion.image_format: payload, "txt": captions[0].encode("utf-8")}
+    members = {conversion.image_format: payload}
+    if captions:
+        members["txt"] = captions[0].encode("utf-8")
+    if item.label is not None:
+        members["cls"] = str(item.label).encode()
     if len(captions) > 1:
         members["json"] = json.dumps({"captions": captions}, ensure_ascii=False).encode("utf-8")
     return members

@@ -1,4 +1,4 @@
-"""A folder of images, each with its caption in a file of the same name (.txt or .json), or a table for all of them."""
+"""A folder of images, each with its caption (.txt or .json) or label (.cls) in a file of the same name, or a table for all."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 from data.errors import DataError
 from data.importers.items import Item, Source, in_parts
-from data.importers.tables import Columns, captions_of, owner_of, table_source
+from data.importers.tables import Columns, captions_of, label_of, owner_of, table_source
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
@@ -40,7 +40,8 @@ def folder_source(folder: Path, columns: Columns) -> Source:
             items.append(Item(name, None, (), None, "duplicate_key"))
         else:
             seen.add(path.with_suffix(""))
-            items.append(Item(name, path, *_sidecar(path, columns)))
+            captions, owner, label = _sidecar(path, columns)
+            items.append(Item(name, path, captions, owner, label=label))
     if not items:
         raise DataError(f"{folder} holds no images ({', '.join(IMAGE_SUFFIXES)}) and none of {', '.join(TABLES)}")
     return Source(in_parts(items), digest.hexdigest())
@@ -54,8 +55,8 @@ def _images(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def _sidecar(image: Path, columns: Columns) -> tuple[tuple[str, ...], str | None]:
-    """Captions and owner beside an image; what is no UTF-8 or no JSON holds none."""
+def _sidecar(image: Path, columns: Columns) -> tuple[tuple[str, ...], str | None, int | None]:
+    """Captions, owner and label beside an image; what is no UTF-8 or no JSON holds none."""
     captions: tuple[str, ...] = ()
     text, record = _text(image.with_suffix(".txt")), _text(image.with_suffix(".json"))
     fields: Any = {}
@@ -65,7 +66,8 @@ def _sidecar(image: Path, columns: Columns) -> tuple[tuple[str, ...], str | None
         record = None
     fields = fields if isinstance(fields, dict) else {}
     captions = (text,) if text else captions_of(fields.get(columns.caption))
-    return captions, owner_of(fields.get(columns.owner)) if columns.owner else None
+    label = fields.get(columns.label) if columns.label else _text(image.with_suffix(".cls"))
+    return captions, owner_of(fields.get(columns.owner)) if columns.owner else None, label_of(label)
 
 
 def _text(path: Path) -> str | None:

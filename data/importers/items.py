@@ -11,7 +11,7 @@ REASONS = {
     "missing_image": "there is no image, or no such file",
     "undecodable_image": "the image cannot be decoded",
     "small_image": "the image's shorter side is below the limit",
-    "no_caption": "no caption is left after cleaning",
+    "no_caption": "no caption is left after cleaning, and there is no label",
     "duplicate_key": "an earlier item of the source has the same key",
     "exact_duplicate": "pixels and caption equal those of an earlier example",
     "near_duplicate": "the picture looks like that of an earlier example",
@@ -30,6 +30,7 @@ class Item(NamedTuple):
         captions: all of them, as found.
         owner: whose it is, where the source says.
         problem: a key of REASONS, where it cannot be used at all.
+        label: of a class, where the source says.
     """
 
     key: str
@@ -37,6 +38,7 @@ class Item(NamedTuple):
     captions: tuple[str, ...]
     owner: str | None = None
     problem: str | None = None
+    label: int | None = None
 
 
 class Part(Protocol):
@@ -73,10 +75,12 @@ def in_parts(items: Sequence[Item], size: int = 500) -> list[Part]:
     return [ListedPart(tuple(items[start : start + size])) for start in range(0, len(items), size)]
 
 
-def file_item(root: Path, name: str, captions: tuple[str, ...], owner: str | None = None) -> Item:
+def file_item(
+    root: Path, name: str, captions: tuple[str, ...], owner: str | None = None, label: int | None = None
+) -> Item:
     """An item whose image is a file below `root` (a resolved folder); a name that leads elsewhere is its problem."""
     path = root / name
     unsafe = not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts
     if unsafe or os.path.realpath(path) != str(path):
         return Item(name, None, captions, owner, "unsafe_path" if name else "missing_image")
-    return Item(name, path, captions, owner)
+    return Item(name, path, captions, owner, label=label)

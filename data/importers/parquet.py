@@ -7,7 +7,7 @@ from typing import Any
 
 from data.errors import DataError
 from data.importers.items import Item, Part, Source, file_item
-from data.importers.tables import Columns, captions_of, file_fingerprint, owner_of, require_columns
+from data.importers.tables import Columns, captions_of, file_fingerprint, label_of, owner_of, require_columns
 
 _BATCH_ROWS = 64
 
@@ -22,20 +22,22 @@ class RowGroupPart:
     image_root: Path
 
     def items(self) -> Iterator[Item]:
-        names = [name for name in self.columns if name is not None]
-        batches = _open(self.path).iter_batches(_BATCH_ROWS, row_groups=[self.row_group], columns=names)
+        opened = _open(self.path)
+        names = [name for name in self.columns if name in opened.schema_arrow.names]
+        batches = opened.iter_batches(_BATCH_ROWS, row_groups=[self.row_group], columns=names)
         for number, batch in enumerate(batches):
             for place, row in enumerate(batch.to_pylist()):
                 yield self._item(row, f"{self.path.name}:{self.row_group}:{number * _BATCH_ROWS + place}")
 
     def _item(self, row: dict[str, Any], key: str) -> Item:
-        image, captions = row[self.columns.image], captions_of(row[self.columns.caption])
+        image, captions = row[self.columns.image], captions_of(row.get(self.columns.caption))
         owner = owner_of(row[self.columns.owner]) if self.columns.owner else None
+        label = label_of(row[self.columns.label]) if self.columns.label else None
         if isinstance(image, dict):
             image = image.get("bytes") or image.get("path")
         if isinstance(image, str):
-            return file_item(self.image_root, image, captions, owner)
-        return Item(key, image if isinstance(image, bytes) else None, captions, owner)
+            return file_item(self.image_root, image, captions, owner, label)
+        return Item(key, image if isinstance(image, bytes) else None, captions, owner, label=label)
 
 
 def parquet_source(path: Path, columns: Columns, image_root: Path | None) -> Source:

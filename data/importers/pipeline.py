@@ -29,7 +29,7 @@ from data.reader import parse_example
 from data.tar_index import write_private
 from data.tar_writer import Example, write_shard
 
-IMPORTER_VERSION = 1
+IMPORTER_VERSION = 2
 REPORT = "import-report.json"
 _WORK = ".import"
 Advance = Callable[[str, int, int], None]

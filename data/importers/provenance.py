@@ -17,6 +17,7 @@ def provenance(version: int, settings: dict[str, Any]) -> dict[str, Any]:
             "without metadata"
         ),
         "captions": "cleaned one by one by fixed rules; the first usable caption of an image is its text",
+        "labels": "kept as they are; an example needs a caption or a label",
         "deduplication": deduplication(settings["duplicate_distance"]),
         "max_examples_per_owner": owner_limit,
         "owners": None if owner_limit is None else _owners(owner_limit),
@@ -31,9 +32,9 @@ def deduplication(distance: int | None) -> str:
         else f"So were near copies: pictures whose 64-bit perceptual hashes differ in at most {distance} bits."
     )
     return (
-        f"Exact copies (SHA-256 of pixels and caption) were removed before training. {near} Copies that remain act as a group "
-        "and multiply the privacy loss. The removal itself looks across examples: it is not part of the guarantee (Debenedetti "
-        "et al. 2024, Privacy side channels in machine learning systems)."
+        f"Exact copies (SHA-256 of pixels, caption and label) were removed before training. {near} Copies that remain act as a "
+        "group and multiply the privacy loss. The removal itself looks across examples: it is not part of the guarantee "
+        "(Debenedetti et al. 2024, Privacy side channels in machine learning systems)."
     )
 
 

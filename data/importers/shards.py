@@ -5,10 +5,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data.errors import DataError, ReadError
 from data.importers.items import Item, Part, Source
-from data.importers.tables import Columns, file_fingerprint, owner_of
+from data.importers.tables import Columns, file_fingerprint, label_of, owner_of
 from data.index_shard import walk_shard
 from data.reader import MAX_EXAMPLE_BYTES, RawExample, parse_example
 from data.shards import expand_shards
@@ -39,16 +40,24 @@ class ShardPart:
                 if len(extent) != end - start:
                     raise ReadError(f"{self.path} shrank while it was read")
                 raw = parse_example(extent)
-                yield Item(name, raw.image, tuple(raw.captions(self.caption_field)), self._owner(raw))
+                captions = tuple(raw.captions(self.caption_field))
+                yield Item(name, raw.image, captions, self._owner(raw), label=self._label(raw))
 
     def _owner(self, raw: RawExample) -> str | None:
-        if self.columns.owner is None:
-            return None
-        try:
-            record = json.loads(raw.fields.get("json", b"null"))
-        except (ValueError, RecursionError):
-            return None
-        return owner_of(record.get(self.columns.owner)) if isinstance(record, dict) else None
+        return None if self.columns.owner is None else owner_of(_record(raw).get(self.columns.owner))
+
+    def _label(self, raw: RawExample) -> int | None:
+        if self.columns.label is None:
+            return label_of(raw.fields.get("cls"))
+        return label_of(_record(raw).get(self.columns.label))
+
+
+def _record(raw: RawExample) -> dict[str, Any]:
+    try:
+        record = json.loads(raw.fields.get("json", b"null"))
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def shard_source(pattern: str, columns: Columns, caption_field: str | None) -> Source:
@@ -56,7 +65,7 @@ def shard_source(pattern: str, columns: Columns, caption_field: str | None) -> S
 
     Args:
         pattern: see `data.shards`.
-        columns: only `owner` is used: a field of the .json member.
+        columns: only `owner` and `label` are used: fields of the .json member; without `label` it is the member .cls.
         caption_field: of the .json member; None means the text member, or else the field `caption`.
 
     Raises:

@@ -18,6 +18,7 @@ class Columns(NamedTuple):
     image: str = "image"
     caption: str = "caption"
     owner: str | None = None
+    label: str | None = None
 
 
 def table_source(path: Path, columns: Columns, image_root: Path | None) -> Source:
@@ -43,20 +44,24 @@ def file_fingerprint(path: Path) -> str:
 
 
 def require_columns(present: Mapping[str, Any] | list[str], columns: Columns, where: Path | str) -> None:
-    """Raises DataError when a column is missing; names those that are there."""
+    """Raises DataError when a column is missing; names those that are there. With labels captions are not needed."""
     for name in columns:
-        if name is not None and name not in present:
+        is_needed = name is not None and (columns.label is None or name != columns.caption)
+        if is_needed and name not in present:
             there = ", ".join(list(present)[:20])
             raise DataError(
-                f"{where} has no column {name}; it has {there}. See --image_column, --caption_column, --owner_field"
+                f"{where} has no column {name}; it has {there}. See --image_column, --caption_column, --label_column, "
+                "--owner_field"
             )
 
 
 def _item(root: Path, row: Mapping[str, Any], columns: Columns, path: Path) -> Item:
-    name, caption = row[columns.image], row[columns.caption]
+    name = row[columns.image]
     if not isinstance(name, str):
         return Item(str(name), None, (), None, "missing_image")
-    return file_item(root, name, captions_of(caption), owner_of(row.get(columns.owner)) if columns.owner else None)
+    owner = owner_of(row.get(columns.owner)) if columns.owner else None
+    label = label_of(row.get(columns.label)) if columns.label else None
+    return file_item(root, name, captions_of(row.get(columns.caption)), owner, label)
 
 
 def captions_of(value: Any) -> tuple[str, ...]:
@@ -70,6 +75,16 @@ def owner_of(value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     return str(value).strip() or None
+
+
+def label_of(value: Any) -> int | None:
+    """A whole number from 0 on, or its digits; anything else is no label."""
+    if isinstance(value, bytes):
+        value = value[:64].decode("ascii", "replace")
+    if isinstance(value, str):
+        digits = value.strip()
+        value = int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 9 else None
+    return value if type(value) is int and 0 <= value < 10**9 else None
 
 
 def _rows(path: Path, columns: Columns) -> Iterator[Mapping[str, Any]]:
