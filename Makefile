@@ -25,6 +25,7 @@ test: $(STAMP) lint
 test-all: $(STAMP) lint
 	@tests/install_packages.sh
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-triton.txt >&2 || echo "triton could not be installed: tests of its kernel will be skipped" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-evaluation.txt >&2 || echo "datasets and pycocotools could not be installed: tests with them will be skipped" >&2
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 # Statements that `make test` runs, in every rank and command; TESTS="tests/data ..." takes a part. Tracing makes tests slower.
