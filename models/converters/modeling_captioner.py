@@ -65,7 +65,9 @@ class ExportedCaptioner(PreTrainedModel):
             captioner = native.load_model(folder)
         model = cls(config or ExportedCaptionerConfig.from_pretrained(folder), captioner, search)
         dtype = options.get("dtype") or options.get("torch_dtype")
-        return model.to(dtype).eval() if isinstance(dtype, torch.dtype) else model.eval()
+        if isinstance(dtype, torch.dtype):
+            model.to(dtype=dtype)  # type: ignore[call-arg]  (a decorator of transformers hides the arguments)
+        return model.eval()
 
     def forward(self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> CaptionerOutput:
         """Scores of captions that are given.
@@ -80,7 +82,7 @@ class ExportedCaptioner(PreTrainedModel):
             return CaptionerOutput(logits=logits)
         return CaptionerOutput(logits=logits, loss=self.captioner(pixel_values, input_ids, attention_mask.bool()))
 
-    def generate(  # type: ignore[override]
+    def generate(
         self, pixel_values: Tensor, max_new_tokens: int | None = None, num_beams: int = 1, length_penalty: float = 1.0
     ) -> Tensor:
         """Token ids (B, L) of a caption each, without the start token, padded behind the end token.
@@ -89,10 +91,11 @@ class ExportedCaptioner(PreTrainedModel):
             max_new_tokens: as many as the model takes by default.
             num_beams: 1 is greedy; else the best of a beam search, by its log-probability / length ** length_penalty.
         """
+        config: Any = self.captioner.config
         tokens: Tensor = self._search.beam_captions(
             self.captioner,
             pixel_values.to(self.dtype),
-            max_tokens=max_new_tokens or self.captioner.config.num_tokens - 1,
+            max_tokens=max_new_tokens or config.num_tokens - 1,
             num_beams=num_beams,
             length_penalty=length_penalty if num_beams > 1 else 0.0,
         ).tokens_BL

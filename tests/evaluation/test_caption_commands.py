@@ -12,6 +12,7 @@ from PIL import Image
 from data.errors import DataError
 from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from evaluation.commands import aro, captions, retrieval, zero_shot
+from evaluation.compositional import _pixels, read_aro
 from models.captioner import build_captioner
 from tests.evaluation.commands import evaluate
 from tests.models.tiny import tiny_config
@@ -108,6 +109,83 @@ def test_aro(
     ):
         with pytest.raises(ConfigError, match=message):
             evaluate(monkeypatch, capsys, *told, *arguments)
+
+
+ARO_PAIR = {"bbox_x": 2, "bbox_y": 3, "bbox_w": 10, "bbox_h": 9, "image_id": 7, "object1_name": "horse"}
+"""Keys of a released record that both Visual Genome files have; boxes in pixels."""
+
+
+def aro_file(kind: str, folder: Path) -> str:
+    """A file in one of ARO's four formats, over the four pictures; returns the argument of --test."""
+    names = ["circle/a.png", "circle/b.png", "star/c.png", "star/d.png"]
+    records: list[dict[str, object]]
+    if kind == "vg-relation":
+        records = [
+            ARO_PAIR | {"image_path": name, "relation_name": ("on", "on", "under", "behind")[k],
+                        "true_caption": f"the horse is on the grass {k}", "false_caption": f"the grass is on the horse {k}"}
+            for k, name in enumerate(names)
+        ]  # fmt: skip
+    elif kind == "vg-attribution":
+        records = [
+            ARO_PAIR | {"image_path": name, "attributes": ["brown", ("green", "red")[k % 2]],
+                        "true_caption": f"the brown horse and the green grass {k}",
+                        "false_caption": f"the green horse and the brown grass {k}"}
+            for k, name in enumerate(names)
+        ]  # fmt: skip
+    elif kind == "coco-order":  # the Karpathy split as it is released: several captions of an image
+        records = [
+            {
+                "image": name,
+                "caption": ["A man rides a horse, on the beach.", "Two dogs run over the green grass today."],
+            }
+            for name in names[:2]
+        ]
+    else:  # Flickr30k, with false captions that were made before
+        words = ["a dog runs fast", "runs dog a fast", "fast a dog runs", "dog fast runs a", "a fast runs dog"]
+        records = [{"image_path": name, "true_caption": words[0], "false_captions": words[1:]} for name in names[2:]]
+    file = folder / f"{kind}.json"
+    file.write_text(json.dumps(records))
+    return f"{kind if kind.startswith('vg') else 'order'}:{file}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "tests", "chance"),
+    [
+        ("vg-relation", {"on": 2, "under": 1, "behind": 1}, 4, 1 / 2),
+        ("vg-attribution", {"brown_green": 2, "brown_red": 2}, 4, 1 / 2),
+        ("coco-order", {"order": 4}, 4, 1 / 4),
+        ("flickr-order", {"order": 2}, 2, 1 / 5),
+    ],
+)
+def test_every_format_of_aro(
+    kind: str, groups: dict[str, int], tests: int, chance: float, run_dir: Path, pictures: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Groups and chance are the file's, and the accuracies are those of the model's own losses."""
+    told = ["aro", "--checkpoint", str(run_dir), "--images", str(pictures), "--test", aro_file(kind, pictures)]
+    record = evaluate(monkeypatch, capsys, *told)
+    by_rule = [row for row in record["table"] if row["rule"] == "loss"]
+    assert {row["group"]: row["tests"] for row in by_rule} == groups | {"all": tests}
+    assert record["scalars"]["chance"] == pytest.approx(chance) and record["data"][0]["num_examples"] == tests
+    format_name, _, file = told[-1].partition(":")
+    model = opening.open_model(run_dir).model
+    right: dict[str, list[float]] = {}
+    for test in read_aro(Path(file), pictures, format_name):  # type: ignore[arg-type]
+        pixels = torch.from_numpy(_pixels(test, 16))[None]  # type: ignore[arg-type]
+        losses = []
+        for caption in test.captions:
+            tokens_L, mask_L = (torch.from_numpy(x)[None] for x in TOKENIZER.encode(caption, 32))
+            with torch.no_grad():
+                losses.append(float(model(pixels, tokens_L, mask_L)))
+        right.setdefault(test.group, []).append(float(losses[0] == min(losses)))
+    assert record["scalars"]["accuracy_loss"] == pytest.approx(np.mean([r for one in right.values() for r in one]))
+    assert record["scalars"]["group_mean_loss"] == pytest.approx(np.mean([np.mean(one) for one in right.values()]))
+    few = evaluate(monkeypatch, capsys, *told, "--max_examples", "1")
+    assert few["data"][0]["num_examples"] == 1
+    (pictures / "circle/a.png").write_bytes(b"no picture")
+    if kind != "flickr-order":
+        again = evaluate(monkeypatch, capsys, *told)
+        assert again["data"][0]["num_undecodable"] == (2 if kind == "coco-order" else 1)
 
 
 def test_captions(

@@ -141,6 +141,22 @@ def test_every_source_gives_the_same_features(tmp_path: Path) -> None:
         assert found.class_names == (("class-0", "class-1", "class-2") if name == "folder" else ())
 
 
+def test_resize_then_crop_is_that_of_the_papers() -> None:
+    """The shorter side to so many pixels, then the centre: by Pillow, as torchvision does it."""
+    images, labels = pictures(2, side=40)
+    images = images[:, :, :35]
+    found = extract(opened_captioner(), ArrayImages("here", images, labels), FeatureOptions(resize=20))
+    rows = []
+    for image in images:
+        small = Image.fromarray(image).resize((20, 20), Image.Resampling.BICUBIC, box=(0, 2.5, 35, 37.5))
+        rows.append(eval_image(encode_png(np.asarray(small)[2:18, 2:18]), SIZE))
+    with torch.no_grad():
+        expected = features(opened_captioner().model, torch.from_numpy(np.stack(rows)), FeatureOptions()).numpy()
+    assert found is not None and found.values_ND == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ConfigError, match="brought to 12 pixels, fewer than the 16"):
+        check_options(opened_captioner().model, FeatureOptions(resize=12))
+
+
 def test_unusable_examples_keep_a_row_of_zeros(tmp_path: Path) -> None:
     images, labels = pictures(4)
     members: list[tuple[str, dict[str, bytes]]] = [

@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from data.errors import DataError
+from evaluation.encoder import encoder_of
 from evaluation.few_shot import Shots, few_shot_probe, split, unit_rows
-from evaluation.fine_tuning import FineTuneOptions, classifier_accuracy, fine_tune
+from evaluation.fine_tuning import FineTuneOptions, _start, classifier_accuracy, fine_tune
 from evaluation.sources import ArrayImages
+from models.adapters import adapters
 from tests.evaluation.commands import evaluate
 from tests.evaluation.digits import digits, save_digits
 from tests.evaluation.tiny_models import opened_captioner, pictures
+from tests.trainer.trained_runs import recipe, trained
+from trainer.open_model import open_model
 
 
 def test_a_split_has_k_of_every_class_and_more_shots_contain_fewer() -> None:
@@ -88,3 +92,38 @@ def test_fine_tuning_names_an_image_that_it_cannot_use() -> None:
     with pytest.raises(DataError, match="no label"):
         fine_tune(opened_captioner().model.encoder, ArrayImages("here", images, labels - 1), np.arange(4), 3,
                   FineTuneOptions(epochs=1))  # fmt: skip
+
+
+def adapted(tmp_path: Path) -> Path:
+    """A run of a classifier with low-rank adapters that do something, and its pictures."""
+    shape = 'encoder_depth = 2, encoder_width = 32, patch_size = 4, num_classes = 3, trainable = "adapters", adapter_rank = 2'
+    trained(tmp_path / "run", recipe("classifier", shape))
+    images, labels = pictures(24)
+    np.savez(tmp_path / "pictures.npz", images=images, labels=labels)
+    return tmp_path / "run"
+
+
+@torch.no_grad()
+def test_fine_tuning_starts_from_what_adapters_made(tmp_path: Path) -> None:
+    """Their correction is in the weights, all of which are trained: the start computes the same."""
+    encoder = encoder_of(open_model(adapted(tmp_path)).model)
+    assert any(adapters(encoder))
+    start = _start(encoder, 3, FineTuneOptions())
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(start.encoder(images), encoder(images), atol=1e-5, rtol=1e-5)
+    plain = {name: p for name, p in encoder.named_parameters() if "adapter" not in name}
+    assert {name for name, _ in start.encoder.named_parameters()} == plain.keys()
+    changed = [name for name, p in start.encoder.named_parameters() if not torch.equal(p, plain[name])]
+    assert changed and all(name.startswith("blocks.") and ".attention." in name for name in changed)
+    assert all(p.requires_grad for p in start.parameters())
+
+
+def test_fine_tuning_an_encoder_with_adapters_by_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, source = adapted(tmp_path), f"arrays:{tmp_path}/pictures.npz"
+    told = ["few-shot", "--checkpoint", str(run), "--train", source, "--test", source, "--method", "finetune"]
+    record = evaluate(monkeypatch, capsys, *told, "--shots", "2", "--num_splits", "2", "--epochs", "2")
+    assert 0 <= record["scalars"]["finetune/2-shot/accuracy"] <= 1
+    with pytest.raises(ValueError, match="--image_size is for --method probe"):
+        evaluate(monkeypatch, capsys, *told, "--image_size", "32")
