@@ -18,9 +18,9 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from privacy.accounting import ReleaseGroup
 from privacy.durable import fsync_directory, publish_new
@@ -39,13 +39,31 @@ from privacy.plan import PrivacyPlan, require_equal
 from privacy.releases import Release
 
 
+class Witness(Protocol):
+    """Is told where the ledger stands, and may object (privacy/shared_ledger.py). Every call is durable on return, or raises."""
+
+    def session_fields(self) -> Mapping[str, Any]:
+        """What the `session` record shall remember of the witness."""
+
+    def started(self) -> None:
+        """The `session` record is durable; its nonce was not handed out yet."""
+
+    def before_intent(self) -> None:
+        """Nothing of the step is charged yet."""
+
+    def reached(self) -> None:
+        """A `checkpoint` record is durable."""
+
+    def ended(self) -> None:
+        """The `close` record is durable."""
+
+
 class Ledger:
     """An open ledger. Use `create` or `open`, then `start_session`; every method that writes is durable on return."""
 
     def __init__(self, path: Path, mirror: Path | None) -> None:
         self.path, self.mirror = path, mirror
-        self.on_session: Callable[[], None] | None = None
-        """Called once the `session` record is durable, before the nonce is handed out (privacy/shared_ledger.py)."""
+        self.witness: Witness | None = None
         self._files: list[AppendOnly] = []
         self._broken: str | None = None
         self._nonce: bytes | None = None
@@ -166,9 +184,9 @@ class Ledger:
         nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
         self._session_time = None
         fields = {"nonce": nonce.hex(), "mirror": self.mirror is not None, "environment": dict(environment)}
-        self._append("session", fields)
-        if self.on_session is not None:
-            self.on_session()
+        self._append("session", fields | dict(self.witness.session_fields() if self.witness is not None else {}))
+        if self.witness is not None:
+            self.witness.started()
         self._nonce = nonce
         return nonce
 
@@ -177,10 +195,12 @@ class Ledger:
 
         Raises:
             BudgetSpent: steps plus reserve are charged already; nothing is written.
-            PrivacyStateRefused: out of order, less noise than planned, or the ledger cannot be written.
+            PrivacyStateRefused: out of order, less noise than planned, the ledger cannot be written, or the witness objects.
         """
         self._require_session()
         self.require_budget(step)
+        if self.witness is not None:
+            self.witness.before_intent()
         self._append("intent", {"step": step, "attempt": attempt, "releases": [dict(item) for item in releases]})
 
     def require_budget(self, step: int) -> None:
@@ -215,10 +235,14 @@ class Ledger:
         """A checkpoint of `step` is whole on the disk; `digest` is the SHA-256 of its manifest in hex."""
         self._require_session()
         self._append("checkpoint", {"step": step, "path": path, "digest": digest})
+        if self.witness is not None:
+            self.witness.reached()
 
     def close(self, reason: str) -> None:
         """Ends the run for good: "finished", "budget_spent" or "stopped"; nothing can follow."""
         self._append("close", {"reason": reason, "num_charged": self.num_charged})
+        if self.witness is not None:
+            self.witness.ended()
 
     def _require_session(self) -> None:
         # A session of an earlier start does not count: its nonce would give the same coins once more.
@@ -273,15 +297,8 @@ class Ledger:
         if not self.mirror.exists():
             if self._state.mirrored:
                 raise PrivacyStateRefused(f"{self.mirror}: the mirror of {self.path} is gone")
-            _create_empty(self.mirror)
-        mirror = AppendOnly(self.mirror, "mirror")
-        self._files.append(mirror)
-        held = mirror.read()
-        if not data.startswith(held):
-            relation = "is longer than" if held.startswith(data) else "differs from"
-            raise PrivacyStateRefused(f"{self.mirror}: the mirror {relation} {self.path}: the ledger was rolled back")
-        if len(held) < len(data):
-            mirror.append(data[len(held) :])
+            create_empty(self.mirror)
+        self._files.append(joined_mirror(self.mirror, self.path, data))
 
 
 class AppendOnly:
@@ -342,7 +359,24 @@ class AppendOnly:
         return PrivacyStateRefused(f"{self._path}: cannot {verb} the {self._what}: {error.strerror or error}")
 
 
-def _create_empty(path: Path) -> None:
+def joined_mirror(mirror: Path, path: Path, data: bytes) -> AppendOnly:
+    """The mirror of `path`, completed to `data`, which `path` holds; PrivacyStateRefused when it is no beginning of that."""
+    file = AppendOnly(mirror, "mirror")
+    try:
+        held = file.read()
+        if not data.startswith(held):
+            relation = "is longer than" if held.startswith(data) else "differs from"
+            raise PrivacyStateRefused(f"{mirror}: the mirror {relation} {path}: the ledger was rolled back")
+        if len(held) < len(data):
+            file.append(data[len(held) :])
+    except BaseException:
+        file.release()
+        raise
+    return file
+
+
+def create_empty(path: Path) -> None:
+    """A new mirror; PrivacyStateRefused when it cannot be made."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         os.close(descriptor)

@@ -8,9 +8,7 @@ first). Legal order: `open` first and once; `session` starts a program; then `in
 A crash can tear the last line only, since each line is durable before the next is begun. A torn line stays: a
 restart ends it with ` #torn` and a newline, so that it can never be read as a record, and the chain goes on over its
 bytes with a `repair` record. When the repair is torn as well, the torn lines follow each other and one `repair`
-counts them all. Nothing else that is not a record is accepted.
-
-This module only reads. The writer is privacy/ledger.py.
+counts them all. Nothing else that is not a record is accepted. This module only reads; privacy/ledger.py writes.
 """
 
 from __future__ import annotations
@@ -83,6 +81,7 @@ class LedgerState:
     opened: dict[str, Any] = field(default_factory=dict)
     nonces: list[str] = field(default_factory=list)
     mirrored: bool = False
+    shared_seen: tuple[int, str] | None = None  # last line (seq, hash) of the shared ledger at the newest session
     session_active: bool = False
     intents: list[Intent] = field(default_factory=list)
     attempts: Counter[int] = field(default_factory=Counter)
@@ -279,6 +278,8 @@ def _check_session(state: LedgerState, record: dict[str, Any]) -> None:
     _require(_is_hex(record.get("nonce"), 32), "a session has a nonce of 16 bytes in hex")
     _require(record["nonce"] not in state.nonces, "the session nonce was used before: coins would repeat")
     _require(type(record.get("mirror")) is bool, "a session says whether the ledger is mirrored")
+    seq, line_hash = record.get("shared_seq", 0), record.get("shared_hash", NO_PREVIOUS)
+    _require(type(seq) is int and seq >= 0 and _is_hex(line_hash, 64), "a line is named by number and SHA-256 in hex")
 
 
 def _check_intent(state: LedgerState, record: dict[str, Any]) -> None:
@@ -345,6 +346,8 @@ def _apply_open(state: LedgerState, record: dict[str, Any]) -> None:
 def _apply_session(state: LedgerState, record: dict[str, Any]) -> None:
     state.nonces.append(record["nonce"])
     state.mirrored = state.mirrored or record["mirror"]
+    if "shared_hash" in record:
+        state.shared_seen = (record.get("shared_seq", 0), record["shared_hash"])
     state.session_active = True
     state.pending = state.position_in_session = None
 

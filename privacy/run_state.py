@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from privacy.keys import SamplingKey
 from privacy.ledger import Ledger
 from privacy.plan import PrivacyPlan
 from privacy.shared_ledger import SharedLedger
+from privacy.shared_membership import Membership
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ def open_run_state(
         plan: must equal the frozen one of an existing ledger.
         data_manifest: what identifies the data exactly (shard sizes and hashes); enters the ledger as HMAC only.
         open_fields: further fields of a new `open` record (code commit, ...); no private data.
-        shared: the data owner's ledger, where the run's whole budget is reserved before this returns.
+        shared: the data owner's ledger, where the run's whole budget is reserved before this returns; a run without a
+            guarantee is counted there, if the owner permits such runs.
         has_checkpoint: whether the folder holds a checkpoint, which is refused without its ledger.
 
     Raises:
@@ -80,9 +81,9 @@ def open_run_state(
         if ledger.state.opened.get("shared_ledger") != identity:
             raise PrivacyConfigError(f"{ledger_path}: not the shared ledger (privacy.shared_ledger) it was opened with")
         if owner is not None and shared is not None:
-            owner.reserve(key.commitment(), shared.name, plan, fixed_in_advance=shared.fixed_in_advance)
-            owner.require_no_fork(key.commitment(), ledger)
-            ledger.on_session = functools.partial(owner.start, key.commitment(), ledger)
+            fixed = shared.fixed_in_advance
+            owner.join(key.commitment(), shared.name, plan, ledger.state, fixed_in_advance=fixed)
+            ledger.witness = Membership(owner, key.commitment(), ledger)
         return ledger, key
     except BaseException:
         ledger.release()

@@ -1,125 +1,33 @@
 """A data owner's ledger over several runs on the same data: nobody touches the data before its whole budget is reserved.
 
-Hash-chained canonical JSON lines, as in privacy/ledger_format.py: `open` (total epsilon and delta, unit, adjacency, and the order
-of the RDP filter where the owner chose it), `reserve` (a run's releases, its reserve for crashes included), `start`
-(where the run's own ledger stood at a start of the program) and, where the owner permits such runs at all, `informal` (a run
-without a guarantee reads the data: it is counted, and no total covers it). Every change happens under an exclusive file lock
-and is durable before it is relied on. A torn last line was never acknowledged, so its run never began: it stays, marked
-` #torn`, and is charged nothing.
-
-A run is named by the commitment of its sampling key, so a resume finds its own reservation. `start` finds forks: a copy
-of a run folder that goes on after the original did does not hold the line that the original left behind.
+The lines are privacy/shared_ledger_format.py's. Every change happens under an exclusive file lock and is durable before it is
+relied on. A torn last line was never acknowledged, so its run never began: it stays, marked ` #torn`, and is charged nothing.
 What a run did not use is not given back: whether it saw the data cannot be proven.
+
+A run is named by the commitment of its sampling key, so a resume finds its own reservation. So does every copy of its folder:
+privacy/shared_membership.py keeps two of them from spending it. A run's sessions remember the last line here, so lines that
+were cut off are missed at its next start.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from privacy.accounting import ReleaseGroup
 from privacy.durable import publish_new
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger import AppendOnly, Ledger, now
-from privacy.ledger_format import NO_PREVIOUS, TORN_MARK, LineRefused, encode_line, hash_line, parse_line
+from privacy.ledger import AppendOnly, create_empty, joined_mirror, now
+from privacy.ledger_format import NO_PREVIOUS, TORN_MARK, LedgerState, LineRefused, encode_line
 from privacy.plan import ADJACENCY, PrivacyPlan
-from privacy.rdp_filter import filter_order, total_epsilon
+from privacy.shared_ledger_format import FORMAT, InformalRun, Reservation, SharedState
 
-FORMAT = "shared-1"
 DEFAULT_UNIT = "one example"
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """What one run may spend at most."""
-
-    run: str
-    name: str
-    time_utc: str
-    group: ReleaseGroup
-    noise_tail_delta: float
-    adaptive: bool
-
-
-@dataclass
-class SharedState:
-    """What the verified lines say."""
-
-    hashes: list[str] = field(default_factory=list)
-    opened: dict[str, Any] = field(default_factory=dict)
-    reservations: dict[str, Reservation] = field(default_factory=dict)
-    positions: dict[str, tuple[int, str]] = field(default_factory=dict)
-    informal: dict[str, str] = field(default_factory=dict)
-    """Runs without a guarantee: name -> why."""
-
-    @property
-    def identity(self) -> str:
-        """The hash of the first line: what a run's own ledger remembers."""
-        return self.hashes[0]
-
-    def epsilon(self, extra: Reservation | None = None) -> float:
-        """Epsilon of everything reserved, and of `extra`, at the owner's delta."""
-        entries = [*self.reservations.values(), *([extra] if extra else [])]
-        delta = self.opened["delta"] - sum(entry.noise_tail_delta for entry in entries)
-        if delta <= 0:
-            return float("inf")
-        groups = [entry.group for entry in entries]
-        adaptive, ceiling = any(entry.adaptive for entry in entries), self.opened["epsilon"]
-        order = self.rdp_order(groups[0]) if adaptive else math.inf
-        return total_epsilon(groups, delta, adaptive=adaptive, order=order, ceiling=ceiling)
-
-    def rdp_order(self, first: ReleaseGroup) -> float:
-        """The filter's order: the owner's, or the best for runs like the first one, which had seen no output."""
-        given = self.opened["rdp_order"]
-        return float(given) if given is not None else filter_order(first, self.opened["epsilon"], self.opened["delta"])
-
-    def absorb(self, line: bytes) -> None:
-        """Checks the next line and takes it in; LineRefused when it is not legal here."""
-        if not line.endswith(TORN_MARK):
-            self._absorb_record(parse_line(line))
-        elif not self.hashes:
-            raise LineRefused("a torn line where no line can be written")
-        self.hashes.append(hash_line(line))
-
-    def _absorb_record(self, record: dict[str, Any]) -> None:
-        if record["seq"] != len(self.hashes) or record["previous"] != (self.hashes[-1] if self.hashes else NO_PREVIOUS):
-            raise LineRefused("the hash chain is broken: it does not continue the line before")
-        kind = record["type"]
-        if (kind == "open") != (not self.hashes):
-            raise LineRefused("the first record, and no other, is `open`")
-        try:
-            if kind == "open":
-                self._open(record)
-            elif kind == "reserve":
-                self._reserve(record)
-            elif kind == "start" and record["run"] in self.reservations:
-                self.positions[record["run"]] = (int(record["position"]), str(record["hash"]))
-            elif kind == "informal" and self.opened.get("informal_runs"):
-                self.informal[str(record["name"])] = str(record["reason"])
-            else:
-                raise LineRefused(f"no record of type {kind!r} belongs here")
-        except (KeyError, TypeError, ValueError) as error:
-            raise LineRefused(f"an incomplete `{kind}`: {error}") from error
-
-    def _open(self, record: dict[str, Any]) -> None:
-        if record["format"] != FORMAT or not (record["epsilon"] > 0 and 0 < record["delta"] < 1):
-            raise LineRefused("not a shared ledger of this format")
-        self.opened = record
-
-    def _reserve(self, record: dict[str, Any]) -> None:
-        if record["run"] in self.reservations:
-            raise LineRefused("a second reservation of the same run")
-        self.reservations[record["run"]] = Reservation(
-            record["run"], record["name"], record["time_utc"], ReleaseGroup(**record["group"]),
-            float(record["noise_tail_delta"]), bool(record["adaptive"]),
-        )  # fmt: skip
 
 
 class SharedLedger:
@@ -138,10 +46,14 @@ class SharedLedger:
         unit: str = DEFAULT_UNIT,
         rdp_order: float | None = None,
         informal_runs: bool = False,
+        mirror: Path | str | None = None,
     ) -> SharedLedger:
         """The owner's first line: the most that all runs together may spend, and leave for runs that no total covers.
 
-        Raises: PrivacyConfigError (exit 2): the file exists, or the budget makes no sense.
+        Args:
+            mirror: a second copy, best on another file system: it finds lines that were cut off, whoever comes next.
+
+        Raises: PrivacyConfigError (exit 2): the file or its mirror exists, or the budget makes no sense.
         """
         if not (0 < epsilon < float("inf") and 0 < delta < 1):
             raise PrivacyConfigError("a shared ledger needs a positive finite epsilon and a delta between 0 and 1")
@@ -149,6 +61,13 @@ class SharedLedger:
             raise PrivacyConfigError(f"the order of an RDP filter is above 1, not {rdp_order}")
         fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": unit, "adjacency": ADJACENCY}
         fields |= {"informal_runs": True} if informal_runs else {}
+        if mirror is not None:
+            second = Path(mirror).resolve()
+            if second.exists() and second.stat().st_size:
+                raise PrivacyConfigError(f"{second}: exists; a mirror of a new shared ledger is a new file")
+            if not second.exists():
+                create_empty(second)
+            fields["mirror"] = str(second)
         line = encode_line(0, "open", now(), NO_PREVIOUS, {**fields, "rdp_order": rdp_order})
         try:
             publish_new(Path(path), line + b"\n", 0o644)
@@ -158,8 +77,34 @@ class SharedLedger:
 
     def read(self) -> SharedState:
         """The verified state; PrivacyStateRefused names a line that breaks the chain."""
-        with self._locked() as (state, _):
+        with self.locked() as (state, _):
             return state
+
+    def join(
+        self, run: str, name: str, plan: PrivacyPlan, state: LedgerState, *, fixed_in_advance: bool = False
+    ) -> None:
+        """Before a run reads the data: its budget is reserved or, without a guarantee, it is counted where the owner permits it.
+
+        Args:
+            state: of the run's own ledger.
+
+        Raises: as `reserve`; PrivacyStateRefused also when lines that the run has seen here are gone.
+        """
+        self.require_remembered(state)
+        if plan.formal_guarantee or not self.read().opened.get("informal_runs"):
+            self.reserve(run, name, plan, fixed_in_advance=fixed_in_advance)
+        else:
+            self.note_informal(run, name, plan.reasons[0])
+
+    def require_remembered(self, state: LedgerState) -> None:
+        """PrivacyStateRefused when this file no longer holds what a run with the ledger `state` has seen in it."""
+        held = self.read()
+        run, seen = state.opened["key_commitment"], state.shared_seen
+        lost = seen is not None and (seen[0] >= len(held.hashes) or held.hashes[seen[0]] != seen[1])
+        if lost or (state.nonces and not held.knows(run)):
+            raise PrivacyStateRefused(
+                f"{self.path}: rolled back: lines are gone that run {run[:12]} has seen or written; bring back the newest copy"
+            )
 
     def reserve(
         self, run: str, name: str, plan: PrivacyPlan, *, fixed_in_advance: bool = False, unit: str = DEFAULT_UNIT
@@ -176,10 +121,12 @@ class SharedLedger:
             BudgetSpent: the total does not hold it beside the other reservations (exit 3).
             PrivacyStateRefused: the reservation differs from the recorded one, or the file is refused (exit 4).
         """
-        with self._locked() as (state, file):
+        with self.locked() as (state, files):
             self._require_same_terms(state, plan, unit)
             group = plan.release_group(plan.max_intents)
-            adaptive = bool(state.reservations) and not fixed_in_advance
+            # A point of a grid is one run: whoever trains it anew has seen what came of it.
+            again = any(name in names for names in state.gridded.values()) and name in state.names
+            adaptive = bool(state.reservations) and (again or not fixed_in_advance)
             wanted = Reservation(run, name, now(), group, plan.noise_tail_delta, adaptive)
             held = state.reservations.get(run)
             if held is not None:
@@ -188,55 +135,49 @@ class SharedLedger:
                 return
             self._require_room(state, wanted)
             fields = {name: value for name, value in asdict(wanted).items() if name != "time_utc"}
-            self._append(state, file, "reserve", wanted.time_utc, fields)
+            self.append(state, files, "reserve", wanted.time_utc, fields)
 
-    def note_informal(self, name: str, reason: str) -> None:
-        """Counts a run without a guarantee, once, before it reads the data.
+    def note_informal(self, run: str, name: str, reason: str) -> None:
+        """Counts a run without a guarantee, once, before it reads the data; trained anew under its name it is another run.
 
         Raises: PrivacyConfigError (exit 2): the owner permits none.
         """
-        with self._locked() as (state, file):
+        with self.locked() as (state, files):
             if not state.opened.get("informal_runs"):
                 raise PrivacyConfigError(f"{self.path}: the owner permits no run without a formal guarantee: {name}")
-            if name not in state.informal:
-                self._append(state, file, "informal", now(), {"name": name, "reason": reason})
+            if not any(entry.run == run for entry in state.informal):
+                self.append(state, files, "informal", now(), asdict(InformalRun(run, name, reason)))
 
-    def require_no_fork(self, run: str, ledger: Ledger) -> None:
-        """PrivacyStateRefused when an earlier start left a line that this copy of the run does not hold."""
-        with self._locked() as (state, _):
-            self._check_fork(state, run, ledger)
+    def freeze_grid(self, study: str, points: Mapping[str, str], *, begun: bool) -> Mapping[str, str]:
+        """Fixes a study's points until one of its runs is known to have begun; returns those that bind from now on.
 
-    def start(self, run: str, ledger: Ledger) -> None:
-        """Notes where the run's ledger stands, after its `session` record, whose nonce no copy can have."""
-        with self._locked() as (state, file):
-            self._check_fork(state, run, ledger)
-            position, line_hash = ledger.position()
-            self._append(state, file, "start", now(), {"run": run, "position": position, "hash": line_hash})
-
-    def _check_fork(self, state: SharedState, run: str, ledger: Ledger) -> None:
-        if run not in state.reservations:
-            raise PrivacyStateRefused(f"{self.path}: this run has reserved nothing here")
-        if run in state.positions:
-            try:
-                ledger.require_not_shorter_than(*state.positions[run])
-            except PrivacyStateRefused as error:
-                raise PrivacyStateRefused(f"{self.path}: another copy of this run went on: {error}") from error
+        Args:
+            study: "" when the ledger is the study's own, so that any run counts as one of its runs.
+            points: name -> digest of the recipe.
+            begun: whether anything outside of this ledger tells of a run.
+        """
+        with self.locked() as (state, files):
+            frozen = state.grids.get(study, {})
+            if frozen != points and not begun and not state.has_begun(study):
+                self.append(state, files, "grid", now(), {"study": study, "points": dict(points)})
+                return points
+            return frozen
 
     def siblings(self, run: str | None = None) -> list[dict[str, Any]]:
         """All reservations for report and card, this run's marked; public."""
-        with self._locked() as (state, _):
-            return [
-                {
-                    "run": entry.run,
-                    "name": entry.name,
-                    "time_utc": entry.time_utc,
-                    "is_this_run": entry.run == run,
-                    "chosen_after_outputs": entry.adaptive,
-                    "epsilon": replace(state, reservations={}).epsilon(replace(entry, adaptive=False)),
-                    **asdict(entry.group),
-                }
-                for entry in state.reservations.values()
-            ]
+        state = self.read()  # the accounting takes seconds: nobody shall wait for the lock meanwhile
+        return [
+            {
+                "run": entry.run,
+                "name": entry.name,
+                "time_utc": entry.time_utc,
+                "is_this_run": entry.run == run,
+                "chosen_after_outputs": entry.adaptive,
+                "epsilon": replace(state, reservations={}).epsilon(replace(entry, adaptive=False)),
+                **asdict(entry.group),
+            }
+            for entry in state.reservations.values()
+        ]
 
     def summary(self, run: str | None = None) -> dict[str, Any]:
         """Total, reserved epsilon and siblings, for report and card."""
@@ -251,7 +192,7 @@ class SharedLedger:
             "accounting": "rdp_filter" if adaptive else "pld",
             "epsilon_reserved": state.epsilon(),
             "runs": self.siblings(run),
-            "informal_runs": [{"name": name, "reason": reason} for name, reason in state.informal.items()],
+            "informal_runs": [{"name": entry.name, "reason": entry.reason} for entry in state.informal],
         }
 
     def _require_same_terms(self, state: SharedState, plan: PrivacyPlan, unit: str) -> None:
@@ -284,25 +225,37 @@ class SharedLedger:
             )
 
     @contextmanager
-    def _locked(self) -> Iterator[tuple[SharedState, AppendOnly]]:
-        file = AppendOnly(self.path, "shared ledger")
-        try:
+    def locked(self) -> Iterator[tuple[SharedState, list[AppendOnly]]]:
+        """Under the lock: the verified state, and the files that the next line goes to, which are this one and its mirror."""
+        with ExitStack() as stack:
+            file = AppendOnly(self.path, "shared ledger")
+            stack.callback(file.release)
             # A lock of its own, on a descriptor of its own: the appending one compares the file by name.
-            lock = os.open(self.path, os.O_RDWR)
             try:
+                lock = os.open(self.path, os.O_RDWR)
+                stack.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                yield self._load(file), file
-            finally:
-                os.close(lock)
-        finally:
-            file.release()
+            except OSError as error:
+                raise self.unreachable(error) from error
+            state, data = self._load(file)
+            files = [file]
+            if state.opened.get("mirror"):
+                files.append(joined_mirror(Path(state.opened["mirror"]), self.path, data))
+                stack.callback(files[1].release)
+            yield state, files
 
-    def _load(self, file: AppendOnly) -> SharedState:
-        *lines, tail = file.read().split(b"\n")
+    def unreachable(self, error: OSError) -> PrivacyStateRefused:
+        """What an error of the operating system becomes; it stays the cause."""
+        return PrivacyStateRefused(f"{self.path}: cannot use the shared ledger: {error.strerror or error}")
+
+    def _load(self, file: AppendOnly) -> tuple[SharedState, bytes]:
+        data = file.read()
+        *lines, tail = data.split(b"\n")
         state = SharedState()
         if tail and lines:
             file.append(TORN_MARK + b"\n")
             lines.append(tail + TORN_MARK)
+            data += TORN_MARK + b"\n"
         for number, line in enumerate(lines, start=1):
             try:
                 state.absorb(line)
@@ -310,11 +263,13 @@ class SharedLedger:
                 raise PrivacyStateRefused(f"{self.path}: line {number}: {error}") from error
         if not lines:
             raise PrivacyStateRefused(f"{self.path}: line 1: no whole record")
-        return state
+        return state, data
 
-    def _append(
-        self, state: SharedState, file: AppendOnly, kind: str, time_utc: str, fields: Mapping[str, Any]
+    def append(
+        self, state: SharedState, files: list[AppendOnly], kind: str, time_utc: str, fields: Mapping[str, Any]
     ) -> None:
+        """One more line, taken into `state` and durable; within `locked`."""
         line = encode_line(len(state.hashes), kind, time_utc, state.hashes[-1], json.loads(json.dumps(dict(fields))))
         state.absorb(line)
-        file.append(line + b"\n")
+        for file in files:
+            file.append(line + b"\n")

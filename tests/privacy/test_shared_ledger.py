@@ -92,17 +92,6 @@ def test_a_resume_reserves_once_and_cannot_change_its_terms(shared, tmp_path):
         _open(tmp_path / "run", other)
 
 
-def test_a_copied_run_folder_cannot_go_on_beside_the_original(shared, tmp_path):
-    with _open(tmp_path / "run", shared) as ledger:
-        ledger.start_session({})
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    with _open(tmp_path / "run", shared) as ledger:
-        ledger.start_session({})
-    with pytest.raises(PrivacyStateRefused, match="another copy"):
-        _open(tmp_path / "copy", shared)
-    _open(tmp_path / "run", shared).release()
-
-
 def test_same_unit_and_adjacency_and_a_formal_guarantee(tmp_path):
     shared = SharedLedger.create(tmp_path / "owner.jsonl", epsilon=2.0, delta=DELTA, unit="one person")
     with pytest.raises(PrivacyConfigError, match="unit of privacy is 'one person'"):
@@ -207,13 +196,58 @@ def test_command(tmp_path):
 
 
 def test_runs_without_a_guarantee_are_counted_where_the_owner_permits_them(shared, tmp_path):
+    """One by one: what is deleted and trained anew under its name has read the data twice."""
+    simulated = _plan(informal_reasons=("TAN simulation",))
+    with pytest.raises(PrivacyConfigError, match="without a formal guarantee cannot reserve: TAN simulation"):
+        _open(tmp_path / "run", shared, simulated)
     with pytest.raises(PrivacyConfigError, match="permits no run without a formal guarantee"):
-        shared.note_informal("simulated", "TAN simulation")
+        shared.note_informal("a" * 64, "simulated", "TAN simulation")
     open_minded = SharedLedger.create(tmp_path / "open.jsonl", epsilon=2.0, delta=DELTA, informal_runs=True)
-    open_minded.note_informal("simulated", "TAN simulation")
-    open_minded.note_informal("simulated", "TAN simulation")
-    summary = open_minded.summary()
-    assert summary["informal_runs"] == [{"name": "simulated", "reason": "TAN simulation"}]
-    assert summary["epsilon_reserved"] == 0
-    with pytest.raises(PrivacyConfigError, match="without a formal guarantee cannot reserve"):
-        _open(tmp_path / "run", open_minded, _plan(sigma=0.0))
+    for attempt in range(2):
+        for _ in range(2):  # a resume is the same run
+            with _open(tmp_path / "simulated", open_minded, simulated) as ledger:
+                ledger.start_session({})
+        assert len(open_minded.summary()["informal_runs"]) == attempt + 1
+        shutil.rmtree(tmp_path / "simulated")
+    assert open_minded.summary()["informal_runs"] == [{"name": "simulated", "reason": "TAN simulation"}] * 2
+    assert open_minded.summary()["epsilon_reserved"] == 0
+
+
+def test_cut_off_lines_are_missed_by_the_runs_that_saw_them_and_by_the_mirror(shared, tmp_path):
+    mirrored = SharedLedger.create(
+        tmp_path / "second.jsonl", epsilon=2.0, delta=DELTA, mirror=tmp_path / "elsewhere.jsonl"
+    )
+    for owner, folder in ((shared, tmp_path / "a"), (mirrored, tmp_path / "b")):
+        with _open(folder, owner) as ledger:
+            ledger.start_session({})
+        whole = owner.path.read_bytes()
+        owner.path.write_bytes(whole.splitlines(keepends=True)[0])  # without the reservation
+        with pytest.raises(PrivacyStateRefused, match="rolled back") as refused:
+            _open(folder, owner)
+        assert refused.value.exit_code == 4
+        if owner is mirrored:
+            with pytest.raises(PrivacyStateRefused, match=r"mirror is longer .* rolled back"):
+                _open(tmp_path / "new", owner)  # also for a run that has seen nothing
+        owner.path.write_bytes(whole)
+        with _open(folder, owner) as ledger:
+            ledger.start_session({})
+    assert mirrored.path.read_bytes() == (tmp_path / "elsewhere.jsonl").read_bytes()
+    with pytest.raises(PrivacyConfigError, match="a mirror of a new shared ledger is a new file"):
+        SharedLedger.create(tmp_path / "third.jsonl", epsilon=2.0, delta=DELTA, mirror=tmp_path / "elsewhere.jsonl")
+
+
+def test_a_grid_is_fixed_once_a_run_of_it_has_begun(shared):
+    first, second = {"a": "1", "b": "2"}, {"a": "1", "b": "3"}
+    assert shared.freeze_grid("", first, begun=True) == {}
+    assert shared.freeze_grid("", first, begun=False) == first
+    assert shared.freeze_grid("", second, begun=False) == second
+    shared.reserve("a" * 64, "a", _plan(), fixed_in_advance=True)
+    assert shared.freeze_grid("", first, begun=False) == second
+    # On an owner's ledger another study is another matter, until one of its points has run.
+    assert shared.freeze_grid("other", {"c": "4"}, begun=False) == {"c": "4"}
+    assert shared.freeze_grid("third", {"b": "5"}, begun=False) == {"b": "5"}
+    shared.reserve("b" * 64, "b", _plan(), fixed_in_advance=True)
+    assert shared.freeze_grid("third", {"b": "6"}, begun=False) == {"b": "5"}
+    # The run of a point is deleted and trained anew: what came of it has been seen.
+    shared.reserve("c" * 64, "b", _plan(), fixed_in_advance=True)
+    assert [run["chosen_after_outputs"] for run in shared.siblings()] == [False, False, True]

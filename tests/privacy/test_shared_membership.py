@@ -1,0 +1,198 @@
+"""Copies and backups of a run folder, and crashes at every place between a run's own ledger and the shared one."""
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+
+import privacy.shared_membership
+from privacy.errors import PrivacyStateRefused
+from privacy.plan import make_plan
+from privacy.releases import step_releases
+from privacy.run_state import SharedTerms, open_run_state
+from privacy.shared_ledger import SharedLedger
+
+DELTA = 1e-5
+PLAN = make_plan(
+    num_examples=3000, expected_batch_size=60, num_steps=20, noise_multiplier=2.0, target_delta=DELTA, cap=None
+)
+
+
+def _open(folder, shared):
+    folder.mkdir(exist_ok=True)
+    terms = SharedTerms(shared.path, "run")
+    return open_run_state(folder / "ledger.jsonl", folder / "sampling.key", PLAN, data_manifest=b"x", shared=terms)[0]
+
+
+def _steps(ledger, first, last):
+    for step in range(first, last + 1):
+        attempt = ledger.next_attempt(step)
+        ledger.intent(step, attempt, step_releases(2.0, 1.0, None))
+        ledger.done(step, attempt)
+
+
+@pytest.fixture
+def shared(tmp_path):
+    return SharedLedger.create(tmp_path / "owner.jsonl", epsilon=2.0, delta=DELTA)
+
+
+@pytest.fixture
+def session(shared, tmp_path):
+    with _open(tmp_path / "run", shared) as ledger:
+        ledger.start_session({})
+        _steps(ledger, 1, 5)
+        yield ledger
+
+
+def test_a_copied_run_folder_cannot_go_on_beside_the_original(shared, tmp_path):
+    with _open(tmp_path / "run", shared) as ledger:
+        ledger.start_session({})
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with _open(tmp_path / "run", shared) as ledger:
+        ledger.start_session({})
+    with pytest.raises(PrivacyStateRefused, match="another copy"):
+        _open(tmp_path / "copy", shared)
+    _open(tmp_path / "run", shared).release()
+
+
+@pytest.mark.parametrize("end", ["checkpoint", "close"])
+def test_a_copy_made_during_a_session_is_refused_once_the_original_went_on(shared, tmp_path, session, end):
+    shutil.copytree(tmp_path / "run", tmp_path / "backup")
+    _steps(session, 6, 20)
+    if end == "checkpoint":
+        session.checkpoint(20, "step-00000020", "0" * 64)
+    else:
+        session.close("finished")
+    session.release()
+    with pytest.raises(PrivacyStateRefused, match="another copy of this run went on") as refused:
+        _open(tmp_path / "backup", shared)
+    assert refused.value.exit_code == 4
+    with _open(tmp_path / "run", shared) as again:
+        assert again.num_charged == 20
+
+
+def test_the_original_stops_when_a_copy_has_taken_its_budget_over(shared, tmp_path, session):
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with _open(tmp_path / "copy", shared) as copy:
+        copy.start_session({})
+        lines = session.path.read_bytes()
+        with pytest.raises(PrivacyStateRefused, match="another copy") as refused:
+            _steps(session, 6, 6)
+        assert refused.value.exit_code == 4
+        assert session.path.read_bytes() == lines  # stopped before the charge
+        for late in (lambda: session.checkpoint(5, "step-00000005", "0" * 64), lambda: session.close("finished")):
+            with pytest.raises(PrivacyStateRefused, match="another copy"):
+                late()
+        _steps(copy, 6, 20)
+        copy.close("finished")
+    assert shared.read().closed == {copy.key_commitment}
+
+
+def test_a_closed_run_is_final(shared, tmp_path, session):
+    """Even for a copy that holds every line but the last."""
+    _steps(session, 6, 20)
+    session.checkpoint(20, "step-00000020", "0" * 64)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    session.close("finished")
+    with pytest.raises(PrivacyStateRefused, match="another copy"):
+        _open(tmp_path / "copy", shared)
+
+
+def _crash():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("crash", ["started", "reached", "ended"])
+def test_a_crash_between_the_two_ledgers_blocks_nobody(shared, tmp_path, monkeypatch, crash):
+    """The run's own ledger is written first, so the shared one is behind it or level with it."""
+    run = tmp_path / "run"
+    with _open(run, shared) as ledger:
+        ledger.start_session({})
+        _steps(ledger, 1, 20)
+    with _open(run, shared) as ledger:
+        monkeypatch.setattr(ledger.witness, crash, _crash)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            ledger.start_session({})
+            ledger.checkpoint(20, "step-00000020", "0" * 64)
+            ledger.close("finished")
+    before = shared.read()
+    with _open(run, shared) as ledger:
+        if crash == "ended":
+            assert not before.closed
+            assert shared.read().closed == {ledger.key_commitment}
+        else:
+            ledger.start_session({})
+            ledger.checkpoint(20, "step-00000020", "0" * 64)
+            assert shared.read().positions[ledger.key_commitment] == ledger.position()
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_crash_inside_the_shared_record_blocks_nobody(shared, tmp_path, monkeypatch, session, written):
+    """Torn, or whole but not acknowledged."""
+    real = os.write
+
+    def torn(descriptor, data):
+        if b'"type":"at"' in data:
+            real(descriptor, data if written else data[:40])
+            raise KeyboardInterrupt
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", torn)
+    with pytest.raises(KeyboardInterrupt):
+        session.checkpoint(5, "step-00000005", "0" * 64)
+    monkeypatch.undo()
+    session.release()
+    with _open(tmp_path / "run", shared) as ledger:
+        ledger.start_session({})
+        _steps(ledger, 6, 6)
+
+
+def test_a_file_system_that_is_gone_for_a_moment_costs_nothing_and_for_good_exit_4(shared, monkeypatch, session):
+    monkeypatch.setattr(privacy.shared_membership, "RETRY_SECONDS", (0.0, 0.0))
+    real, failures = os.open, []
+
+    def stale(path, *rest):
+        if str(path) == str(shared.path) and failures:
+            raise failures.pop()
+        return real(path, *rest)
+
+    monkeypatch.setattr(os, "open", stale)
+    for number in (1, 2):
+        failures = [OSError(errno.ESTALE, "Stale file handle") for _ in range(number)]
+        _steps(session, 5 + number, 5 + number)
+        session.checkpoint(5 + number, "step", "0" * 64)
+        assert not failures
+    assert shared.read().positions[session.key_commitment] == session.position()
+    failures = [OSError(errno.ESTALE, "Stale file handle") for _ in range(9)]
+    charged = session.num_charged
+    with pytest.raises(PrivacyStateRefused, match=r"cannot .* the shared ledger: Stale file handle"):
+        _steps(session, 8, 8)
+    assert session.num_charged == charged
+
+
+def test_where_nobody_else_writes_a_step_costs_one_look(shared, monkeypatch, session):
+    monkeypatch.setattr(SharedLedger, "locked", _crash)
+    _steps(session, 6, 20)
+
+
+def test_ledgers_of_earlier_programs_go_on(shared, tmp_path):
+    """Neither sessions that remember the shared ledger, nor anything but `start` in it."""
+    with _open(tmp_path / "run", shared) as ledger:
+        witness, ledger.witness = ledger.witness, None
+        ledger.start_session({})
+        witness.started()
+        _steps(ledger, 1, 20)
+        ledger.close("finished")
+    assert ledger.state.shared_seen is None
+    with _open(tmp_path / "run", shared) as ledger:
+        assert shared.read().closed == {ledger.key_commitment}
+
+
+def test_contract_12_what_is_noted_of_a_step_carries_no_time_of_its_own(shared, session):
+    session.checkpoint(5, "step-00000005", "0" * 64)
+    session.close("finished")
+    records = [json.loads(line) for line in shared.path.read_text().splitlines()]
+    assert [record["type"] for record in records] == ["open", "reserve", "start", "at", "close"]
+    assert len({record["time_utc"] for record in records[2:]}) == 1
