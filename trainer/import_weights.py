@@ -18,7 +18,7 @@ from torch import Tensor
 from data.tokenizer import CaptionTokenizer
 from models.config import CaptionerConfig
 from models.converters import Foreign, Unstated, read_foreign
-from models.converters.native import model_facts, parameter_shapes, read_folder, size_name
+from models.converters.native import CONFIG, model_facts, parameter_shapes, size_name
 from models.converters.weights import WeightsError
 from trainer.checkpoint import FORMAT, MANIFEST, file_digest, sealed
 from trainer.errors import ConfigError
@@ -66,7 +66,7 @@ def import_weights(
         ConfigError: `out` is there, no tokenizer or one of another size, or a declaration against an exported folder's own.
     """
     config, parameters = read_foreign(kind, source, unstated)
-    exported = _about_export(source) if kind == "safetensors" else {}
+    exported = _about_export(source)
     facts: dict[str, Any] = {}
     if isinstance(config, CaptionerConfig):
         tokenizer = _tokenizer(tokenizer, source, exported, config)
@@ -112,8 +112,12 @@ def _write(folder: Path, manifest: Mapping[str, Any], parameters: Mapping[str, T
 
 
 def _about_export(source: Path) -> dict[str, Any]:
-    """What an exported folder says of its origin: a claim like any other, but not to be lost on the way."""
-    about = read_folder(source)[0].get("about")
+    """What an exported folder, in whatever format, says of its origin: a claim, but not to be lost on the way."""
+    try:
+        content = json.loads(((source if source.is_dir() else source.parent) / CONFIG).read_text())
+    except (OSError, ValueError):
+        return {}
+    about = content.get("about") if isinstance(content, dict) else None
     return about if isinstance(about, dict) else {}
 
 
@@ -122,6 +126,8 @@ def _training_data(provenance: Provenance | None, exported: Mapping[str, Any], s
     stated = exported.get("training_data")
     stated = stated if isinstance(stated, dict) else {}
     known = "private" if _starts_private(exported.get("initialisation")) else stated.get("provenance")
+    if exported and known not in PROVENANCES:
+        known = "private"
     if known not in PROVENANCES:
         return {"provenance": provenance or "private"}
     if provenance not in (None, known):

@@ -24,13 +24,21 @@ def initialisation_statement(facts: Mapping[str, Any]) -> str:
     if isinstance(before, dict) and before.get("kind") == IMPORTED:
         who = f"whoever imported them declared the data behind them {start.get('training_data')}"
         return f"{origin}: {who}. {imported_statement(before)}"
+    behind = f" Before that: {initialisation_statement({'initialisation': before})}" if _is_a_run(before) else ""
     if start.get("training_data") in ("public", "synthetic"):
-        return f"{origin}, trained on data that its recipe declares {start['training_data']}."
+        return f"{origin}, trained on data that its recipe declares {start['training_data']}.{behind}"
     guarantee = start.get("guarantee") or {}
+    if not guarantee:
+        return f"{origin}, trained on private data without a guarantee that a ledger proves.{behind}"
     return (
         f"{origin}, trained on private data with epsilon {guarantee.get('epsilon')} at delta {guarantee.get('delta')} of "
         "its own. Where its data and this run's overlap, the two compose: this card's epsilon alone is not the total."
+        f"{behind}"
     )
+
+
+def _is_a_run(start: Any) -> bool:
+    return isinstance(start, dict) and start.get("kind") == "checkpoint"
 
 
 def imported_statement(start: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.functions import FUNCTIONS
 from privacy.clipping.selfcheck import check_against_autograd
+from privacy.errors import PrivacyStateRefused
 from privacy.noise import NoiseSource, noise_source
 from privacy.plan import PrivacyPlan
 from trainer import distributed
@@ -145,7 +146,11 @@ def train(
         noise_variance=NoiseVariance(
             config.optimizer.betas[1], resumed.manifest["noise_variance"] if resumed is not None else 0.0
         ),
-        model_facts={**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table)},
+        model_facts={
+            **task.facts(),
+            "initialisation": start,
+            "training_data": training_data_facts(config, table, resumed),
+        },
     )
     chosen = {"clipping_mode": choice.facts()} if choice is not None else {}
     on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw), chosen))
@@ -258,6 +263,11 @@ def _load_weights(folder: RunFolder, ledger: RunLedger, model: nn.Module | None)
     A model that was built in shards (None here) takes its weights with the engine's state, piece by piece.
     """
     checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
+    if checkpoint is not None and not checkpoint.manifest.get("ledger"):
+        raise PrivacyStateRefused(
+            f"{checkpoint.path} remembers no line of this run's ledger, so it was not written by this run: take it away; "
+            "weights from elsewhere are for [init]"
+        )
     if checkpoint is not None and model is not None:
         checkpoint.load_weights(model)
     return checkpoint

@@ -6,7 +6,7 @@ would make its claim untrue.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,19 @@ from trainer.provenance import IMPORTED
 _HASH_DIGITS = 16
 
 
-def training_data_facts(config: RunConfig, table: ExampleTable) -> dict[str, Any]:
-    """What a manifest says about the data. Hashes of private shards would describe private data, so there are none."""
+def training_data_facts(config: RunConfig, table: ExampleTable, resumed: Checkpoint | None = None) -> dict[str, Any]:
+    """What a manifest says about the data. Hashes of private shards would describe private data, so there are none.
+
+    Raises:
+        ConfigError: data that were private before a resume are private no more.
+    """
     provenance = config.data.provenance
+    before = None if resumed is None else resumed.manifest.get("training_data", {}).get("provenance")
+    if before == "private" and provenance != before:
+        raise ConfigError(
+            f"data.provenance is {provenance}, but {resumed.path if resumed else ''} was trained on the same data as "
+            "private: set it back, or start another run folder"
+        )
     if provenance == "private":
         return {"provenance": provenance}
     return {"provenance": provenance, "shards": sorted(entry.sha256[:_HASH_DIGITS] for entry in table.entries)}
@@ -66,9 +76,11 @@ def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: Examp
     }
     if behind["provenance"] == "private":
         facts["guarantee"] = _guarantee(checkpoint)
+    else:
+        facts["shards"] = behind.get("shards", [])  # a run that starts from this one must recognise its data too
     if config.privacy.enabled:
         _refuse_unprotected(checkpoint, facts)
-        _refuse_own_data(checkpoint, behind, table)
+        _refuse_own_data(checkpoint, facts, table)
     return facts
 
 
@@ -104,15 +116,30 @@ def _refuse_unprotected(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> Non
                 'train it with data.provenance = "public" or "synthetic"'
             )
         link = link["before_that"]
-
-
-def _refuse_own_data(checkpoint: Checkpoint, behind: Mapping[str, Any], table: ExampleTable) -> None:
-    own = {entry.sha256[:_HASH_DIGITS] for entry in table.entries}
-    if own & set(behind.get("shards", ())):
+    if not isinstance(link, dict) or link.get("kind") not in ("random", IMPORTED):
         raise ConfigError(
-            f"init.checkpoint {checkpoint.path} was trained on shards of this run's private data, declared "
-            f"{behind['provenance']}; a private run cannot start from it"
+            f"init.checkpoint {checkpoint.path} does not say what its weights started from; a private run cannot start from it"
         )
+
+
+def _refuse_own_data(checkpoint: Checkpoint, facts: Mapping[str, Any], table: ExampleTable) -> None:
+    """Shards are known by their bytes, whatever their names; every link of the chain of starts is looked at."""
+    own = {entry.sha256[:_HASH_DIGITS] for entry in table.entries}
+    if not own.isdisjoint(_stated_shards(facts)):
+        raise ConfigError(
+            f"init.checkpoint {checkpoint.path}, or a run behind it, was trained on shards of this run's private data, "
+            "which it declares public or synthetic; a private run cannot start from it"
+        )
+
+
+def _stated_shards(tree: Any) -> Iterator[str]:
+    """All hashes of shards that a checkpoint's origin names, also where it went through an export and an import."""
+    if isinstance(tree, Mapping):
+        for name, value in tree.items():
+            if name == "shards" and isinstance(value, list):
+                yield from (digest for digest in value if isinstance(digest, str))
+            else:
+                yield from _stated_shards(value)
 
 
 def load_start(checkpoint: Checkpoint, config: InitSection, model: nn.Module) -> list[str]:

@@ -1,5 +1,7 @@
 """Starting from another run's weights: what is taken, what is resized, and which starts a private run refuses."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 
 from models.captioner import build_captioner
 from models.config import CaptionerConfig, captioner_config
+from privacy.errors import PrivacyStateRefused
 from privacy.ledger import Ledger
 from tests.privacy.ledger_files import PLAN, take_step
 from trainer.checkpoint import Checkpoint, checkpoint_name
@@ -17,6 +20,7 @@ from trainer.config import InitSection, OptimizerSection, RunConfig, load_config
 from trainer.ds_config import load_machine_settings
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
+from trainer.provenance import initialisation_statement
 from trainer.warm_start import find_checkpoint, initialisation_facts, load_start, training_data_facts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +137,70 @@ def test_own_data_declared_public_are_refused(tmp_path: Path) -> None:
         initialisation_facts(recipe(), checkpoint, table("b", "aaaaaaaa"))
 
 
+def public_link(*shards: str, before: dict[str, Any] = RANDOM) -> dict[str, Any]:
+    return {
+        "kind": "checkpoint",
+        "run": "a",
+        "step": 1,
+        "training_data": "public",
+        "shards": [*shards],
+        "before_that": before,
+    }
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        public_link("bbbbbbbb" * 2),
+        public_link(before=public_link("bbbbbbbb" * 2)),
+        {
+            "kind": "imported",
+            "file": "x",
+            "exported": {"initialisation": public_link("bbbbbbbb" * 2), "training_data": {"provenance": "public"}},
+        },
+    ],
+)
+def test_own_data_are_refused_however_far_back_they_were_declared_public(tmp_path: Path, start: dict[str, Any]) -> None:
+    """A on these data as if they were public, B from A on others, C private on these: the chain remembers A's shards."""
+    checkpoint = write(tmp_path, {**SYNTHETIC, "initialisation": start})
+    assert initialisation_facts(recipe(), checkpoint, table("c"))["before_that"] == start
+    with pytest.raises(ConfigError, match="or a run behind it, was trained on shards of this run's private data"):
+        initialisation_facts(recipe(), checkpoint, table("c", "bbbbbbbb"))
+
+
+def test_the_facts_of_a_start_carry_its_shards_on(tmp_path: Path) -> None:
+    facts = initialisation_facts(recipe("privacy.enabled=false"), write(tmp_path, SYNTHETIC), table("b"))
+    assert facts["shards"] == SYNTHETIC["training_data"]["shards"]
+    later = write(tmp_path / "later", {**SYNTHETIC, "initialisation": facts, "training_data": {"provenance": "public"}})
+    with pytest.raises(ConfigError, match="this run's private data"):
+        initialisation_facts(recipe(), later, table("aaaaaaaa"))
+
+
+@pytest.mark.parametrize("start", [None, "random", {"kind": "unheard of"}])
+def test_a_start_from_nobody_knows_what_is_refused(tmp_path: Path, start: Any) -> None:
+    with pytest.raises(ConfigError, match="does not say what its weights started from"):
+        initialisation_facts(recipe(), write(tmp_path, {**SYNTHETIC, "initialisation": start}), table("b"))
+
+
+def test_data_that_were_private_stay_private_at_a_resume(tmp_path: Path) -> None:
+    before = write(tmp_path, PRIVATE)
+    with pytest.raises(ConfigError, match=r"data\.provenance is synthetic, but .* as private"):
+        training_data_facts(recipe('data.provenance="synthetic"'), table("a"), before)
+    assert training_data_facts(recipe(), table("a"), write(tmp_path / "b", SYNTHETIC)) == {"provenance": "private"}
+
+
+def test_the_card_names_every_run_behind_a_start(tmp_path: Path) -> None:
+    """A public second run does not hide that the first one spent epsilon on private data."""
+    spent = {"epsilon": 3.25, "delta": 1e-6}
+    first = {"kind": "checkpoint", "run": "a", "training_data": "private", "guarantee": spent, "before_that": RANDOM}
+    facts = initialisation_facts(recipe(), write(tmp_path, {**SYNTHETIC, "initialisation": first}), table("b"))
+    said = initialisation_statement({"initialisation": facts})
+    assert "run 'before', trained on data that its recipe declares synthetic. Before that: " in said
+    assert "epsilon 3.25 at delta 1e-06" in said and "the two compose" in said
+    unproved = initialisation_statement({"initialisation": {**first, "guarantee": None}})
+    assert "without a guarantee that a ledger proves" in unproved and "epsilon" not in unproved
+
+
 def test_a_private_start_states_its_epsilon(tmp_path: Path) -> None:
     ledger = Ledger.create(tmp_path / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "ab" * 32})
     ledger.start_session({})
@@ -143,9 +211,34 @@ def test_a_private_start_states_its_epsilon(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, {**claim, "ledger": {"seq": seq, "hash": line_hash}})
     facts = initialisation_facts(recipe(), checkpoint, table("b"))
     assert facts["guarantee"] == {"epsilon": pytest.approx(PLAN.epsilon_after(1)), "delta": PLAN.target_delta}
+    copied = tmp_path / "elsewhere" / "checkpoints" / checkpoint.path.name
+    shutil.copytree(checkpoint.path, copied)
+    with pytest.raises(ConfigError, match="no ledger"):
+        initialisation_facts(recipe(), Checkpoint(copied), table("b"))
+    lines = (tmp_path / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "ledger.jsonl").write_text("".join([*lines[:1], *lines[2:]]))
+    with pytest.raises(PrivacyStateRefused):
+        initialisation_facts(recipe(), checkpoint, table("b"))
     (tmp_path / "ledger.jsonl").unlink()
     with pytest.raises(ConfigError, match="no ledger"):
         initialisation_facts(recipe(), checkpoint, table("b"))
+
+
+def test_a_simulation_proves_nothing(tmp_path: Path) -> None:
+    """Neither by its own manifest nor, should that claim more, by its ledger."""
+    plan = replace(PLAN, informal_reasons=("simulation",))
+    ledger = Ledger.create(tmp_path / "ledger.jsonl", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
+    ledger.start_session({})
+    take_step(ledger, 1)
+    seq, line_hash = ledger.position()
+    ledger.release()
+    for claimed in (False, True):
+        position = {"ledger": {"seq": seq, "hash": line_hash}, "formal_guarantee": claimed}
+        checkpoint = write(tmp_path / "x" if claimed else tmp_path, {**PRIVATE, **position})
+        if claimed:
+            shutil.copy(tmp_path / "ledger.jsonl", tmp_path / "x/ledger.jsonl")
+        with pytest.raises(ConfigError, match="no ledger"):
+            initialisation_facts(recipe(), checkpoint, table("b"))
 
 
 @pytest.mark.parametrize("position", [None, {"seq": 1, "hash": "ab" * 32}, {"seq": 99, "hash": "ab" * 32}])
