@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields, replace
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ class ModelTask(Generic[Model]):
         model_class: built from `model_config`.
     """
 
-    kind: ClassVar[str]
+    kind: str
     model_class: type[Model]
 
     def __init__(self, model_config: Any, size: str) -> None:
