@@ -66,7 +66,7 @@ class ExportedCaptioner(PreTrainedModel):
         model = cls(config or ExportedCaptionerConfig.from_pretrained(folder), captioner, search)
         dtype = options.get("dtype") or options.get("torch_dtype")
         if isinstance(dtype, torch.dtype):
-            model.to(dtype=dtype)  # type: ignore[call-arg]  (a decorator of transformers hides the arguments)
+            nn.Module.to(model, dtype=dtype)
         return model.eval()
 
     def forward(self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> CaptionerOutput:
