@@ -44,6 +44,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     create.add_argument(
         "--informal_runs", action="store_true", help="permit runs without a guarantee, which nothing here covers"
     )
+    create.add_argument(
+        "--mirror", type=Path, metavar="FILE", help="second copy on another file system: finds lines that were cut off"
+    )
     show = commands.add_parser("show", help="verify it and list the runs")
     show.add_argument("path", type=Path)
     show.add_argument("--json", action="store_true", help="print one JSON object on stdout")
@@ -61,6 +64,7 @@ def main() -> int:
             unit=args.unit,
             rdp_order=args.rdp_order,
             informal_runs=args.informal_runs,
+            mirror=args.mirror,
         )
         print(f"{args.path}: epsilon {args.target_epsilon:g} at delta {args.delta:g} for all runs together")
         return 0

@@ -190,7 +190,7 @@ def test_a_slurm_array_gets_the_points_that_are_not_done(
     assert main(arguments) == 0
     assert "Submitted batch job 7" in capsys.readouterr().out
     given = (tmp_path / "arguments").read_text().split("\n")
-    assert given[0] == "--array=1,2%3"
+    assert given[:2] == ["--array=1,2%3", f"--output={folder}/private/logs/slurm-%A_%a.log"]
     assert given[2:5] == ["launch_scripts/cluster/slurm_array.sbatch", str(folder / "points.txt"), str(folder / "runs")]
     lines = (folder / "points.txt").read_text().splitlines()
     name = "batch-8_seed-0"

@@ -163,27 +163,6 @@ BUDGET = STUDY.replace('data.provenance = "public"', "").replace(
 )
 
 
-def test_runs_on_private_data_share_a_ledger_and_know_their_siblings(tmp_path: Path) -> None:
-    for one in planned_of(tmp_path, BUDGET):
-        assert one.config.privacy.shared_ledger == str(tmp_path / "shared_ledger.jsonl")
-        assert one.config.privacy.fixed_in_advance
-        assert one.config.privacy.tuning is not None
-        assert "one of 8 runs of study tiny; 8 claim a guarantee" in one.config.privacy.tuning
-
-
-def test_runs_without_a_guarantee_need_leave_to_see_private_data(tmp_path: Path) -> None:
-    text = BUDGET.replace("[axis.start.large]", "[axis.start.large]\nprivacy.enabled = false")
-    with pytest.raises(ConfigError, match="informal_runs = true"):
-        planned_of(tmp_path, text)
-    planned = planned_of(tmp_path, text.replace("1e-4", "1e-4\ninformal_runs = true"))
-    for one in planned:
-        assert (one.config.privacy.shared_ledger is None) == (one.point.labels["start"] == "large")
-        assert "4 claim a guarantee of their own, 4 have none" in str(one.config.privacy.tuning)
-    folder, _ = prepared(tmp_path, text.replace("1e-4", "1e-4\ninformal_runs = true"))
-    noted = SharedLedger(folder.shared_ledger).summary()["informal_runs"]
-    assert sorted(run["name"] for run in noted) == sorted(one.name for one in planned if "large" in one.name)
-
-
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_shipped_studies_resolve(path: Path, tmp_path: Path) -> None:
     study = load_study(path)
@@ -227,17 +206,6 @@ def test_a_begun_point_cannot_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     prepared(tmp_path, STUDY.replace("seeds = [0, 1]", "seeds = [0, 1, 2]"))
     with pytest.raises(ConfigError, match=f"{begun} .* began with another optimizer.peak_lr"):
         prepared(tmp_path, STUDY.replace("[base]", "[base]\noptimizer.peak_lr = 0.5"))
-
-
-def test_a_point_added_after_outputs_is_not_fixed_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is one that was changed after them."""
-    folder, planned = prepared(tmp_path, BUDGET)
-    monkeypatch.setattr(StudyFolder, "progress", lambda self, name: "begun" if name == planned[0].name else "new")
-    prepared(tmp_path, BUDGET.replace("seeds = [0, 1]", "seeds = [0, 1, 2]").replace("depth = 2", "depth = 3"))
-    fixed = {path.stem: load_config(path).privacy.fixed_in_advance for path in folder.recipes.glob("*.toml")}
-    assert len(fixed) == 12
-    late = [name for name in fixed if name.endswith("seed-2") or "large" in name]
-    assert sorted(name for name, value in fixed.items() if not value) == sorted(late)
 
 
 class Stub(Trainer):

@@ -10,6 +10,7 @@ from typing import Any
 from privacy.accounting import ReleaseGroup, epsilon
 from privacy.plan import PrivacyPlan
 from privacy.report import read_snapshot
+from trainer.batches import timings_are_public
 from trainer.checkpoint import Checkpoint, newest_checkpoint
 from trainer.report import read_utility
 from trainer.scaling.folder import Progress, StudyFolder
@@ -32,7 +33,7 @@ class Result:
         epsilon: of everything charged so far; None without a formal guarantee, whatever the recipe says.
         losses: step -> held-out loss, as far as the held-out data are public.
         parameters: of the model; None before the first checkpoint.
-        seconds: wall time over all attempts that this folder knows the end of.
+        seconds: wall time over all attempts that this folder knows the end of; None where timings are private.
     """
 
     name: str
@@ -112,10 +113,18 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
                 epsilon=value,
                 losses={entry["step"]: entry["loss"] for entry in losses if entry["loss"] is not None},
                 parameters=_parameters(folder.run(one.name)),
-                seconds=seconds.get(one.name),
+                seconds=seconds.get(one.name) if _timings_are_public(one, plan) else None,
             )
         )
     return results, missing
+
+
+def _timings_are_public(one: PlannedPoint, plan: PrivacyPlan) -> bool:
+    """Contract 12: of public data, or where every step has the shape of the capped batch."""
+    bucketed = one.config.data.bucket_captions
+    return not one.is_on_private_data or timings_are_public(
+        plan.expected_batch_size, plan.cap, bucket_captions=bucketed
+    )
 
 
 @functools.cache

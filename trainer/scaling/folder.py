@@ -3,9 +3,10 @@
 study_dir/  study.toml        the study as it was last run
             recipes/          one resolved recipe per point, written once
             runs/POINT/       an ordinary run folder each
-            logs/POINT.log    the console of its trainer
-            attempts.jsonl    every start of a trainer and how it ended
-            shared_ledger.jsonl   what the runs may spend together, where the study has a budget
+            private/ (0700)   consoles show training loss, and how long a run takes may depend on its data (contract 12)
+                logs/POINT.log    the console of its trainer
+                attempts.jsonl    every start of a trainer and how it ended
+            shared_ledger.jsonl   what the runs may spend together, where the study has a budget; and the grid as it began
             report/           tables and plots
 """
 
@@ -13,17 +14,18 @@ import fcntl
 import json
 import os
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from privacy.ledger_format import read_ledger
-from privacy.shared_ledger import SharedLedger
 from trainer.config import to_toml
 from trainer.errors import ConfigError
 from trainer.files import write_durably
 from trainer.run_folder import RunFolder
+from trainer.scaling.budget import LEDGER, fixed_in_advance, prepare_budget
 from trainer.scaling.grid import StudyConfig
 from trainer.scaling.points import PlannedPoint, changed_keys, with_privacy
 
@@ -38,9 +40,10 @@ class StudyFolder:
         self.definition = self.root / "study.toml"
         self.recipes = self.root / "recipes"
         self.runs = self.root / "runs"
-        self.logs = self.root / "logs"
-        self.attempts = self.root / "attempts.jsonl"
-        self.shared_ledger = self.root / "shared_ledger.jsonl"
+        self.private = self.root / "private"
+        self.logs = self.private / "logs"
+        self.attempts = self.private / "attempts.jsonl"
+        self.shared_ledger = self.root / LEDGER
         self.report = self.root / "report"
 
     def recipe(self, name: str) -> Path:
@@ -70,55 +73,56 @@ class StudyFolder:
             os.close(lock)
 
     def prepare(self, study: StudyConfig, definition: str, planned: Sequence[PlannedPoint]) -> None:
-        """Writes the definition, the recipes that are not there yet, and the shared ledger.
+        """Writes the definition, the recipes of points that have not begun, and the shared ledger with the grid.
 
         Raises:
-            ConfigError: a point that began has another recipe now.
+            ConfigError: a point that began has another recipe now, or the budget is another one (exit 2).
+            PrivacyStateRefused: the shared ledger does not hold what the runs rely on (exit 4).
         """
-        for folder in (self.recipes, self.runs, self.logs):
+        for folder in (self.recipes, self.runs):
             self._make(folder)
+        self._make_private()
         for one in planned:
             self._require_same_recipe(one)
-        if study.budget is not None and not self.shared_ledger.exists():
-            SharedLedger.create(
-                self.shared_ledger,
-                epsilon=study.budget.target_epsilon,
-                delta=study.budget.target_delta,
-                informal_runs=study.budget.informal_runs,
-            )
+        prepare_budget(study, self.shared_ledger, self.recipes, self.runs)
+        new = {one.name for one in planned if self.progress(one.name) == "new"}
+        begun = len(new) < len(planned) or any(self.runs.glob("*/ledger.jsonl"))
+        fixed = fixed_in_advance(study, self.shared_ledger, planned, new, begun=begun)
         for one in planned:
-            if study.budget is not None and one.is_on_private_data and not one.claims:
-                why = "TAN simulation" if one.is_simulation else "privacy is disabled, or claims nothing"
-                SharedLedger(self.shared_ledger).note_informal(one.name, why)
-        progress = {one.name: self.progress(one.name) for one in planned}
-        outputs_exist = any(value != "new" for value in progress.values())
-        for one in planned:
-            if progress[one.name] != "new" or (self.recipe(one.name).exists() and not self._differs(one)):
+            if one.name not in new:
                 continue
             config = one.config
-            if outputs_exist and config.privacy.fixed_in_advance:
+            if config.privacy.fixed_in_advance and one.name not in fixed:
                 # Chosen after outputs of the others could be seen: the shared ledger then charges by an RDP filter.
                 config = with_privacy(config, {"fixed_in_advance": False})
             write_durably(self.recipe(one.name), to_toml(config))
         write_durably(self.definition, definition)
 
-    def _require_same_recipe(self, one: PlannedPoint) -> None:
-        if self.progress(one.name) == "new" or not self._differs(one):
-            return
-        begun = self.recipe(one.name).read_text()
-        keys = changed_keys(begun, to_toml(one.config))
-        raise ConfigError(
-            f"point {one.name} of {self.root} began with another {keys[0]}; set it back, or choose another --study_dir"
-        )
+    def _make_private(self) -> None:
+        self._make(self.private)
+        self.private.chmod(0o700)
+        for old, now in ((self.root / "logs", self.logs), (self.root / "attempts.jsonl", self.attempts)):
+            if old.exists() and not now.exists():  # where earlier programs left them for everybody to read
+                old.rename(now)
+        self._make(self.logs)
 
-    def _differs(self, one: PlannedPoint) -> bool:
+    def _require_same_recipe(self, one: PlannedPoint) -> None:
+        if self.progress(one.name) == "new":
+            return
         try:
             begun = self.recipe(one.name).read_text()
         except OSError as error:
             raise ConfigError(
                 f"{self.recipe(one.name)}: {error.strerror}; its run is there, but not its recipe"
             ) from error
-        return bool(changed_keys(begun, to_toml(one.config)))
+        keys = changed_keys(begun, to_toml(one.config))
+        if not one.claims and tomllib.loads(begun)["privacy"].get("shared_ledger") is None:
+            # Earlier programs counted it by its name when they wrote the recipe.
+            keys = [key for key in keys if key != "privacy.shared_ledger"]
+        if keys:
+            raise ConfigError(
+                f"point {one.name} of {self.root} began with another {keys[0]}; set it back, or choose another --study_dir"
+            )
 
     def progress(self, name: str) -> Progress:
         """How far a run is, from its own ledger; PrivacyStateRefused when that is broken."""

@@ -58,6 +58,8 @@ class BudgetSection(Section):
     target_delta: float = Field(gt=0, lt=1)
     informal_runs: bool = False
     """The data owner's leave for points without a guarantee (simulations, privacy.enabled = false), which nothing covers."""
+    mirror: str | None = None
+    """A second copy of the shared ledger, best on another file system: it detects lines that were cut off."""
 
 
 class ReportSection(Section):

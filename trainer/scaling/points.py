@@ -1,6 +1,7 @@
 """A point's recipe: base recipe and overrides, its noise, and what its card has to say about the other points."""
 
 import functools
+import hashlib
 import json
 import tomllib
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from trainer.errors import ConfigError
 from trainer.run_ledger import recipe_plan
 from trainer.scaling.grid import Point, StudyConfig, TanSection
 
-_SAYS_NOTHING_OF_THE_RUN = ("tuning", "fixed_in_advance")
-"""Keys of [privacy] that depend on the other points; a point that began keeps those it began with."""
+_OF_OTHERS = frozenset({"privacy.tuning", "privacy.fixed_in_advance"})
+"""Keys that depend on the other points; a point that began keeps those it began with."""
 
 
 @dataclass(frozen=True)
@@ -146,16 +147,25 @@ def _with_statements(
     )
     stated = one.config.privacy.tuning
     own: dict[str, Any] = {"tuning": f"{stated}; {words}" if stated else words}
-    if study.budget is not None and one.claims and one.is_on_private_data:
-        own |= {"shared_ledger": str(ledger), "fixed_in_advance": True}
+    if study.budget is not None and one.is_on_private_data:
+        # A run without a guarantee is counted there; each time that it is trained anew.
+        own |= (
+            {"shared_ledger": str(ledger), "fixed_in_advance": True} if one.claims else {"shared_ledger": str(ledger)}
+        )
     return PlannedPoint(one.point, with_privacy(one.config, own))
+
+
+def recipe_digest(config: RunConfig) -> str:
+    """SHA-256 of everything that a point trains, in hex; what its recipe says of other points is left out."""
+    leaves = _leaves(tomllib.loads(to_toml(config)))
+    own = {key: value for key, value in leaves.items() if key not in _OF_OTHERS}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 
 def changed_keys(begun: str, now: str) -> list[str]:
     """Dotted keys in which two resolved recipes differ, but for what they say of other points."""
     trees = [_leaves(tomllib.loads(text)) for text in (begun, now)]
-    ignored = {f"privacy.{name}" for name in _SAYS_NOTHING_OF_THE_RUN}
-    keys = (trees[0].keys() | trees[1].keys()) - ignored
+    keys = (trees[0].keys() | trees[1].keys()) - _OF_OTHERS
     return sorted(key for key in keys if trees[0].get(key) != trees[1].get(key))
 
 

@@ -15,6 +15,7 @@ _SCRIPT = """\
 #!/bin/bash
 # Study {study}: trains the points with the given numbers (0 to {last}), all of them without a number. The same call resumes.
 #   STUDY_LAUNCHER="deepspeed --num_gpus 8" {script} 3        (default: {python})
+# What it prints shows training loss: keep it to yourself, in a file under {private} for instance.
 # Exit code: the first that is not 0 of launch_scripts/train.py (3 budget spent, 7 stopped and resumable).
 set -u
 points=(
@@ -42,6 +43,7 @@ def write_script(folder: StudyFolder, trainer: Trainer, study: str, names: Seque
         study=study,
         last=len(names) - 1,
         script=quote(str(path)),
+        private=quote(str(folder.private)),
         python=quote(trainer.command(folder, names[0])[0]),
         points="\n".join(f"    {quote(name)}" for name in names),
         root=quote(str(trainer.root)),

@@ -1,0 +1,132 @@
+"""Studies on private data: a budget that nothing resets, a grid fixed before outputs, and a folder that tells nothing."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from privacy.errors import PrivacyStateRefused
+from privacy.run_state import SharedTerms, open_run_state
+from privacy.shared_ledger import SharedLedger
+from tests.trainer.test_scaling import BUDGET, STUDY, planned_of, prepared
+from trainer.config import RunConfig, load_config
+from trainer.errors import ConfigError
+from trainer.run_ledger import recipe_plan
+from trainer.scaling.collect import collect
+from trainer.scaling.folder import StudyFolder
+from trainer.scaling.points import PlannedPoint
+
+FIRST = "batch-8_start-small_seed-0"
+
+
+def begin(folder: StudyFolder, name: str) -> None:
+    """What train.py does until its first step."""
+    config, run = load_config(folder.recipe(name)), folder.run(name)
+    (run / "private").mkdir(parents=True)
+    plan = recipe_plan(config.privacy, config.train.num_steps, 3000)
+    assert config.privacy.shared_ledger is not None
+    shared = SharedTerms(config.privacy.shared_ledger, name, config.privacy.fixed_in_advance)
+    ledger, _ = open_run_state(
+        run / "ledger.jsonl", run / "private/sampling.key", plan, data_manifest=b"", shared=shared
+    )
+    with ledger:
+        ledger.start_session({})
+
+
+def late_points(folder: StudyFolder, planned: list[PlannedPoint]) -> list[str]:
+    return [one.name for one in planned if not load_config(folder.recipe(one.name)).privacy.fixed_in_advance]
+
+
+def test_runs_on_private_data_share_a_ledger_and_know_their_siblings(tmp_path: Path) -> None:
+    for one in planned_of(tmp_path, BUDGET):
+        assert one.config.privacy.shared_ledger == str(tmp_path / "shared_ledger.jsonl")
+        assert one.config.privacy.fixed_in_advance
+        assert one.config.privacy.tuning is not None
+        assert "one of 8 runs of study tiny; 8 claim a guarantee" in one.config.privacy.tuning
+
+
+def test_runs_without_a_guarantee_need_leave_to_see_private_data(tmp_path: Path) -> None:
+    text = BUDGET.replace("[axis.start.large]", "[axis.start.large]\nprivacy.enabled = false")
+    with pytest.raises(ConfigError, match="informal_runs = true"):
+        planned_of(tmp_path, text)
+    planned = planned_of(tmp_path, text.replace("1e-4", "1e-4\ninformal_runs = true"))
+    for one in planned:
+        assert one.config.privacy.shared_ledger is not None  # where the run counts itself: privacy/shared_ledger.py
+        assert one.config.privacy.fixed_in_advance == (one.point.labels["start"] == "small")
+        assert "4 claim a guarantee of their own, 4 have none" in str(one.config.privacy.tuning)
+    folder, planned = prepared(tmp_path, text.replace("1e-4", "1e-4\ninformal_runs = true"))
+    large = next(one.name for one in planned if "large" in one.name)
+    for attempts in (1, 2):
+        begin(folder, large)
+        noted = SharedLedger(folder.shared_ledger).summary()["informal_runs"]
+        assert noted == [{"name": large, "reason": "privacy is disabled (privacy.enabled = false)"}] * attempts
+        shutil.rmtree(folder.run(large))
+
+
+def test_only_the_grid_before_all_outputs_is_fixed_in_advance(tmp_path: Path) -> None:
+    assert late_points(*prepared(tmp_path, BUDGET.replace("depth = 2", "depth = 3"))) == []  # until a run begins
+    folder, planned = prepared(tmp_path, BUDGET)
+    begin(folder, FIRST)
+    assert late_points(*prepared(tmp_path, BUDGET)) == []  # the rest of the grid, or a resume
+    added = prepared(tmp_path, BUDGET.replace("seeds = [0, 1]", "seeds = [0, 1, 2]"))
+    assert late_points(*added) == [one.name for one in added[1] if one.name.endswith("seed-2")]
+    rest = [one.name for one in planned if one.name != FIRST]
+    changed = prepared(tmp_path, BUDGET.replace("depth = 2", "depth = 3"))
+    assert late_points(*changed) == rest  # leaving out what was planned is a choice, too
+    replaced = prepared(tmp_path, BUDGET.replace("seeds = [0, 1]", "seeds = [5, 6]"))
+    assert late_points(*replaced) == [one.name for one in replaced[1]]
+    assert late_points(*prepared(tmp_path, BUDGET)) == []
+
+
+def test_a_point_that_is_deleted_and_trained_anew_was_chosen_after_its_output(tmp_path: Path) -> None:
+    folder, _ = prepared(tmp_path, BUDGET)
+    begin(folder, FIRST)
+    shutil.rmtree(folder.run(FIRST))
+    assert late_points(*prepared(tmp_path, BUDGET)) == [FIRST]
+    changed = prepared(tmp_path, BUDGET.replace("batch_size = [8", "batch_size = [9"))
+    assert len(late_points(*changed)) == 8
+
+
+def test_the_budget_of_a_study_cannot_be_reset(tmp_path: Path) -> None:
+    folder, _ = prepared(tmp_path, BUDGET)
+    for change in (("50.0", "0.5"), ("1e-4", "1e-5"), ("1e-4", "1e-4\ninformal_runs = true")):
+        with pytest.raises(ConfigError, match=r"\[budget\] .* set it back; another budget needs another --study_dir"):
+            prepared(tmp_path, BUDGET.replace(*change))
+    with pytest.raises(ConfigError, match="holds the budget of its runs, but the file has none"):
+        prepared(tmp_path, STUDY)
+    begin(folder, FIRST)
+    whole = folder.shared_ledger.read_bytes()
+    folder.shared_ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))  # `open` and `grid`
+    with pytest.raises(PrivacyStateRefused, match="rolled back") as refused:
+        prepared(tmp_path, BUDGET)
+    assert refused.value.exit_code == 4
+    folder.shared_ledger.unlink()
+    with pytest.raises(PrivacyStateRefused, match="the shared ledger is gone"):
+        prepared(tmp_path, BUDGET)
+    SharedLedger.create(folder.shared_ledger, epsilon=50.0, delta=1e-4)
+    with pytest.raises(PrivacyStateRefused, match="not the shared ledger that the runs of this study began with"):
+        prepared(tmp_path, BUDGET)
+    shutil.rmtree(folder.runs)
+    folder.shared_ledger.unlink()
+    with pytest.raises(PrivacyStateRefused, match="the shared ledger is gone"):
+        prepared(tmp_path, BUDGET)
+
+
+def test_contract_12_consoles_and_private_timings_stay_private(tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    (study / "logs").mkdir(parents=True)
+    (study / "logs" / "earlier.log").write_text("loss 1.0\n")
+    (study / "attempts.jsonl").write_text(f'{{"point": "{FIRST}", "seconds": 5.0}}\n')
+    folder, planned = prepared(tmp_path, BUDGET)
+    assert folder.private.stat().st_mode & 0o777 == 0o700
+    assert folder.log("earlier").exists()
+    outside = {path.relative_to(study).parts[0] for path in study.rglob("*")} - {"private"}
+    assert outside == {"lock", "recipes", "runs", "shared_ledger.jsonl", "study.toml"}
+    begin(folder, FIRST)
+    assert collect(folder, planned)[0][0].seconds is None
+    public = [PlannedPoint(one.point, with_provenance(one, "public")) for one in planned]
+    assert collect(folder, public)[0][0].seconds == 5.0
+
+
+def with_provenance(one: PlannedPoint, provenance: str) -> RunConfig:
+    return one.config.model_copy(update={"data": one.config.data.model_copy(update={"provenance": provenance})})
