@@ -189,11 +189,11 @@ def _attempts(card: Card, attempts: Card) -> str:
 
 
 def _others(numbers: Card) -> str:
-    rows = [("one pair exchanged for an arbitrary other one (replace-one)", numbers["epsilon_replace_one"])]
-    rows += [(f"{size} pairs of one person, or copies", value) for size, value in numbers["epsilon_group"].items()]
+    rows = [("one example exchanged for an arbitrary other one (replace-one)", numbers["epsilon_replace_one"])]
+    rows += [(f"{size} examples of one person, or copies", value) for size, value in numbers["epsilon_group"].items()]
     rows.append(
         (
-            f"one owner of at most {numbers['max_examples_per_owner']} pairs, as the recipe states",
+            f"one owner of at most {numbers['max_examples_per_owner']} examples, as the recipe states",
             numbers["epsilon_owner"],
         )
     )
@@ -226,7 +226,7 @@ def _attack(numbers: Card) -> str:
     rows.append(
         ("advantage: true-positive less false-positive rate, anywhere", f"at most {_percent(found['advantage'])}")
     )
-    head = ("any attack that tells whether one given pair took part", "bound")
+    head = ("any attack that tells whether one given example took part", "bound")
     return f"{table_of(head, rows)}\n\nFrom epsilon(delta) for all delta (trade-off function, Dong et al. 2022)."
 
 

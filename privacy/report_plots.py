@@ -175,7 +175,7 @@ def draw_trade_off(axes: Axes, card: Card) -> str | None:
     axes.set_ylim(0, 1.05)
     _labels(axes, "false-positive rate (log scale)", "true-positive rate, upper bound", "upper left")
     return (
-        "Membership inference on one pair, whatever the attacker knows; dots at the false-positive rates "
+        "Membership inference on one example, whatever the attacker knows; dots at the false-positive rates "
         f"{' and '.join(attack['true_positive'])}. From the ledger."
     )
 

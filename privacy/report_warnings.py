@@ -16,7 +16,7 @@ def card_warnings(plan: PrivacyPlan, card: dict[str, Any], *, unterminated: bool
     numbers, n = card["accounting"], plan.num_examples
     found = []
     if plan.target_delta > 1 / n:
-        found.append(f"delta {plan.target_delta:g} is above 1/n = {1 / n:.3g}: it would allow publishing some pairs")
+        found.append(f"delta {plan.target_delta:g} is above 1/n = {1 / n:.3g}: it would allow publishing some examples")
     if plan.formal_guarantee and numbers["epsilon"] is None:
         found.append("the accountant finds no finite epsilon at this delta")
     if (numbers["epsilon"] or 0.0) > LARGEST_DETAILED_EPSILON:

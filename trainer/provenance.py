@@ -19,7 +19,8 @@ def initialisation_statement(facts: Mapping[str, Any]) -> str:
         return imported_statement(start)
     if start.get("kind") != "checkpoint":
         return "The model was not initialised at random: the data behind its initial weights is outside of the claim."
-    origin = f"The initial weights are those of step {start.get('step')} of run {start.get('run')!r}"
+    weights = f"The initial weights{_but(start.get('at_random'))}"
+    origin = f"{weights} are those of step {start.get('step')} of run {start.get('run')!r}"
     before = start.get("before_that")
     if isinstance(before, dict) and before.get("kind") == IMPORTED:
         who = f"whoever imported them declared the data behind them {start.get('training_data')}"
@@ -35,6 +36,12 @@ def initialisation_statement(facts: Mapping[str, Any]) -> str:
         "its own. Where its data and this run's overlap, the two compose: this card's epsilon alone is not the total."
         f"{behind}"
     )
+
+
+def _but(at_random: Any) -> str:
+    """Which parts of the model the start left at random, by their outermost module."""
+    parts = sorted({str(name).partition(".")[0] for name in at_random}) if isinstance(at_random, list) else []
+    return f" (all but those of {', '.join(parts)}, which were random)" if parts else ""
 
 
 def _is_a_run(start: Any) -> bool:

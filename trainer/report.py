@@ -25,6 +25,7 @@ from trainer.provenance import initialisation_statement
 THROUGHPUT = "performance/examples_per_second"
 _MOST_POINTS = 200
 _SAMPLES = re.compile(r"samples-\d{8}\.png")
+_TOKENIZER = " The tokenizer counts as public: no private caption may have shaped it."
 _MANIFEST_FACTS = ("run", "initialisation", "training_data", "tokenizer_sha256")
 
 
@@ -224,8 +225,7 @@ def _initialisation(content: bytes, file: Path, attested: bool) -> dict[str, Any
         "file": file.as_posix(),
         "attested": attested,
         "facts": facts,
-        "statement": initialisation_statement(facts)
-        + " The tokenizer counts as public: no private caption may have shaped it.",
+        "statement": initialisation_statement(facts) + (_TOKENIZER if "tokenizer_sha256" in facts else ""),
     }
 
 

@@ -95,8 +95,13 @@ class RunLedger:
         return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
 
 
-def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, table: ExampleTable) -> RunLedger:
+def open_run_ledger(
+    folder: RunFolder, privacy: PrivacySection, num_steps: int, table: ExampleTable, unit: str
+) -> RunLedger:
     """Opens or creates ledger and key of a run folder. Collective.
+
+    Args:
+        unit: what one example is, for the ledger and the card.
 
     Raises (on every rank):
         PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
@@ -113,7 +118,7 @@ def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, 
             folder.key,
             plan,
             data_manifest=table.manifest_digest(),
-            open_fields=_described(privacy),
+            open_fields=_described(privacy, unit),
             mirror=privacy.ledger_mirror,
             shared=None if owners is None else SharedTerms(owners, folder.root.name, privacy.fixed_in_advance),
             has_checkpoint=any(folder.checkpoints.glob("step-*")),
@@ -130,10 +135,10 @@ def open_run_ledger(folder: RunFolder, privacy: PrivacySection, num_steps: int, 
     return RunLedger(None, key, found["plan"], found["attempts"], cache)
 
 
-def _described(privacy: PrivacySection) -> dict[str, Any]:
+def _described(privacy: PrivacySection, unit: str) -> dict[str, Any]:
     """What the `open` record says beside plan, key and data."""
     owner = {"max_examples_per_owner": privacy.max_examples_per_owner} if privacy.max_examples_per_owner else {}
-    return {"commit": _versions()["commit"], **owner}
+    return {"commit": _versions()["commit"], "unit": unit, **owner}
 
 
 def _require_same_owner_limit(folder: RunFolder, privacy: PrivacySection) -> None:

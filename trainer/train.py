@@ -1,6 +1,7 @@
 """Builds a run from its configuration, in the order in which things can be refused, and trains it."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from privacy.plan import PrivacyPlan
 from trainer import distributed
 from trainer.adaptive_bound import resumed_bound
 from trainer.allocator import keep_freed_memory
+from trainer.announce import announce, conclude
 from trainer.audit_members import MembersLog
 from trainer.averaging import WeightAverage
 from trainer.batches import LogicalBatches
@@ -39,7 +41,7 @@ from trainer.engines.sharded_sums import ShardedSums
 from trainer.errors import ConfigError
 from trainer.frozen import FrozenWeights, require_start
 from trainer.heldout import Heldout
-from trainer.loop import BUDGET_SPENT, DONE, STOPPED_EARLY, fit
+from trainer.loop import DONE, fit
 from trainer.optimizers import moments
 from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.ranks import Ranks
@@ -51,6 +53,20 @@ from trainer.sanity import SanityChecks
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.base import to_device
 from trainer.warm_start import find_checkpoint, initialisation_facts, load_start, training_data_facts
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What is known before anything is built."""
+
+    config: RunConfig
+    machine: MachineSettings
+    engine_name: EngineName
+    folder: RunFolder
+    root: Path
+    ranks: Ranks
+    device: torch.device
+    task: TrainingTask
 
 
 def train(
@@ -75,44 +91,91 @@ def train(
     on_main(lambda: _take(folder))
     require_shared(folder)
     task = first_on_main(lambda: make_task(config, root))
+    setup = _Setup(config, machine, engine_name, folder, root, ranks, device, task)
+    model = _checked_model(setup)
+    heldout = _heldout(setup)
+    table = training_table(config, folder, root)  # last of these: hashing a large data set takes hours
+    if heldout is not None and config.heldout is not None and config.heldout.is_public:
+        first_on_main(lambda: require_other_bytes(heldout.table, table))
+    ledger = open_run_ledger(folder, config.privacy, config.train.num_steps, table, task.unit)
+    resumed = _load_weights(folder, ledger, None if machine.zero_init else model)
+    if ledger.is_closed:
+        return _already_finished(setup, resumed)
+    start = _start(config, model, table, root) if resumed is None else resumed.manifest["initialisation"]
+    facts = {**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table, resumed)}
+    run, choice = _build_run(setup, model, table, ledger, resumed, heldout, facts, noise)
+    chosen = {"clipping_mode": choice.facts()} if choice is not None else {}
+    on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw), chosen))
+    if ranks.is_main:
+        announce(run, ranks, engine_name, machine, choice)
+    outcome = fit(run)
+    if outcome == DONE:
+        ledger.close_run()
+    if ranks.is_main:
+        conclude(run, outcome)
+    return outcome
+
+
+def _checked_model(setup: _Setup) -> nn.Module:
+    """With fresh weights, after all that can be refused by looking at the model alone."""
+    config, machine, task = setup.config, setup.machine, setup.task
     if machine.zero_init and config.init is not None:
         raise ConfigError(
             f"ds_config {machine.path}: zero_optimization.zero_init cannot be combined with [init]: remove one"
         )
-    shard = sharder(engine_name, machine, device, config.train.micro_batch_size)
+    shard = sharder(setup.engine_name, machine, setup.device, config.train.micro_batch_size)
     model = task.build(torch.Generator().manual_seed(config.train.seed), after=shard)
     require_start(model, config)
     if config.train.compile:
-        require_compilable(model, engine_name, machine, device)
+        require_compilable(model, setup.engine_name, machine, setup.device)
     whole = model if shard is None else task.build(torch.Generator().manual_seed(config.train.seed), one_block=True)
     check_against_autograd(whole, task.synthetic_inputs(2))
-    heldout = _heldout(config, folder, task, root)
-    table = training_table(config, folder, root)  # last of these: hashing a large data set takes hours
-    if heldout is not None and config.heldout is not None and config.heldout.is_public:
-        first_on_main(lambda: require_other_bytes(heldout.table, table))
-    ledger = open_run_ledger(folder, config.privacy, config.train.num_steps, table)
-    resumed = _load_weights(folder, ledger, None if shard is not None else model)
-    first_step = resumed.step + 1 if resumed is not None else 1
-    if ledger.is_closed:
-        if first_step <= config.train.num_steps:
-            raise ConfigError(
-                f"{run_dir} is finished and its budget is closed, but its last checkpoint is damaged or gone: what is left "
-                f"is that of step {first_step - 1}; restore checkpoints/ from a copy"
-            )
-        if ranks.is_main:
-            print(f"{run_dir} is finished: all {config.train.num_steps} steps are done; nothing to do", flush=True)
-        return DONE
-    start = _start(config, model, table, root) if resumed is None else resumed.manifest["initialisation"]
+    return model
+
+
+def _already_finished(setup: _Setup, resumed: Checkpoint | None) -> int:
+    """A closed ledger: DONE where the last checkpoint is there.
+
+    Raises:
+        ConfigError: it is damaged or gone.
+    """
+    last, num_steps = resumed.step if resumed is not None else 0, setup.config.train.num_steps
+    if last < num_steps:
+        raise ConfigError(
+            f"{setup.folder.root} is finished and its budget is closed, but its last checkpoint is damaged or gone: what is "
+            f"left is that of step {last}; restore checkpoints/ from a copy"
+        )
+    if setup.ranks.is_main:
+        print(f"{setup.folder.root} is finished: all {num_steps} steps are done; nothing to do", flush=True)
+    return DONE
+
+
+def _build_run(
+    setup: _Setup,
+    model: nn.Module,
+    table: ExampleTable,
+    ledger: RunLedger,
+    resumed: Checkpoint | None,
+    heldout: Heldout | None,
+    model_facts: dict[str, Any],
+    noise: NoiseSource | None,
+) -> tuple[Run, ModeChoice | None]:
+    """Engine, clipper, loader and the rest of what steps need; from `start_session` on the ledger knows of this start."""
+    config, folder = setup.config, setup.folder
     frozen = FrozenWeights(model)
-    engine = build_engine(engine_name, model, config.optimizer, machine, device, config.train.micro_batch_size)
+    engine = build_engine(
+        setup.engine_name, model, config.optimizer, setup.machine, setup.device, config.train.micro_batch_size
+    )
     if resumed is not None:
         resumed.restore(engine, moments(config.optimizer))
     if config.train.compile:
         compile_blocks(engine.module)
     nonce = ledger.start_session()
-    clipped, choice = _clipped_sum(config, ledger.plan, task, engine, resumed)
+    clipped, choice = _clipped_sum(config, ledger.plan, setup.task, engine, resumed)
     source = noise or noise_source(ledger.plan.noise_source)
     sanity = SanityChecks(engine, source) if config.train.sanity_checks else None
+    first_step = resumed.step + 1 if resumed is not None else 1
+    known_variance = resumed.manifest["noise_variance"] if resumed is not None else 0.0
     run = Run(
         config=config,
         folder=folder,
@@ -133,7 +196,7 @@ def train(
             bucket_captions=config.data.bucket_captions,
         ),
         members=MembersLog(folder.private, ledger.key, nonce),
-        loader=_loader(config, task, table, root, ranks, device, first_step),
+        loader=_loader(setup, table, first_step),
         heldout=heldout,
         first_step=first_step,
         checkpoints=CheckpointWriter(
@@ -143,49 +206,25 @@ def train(
             published=ledger.checkpoint,
         ),
         average=WeightAverage(engine, config.train.ema_decay, resumed) if config.train.ema_decay else None,
-        noise_variance=NoiseVariance(
-            config.optimizer.betas[1], resumed.manifest["noise_variance"] if resumed is not None else 0.0
-        ),
-        model_facts={
-            **task.facts(),
-            "initialisation": start,
-            "training_data": training_data_facts(config, table, resumed),
-        },
+        noise_variance=NoiseVariance(config.optimizer.betas[1], known_variance),
+        model_facts=model_facts,
     )
-    chosen = {"clipping_mode": choice.facts()} if choice is not None else {}
-    on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw), chosen))
-    if ranks.is_main:
-        _announce(run, ranks, engine_name, machine)
-        if choice is not None:
-            print(choice.sentence, flush=True)
-    outcome = fit(run)
-    if outcome == DONE:
-        ledger.close_run()
-    if ranks.is_main:
-        _conclude(run, outcome)
-    return outcome
+    return run, choice
 
 
-def _loader(
-    config: RunConfig,
-    task: TrainingTask,
-    table: ExampleTable,
-    root: Path,
-    ranks: Ranks,
-    device: torch.device,
-    first_step: int,
-) -> Loader | StreamingLoader:
+def _loader(setup: _Setup, table: ExampleTable, first_step: int) -> Loader | StreamingLoader:
     """Random access by the sampler's draw; public data may also stream in the order of their shards."""
-    make_example, pin_memory = task.make_example(train=True), device.type == "cuda"
+    config = setup.config
+    make_example, pin_memory = setup.task.make_example(train=True), setup.device.type == "cuda"
     if config.data.streaming:
         return StreamingLoader(
-            Stream(first_on_main(lambda: expand_shards(config.data.shards, root)), seed=config.train.seed),
+            Stream(first_on_main(lambda: expand_shards(config.data.shards, setup.root)), seed=config.train.seed),
             make_example,
             micro_batch_size=config.train.micro_batch_size,
             batch_size=config.privacy.expected_batch_size,
             num_workers=config.data.num_workers,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            rank=setup.ranks.rank,
+            world_size=setup.ranks.world_size,
             start_step=first_step - 1,
             pin_memory=pin_memory,
         )
@@ -238,12 +277,13 @@ def _take(folder: RunFolder) -> None:
     folder.stop.unlink(missing_ok=True)
 
 
-def _heldout(config: RunConfig, folder: RunFolder, task: TrainingTask, root: Path) -> Heldout | None:
-    table = heldout_table(config, folder, root)
+def _heldout(setup: _Setup) -> Heldout | None:
+    config = setup.config
+    table = heldout_table(config, setup.folder, setup.root)
     if table is None or config.heldout is None:
         return None
     return Heldout(
-        table, task, num_examples=config.heldout.num_examples, micro_batch_size=config.train.micro_batch_size
+        table, setup.task, num_examples=config.heldout.num_examples, micro_batch_size=config.train.micro_batch_size
     )
 
 
@@ -271,47 +311,3 @@ def _load_weights(folder: RunFolder, ledger: RunLedger, model: nn.Module | None)
     if checkpoint is not None and model is not None:
         checkpoint.load_weights(model)
     return checkpoint
-
-
-def _announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings) -> None:
-    plan = run.plan
-    count = sum(shape.numel() for shape in run.engine.shapes.values())
-    sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
-    hosts = distributed.hosts()
-    where = (
-        f" on {len(hosts)} hosts ({', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''})" if len(hosts) > 1 else ""
-    )
-    print(
-        f"{run.config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks{where}, {sharding}, "
-        f"{run.engine.compute_dtype}"
-    )
-    print(
-        f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q = {plan.sample_rate:.4g}), "
-        f"C = {plan.max_grad_norm:g}, sigma = {plan.noise_multiplier:.4f}, "
-        f"{plan.num_steps} steps and {plan.reserved_attempts} reserved attempts"
-    )
-    for warning in plan.warnings:
-        print(f"warning: {warning}")
-    if plan.formal_guarantee:
-        print(
-            f"epsilon planned {run.ledger.epsilon(plan.num_steps):.3f}, with the whole reserve "
-            f"{run.ledger.epsilon(plan.max_intents):.3f}, at delta {plan.target_delta:.3g}"
-        )
-    else:
-        print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
-    if run.first_step > 1:
-        print(f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged")
-    print("", end="", flush=True)
-
-
-def _conclude(run: Run, outcome: int) -> None:
-    epsilon = run.ledger.epsilon()
-    claim = (
-        f"epsilon {epsilon:.4f} at delta {run.plan.target_delta:g}" if epsilon is not None else "no formal guarantee"
-    )
-    said = {
-        DONE: f"done: {run.plan.num_steps} steps, {claim}",
-        BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {claim}",
-        STOPPED_EARLY: f"stopped on request; the same command resumes; {claim}",
-    }
-    print(f"{said[outcome]}; run folder {run.folder.root}", flush=True)

@@ -148,7 +148,7 @@ def test_epsilon_of_an_owner_comes_from_the_ledger(tmp_path):
         _session(ledger, [1, 2, 3])
     card = privacy_card(tmp_path / "ledger.jsonl")
     assert card["accounting"]["epsilon_owner"] == card["accounting"]["epsilon_group"]["2"]
-    assert "one owner of at most 2 pairs" in to_markdown(card)
+    assert "one owner of at most 2 examples, as the recipe states" in to_markdown(card)
     (tmp_path / "without").mkdir()
     card = privacy_card(_crashed_run(tmp_path / "without"))
     assert card["accounting"]["epsilon_owner"] is None and "one owner" not in to_markdown(card)

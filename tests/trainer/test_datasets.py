@@ -40,17 +40,17 @@ def test_a_run_keeps_the_data_that_it_started_with(folder: RunFolder, tmp_path: 
     build_index(shards[:2], tmp_path / "index")
     chosen = config(f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..1}}.tar")
     table = training_table(chosen, folder, ROOT)
-    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table)
+    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image")
     build_index(shards, tmp_path / "index")
     with pytest.raises(DataError, match="is of other shards"):
         training_table(chosen, folder, ROOT)
     more = config(f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..2}}.tar")
     with pytest.raises(PrivacyConfigError) as caught:
-        open_run_ledger(folder, more.privacy, more.train.num_steps, training_table(more, folder, ROOT))
+        open_run_ledger(folder, more.privacy, more.train.num_steps, training_table(more, folder, ROOT), "one image")
     assert caught.value.exit_code == 2
     # The same number of examples in files of the same name and size, with other bytes.
     build_index(shards[:2], tmp_path / "index")
-    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, training_table(chosen, folder, ROOT))
+    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, training_table(chosen, folder, ROOT), "one image")
     data = bytearray(shards[1].read_bytes())
     data[700] ^= 1
     shards[1].write_bytes(data)
@@ -58,7 +58,9 @@ def test_a_run_keeps_the_data_that_it_started_with(folder: RunFolder, tmp_path: 
         training_table(chosen, folder, ROOT)
     build_index(shards[:2], tmp_path / "index")
     with pytest.raises(PrivacyConfigError, match="data"):
-        open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, training_table(chosen, folder, ROOT))
+        open_run_ledger(
+            folder, chosen.privacy, chosen.train.num_steps, training_table(chosen, folder, ROOT), "one image"
+        )
 
 
 def test_a_resume_cannot_state_another_owner_limit(folder: RunFolder, tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_a_resume_cannot_state_another_owner_limit(folder: RunFolder, tmp_path: 
     def start(*overrides: str) -> None:
         chosen = config(shards, *overrides)
         table = training_table(chosen, folder, ROOT)
-        open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table)
+        open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image")
 
     start("privacy.max_examples_per_owner=3")
     start("privacy.max_examples_per_owner=3")

@@ -33,6 +33,8 @@ class TrainingTask(Protocol):
     kind: str
     loss_name: str
     """What the loss is, for people: "caption loss"."""
+    unit: str
+    """What one example is, and so the unit of privacy: "one image-text pair"."""
 
     def build(
         self,

@@ -27,6 +27,7 @@ class CaptioningTask(ModelTask[Captioner]):
 
     kind = "captioner"
     loss_name = "caption loss"
+    unit = "one image-text pair"
     model_class = Captioner
 
     def __init__(self, config: RunConfig, root: Path) -> None:

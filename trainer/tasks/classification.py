@@ -21,6 +21,7 @@ class ClassificationTask(ModelTask[Classifier]):
 
     kind = "classifier"
     loss_name = "cross-entropy"
+    unit = "one labelled image"
     model_class = Classifier
 
     def __init__(self, config: RunConfig) -> None:

@@ -20,6 +20,7 @@ class EncodingTask(ModelTask[ImageEncoder]):
 
     kind = "encoder"
     loss_name = "none"
+    unit = "one image"
     model_class = ImageEncoder
 
     def build(

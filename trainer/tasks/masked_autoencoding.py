@@ -21,6 +21,7 @@ class MaskedAutoencodingTask(ModelTask[MaskedAutoencoder]):
 
     kind = "masked_autoencoder"
     loss_name = "reconstruction loss"
+    unit = "one image"
     model_class = MaskedAutoencoder
 
     def __init__(self, config: RunConfig) -> None:
