@@ -58,3 +58,19 @@ def test_slurm_was_faster(tmp_path: Path) -> None:
 def test_a_job_that_cannot_go_back(tmp_path: Path) -> None:
     ended, said, _ = batch(tmp_path, CODE="1", REQUEUE="fails", STATE="RUNNING")
     assert ended == 1 and "could not be requeued; submit the same command again" in said
+
+
+def test_contract_12_the_console_of_a_job_is_for_its_owner_alone(tmp_path: Path) -> None:
+    log = tmp_path / "dp-train-7.log"
+    with log.open("w") as console:
+        log.chmod(0o644)
+        subprocess.run(
+            ["bash", BATCH],
+            cwd=ROOT,
+            env={**os.environ, "SLURM_JOB_ID": "7"},
+            stdout=console,
+            stderr=console,
+            check=False,
+        )
+    assert "give --run_dir" in log.read_text()
+    assert log.stat().st_mode & 0o777 == 0o600
