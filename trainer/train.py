@@ -101,7 +101,7 @@ def train(
     resumed = _load_weights(folder, ledger, None if machine.zero_init else model)
     if ledger.is_closed:
         return _already_finished(setup, resumed)
-    start = _start(config, model, table, root) if resumed is None else resumed.manifest["initialisation"]
+    start = _start(config, model, table, root, task) if resumed is None else resumed.manifest["initialisation"]
     facts = {**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table, resumed)}
     run, choice = _build_run(setup, model, table, ledger, resumed, heldout, facts, noise)
     chosen = {"clipping_mode": choice.facts()} if choice is not None else {}
@@ -287,14 +287,14 @@ def _heldout(setup: _Setup) -> Heldout | None:
     )
 
 
-def _start(config: RunConfig, model: nn.Module, table: ExampleTable, root: Path) -> dict[str, Any]:
+def _start(config: RunConfig, model: nn.Module, table: ExampleTable, root: Path, task: TrainingTask) -> dict[str, Any]:
     """Sets the initial weights; returns what manifests say about them."""
     init = config.init
     if init is None:
         return {"kind": "random", "seed": config.train.seed}
     checkpoint = first_on_main(lambda: find_checkpoint(init, root))
     facts = first_on_main(lambda: initialisation_facts(config, checkpoint, table))
-    return {**facts, "at_random": load_start(checkpoint, init, model)}
+    return {**facts, "at_random": load_start(checkpoint, init, model, task.facts().get("tokenizer_sha256"))}
 
 
 def _load_weights(folder: RunFolder, ledger: RunLedger, model: nn.Module | None) -> Checkpoint | None:

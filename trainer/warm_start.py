@@ -142,19 +142,25 @@ def _stated_shards(tree: Any) -> Iterator[str]:
                 yield from _stated_shards(value)
 
 
-def load_start(checkpoint: Checkpoint, config: InitSection, model: nn.Module) -> list[str]:
+def load_start(
+    checkpoint: Checkpoint, config: InitSection, model: nn.Module, tokenizer_sha256: str | None = None
+) -> list[str]:
     """Sets weights of a fresh model; returns the names of the parameters that keep their random start.
 
     Args:
         config: `parts = "encoder"` leaves the rest as it is, e.g. for another decoder or another kind of model.
+        tokenizer_sha256: of the tokenizer that the model will read; None where it reads no text.
 
     Adapters that the checkpoint does not have start as the model made them.
 
     Raises:
         ConfigError: a parameter is missing or has another shape; learned positions of another image size are interpolated.
-            Or the encoders differ in what no shape shows, such as the number of heads.
+            Or what is taken would mean something else in a way that no shape shows: another number of heads, another norm
+            placement, another vocabulary of the same size.
     """
     _require_same_encoder(checkpoint, model)
+    if config.parts == "all":
+        _require_same_rest(checkpoint, model, tokenizer_sha256)
     fresh = []
     for name, parameter in model.named_parameters():
         is_new_adapter = is_adapter(name) and name not in checkpoint.shapes
@@ -180,14 +186,50 @@ def _require_same_encoder(checkpoint: Checkpoint, model: nn.Module) -> None:
             f"{checkpoint.path} has {left_out[0]}, for which the model has no place: its encoder is of another kind "
             "(model.size, model.overrides)"
         )
-    theirs = checkpoint.manifest.get("model", {}).get("encoder", {})
     config: Any = model.config
-    for key, value in asdict(config.encoder).items():
-        if key != "image_size" and theirs.get(key, value) != value:
-            raise ConfigError(
-                f"{checkpoint.path}: the encoder's {key} is {theirs[key]!r}, the model's is {value!r}; set model.size and "
-                "model.overrides to the checkpoint's"
-            )
+    different = _first_difference(checkpoint.manifest.get("model", {}).get("encoder", {}), asdict(config.encoder))
+    if different is not None:
+        name, theirs, ours = different
+        raise ConfigError(
+            f"{checkpoint.path}: the encoder's {name} is {theirs!r}, the model's is {ours!r}; set model.size and "
+            "model.overrides to the checkpoint's"
+        )
+
+
+def _require_same_rest(checkpoint: Checkpoint, model: nn.Module, tokenizer_sha256: str | None) -> None:
+    """The same of everything but the encoder."""
+    rest = 'set model.overrides to the checkpoint\'s, or init.parts = "encoder"'
+    config: Any = model.config
+    different = _first_difference(checkpoint.manifest.get("model", {}), asdict(config))
+    if different is not None:
+        name, theirs, ours = different
+        raise ConfigError(f"{checkpoint.path}: {name} is {theirs!r}, the model's is {ours!r}; {rest}")
+    theirs = checkpoint.manifest.get("tokenizer_sha256")
+    if tokenizer_sha256 is not None and theirs not in (None, tokenizer_sha256):
+        raise ConfigError(
+            f"{checkpoint.path} was trained with another tokenizer (SHA-256 {theirs[:16]}...) than data.tokenizer: its words "
+            'would be scrambled; set data.tokenizer to that one, or init.parts = "encoder"'
+        )
+
+
+_MAY_DIFFER = {
+    "image_size", "num_tokens",  # resized, or checked by shape
+    "mask_ratio", "parallel_share",  # of the training task
+    "embedding_std", "max_logits",  # of initial values and of memory
+}  # fmt: skip
+
+
+def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Name and both values of the first option that both state and that changes what equal weights compute."""
+    for name, value in ours.items():
+        other = theirs.get(name, value)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            found = _first_difference(other, value)
+            if found is not None:
+                return f"{name}.{found[0]}", found[1], found[2]
+        elif name not in _MAY_DIFFER and other != value:
+            return name, other, value
+    return None
 
 
 def _resized(table_1TD: Tensor, wanted: torch.Size, what: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Starting from another run's weights: what is taken, what is resized, and which starts a private run refuses."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +95,35 @@ def test_another_width_is_refused(tmp_path: Path) -> None:
     model = build_captioner(config_of(encoder_width=32))
     with pytest.raises(ConfigError, match="class_token has shape"):
         load_start(write(tmp_path, SYNTHETIC), InitSection(checkpoint="x"), model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"decoder_num_heads": 2}, "decoder.num_heads is 4, the model's is 2"),
+        ({"decoder_norm_position": "pre"}, "decoder.norm_position is 'post', the model's is 'pre'"),
+        ({"decoder_norm_eps": 1e-2}, "decoder.norm_eps is 1e-05"),
+        ({"encoder_num_heads": 2}, "the encoder's num_heads"),
+    ],
+)
+def test_weights_of_equal_shape_and_another_meaning_are_refused(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    checkpoint = write(tmp_path, {**SYNTHETIC, "model": asdict(config_of())})
+    model = build_captioner(config_of(**changes))
+    with pytest.raises(ConfigError, match=says):
+        load_start(checkpoint, InitSection(checkpoint="x"), model)
+    if "encoder_num_heads" not in changes:
+        load_start(checkpoint, InitSection(checkpoint="x", parts="encoder"), model)
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, {**SYNTHETIC, "tokenizer_sha256": "a" * 64})
+    model = build_captioner(config_of())
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        load_start(checkpoint, InitSection(checkpoint="x"), model, "b" * 64)
+    load_start(checkpoint, InitSection(checkpoint="x"), model, "a" * 64)
+    load_start(checkpoint, InitSection(checkpoint="x", parts="encoder"), model, "b" * 64)
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
