@@ -129,6 +129,7 @@ def test_a_simulation_is_none(run: Evaluate, tmp_path: Path) -> None:
     assert model["reasons"] == ["a simulation of a larger batch"]
 
 
+@pytest.mark.full
 def test_an_imported_model_is_none(run: Evaluate, whole: Path, tmp_path: Path) -> None:
     """Also where it comes back from an export that stated an epsilon."""
     export(open_model(whole), "safetensors", tmp_path / "exported")

@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 import sys
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -183,7 +184,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["captioner", "masked_autoencoder", *(pytest.param(k, marks=pytest.mark.full) for k in ("classifier", "adapters"))],
+)
 def test_every_bit_comes_back(kind: str, command: Run, tmp_path: Path) -> None:
     """By our names for every kind; through transformers' files too where these hold the whole model."""
     trained(tmp_path / "run", KINDS[kind]())
@@ -197,8 +201,13 @@ def test_every_bit_comes_back(kind: str, command: Run, tmp_path: Path) -> None:
         assert open_model(tmp_path / f"{way}-back").manifest["formal_guarantee"] is False
 
 
+@pytest.mark.parametrize(
+    ("way", "inner"), [("hf", "captioner"), pytest.param("safetensors", ".", marks=pytest.mark.full)]
+)
 @torch.no_grad()
-def test_a_captioner_by_automatic_loading(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captioner_by_automatic_loading(
+    way: str, inner: str, command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same captions from transformers' classes alone, and the same losses; our own package of that name stays what it is."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -207,32 +216,40 @@ def test_a_captioner_by_automatic_loading(command: Run, tmp_path: Path, monkeypa
     pixels = np.random.default_rng(0).integers(0, 256, (3, 20, 20, 3), dtype=np.uint8)
     pictures = [Image.fromarray(image) for image in pixels]
     ours_BCHW = np.stack([eval_image(encode_png(image), 16) for image in pixels])
-    for way, inner in (("hf", "captioner"), ("safetensors", ".")):
-        folder = tmp_path / way / inner
-        command("--checkpoint", tmp_path / "run", "--format", way, tmp_path / way)
-        shutil.copytree(folder, tmp_path / f"elsewhere-{way}")  # nothing of the place where it was made
-        folder, package = tmp_path / f"elsewhere-{way}", sys.modules["models"]
-        model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
-        assert sys.modules["models"] is package and str(folder) not in sys.path and not model.training
-        processor = transformers.AutoImageProcessor.from_pretrained(folder)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        inputs = processor(pictures, return_tensors="pt")
-        assert np.abs(inputs["pixel_values"].numpy() - ours_BCHW).max() < 1e-5
-        for options, told in ((CaptionOptions(), {}), (CaptionOptions("beam", num_beams=3), {"num_beams": 3})):
-            expected = CaptionWriter(opened.model, opened.task.make_example(train=False).tokenizer, options)(ours_BCHW)  # type: ignore
-            found = tokenizer.batch_decode(model.generate(**inputs, **told), skip_special_tokens=True)
-            assert [text.strip() for text in found] == [caption.text for caption in expected] and any(found)
-        tokens, mask = opened.task.make_example(train=False).tokenizer.encode("a red circle", 8)  # type: ignore[attr-defined]
-        tokens_BL, mask_BL = (torch.from_numpy(x)[None].expand(3, -1) for x in (tokens, mask))
-        said = model(inputs["pixel_values"], tokens_BL, mask_BL.long())
-        torch.testing.assert_close(
-            said.loss, opened.model(torch.from_numpy(ours_BCHW), tokens_BL, mask_BL), atol=1e-5, rtol=1e-5
-        )
-        text = (tmp_path / way / "README.md").read_text()
-        assert "trust_remote_code=True" in text and "## Privacy card" in text
+    folder = tmp_path / way / inner
+    command("--checkpoint", tmp_path / "run", "--format", way, tmp_path / way)
+    shutil.copytree(folder, tmp_path / f"elsewhere-{way}")  # nothing of the place where it was made
+    folder, package = tmp_path / f"elsewhere-{way}", sys.modules["models"]
+    model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
+    assert sys.modules["models"] is package and str(folder) not in sys.path and not model.training
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = processor(pictures, return_tensors="pt")
+    assert np.abs(inputs["pixel_values"].numpy() - ours_BCHW).max() < 1e-5
+    for options, told in ((CaptionOptions(), {}), (CaptionOptions("beam", num_beams=3), {"num_beams": 3})):
+        expected = CaptionWriter(opened.model, opened.task.make_example(train=False).tokenizer, options)(ours_BCHW)  # type: ignore
+        found = tokenizer.batch_decode(model.generate(**inputs, **told), skip_special_tokens=True)
+        assert [text.strip() for text in found] == [caption.text for caption in expected] and any(found)
+    told: list[float] = []
+    search = model._search.beam_captions
+    watched = types.SimpleNamespace(
+        beam_captions=lambda *a, **k: (told.append(k["length_penalty"]), search(*a, **k))[1]
+    )
+    monkeypatch.setattr(model, "_search", watched)
+    model.generate(**inputs, num_beams=2, max_new_tokens=2)
+    model.generate(**inputs, num_beams=2, max_new_tokens=2, length_penalty=0.5)
+    assert told == [1.0, 0.5]
+    tokens, mask = opened.task.make_example(train=False).tokenizer.encode("a red circle", 8)  # type: ignore[attr-defined]
+    tokens_BL, mask_BL = (torch.from_numpy(x)[None].expand(3, -1) for x in (tokens, mask))
+    said = model(inputs["pixel_values"], tokens_BL, mask_BL.long())
+    torch.testing.assert_close(
+        said.loss, opened.model(torch.from_numpy(ours_BCHW), tokens_BL, mask_BL), atol=1e-5, rtol=1e-5
+    )
+    text = (tmp_path / way / "README.md").read_text()
+    assert "trust_remote_code=True" in text and "## Privacy card" in text
 
 
-@pytest.mark.parametrize("form", ["hf", "safetensors", "timm"])
+@pytest.mark.parametrize("form", ["hf", *(pytest.param(f, marks=pytest.mark.full) for f in ("safetensors", "timm"))])
 def test_a_simulation_is_never_called_private(form: str, command: Run, tmp_path: Path) -> None:
     reason = "a simulation of a larger batch"
     plan = make_plan(num_examples=2000, expected_batch_size=8, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
