@@ -38,12 +38,36 @@ def encoded_captions(tokenizer: CaptionTokenizer, captions: Sequence[str], num_t
         raise DataError("there are no captions to score")
     encoded = []
     for caption in captions:
-        tokens_L, mask_L = tokenizer.encode(caption, 8 * num_tokens)
-        tokens = tuple(int(token) for token in tokens_L[mask_L])
+        tokens = _tokens(tokenizer, caption, num_tokens)
         if len(tokens) > num_tokens:
-            raise DataError(f"{caption[:80]!r} has {len(tokens)} tokens; the model takes at most {num_tokens}")
+            raise DataError(
+                f"{caption[:80]!r} has {len(tokens)} tokens; the model takes at most {num_tokens}; "
+                "--too_long skip leaves such captions out"
+            )
         encoded.append(tokens)
     return encoded
+
+
+def fits(tokenizer: CaptionTokenizer, caption: str, num_tokens: int) -> bool:
+    """Whether a model that takes `num_tokens` can score the whole caption."""
+    return len(_tokens(tokenizer, caption, num_tokens)) <= num_tokens
+
+
+def _tokens(tokenizer: CaptionTokenizer, caption: str, num_tokens: int) -> tuple[int, ...]:
+    """Of the caption, or of a beginning that is too long anyway."""
+    tokens_L, mask_L = tokenizer.encode(caption, 8 * num_tokens)
+    return tuple(int(token) for token in tokens_L[mask_L])
+
+
+def _finite(log_probs: Tensor) -> Tensor:
+    """The same; NaN would win or lose every comparison, whatever the captions say.
+
+    Raises:
+        DataError: scores that are not finite.
+    """
+    if not bool(log_probs.isfinite().all()):
+        raise DataError("the model's scores are not finite numbers: it cannot be judged by them")
+    return log_probs
 
 
 class Level(NamedTuple):
@@ -143,7 +167,7 @@ def tree_log_probs(
     per_image = 2 * tree.num_nodes * model.config.decoder.width * len(model.decoder.blocks)
     part = max(1, max_numbers // max(1, per_image))
     found = [_some_images(model, images, tree, max_numbers) for images in images_BCHW.split(part)]
-    return torch.cat(found)
+    return _finite(torch.cat(found))
 
 
 def _some_images(model: Captioner, images_BCHW: Tensor, tree: PrefixTree, max_numbers: int) -> Tensor:
@@ -218,5 +242,5 @@ def own_log_probs(
         loss_RL = model.decoder(tokens_RL[:, :-1].to(device), memory_RTD, tokens_RL[:, 1:].to(device))
         mean_R = caption_loss(loss_RL.double(), mask_RL[:, 1:].to(device))
         found.append(-mean_R.cpu() * (lengths_R - 1))
-    joined = torch.cat(found)
+    joined = _finite(torch.cat(found))
     return list(joined.split([len(captions) for captions in captions_B]))

@@ -73,13 +73,19 @@ def open_model(
         tokenizer: of a captioner whose run folder is gone.
 
     Raises:
-        ConfigError: no checkpoint, damaged, no average, or another tokenizer than it was trained with.
+        ConfigError: no checkpoint, damaged, no average, weights that are NaN or infinite, or another tokenizer than it was
+            trained with.
         ModelConfigError, DataError: a model or tokenizer that this version cannot build.
     """
     checkpoint = open_checkpoint(path)
     task = _task(checkpoint, tokenizer)
     model = task.build(torch.Generator().manual_seed(0))
     checkpoint.load_weights(model, average=use_average)
+    broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    if broken:
+        raise ConfigError(
+            f"{checkpoint.path}: {broken[0]} has entries that are NaN or infinite; take an earlier checkpoint"
+        )
     return OpenedModel(model.to(device=device, dtype=dtype).eval(), task, checkpoint.manifest, checkpoint.path)
 
 

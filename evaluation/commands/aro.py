@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evaluation.commands.common import add_checkpoint
-from evaluation.commands.zero_shot import SYNTHETIC_SEED, check_sizes, open_captioner
+from evaluation.commands.zero_shot import SYNTHETIC_SEED, add_too_long, check_sizes, open_captioner
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--synthetic_seed", type=int, default=SYNTHETIC_SEED, help="of the pictures")
     parser.add_argument("--max_examples", type=int, metavar="N", help="the first N tests only")
     parser.add_argument("--batch_size", type=int, default=32, metavar="B", help="images at once")
+    add_too_long(parser)
 
 
 def run(args: argparse.Namespace) -> "Results":
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> "Results":
 
     from evaluation.compositional import RULES, Answers, choose
     from evaluation.results import DataUse, ModelFacts, Results
+    from evaluation.scoring import fits
 
     check_sizes(args)
     args.data_is_public |= args.test is None  # computed from a seed
@@ -49,6 +51,9 @@ def run(args: argparse.Namespace) -> "Results":
     name, tests = _tests(args, model.config.encoder.image_size)
     tests = tests[: args.max_examples]
     tokenizer = opened.task.make_example(train=False).tokenizer  # type: ignore[attr-defined]
+    given, longest = len(tests), model.config.num_tokens
+    if args.too_long == "skip":
+        tests = [test for test in tests if all(fits(tokenizer, caption, longest) for caption in test.captions)]
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
     undecodable = 0
@@ -66,7 +71,8 @@ def run(args: argparse.Namespace) -> "Results":
             table.append({**row, "tests": len(answer.credits_N), "p (guessing)": answer.p_value})
     uses = [DataUse("tests", name, len(tests) - undecodable, undecodable)]
     notes = ["loss: least loss per token; sum: likeliest caption; prior: sum minus what it is for a black image"]
-    return Results(NAME, scalars, uses, ModelFacts.of(opened.path, opened.manifest), table, notes=notes)
+    details = {"num_too_long": given - len(tests)}
+    return Results(NAME, scalars, uses, ModelFacts.of(opened.path, opened.manifest), table, details, notes=notes)
 
 
 def _tests(args: argparse.Namespace, image_size: int) -> "tuple[str, list[Choice]]":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from evaluation.commands.captions import add_captioned, open_captioned
 from evaluation.commands.common import add_checkpoint
-from evaluation.commands.zero_shot import check_sizes, open_captioner
+from evaluation.commands.zero_shot import add_too_long, check_sizes, open_captioner
 
 if TYPE_CHECKING:
     from evaluation.results import Results
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `evaluation.commands`."""
     add_checkpoint(parser)
     add_captioned(parser)
+    add_too_long(parser)
 
 
 def run(args: argparse.Namespace) -> "Results":
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> "Results":
     from evaluation.captioned import decoded
     from evaluation.results import DataUse, ModelFacts, Results
     from evaluation.retrieval import recalls, same_texts
-    from evaluation.scoring import PrefixTree, encoded_captions, tree_log_probs
+    from evaluation.scoring import PrefixTree, encoded_captions, fits, tree_log_probs
 
     check_sizes(args)
     opened, model = open_captioner(args)
@@ -41,15 +42,20 @@ def run(args: argparse.Namespace) -> "Results":
     source = open_captioned(args)
     size = model.config.encoder.image_size
     images: list[torch.Tensor] = []
-    captions, owners, left_out = [], [], 0
+    captions, owners, left_out, too_long = [], [], 0, 0
     for batch in decoded(source, image_size=size, batch_size=args.batch_size, count=args.max_examples):
         left_out += batch.num_undecodable
         for image, example in zip(batch.images_BCHW, batch.examples, strict=True):
-            if not example.captions:
+            texts = [" ".join(caption.split()) for caption in example.captions]
+            if args.too_long == "skip":
+                kept = [text for text in texts if fits(tokenizer, text, model.config.num_tokens)]
+                too_long += len(texts) - len(kept)
+                texts = kept
+            if not texts:
                 left_out += 1
                 continue
-            captions += [" ".join(caption.split()) for caption in example.captions]
-            owners += [len(images)] * len(example.captions)
+            captions += texts
+            owners += [len(images)] * len(texts)
             images.append(torch.from_numpy(image))
     if len(images) < 2:
         raise DataError(f"{source.name}: retrieval needs at least two images with captions, found {len(images)}")
@@ -65,5 +71,5 @@ def run(args: argparse.Namespace) -> "Results":
             scalars |= {f"{way}_recall{rank}_{rule}": value for rank, value in by_rank.items()}
             table.append({"rule": rule, "way": way, **{f"recall@{rank}": value for rank, value in by_rank.items()}})
     uses = [DataUse("images with captions", source.name, len(images), left_out)]
-    details = {"num_captions": len(captions), "num_tree_nodes": tree.num_nodes}
+    details = {"num_captions": len(captions), "num_too_long": too_long, "num_tree_nodes": tree.num_nodes}
     return Results(NAME, scalars, uses, ModelFacts.of(opened.path, opened.manifest), table, details)

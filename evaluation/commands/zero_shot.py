@@ -112,6 +112,13 @@ def run(args: argparse.Namespace) -> "Results":
     return Results(NAME, scalars, uses, ModelFacts.of(opened.path, opened.manifest), table, details)
 
 
+def add_too_long(parser: argparse.ArgumentParser) -> None:
+    """What to do with captions of more tokens than the model takes."""
+    parser.add_argument(
+        "--too_long", choices=("refuse", "skip"), default="refuse", help="captions of more tokens than the model takes"
+    )
+
+
 def check_sizes(args: argparse.Namespace) -> None:
     """
     Raises:

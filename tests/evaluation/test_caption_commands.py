@@ -219,6 +219,11 @@ def test_retrieval(
     record = evaluate(monkeypatch, capsys, *told, "--data_is_public")
     assert record["scalars"]["image_to_text_recall5_sum"] == 1.0 and record["details"]["num_captions"] == 4
     assert list((run_dir / "evaluation").glob("retrieval-*.json"))
+    next(pictures.rglob("*.txt")).write_text("a very long caption " * 20)
+    with pytest.raises(DataError, match="--too_long skip"):
+        evaluate(monkeypatch, capsys, *told)
+    record = evaluate(monkeypatch, capsys, *told, "--too_long", "skip")
+    assert (record["details"]["num_captions"], record["details"]["num_too_long"]) == (3, 1)
     for path in pictures.rglob("*.txt"):
         path.unlink()
     with pytest.raises(DataError, match="found 0"):

@@ -106,3 +106,16 @@ def test_a_caption_that_does_not_fit_is_refused() -> None:
         encoded_captions(tokenizer, ["a red circle"], 4)
     with pytest.raises(DataError, match="no captions"):
         encoded_captions(tokenizer, [], 4)
+
+
+def test_scores_that_are_no_numbers_are_refused() -> None:
+    """NaN loses no comparison: such a model would retrieve everything at rank one."""
+    model = peaked()
+    with torch.no_grad():
+        model.decoder.token_embedding.weight.fill_(torch.nan)
+    images_BCHW = torch.zeros(1, 3, model.config.encoder.image_size, model.config.encoder.image_size)
+    caption = (model.config.bos_id, 5, model.config.eos_id)
+    with pytest.raises(DataError, match="not finite"):
+        tree_log_probs(model, images_BCHW, PrefixTree.of([caption]))
+    with pytest.raises(DataError, match="not finite"):
+        own_log_probs(model, images_BCHW, [[caption]])

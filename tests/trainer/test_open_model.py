@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainer.trained_runs import recipe, trained
-from trainer.checkpoint import checkpoint_name
+from trainer.checkpoint import Checkpoint, checkpoint_name
 from trainer.errors import ConfigError
 from trainer.open_model import open_model
 
@@ -62,3 +62,15 @@ def test_the_model_is_the_one_of_the_manifest(captioner: Path) -> None:
     recipe_file.write_text(text)
     loss_B = opened.model(**opened.task.synthetic_inputs(2))
     assert loss_B.shape == (2,) and bool(loss_B.isfinite().all())
+
+
+def test_weights_that_are_no_numbers_are_refused(captioner: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Checkpoint.load_weights
+
+    def diverged(self: Checkpoint, model: torch.nn.Module, *, average: bool = False) -> None:
+        load(self, model, average=average)
+        next(model.parameters()).data.view(-1)[0] = torch.nan
+
+    monkeypatch.setattr(Checkpoint, "load_weights", diverged)
+    with pytest.raises(ConfigError, match=r"class_token.*NaN or infinite"):
+        open_model(captioner)
