@@ -124,9 +124,7 @@ class SharedLedger:
         with self.locked() as (state, files):
             self._require_same_terms(state, plan, unit)
             group = plan.release_group(plan.max_intents)
-            # A point of a grid is one run: whoever trains it anew has seen what came of it.
-            again = any(name in names for names in state.gridded.values()) and name in state.names
-            adaptive = bool(state.reservations) and (again or not fixed_in_advance)
+            adaptive = bool(state.reservations) and not (fixed_in_advance and state.may_be_fixed(name))
             wanted = Reservation(run, name, now(), group, plan.noise_tail_delta, adaptive)
             held = state.reservations.get(run)
             if held is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger_format import read_ledger
 from privacy.report import privacy_card
 from privacy.report_html import Picture, to_html
 from privacy.report_markdown import to_markdown
@@ -145,6 +146,8 @@ def _add_shared_ledger(card: dict[str, Any], recipe: dict[str, Any]) -> None:
         return
     try:
         summary = SharedLedger(path).summary(card["sampling"]["key_commitment_sha256"])
+        if summary["identity"] == shared["identity"]:
+            SharedLedger(path).require_remembered(read_ledger(Path(card["run_dir"]) / "ledger.jsonl"))
     except (PrivacyStateRefused, PrivacyConfigError, OSError):
         card["warnings"].append("the shared ledger that the run belongs to cannot be read, or is broken")
         return

@@ -131,10 +131,11 @@ def test_shared_ledger_and_sibling_runs(run_dir, tmp_path):
     assert [run["is_this_run"] for run in summary["runs"]] == [True, False]
     page = write_card(run_dir, card)[2].read_text()
     assert "this (this run)" in page and "brother | &lt;b&gt;" in page and owner.read().identity in page
-    owner.path.write_text("nonsense\n")
-    card = build_card(run_dir)
-    assert card["tuning"]["shared_ledger"]["summary"] is None
-    assert any("cannot be read, or is broken" in line for line in card["warnings"])
+    for damaged in (owner.path.read_text().splitlines(keepends=True)[0], "nonsense\n"):  # cut short; not one at all
+        owner.path.write_text(damaged)
+        card = build_card(run_dir)
+        assert card["tuning"]["shared_ledger"]["summary"] is None
+        assert any("cannot be read, or is broken" in line for line in card["warnings"])
 
 
 def test_contract_12_nothing_private_is_read(run_dir):

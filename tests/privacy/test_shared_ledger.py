@@ -243,11 +243,17 @@ def test_a_grid_is_fixed_once_a_run_of_it_has_begun(shared):
     assert shared.freeze_grid("", second, begun=False) == second
     shared.reserve("a" * 64, "a", _plan(), fixed_in_advance=True)
     assert shared.freeze_grid("", first, begun=False) == second
-    # On an owner's ledger another study is another matter, until one of its points has run.
-    assert shared.freeze_grid("other", {"c": "4"}, begun=False) == {"c": "4"}
-    assert shared.freeze_grid("third", {"b": "5"}, begun=False) == {"b": "5"}
+    # Deleted and trained anew, or outside of the grid, whatever is said of it: what came of the others has been seen.
+    for run, name in (("b", "b"), ("c", "b"), ("d", "z")):
+        shared.reserve(run * 64, name, _plan(), fixed_in_advance=True)
+    assert [run["chosen_after_outputs"] for run in shared.siblings()] == [False, False, True, True]
+
+
+def test_each_study_on_an_owner_s_ledger_has_its_own_grid(shared):
+    shared.reserve("a" * 64, "a", _plan())
+    for study, point in (("one", "b"), ("other", "c")):
+        assert shared.freeze_grid(study, {point: "1"}, begun=False) == {point: "1"}
     shared.reserve("b" * 64, "b", _plan(), fixed_in_advance=True)
-    assert shared.freeze_grid("third", {"b": "6"}, begun=False) == {"b": "5"}
-    # The run of a point is deleted and trained anew: what came of it has been seen.
-    shared.reserve("c" * 64, "b", _plan(), fixed_in_advance=True)
-    assert [run["chosen_after_outputs"] for run in shared.siblings()] == [False, False, True]
+    assert shared.freeze_grid("one", {"b": "2"}, begun=False) == {"b": "1"}
+    assert shared.freeze_grid("other", {"c": "2"}, begun=False) == {"c": "2"}
+    assert [run["chosen_after_outputs"] for run in shared.siblings()] == [False, False]
