@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -238,3 +239,26 @@ def test_an_array_of_runs(slurm: Slurm, tmp_path: Path) -> None:
         assert ends(slurm, f"{array}_{task}", said) == "COMPLETED", text(said)
         is_whole(tmp_path / "sweep" / task, steps)
     assert "peak_lr = 0.002" in (tmp_path / "sweep" / "2" / "config.toml").read_text()
+
+
+@pytest.mark.full
+def test_a_study_as_an_array(slurm: Slurm, tmp_path: Path) -> None:
+    """`study.py` writes the points, submits the array, and reports what it trained; the same command submits nothing more."""
+    study, folder = tmp_path / "two.toml", tmp_path / "study"
+    study.write_text(
+        'name = "two"\nrecipe = "tests/e2e/tiny.toml"\nengine = "deepspeed"\nseeds = [0]\n'
+        '[base]\ndata.provenance = "public"\nheldout.num_captions = 0\n'
+        "[axis.rate]\noptimizer.peak_lr = [1e-3, 2e-3]\n"
+    )
+    command = [sys.executable, "launch_scripts/study.py"]
+    run = [*command, "run", str(study), "--study_dir", str(folder), "--executor", "slurm-array", "--workers", "2"]
+    said = slurm.run(*run)
+    found = re.search(r"Submitted batch job (\d+)", said)
+    assert found is not None, said
+    points = ("rate-0.001_seed-0", "rate-0.002_seed-0")
+    for task, point in enumerate(points, 1):
+        log = folder / "private" / "logs" / f"slurm-{found[1]}_{task}.log"
+        assert ends(slurm, f"{found[1]}_{task}", log) == "COMPLETED", text(log)
+        is_whole(folder / "runs" / point, 4)
+    assert "2 of 2 points are done" in slurm.run(*command, "report", "--study_dir", str(folder))
+    assert "Submitted" not in slurm.run(*run)

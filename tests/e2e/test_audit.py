@@ -53,7 +53,9 @@ def test_ledger_and_schedule_of_a_true_run(finished: tuple[Path, Path]) -> None:
     for kind in ("ledger", "schedule"):
         found = report(kind, finished[0], 0)
         assert found["verdict"] == "consistent"
-    assert set().union(*found["checks"]) == {"name", "outcome"}, "numbers of a schedule tell batch sizes, which are private"
+    assert set().union(*found["checks"]) == {"name", "outcome"}, (
+        "numbers of a schedule tell batch sizes, which are private"
+    )
 
 
 def test_mechanism_with_the_parameters_of_a_run(finished: tuple[Path, Path]) -> None:
