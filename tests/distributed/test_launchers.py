@@ -28,14 +28,9 @@ from tests.hosts.slurm import Slurm
     ("name", "launcher"),
     [
         ("deepspeed, pdsh over ssh", pdsh),
-        *(
-            pytest.param(name, launcher, marks=pytest.mark.full)
-            for name, launcher in [
-                ("deepspeed --launcher openmpi", openmpi_with_variables),
-                ("mpirun (mpich wheel) over ssh", mpich),
-                ("torchrun, two agents", torchrun),
-            ]
-        ),
+        ("deepspeed --launcher openmpi", openmpi_with_variables),
+        ("mpirun (mpich wheel) over ssh", mpich),
+        ("torchrun, two agents", torchrun),
     ],
 )
 def test_a_run_on_two_hosts(
@@ -48,7 +43,6 @@ def test_a_run_on_two_hosts(
     measured(name, "node1, node2", run)
 
 
-@pytest.mark.full
 def test_deepspeed_with_slurm(hosts: Network, slurm: Slurm, tmp_path: Path, measured: Callable[..., None]) -> None:
     def run() -> None:
         result = deepspeed_slurm(hosts, tmp_path / "run")
@@ -80,7 +74,6 @@ def test_sbatch_with_srun(slurm: Slurm, tmp_path: Path, measured: Callable[..., 
     measured("sbatch slurm.sbatch (srun)", "node1, node2", run)
 
 
-@pytest.mark.full
 def test_mpirun_without_root(tmp_path: Path, measured: Callable[..., None]) -> None:
     """The mpich wheel on this machine alone."""
 
