@@ -24,25 +24,20 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from privacy.audit.report import AuditReport  # noqa: E402
-from trainer.cli import run_command  # noqa: E402
+from trainer.cli import Parser, run_command  # noqa: E402
 from trainer.config import EngineName  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command-line arguments; a bad one is a ConfigError (exit 2)."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="ledger/schedule/mechanism/canaries/run")
     audits = {kind: kinds.add_parser(kind) for kind in ("ledger", "schedule", "mechanism", "run")}
     for audit in audits.values():

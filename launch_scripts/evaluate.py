@@ -21,19 +21,14 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from evaluation.commands import COMMANDS, Command  # noqa: E402
 from evaluation.commands.common import add_output, output_of  # noqa: E402
-from trainer.cli import run_command  # noqa: E402
+from trainer.cli import Parser, run_command  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def parse_args(arguments: list[str]) -> argparse.Namespace:
     """Command-line arguments; a bad one is a ConfigError (exit 2)."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="evaluate.py", description=__doc__, formatter_class=formatter)
+    parser = Parser(prog="evaluate.py", description=__doc__, formatter_class=formatter)
     # The deepspeed launcher puts it before everything else; the environment says it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")

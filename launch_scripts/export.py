@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from models.converters import FOREIGN, Unstated  # noqa: E402
 from privacy.report_text import rounded_up  # noqa: E402
 from trainer.attestation import Attestation  # noqa: E402
-from trainer.cli import run_command  # noqa: E402
+from trainer.cli import Parser, run_command  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 from trainer.export import FORMATS, export  # noqa: E402
 from trainer.import_weights import PROVENANCES, Declared, import_weights  # noqa: E402
@@ -32,14 +32,9 @@ _FOR_EXPORT = ("format", "use_average", "parts")
 _FOR_IMPORT = ("provenance", "claim", "num_heads", "decoder_heads", "normalise_pixels")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command-line arguments; a bad one is a ConfigError (exit 2)."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="run folder (its newest) or checkpoint to export"

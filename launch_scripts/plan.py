@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,7 +24,7 @@ from privacy import accounting, attack_risk, what_if
 from privacy.alternatives import steps_per_epoch
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
-from trainer.cli import run_command
+from trainer.cli import Parser, run_command
 from trainer.planner import command
 from trainer.planner.scaling_rule import scaling_rule
 
@@ -35,14 +35,9 @@ if TYPE_CHECKING:
 _GROUP_INTERVAL = 5e-3
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise PrivacyConfigError(message)
-
-
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Command-line arguments; a bad one is a PrivacyConfigError (exit 2)."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Command-line arguments; a bad one is a ConfigError (exit 2)."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, metavar="TOML", help="plan of a recipe, instead of the numbers below")
     parser.add_argument("--num_examples", type=int, metavar="N", help="examples in the data set")
     parser.add_argument("--expected_batch_size", type=int, metavar="B", help="expected logical batch")

@@ -28,7 +28,7 @@ from data.storage import RemoteOptions
 from data.synthetic.command import add_synthetic
 from data.tar_index import ExampleTable
 from data.verify import STATES, verify_hashes, verify_sample
-from trainer.cli import run_command
+from trainer.cli import Parser, run_command
 
 _STDERR = Console(stderr=True)
 
@@ -122,9 +122,9 @@ def _add_words(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """The command line; a bad argument is a ConfigError (exit 2)."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="prepare.py", description=__doc__, formatter_class=formatter)
+    parser: argparse.ArgumentParser = Parser(prog="prepare.py", description=__doc__, formatter_class=formatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shards_help = "comma list of tar files, globs, folders, ranges: train-{000..127}.tar, or of URLs with ranges"
 

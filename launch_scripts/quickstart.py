@@ -17,12 +17,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from trainer.cli import run_command  # noqa: E402
+from trainer.cli import Parser, run_command  # noqa: E402
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Command-line arguments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Command-line arguments; a bad one is a ConfigError (exit 2)."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ds_config", default="ds_configs/zero3.json")
     parser.add_argument("--run_dir", type=Path, help="default runs/quickstart-DATE")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -10,25 +10,19 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from privacy.report_text import rounded_up  # noqa: E402
-from trainer.cli import run_command  # noqa: E402
-from trainer.errors import ConfigError  # noqa: E402
+from trainer.cli import Parser, run_command  # noqa: E402
 from trainer.report import build_card, write_card  # noqa: E402
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command-line arguments; a bad one is a ConfigError (exit 2)."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run_dir", type=Path, required=True, help="run folder that holds ledger.jsonl")
     parser.add_argument("--json", action="store_true", help="print the card as one JSON object on stdout")
     return parser.parse_args(arguments)

@@ -12,26 +12,19 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from privacy.errors import PrivacyConfigError
 from privacy.shared_ledger import DEFAULT_UNIT, SharedLedger
-from trainer.cli import run_command
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise PrivacyConfigError(message)
+from trainer.cli import Parser, run_command
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Command-line arguments; a bad one is a PrivacyConfigError (exit 2)."""
-    parser = _Parser(description="Create or show the ledger that several runs on the same data share.")
+    """Command-line arguments; a bad one is a ConfigError (exit 2)."""
+    parser = Parser(description="Create or show the ledger that several runs on the same data share.")
     commands = parser.add_subparsers(dest="command", required=True)
     create = commands.add_parser("create", help="write the first line: the total budget")
-    create.add_argument("path", type=Path)
+    create.add_argument("path", type=Path, metavar="PATH", help="new file for the ledger")
     create.add_argument("--target_epsilon", type=float, required=True, metavar="E", help="of all runs together")
     create.add_argument("--delta", type=float, required=True, metavar="D", help="of all runs together")
     create.add_argument("--unit", default=DEFAULT_UNIT, help=f"unit of privacy (default {DEFAULT_UNIT!r})")
@@ -48,7 +41,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         "--mirror", type=Path, metavar="FILE", help="second copy on another file system: finds lines that were cut off"
     )
     show = commands.add_parser("show", help="verify it and list the runs")
-    show.add_argument("path", type=Path)
+    show.add_argument("path", type=Path, metavar="PATH", help="the ledger")
     show.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser.parse_args(arguments)
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from privacy.noise import NoiseSource  # noqa: E402
+from trainer.cli import Parser  # noqa: E402
 from trainer.config import EngineName, load_config  # noqa: E402
 from trainer.distributed import fail, finish, quit_now, start  # noqa: E402
 from trainer.ds_config import load_machine_settings  # noqa: E402
@@ -37,9 +38,8 @@ from trainer.stopping import end_on_signals  # noqa: E402
 
 
 def parse_args(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Command-line arguments; a bad one is a ConfigError (exit 2)."""
+    parser = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ds_config", type=Path, required=True, help="machine settings, e.g. ds_configs/zero3.json")
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.toml", help="what to train")
     parser.add_argument("--engine", choices=get_args(EngineName), default="deepspeed", help="how to shard")
@@ -65,12 +65,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
     """Never returns: see `trainer.distributed.finish`. Only tests pass a noise source."""
-    options = parse_args(arguments)
     end_on_signals()
     ranks = Ranks()
     try:
         # Everything that needs no other rank comes first, so that a wrong key costs no rendezvous.
         ranks = discover_ranks(os.environ)
+        options = parse_args(arguments)
         config = load_config(options.recipe, options.overrides)
         machine = load_machine_settings(options.ds_config)
         require_supported(options.engine, machine, ranks.world_size)

@@ -1,9 +1,24 @@
 """How every command ends: an error that a user can mend is one line on stderr and an exit code, never a traceback."""
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
+
+from trainer.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Of every command and of its subcommands: a bad argument is a ConfigError, not a block of usage.
+
+    Raises:
+        ConfigError: by `parse_args`, in argparse's words.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        raise ConfigError(message)
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:

@@ -68,6 +68,7 @@ def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:
         (["verify", "data/demo", "--index", "nowhere"], "there is no index in nowhere"),
         (["demo", "--source", "nowhere", "--output", "x"], "openclipart-png"),
         (["tokenizer", "--words", "nowhere", "--output", "x"], "no word list"),
+        (["tokenizer", "--word", "nowhere"], "--output"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:

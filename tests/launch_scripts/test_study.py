@@ -179,7 +179,7 @@ def test_a_refusal_is_one_line_and_exit_code_2() -> None:
 def test_a_slurm_array_gets_the_points_that_are_not_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stand-in for sbatch; that the array job trains such a line is tests/distributed/test_launchers.py's."""
+    """A stand-in for sbatch; that the array job trains such a line is tests/distributed/test_slurm.py's."""
     (tmp_path / "bin").mkdir()
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/arguments\necho Submitted batch job 7\n')
