@@ -219,7 +219,7 @@ class SharedLedger:
             )
             raise BudgetSpent(
                 f"{self.path}: with this run epsilon {together:.4f} {how} would be reserved of {total:g} "
-                f"({len(state.reservations)} runs reserved {state.epsilon():.4f})"
+                f"({len(state.reservations)} runs reserved {state.epsilon():.4f}){_why_infinite(together, total)}"
             )
 
     @contextmanager
@@ -271,3 +271,9 @@ class SharedLedger:
         state.absorb(line)
         for file in files:
             file.append(line + b"\n")
+
+
+def _why_infinite(together: float, total: float) -> str:
+    if together < float("inf"):
+        return ""
+    return f"; at a total of {total:g} the caps of the batches leave no delta: an RDP filter wants a smaller total"

@@ -101,7 +101,8 @@ class Membership:
         self._require_no_fork(state)
         if self._start is not None and state.starts.get(self._run) != self._start:
             raise PrivacyStateRefused(
-                f"{self._shared.path}: another copy of this run has started since and holds its budget; this one stops"
+                f"{self._shared.path}: its newest start of this run is not this session's: another copy has started since, or "
+                "the file was rolled back; this one stops"
             )
 
     def _require_no_fork(self, state: SharedState) -> None:

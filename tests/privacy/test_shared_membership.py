@@ -90,6 +90,14 @@ def test_the_original_stops_when_a_copy_has_taken_its_budget_over(shared, tmp_pa
     assert shared.read().closed == {copy.key_commitment}
 
 
+def test_a_session_whose_start_was_cut_off_stops(shared, session):
+    lines = shared.path.read_bytes().splitlines(keepends=True)
+    shared.path.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(PrivacyStateRefused, match="or the file was rolled back"):
+        _steps(session, 6, 6)
+    assert session.num_charged == 5
+
+
 def test_a_closed_run_is_final(shared, tmp_path, session):
     """Even for a copy that holds every line but the last."""
     _steps(session, 6, 20)

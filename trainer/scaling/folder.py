@@ -72,8 +72,11 @@ class StudyFolder:
         finally:
             os.close(lock)
 
-    def prepare(self, study: StudyConfig, definition: str, planned: Sequence[PlannedPoint]) -> None:
+    def prepare(self, study: StudyConfig, definition: str, planned: Sequence[PlannedPoint]) -> list[str]:
         """Writes the definition, the recipes of points that have not begun, and the shared ledger with the grid.
+
+        Returns:
+            the points that have not begun and, chosen after outputs of others could be seen, are charged by an RDP filter.
 
         Raises:
             ConfigError: a point that began has another recipe now, or the budget is another one (exit 2).
@@ -88,15 +91,17 @@ class StudyFolder:
         new = {one.name for one in planned if self.progress(one.name) == "new"}
         begun = len(new) < len(planned) or any(self.runs.glob("*/ledger.jsonl"))
         fixed = fixed_in_advance(study, self.shared_ledger, planned, new, begun=begun)
+        late = []
         for one in planned:
             if one.name not in new:
                 continue
             config = one.config
             if config.privacy.fixed_in_advance and one.name not in fixed:
-                # Chosen after outputs of the others could be seen: the shared ledger then charges by an RDP filter.
+                late.append(one.name)
                 config = with_privacy(config, {"fixed_in_advance": False})
             write_durably(self.recipe(one.name), to_toml(config))
         write_durably(self.definition, definition)
+        return late
 
     def _make_private(self) -> None:
         self._make(self.private)
