@@ -1,7 +1,7 @@
 """Scaling studies: a grid of training runs from one TOML file, resumable, and their comparison.
 
-python launch_scripts/study.py run studies/batch_size.toml --workers 2      the same command again resumes
-python launch_scripts/study.py report --study_dir runs/studies/batch_size   tables, plots, CSV, TensorBoard hparams
+python launch_scripts/study.py run studies/batch_size_dpcap.toml --workers 2      the same command again resumes
+python launch_scripts/study.py report --study_dir runs/studies/batch_size_dpcap   tables, plots, CSV, TensorBoard hparams
 
 Every point is an ordinary run folder that launch_scripts/train.py trains. Exit codes of `run`: 0 all points are done;
 2 bad study, or bad recipe of a point; 3 the budget of some point is spent and steps remain; 4 the shared ledger is refused;
@@ -14,8 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer.cli import run_command
-from trainer.errors import ConfigError
+from trainer.cli import Parser, run_command
 from trainer.scaling.collect import collect
 from trainer.scaling.executors import LocalPool, Outcome, Trainer
 from trainer.scaling.folder import StudyFolder
@@ -84,15 +83,10 @@ def _workers(text: str) -> int:
     return int(text)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(message)
-
-
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; a bad argument is a ConfigError (exit 2)."""
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="study.py", description=__doc__, formatter_class=formatter)
+    parser = Parser(prog="study.py", description=__doc__, formatter_class=formatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     sub = commands.add_parser("run", help="train all points that are not done", description=run.__doc__)
     sub.add_argument("study", type=Path, metavar="STUDY.toml", help="recipe, axes, seeds; see docs/studies.md")
