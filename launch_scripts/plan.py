@@ -2,7 +2,7 @@
 
 python launch_scripts/plan.py --num_examples 233000000 --expected_batch_size 1310720 --num_steps 5708 \
     --noise_multiplier 0.728 --delta 4.2918e-9 [--json]
-python launch_scripts/plan.py --recipe recipes/dpcap_base.toml [section.key=value ...] [--num_examples N] [--json]
+python launch_scripts/plan.py --recipe recipes/dpcap_base.toml [section.key=value ...] [--json]
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --ds_config ds_configs/zero3_bf16.json --world_size 128 \
     --gpu a100-80gb [--json]
 The first computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for. The
@@ -20,19 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from privacy import accounting, attack_risk, what_if
-from privacy.alternatives import steps_per_epoch
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
 from trainer.cli import Parser, run_command
 from trainer.planner import command
-from trainer.planner.scaling_rule import scaling_rule
+from trainer.planner.privacy_summary import summarise
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
-
-# Group epsilons are guidance beside the claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.
-_GROUP_INTERVAL = 5e-3
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -58,7 +53,16 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-_NUMBERS = ("expected_batch_size", "num_steps", "noise_multiplier", "target_epsilon", "delta", "reserve")
+_RECIPE_KEYS = {
+    "num_examples": "data.num_examples",
+    "expected_batch_size": "privacy.expected_batch_size",
+    "num_steps": "train.num_steps",
+    "noise_multiplier": "privacy.noise_multiplier",
+    "target_epsilon": "privacy.target_epsilon",
+    "delta": "privacy.target_delta",
+    "reserve": "privacy.reserved_attempts",
+    "allow_small_noise": "privacy.allow_small_noise",
+}
 
 
 def _plan(args: argparse.Namespace) -> PrivacyPlan:
@@ -86,9 +90,13 @@ def _plan(args: argparse.Namespace) -> PrivacyPlan:
 def _load_recipe(args: argparse.Namespace) -> RunConfig:
     from trainer.config import load_config
 
-    given = next((name for name in _NUMBERS if getattr(args, name) is not None), None)
-    if given is not None or args.cap or args.allow_small_noise:
-        raise PrivacyConfigError(f"--{given or 'cap'} is the recipe's business: change it by section.key=value")
+    for name, key in _RECIPE_KEYS.items():
+        value = getattr(args, name)
+        if value is not None and value is not False:
+            said = "true" if value is True else value
+            raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={said}")
+    if args.cap:
+        raise PrivacyConfigError("--cap is for a plan without --recipe: training with a recipe always cuts batches")
     config = load_config(args.recipe, args.overrides)
     if args.max_examples_per_owner is None:
         args.max_examples_per_owner = config.privacy.max_examples_per_owner
@@ -110,14 +118,14 @@ def main() -> int:
     else:
         config = _load_recipe(args)
         examples = command.known_examples(args, config) if plans_resources else None
-        num_examples = args.num_examples or config.data.num_examples or (examples.count if examples else None)
+        num_examples = config.data.num_examples or (examples.count if examples else None)
         if num_examples is None and not plans_resources:
-            raise PrivacyConfigError(f"recipe {args.recipe} names no data.num_examples: give --num_examples")
+            raise PrivacyConfigError(f"recipe {args.recipe} names no data.num_examples: add data.num_examples=N")
         plan = None if num_examples is None else _recipe_plan(args, config, num_examples)
         result = _privacy(plan, args) if plan is not None else {}
         if examples is not None:
             if plan is None:
-                _warn("no epsilon: the recipe names no data.num_examples; give --num_examples")
+                _warn("no epsilon: the recipe names no data.num_examples; add data.num_examples=N")
             result["resources"] = command.resources(args, config, examples, plan)
     if args.json:
         print(json.dumps(result, allow_nan=False))
@@ -129,7 +137,7 @@ def main() -> int:
 def _privacy(plan: PrivacyPlan, args: argparse.Namespace) -> dict[str, Any]:
     for line in plan.warnings:
         _warn(line)
-    return summarise(plan, extras=not args.no_extras) | _owner(plan, args.max_examples_per_owner)
+    return summarise(plan, _warn, extras=not args.no_extras, max_examples_per_owner=args.max_examples_per_owner)
 
 
 def _warn(line: str) -> None:
@@ -150,96 +158,6 @@ def _print(result: dict[str, Any]) -> None:
         console.print(resource_table(result["resources"]))
     for reason in result.get("reasons", []):
         console.print(f"no formal guarantee: {reason}", style="bold red")
-
-
-def summarise(plan: PrivacyPlan, *, extras: bool = True) -> dict[str, Any]:
-    """All numbers of the plan. An epsilon that does not exist (no noise, delta too small for PLD) is None."""
-    result: dict[str, Any] = {
-        "num_examples": plan.num_examples,
-        "expected_batch_size": plan.expected_batch_size,
-        "num_steps": plan.num_steps,
-        "reserved_attempts": plan.reserved_attempts,
-        "cap": plan.cap,
-        "sample_rate": plan.sample_rate,
-        "noise_multiplier": plan.noise_multiplier,
-        "delta": plan.target_delta,
-        "noise_source": plan.noise_source,
-        "noise_tail_delta": plan.noise_tail_delta,
-        "target_epsilon": plan.target_epsilon,
-        "formal_guarantee": plan.formal_guarantee,
-        "reasons": list(plan.reasons),
-        "warnings": list(plan.warnings),
-        "accountant": accounting.accountant_version(),
-        "epochs": plan.num_steps * plan.sample_rate,
-        "examples_processed": plan.num_steps * plan.expected_batch_size,
-    }
-    result |= _epsilons(plan, extras) | (_extras(plan) if extras else {})
-    return result | {"scaling_rule": scaling_rule(plan)}
-
-
-def _owner(plan: PrivacyPlan, limit: int | None) -> dict[str, Any]:
-    """Epsilon of all examples of one owner together, where each owner has at most `limit`."""
-    if limit is None:
-        return {}
-    if limit < 1:
-        raise PrivacyConfigError(f"--max_examples_per_owner is {limit}; it must be at least 1")
-    epsilon = None
-    if plan.formal_guarantee and plan.accounted_delta >= accounting.PLD_SMALLEST_DELTA:
-        groups = [plan.release_group(plan.num_steps)]
-        epsilon = accounting.epsilon_group(groups, plan.accounted_delta, limit, _GROUP_INTERVAL)
-    return {"max_examples_per_owner": limit, **_finite({"epsilon_owner": epsilon})}
-
-
-def _extras(plan: PrivacyPlan) -> dict[str, Any]:
-    """What the guarantee means, and what else the run could cost; None where it cannot be said."""
-    names = ("epsilon_by_delta", "attack_risk", "replays", "private_selection", "shuffled_instead")
-    values: dict[str, Any] = dict.fromkeys((*names, "opacus_rdp", "opacus_prv"))
-    group, delta = plan.release_group(plan.num_steps), plan.accounted_delta
-    if not plan.formal_guarantee or delta < accounting.PLD_SMALLEST_DELTA or plan.epsilon_planned == float("inf"):
-        return values
-    whole = accounting.loss_distribution([group.without_cap()], accounting.COARSE_INTERVAL)
-    values["epsilon_by_delta"] = attack_risk.epsilon_curve(whole)
-    values["attack_risk"] = attack_risk.risk_of(whole, attack_risk.FALSE_POSITIVE_RATES)
-    values["replays"] = what_if.replay_costs(group, delta)
-    values["private_selection"] = what_if.selection_costs(group, delta)
-    steps = steps_per_epoch(plan.num_examples, plan.expected_batch_size)
-    values["shuffled_instead"] = what_if.shuffled_instead(group, delta, steps)
-    return values | what_if.opacus_opinion(group, delta)
-
-
-def _epsilons(plan: PrivacyPlan, extras: bool) -> dict[str, float | None]:
-    groups = [plan.release_group(plan.num_steps)]
-    delta = plan.accounted_delta
-    names = ("epsilon_pld", "epsilon_rdp", "epsilon_prv_lower", "epsilon_prv", "epsilon_prv_upper")
-    values: dict[str, float | None] = dict.fromkeys((*names, "epsilon_with_reserve", "replace_one"))
-    values |= {"group_2": None, "group_5": None, "tan": None}
-    if not plan.formal_guarantee:
-        return values
-    values["epsilon_rdp"] = accounting.epsilon_rdp(groups, delta)
-    values["tan"] = accounting.tan(groups)
-    values["epsilon_with_reserve"] = plan.epsilon_with_reserve
-    if delta >= accounting.PLD_SMALLEST_DELTA:
-        values["epsilon_pld"] = plan.epsilon_planned
-        values |= _prv(groups, delta)
-        if not extras:
-            return _finite(values)
-        values["replace_one"] = accounting.epsilon_replace_one(groups, delta, accounting.COARSE_INTERVAL)
-        for count in (2, 5):
-            values[f"group_{count}"] = accounting.epsilon_group(groups, delta, count, _GROUP_INTERVAL)
-    return _finite(values)
-
-
-def _finite(values: dict[str, float | None]) -> dict[str, float | None]:
-    return {name: value if value is None or value < float("inf") else None for name, value in values.items()}
-
-
-def _prv(groups: list[accounting.ReleaseGroup], delta: float) -> dict[str, float | None]:
-    try:
-        lower, estimate, upper = accounting.epsilon_prv(groups, delta)
-    except accounting.CrossCheckUnavailable as error:
-        print(f"warning: {error}", file=sys.stderr)
-        return {}
-    return {"epsilon_prv_lower": lower, "epsilon_prv": estimate, "epsilon_prv_upper": upper}
 
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
