@@ -25,17 +25,9 @@ WRITTEN = {
     # by commands, into folders that the page names
     *("config.toml", "ds_config.json", "environment.json", "ledger.jsonl", "metrics.jsonl", "manifest.json"),
     *("privacy_card.json", "privacy_card.md", "privacy_card.html", "provenance.json", "import-report.json"),
-    *(
-        "points.csv",
-        "groups.csv",
-        "curves.csv",
-        "study.json",
-        "head.json",
-        "head.safetensors",
-        "private-head-sweep.png",
-        "study.md",
-    ),
-    *("preprocessor_config.json", "extents-*.npy", "submit.sh", "model.pth", "model.safetensors"),
+    *("points.csv", "groups.csv", "curves.csv", "study.json", "study.md"),
+    *("head.json", "head.safetensors", "private-head-sweep.png"),
+    *("config.json", "preprocessor_config.json", "extents-*.npy", "submit.sh", "model.pth", "model.safetensors"),
     # of other projects, or of the reader
     *("metadata.csv", "metadata.jsonl", "captions.csv", "captions.jsonl", "tokenizer.json", "names.txt", "points.txt"),
     *(
