@@ -21,8 +21,7 @@ from models.adapters import without_adapters
 from models.classifier import Classifier, build_classifier
 from models.classifier_config import ClassifierConfig
 from models.vit import VisionTransformer
-from trainer.config import OptimizerSection
-from trainer.config_optimizer import ScheduleSection
+from trainer.config_optimizer import OptimizerSection, ScheduleSection
 from trainer.optimizers import make_optimizer, parameter_groups, set_step
 from trainer.schedule import learning_rate
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.errors import DataError
-from trainer.config import OptimizerSection
-from trainer.config_optimizer import ScheduleSection
+from trainer.config_optimizer import OptimizerSection, ScheduleSection
 from trainer.optimizers import Segment, bind_segments, make_optimizer, parameter_groups, set_step
 from trainer.schedule import learning_rate
 

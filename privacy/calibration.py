@@ -145,5 +145,5 @@ def _next(sigma: float, value: float, aim: float, slope: float, low: float | Non
 
 
 def _rounded_up(sigma: float) -> float:
-    scale = 10**DECIMALS
+    scale: int = 10**DECIMALS
     return math.ceil(sigma * scale - 1e-6) / scale

@@ -130,7 +130,8 @@ class Ledger:
 
     @property
     def key_commitment(self) -> str:
-        return self._state.opened["key_commitment"]
+        commitment: str = self._state.opened["key_commitment"]
+        return commitment
 
     @property
     def num_charged(self) -> int:

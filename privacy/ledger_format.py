@@ -241,7 +241,8 @@ def parse_line(line: bytes) -> dict[str, Any]:
         raise LineRefused("not a ledger record") from error
     if canonical != line or type(seq) is not int or not all(isinstance(item, str) for item in header[1:]):
         raise LineRefused("not in the ledger's canonical form")
-    return dict(zip(_HEADER, header, strict=True)) | record
+    fields: dict[str, Any] = dict(zip(_HEADER, header, strict=True)) | record
+    return fields
 
 
 def _is_number(value: object) -> bool:

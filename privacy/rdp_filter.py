@@ -31,7 +31,8 @@ def filter_order(first: ReleaseGroup, epsilon_total: float, delta: float) -> flo
             return -math.inf
         return (epsilon_total - (2 * one - two)) / (two - one)
 
-    return max(_ORDERS, key=capacity)
+    best: float = max(_ORDERS, key=capacity)
+    return best
 
 
 def filtered_epsilon(groups: Sequence[ReleaseGroup], delta: float, order: float, ceiling: float) -> float:

@@ -81,7 +81,8 @@ def _unit(card: Card) -> str:
 
 
 def _adjacency(card: Card) -> str:
-    return card["adjacency"]["statement"]
+    statement: str = card["adjacency"]["statement"]
+    return statement
 
 
 def _mechanism(card: Card) -> str:

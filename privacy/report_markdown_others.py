@@ -49,7 +49,8 @@ def _shared(shared: Card) -> str:
 def public_data(card: Card) -> str:
     found = card["public_data"]
     if "file" not in found:
-        return found["statement"]
+        statement: str = found["statement"]
+        return statement
     attested = "matches the SHA-256 in the ledger" if found["attested"] else "**not attested**"
     rows = [(cell(name), _fact(value)) for name, value in found["facts"].items()]
     return f"{found['statement']} From `{cell(found['file'])}` ({attested}):\n\n{facts(rows)}"

@@ -5,10 +5,11 @@ import sys
 from trainer import distributed
 from trainer.clipping_mode import ModeChoice
 from trainer.ds_config import MachineSettings
-from trainer.loop import BUDGET_SPENT, DONE, STOPPED_EARLY
+from trainer.loop import BUDGET_SPENT, DONE
 from trainer.provenance import initialisation_statement
 from trainer.ranks import Ranks
 from trainer.run import Run
+from trainer.stopping import STOPPED_EARLY
 
 
 def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings, choice: ModeChoice | None) -> None:

@@ -37,7 +37,8 @@ from privacy.run_state import open_run_state
 from trainer import distributed
 from trainer.audit_task import Canaries, CanaryModel, make_canaries
 from trainer.batches import LogicalBatches
-from trainer.config import EngineName, OptimizerSection, ScheduleSection
+from trainer.config import EngineName
+from trainer.config_optimizer import OptimizerSection, ScheduleSection
 from trainer.ds_config import load_machine_settings
 from trainer.engines import build_engine
 from trainer.engines.base import Engine, holds_whole_weights

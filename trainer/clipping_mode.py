@@ -15,7 +15,8 @@ from torch import Tensor
 
 from models.vocabulary_head import cut_as_for
 from privacy.clipping import ClippedSum
-from privacy.clipping.clipped_sum import EXAMPLES_PER_FLUSH, Mode
+from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH
+from privacy.clipping.clipped_sum import Mode
 from trainer import distributed
 from trainer.engines.base import Engine
 from trainer.memory_estimate import available_memory, predict_peak

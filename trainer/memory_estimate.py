@@ -25,7 +25,7 @@ class MemoryTimeline(TorchDispatchMode):
     """Live bytes of the tensors that are made while it is active, after every operation; on any device."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.live_bytes: list[int] = []
         self._live = 0
         self._known: dict[int, int] = {}

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from data.tar_index import ExampleTable
+from privacy.calibration import Progress
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.epsilon_table import EpsilonTable
 from privacy.errors import PrivacyConfigError
 from privacy.keys import SamplingKey
 from privacy.ledger import Ledger
 from privacy.ledger_format import read_ledger
-from privacy.plan import PrivacyPlan, Progress, make_plan
+from privacy.plan import PrivacyPlan, make_plan
 from privacy.releases import Release
 from privacy.run_state import SharedTerms, open_run_state
 from trainer import distributed

@@ -2,7 +2,7 @@
 
 import math
 
-from trainer.config import ScheduleSection
+from trainer.config_optimizer import ScheduleSection
 
 
 def learning_rate(step: int, num_steps: int, peak_lr: float, schedule: ScheduleSection) -> float:

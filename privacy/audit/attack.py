@@ -36,7 +36,8 @@ def likelihood_ratio_scores(x_TN: Floats, sample_rate: float, noise_multiplier: 
     exponent = (x_TN - 0.5) / noise_multiplier**2
     with np.errstate(divide="ignore"):
         absent = np.log1p(-sample_rate)
-    return np.logaddexp(absent, np.log(sample_rate) + exponent).sum(axis=0)
+    ratio: Floats = np.logaddexp(absent, np.log(sample_rate) + exponent).sum(axis=0)
+    return ratio
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ class _Reading:
 
     @property
     def plan(self) -> dict[str, Any]:
-        return self.of_type("open")[0]["plan"]
+        plan: dict[str, Any] = self.of_type("open")[0]["plan"]
+        return plan
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

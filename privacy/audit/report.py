@@ -117,7 +117,8 @@ class AuditReport:
             "checks": checks,
             **self.facts,
         }
-        return _finite(body)
+        finite: dict[str, Any] = _finite(body)
+        return finite
 
     def to_text(self) -> str:
         """One line per check, and the verdict."""

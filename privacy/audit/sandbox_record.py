@@ -109,7 +109,8 @@ class SandboxRecord:
     @cached_property
     def quiet(self) -> NDArray[np.bool_]:
         """Coordinates that no gradient touches: there a noisy step shows noise alone."""
-        return self.canary_D == NO_CANARY
+        quiet: NDArray[np.bool_] = self.canary_D == NO_CANARY
+        return quiet
 
     @cached_property
     def noise(self) -> Floats:

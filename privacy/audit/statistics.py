@@ -25,12 +25,14 @@ def bonferroni(p_values: ArrayLike) -> float:
 
 def two_sided(lower: ArrayLike, upper: ArrayLike) -> Floats:
     """Doubles the smaller tail, which for a discrete statistic overstates the p-value."""
-    return np.minimum(1.0, 2 * np.minimum(lower, upper))
+    doubled: Floats = np.minimum(1.0, 2 * np.minimum(lower, upper))
+    return doubled
 
 
 def normal_p(z: ArrayLike) -> Floats:
     """P(|N(0, 1)| >= |z|)."""
-    return special.erfc(np.abs(np.asarray(z, dtype=float)) / math.sqrt(2))
+    p: Floats = special.erfc(np.abs(np.asarray(z, dtype=float)) / math.sqrt(2))
+    return p
 
 
 def variance_p(sum_of_squares: ArrayLike, degrees: ArrayLike) -> Floats:

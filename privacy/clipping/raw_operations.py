@@ -201,7 +201,8 @@ def _flatten(func: Any, args: Any, kwargs: Any) -> PerExample:
     start = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
     end = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
     start, end = start % max(x.dim(), 1), end % max(x.dim(), 1)
-    return x.reshape(*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :])
+    result: PerExample = x.reshape(*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :])
+    return result
 
 
 @_handles(_methods("unsqueeze", Tensor, torch))
@@ -217,7 +218,8 @@ def _unsqueeze(func: Any, args: Any, kwargs: Any) -> PerExample:
 def _squeeze(func: Any, args: Any, kwargs: Any) -> PerExample:
     x, dims = args[0], _numbers(args, kwargs)
     gone = {d % max(x.dim(), 1) for d in dims} if dims else set(range(x.dim()))
-    return x.reshape([s for i, s in enumerate(x.shape) if i not in gone or s != 1])
+    result: PerExample = x.reshape([s for i, s in enumerate(x.shape) if i not in gone or s != 1])
+    return result
 
 
 @_handles(_methods("permute", Tensor, torch))
@@ -233,7 +235,8 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> PerExample:
     x, (i, j) = args[0], _numbers(args, kwargs)
     dims = list(range(max(x.dim(), 1)))
     dims[i], dims[j] = dims[j], dims[i]
-    return x.permute(dims) if x.dim() > 0 else x
+    result: PerExample = x.permute(dims) if x.dim() > 0 else x
+    return result
 
 
 @_handles([*_methods("t", Tensor, torch), Tensor.T.__get__, Tensor.mT.__get__])  # type: ignore[attr-defined]
@@ -241,7 +244,8 @@ def _matrix_transpose(func: Any, args: Any, kwargs: Any) -> PerExample:
     x = args[0]
     if x.dim() != 2:
         raise refusal(func, args, kwargs)
-    return x.permute(1, 0)
+    result: PerExample = x.permute(1, 0)
+    return result
 
 
 @_handles(_methods("expand", Tensor))
@@ -317,12 +321,14 @@ def _convert(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_handles([*_methods("contiguous", Tensor)])
 def _same(func: Any, args: Any, kwargs: Any) -> PerExample:
-    return args[0]
+    x: PerExample = args[0]
+    return x
 
 
 @_handles(_methods("detach", Tensor, torch))
 def _detach(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return args[0].full().detach()[0]
+    x: PerExample = args[0]
+    return x.full().detach()[0]
 
 
 @_handles([F.dropout, torch.dropout])
@@ -331,24 +337,31 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> PerExample:
     training = kwargs.get("training", args[2] if len(args) > 2 else True)
     if p > 0 and training:
         raise refusal(func, args, kwargs, "its mask would be the same for all examples")
-    return args[0]
+    x: PerExample = args[0]
+    return x
 
 
 @_handles(_methods("cat concat concatenate", torch))
 def _cat(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = list(args[0] if args else kwargs["tensors"])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+    tensors: list[Tensor] = list(args[0] if args else kwargs["tensors"])
+    dim: int = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
     n = tensors[0].dim()
     if any(x.dim() != n for x in tensors):
         raise refusal(func, args, kwargs)
     dim %= n
-    joined = lambda: torch.cat([_joined(x, n) for x in tensors], dim)  # noqa: E731
+
+    def joined() -> Tensor:
+        return torch.cat([_joined(x, n) for x in tensors], dim)
+
     if (dim != 0 or _evident(tensors)) and _meets_batch(func, args, kwargs, tensors, n):
         if dim == 0 or any(x.shape[0] != tensors[0].shape[0] for x in tensors):
             raise refusal(func, args, kwargs, "examples cannot be concatenated with it")
         return joined()
     size = stand_ins(tensors)[0].scope.batch_size
-    full = lambda: torch.cat([_with_hidden(x, size) for x in tensors], dim + 1)  # noqa: E731
+
+    def full() -> Tensor:
+        return torch.cat([_with_hidden(x, size) for x in tensors], dim + 1)
+
     if dim == 0:
         return from_full(full(), _merged(stand_ins(tensors)))
     shape = list(tensors[0].shape)

@@ -158,7 +158,8 @@ class Recorder:
     def _tap(self, output: Tensor, claim: Claim, local_name: str, *kept: Tensor) -> Tensor:
         assert self._root is not None
         self._num_calls.update([claim.parameters[local_name]] if local_name else claim.parameters.values())
-        return _Tap.apply(output, self._root, self, claim, local_name, *kept)
+        tapped: Tensor = _Tap.apply(output, self._root, self, claim, local_name, *kept)  # type: ignore[no-untyped-call]  # torch's
+        return tapped
 
     def _record(self, claim: Claim) -> Callable[..., Tensor | None]:
         tap_in_graph, keep = self._tap_in_graph(claim), KEEPS.get(type(claim.module))

@@ -89,7 +89,8 @@ def _check(model: nn.Module, clipped: ClippedSum, inputs: Mapping[str, Tensor], 
             "is the parameter used without calling the layer that owns it, is the first dimension of every layer's input the "
             "examples, and does every loss depend on its own example alone?"
         )
-    return loss_B[0].detach()
+    loss: Tensor = loss_B[0].detach()
+    return loss
 
 
 def _differences(clipped: ClippedSum, gradients: Sequence[Tensor | None]) -> list[tuple[str, float]]:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _gram_block(  # type: ignore[no-untyped-def]
     x, stride_t, stride_k, rows, columns, tokens, width, one,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
@@ -30,7 +30,7 @@ def _gram_block(  # type: ignore[no-untyped-def]
     return block
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def pair_of_tiles(  # type: ignore[no-untyped-def]
     a, a_stride_b, a_stride_t, a_stride_k,
     g, g_stride_b, g_stride_t, g_stride_k,

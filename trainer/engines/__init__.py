@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from trainer import distributed
-from trainer.config import EngineName, OptimizerSection
+from trainer.config import EngineName
+from trainer.config_optimizer import OptimizerSection
 from trainer.ds_config import MachineSettings
 from trainer.engines.base import Engine
 from trainer.engines.refusals import require_supported

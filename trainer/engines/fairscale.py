@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from trainer import distributed
 from trainer.activation_checkpointing import checkpoint_blocks
-from trainer.config import OptimizerSection
+from trainer.config_optimizer import OptimizerSection
 from trainer.ds_config import MachineSettings
 from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step

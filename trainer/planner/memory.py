@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH
 from trainer.clipping_mode import USABLE
-from trainer.config import EngineName, OptimizerSection
+from trainer.config import EngineName
+from trainer.config_optimizer import OptimizerSection
 from trainer.ds_config import MachineSettings
 from trainer.engines.reduction import PACKED_COORDINATES
 from trainer.engines.sharded_sums import BUCKET_COORDINATES

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.config import EngineName, OptimizerSection
+from trainer.config import EngineName
+from trainer.config_optimizer import OptimizerSection
 from trainer.ds_config import MachineSettings
 from trainer.errors import ConfigError
 from trainer.optimizers import parameter_groups

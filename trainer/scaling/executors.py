@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.loop import BUDGET_SPENT, DONE, STOPPED_EARLY
+from trainer.loop import BUDGET_SPENT, DONE
 from trainer.scaling.folder import StudyFolder
+from trainer.stopping import STOPPED_EARLY
 
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = 60.0  # train.py ends within its grace_seconds (20) and a little

@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config import EngineName, RunConfig, Section, read_toml, validated
+from trainer.config import EngineName, RunConfig, read_toml, validated
+from trainer.config_optimizer import Section
 from trainer.errors import ConfigError
 
 Label = str | int | float | bool

@@ -38,7 +38,10 @@ def vocabulary_head(module: nn.Module, x: Tensor, g: Tensor, *kept: Tensor) -> d
     num_chunks = head.num_chunks(x)
 
     def gradients() -> Iterator[tuple[slice, Tensor]]:
-        return head.logit_gradients(targets_BT, num_chunks, logsumexp_BT, g, a_BTd, weight_Vd, bias_V)
+        chunks: Iterator[tuple[slice, Tensor]] = head.logit_gradients(
+            targets_BT, num_chunks, logsumexp_BT, g, a_BTd, weight_Vd, bias_V
+        )
+        return chunks
 
     num_rows, tokens = len(weight_Vd), x.shape[1]
     gram_BTT = wide(g).new_zeros(len(x), tokens, tokens)
