@@ -29,7 +29,6 @@ Format = Literal["vg-relation", "vg-attribution", "order"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 Rule = Literal["loss", "sum", "prior"]
 RULES: tuple[Rule, ...] = get_args(Rule)
-PERTURBATIONS = ("trigrams", "within_trigrams", "words")
 
 Box = tuple[float, float, float, float]
 

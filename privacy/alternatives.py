@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from privacy.errors import PrivacyConfigError
 from privacy.keys import SamplingKey
-from privacy.sampling import CHUNK, Decided, Ids, Values, coins, truncate
+from privacy.sampling import CHUNK, Decided, Ids, Values, coins, merged
 
 _ROUNDS = 10  # of the Feistel network; balance needs four (Luby and Rackoff 1988), small domains profit from more
 
@@ -56,9 +56,7 @@ class _EpochSampler:
 
     def merge(self, slices: Sequence[Decided]) -> Ids:
         """Joins the decisions of disjoint slices in any order: sorted ids."""
-        ids = np.concatenate([part.ids for part in slices])
-        values = np.concatenate([part.values for part in slices])
-        return truncate(ids, values, self.cap)
+        return merged(slices, self.cap)
 
     @property
     def cap(self) -> int:

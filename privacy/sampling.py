@@ -117,9 +117,14 @@ class PoissonSampler:
 
     def merge(self, slices: Sequence[Decided]) -> Ids:
         """Joins the decisions of disjoint slices in any order and applies the cap: sorted ids."""
-        ids = np.concatenate([part.ids for part in slices])
-        values = np.concatenate([part.values for part in slices])
-        return truncate(ids, values, self.cap)
+        return merged(slices, self.cap)
+
+
+def merged(slices: Sequence[Decided], cap: int | None) -> Ids:
+    """The included of disjoint slices, in any order, cut to `cap`: sorted ids."""
+    ids = np.concatenate([part.ids for part in slices])
+    values = np.concatenate([part.values for part in slices])
+    return truncate(ids, values, cap)
 
 
 def truncate(ids: Ids, values: Values, cap: int | None) -> Ids:

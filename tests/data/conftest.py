@@ -1,6 +1,8 @@
 """Real shards, written by webdataset itself."""
 
 import io
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,6 +33,15 @@ def write_shard(path: Path, samples: list[dict[str, object]]) -> Path:
         for sample in samples:
             writer.write(sample)
     return path
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A small PNG that claims many pixels."""
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(100)))]
+    parts = [
+        struct.pack(">I", len(b)) + t + b + struct.pack(">I", zlib.crc32(t + b)) for t, b in [*chunks, (b"IEND", b"")]
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 @pytest.fixture(scope="session")

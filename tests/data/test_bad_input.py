@@ -3,9 +3,7 @@
 import io
 import json
 import re
-import struct
 import tarfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,7 @@ from data.reader import MAX_CAPTION_BYTES, TarReader
 from data.tokenizer import EMBEDDED_TOKENIZER
 from data.transforms import denormalize
 from data.verify import verify_sample
-from tests.data.conftest import ROOT, picture
+from tests.data.conftest import ROOT, bomb, picture
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER, train=False)
 GOOD = {"jpg": picture(1), "txt": b"good"}
@@ -30,15 +28,6 @@ def encoded(image: Image.Image, fmt: str, **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, fmt, **options)
     return buffer.getvalue()
-
-
-def bomb(width: int, height: int) -> bytes:
-    """A small PNG of many pixels."""
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(100)))]
-    parts = [
-        struct.pack(">I", len(b)) + t + b + struct.pack(">I", zlib.crc32(t + b)) for t, b in [*chunks, (b"IEND", b"")]
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 RED, GREEN = (200, 0, 0), (0, 200, 0)

@@ -3,8 +3,6 @@
 import contextlib
 import io
 import random
-import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from PIL import Image
 
 from data.errors import DecodeError
 from data.transforms import MAX_PIXELS, denormalize, eval_image, random_crop_box, train_image
-from tests.data.conftest import picture
+from tests.data.conftest import bomb, picture
 
 SIZE = 24
 
@@ -115,15 +113,6 @@ def test_tiny_and_thin_pictures(size: tuple[int, int]) -> None:
     for key in range(5):
         assert np.isfinite(train_image(data, SIZE, key)).all()
     assert colour(data) == (10, 200, 30)
-
-
-def bomb(width: int, height: int) -> bytes:
-    """A PNG that claims a size."""
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(100)))]
-    parts = [
-        struct.pack(">I", len(b)) + t + b + struct.pack(">I", zlib.crc32(t + b)) for t, b in [*chunks, (b"IEND", b"")]
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 @pytest.mark.parametrize(

@@ -109,14 +109,17 @@ def measure(width: int, depth: int, tokens: int, count: int) -> list[dict[str, A
             predicted = predict_peak(work, count)
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
-            before = _status("VmRSS")
+            before = process_memory("VmRSS")
             work(count)
-            found.append({"predicted": predicted, "measured": _status("VmHWM") - before, "case": [checkpointed, mode]})
+            found.append(
+                {"predicted": predicted, "measured": process_memory("VmHWM") - before, "case": [checkpointed, mode]}
+            )
             total.detach()
     return found
 
 
-def _status(name: str) -> int:
+def process_memory(name: str) -> int:
+    """Bytes, by the name that /proc/self/status has for them: VmRSS, VmHWM."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 

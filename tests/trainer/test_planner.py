@@ -22,6 +22,7 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.plan import make_plan
 from tests.distributed.ranks import quiet_environment
+from tests.trainer.test_memory_estimate import process_memory
 from trainer.config import RunConfig, load_config
 from trainer.ds_config import MachineSettings, load_machine_settings
 from trainer.errors import ConfigError
@@ -130,16 +131,11 @@ def measure(overrides: dict[str, int], cases: list[tuple[str, int]]) -> list[dic
     for mode, size in cases:
         total.mode = mode  # type: ignore[assignment]
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
-        before = _status("VmRSS")
+        before = process_memory("VmRSS")
         total.add_micro_batch(model, task.synthetic_inputs(size), torch.zeros(size, dtype=torch.bool))
-        measured = _status("VmHWM") - before
+        measured = process_memory("VmHWM") - before
         found.append({"case": [mode, size], "planned": planned.micro_batch(mode, size).peak, "measured": measured})  # type: ignore[arg-type]
     return found
-
-
-def _status(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
 
 
 @pytest.mark.full
