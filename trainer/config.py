@@ -19,6 +19,7 @@ from pydantic import (
 
 from privacy.adaptive_clipping import AdaptiveClipping
 from trainer.config_optimizer import OptimizerSection, ScheduleSection, Section
+from trainer.did_you_mean import did_you_mean, known_words
 from trainer.errors import ConfigError
 
 EngineName = Literal["deepspeed", "fsdp", "fairscale", "local"]
@@ -307,7 +308,7 @@ def validated(kind: type[SectionKind], tree: Mapping[str, Any], where: str) -> S
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_first_line(error)}") from error
+        raise ConfigError(f"{where}: {_first_line(kind, error)}") from error
 
 
 def _refuse_repeated(overrides: Sequence[str]) -> None:
@@ -340,14 +341,18 @@ def _value(text: str) -> Any:
         return text
 
 
-def _first_line(error: ValidationError) -> str:
-    first = error.errors()[0]
+def _first_line(kind: type[Section], error: ValidationError) -> str:
+    found = error.errors()
+    # A misspelt required key is also a missing one: what was written says more.
+    first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        return f"unknown key {where}"
+        return f"unknown key {where}" + did_you_mean(first["loc"][-1], known_words(kind, first["loc"][:-1]))
     if first["type"] == "missing":
         return f"key {where} is missing"
+    if first["type"] == "literal_error":
+        message += did_you_mean(first["input"], known_words(kind, first["loc"]))
     return f"{where}: {message}" if where else message
 
 
