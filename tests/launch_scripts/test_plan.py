@@ -179,7 +179,7 @@ def test_bad_resources_are_refused(arguments, message, monkeypatch):
         ("--recipe recipes/quickstart.toml", "names no data.num_examples"),
         ("--recipe recipes/quickstart.toml --gpu cpu", "give --ds_config"),
         ("--recipe recipes/vip_base.toml --num_steps 5", "business: change it by train.num_steps=5"),
-        ("--recipe recipes/vip_nano.toml --num_examples 5", "--num_examples is the recipe's business: change it by data."),
+        ("--recipe recipes/vip_nano.toml --num_examples 5", "change it by data.num_examples=5"),
         ("--recipe recipes/vip_nano.toml --allow_small_noise", "by privacy.allow_small_noise=true"),
         ("--recipe recipes/vip_nano.toml --cap", "always cuts batches"),
         (f"{SMALL} --noise_multiplier 1 train.num_steps=5", "give --recipe"),
