@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import (
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -54,8 +55,8 @@ class InitSection(Section):
 
     checkpoint: str
     """A checkpoint's folder, or a run folder, of which the newest is taken; relative to the project root."""
-    parts: Literal["all", "encoder"] = "all"
-    """What is taken; the rest starts at random."""
+    parts: Literal["all", "encoder", "none"] = "all"
+    """What is taken; the rest starts at random. None: the run has no [init], whatever its recipe says."""
 
 
 class DataSection(Section):
@@ -238,6 +239,11 @@ class RunConfig(Section):
     optimizer: OptimizerSection
     schedule: ScheduleSection = ScheduleSection()
     train: TrainSection
+
+    @field_validator("init")
+    @classmethod
+    def _nothing_taken_is_no_start(cls, init: InitSection | None) -> InitSection | None:
+        return None if init is not None and init.parts == "none" else init
 
     @model_validator(mode="after")
     def _streams_are_public(self) -> "RunConfig":

@@ -27,7 +27,7 @@ from trainer.announce import announce, conclude
 from trainer.audit_members import MembersLog
 from trainer.averaging import WeightAverage
 from trainer.batches import LogicalBatches
-from trainer.checkpoint import Checkpoint, newest_whole
+from trainer.checkpoint import Checkpoint, newest_checkpoint, newest_whole
 from trainer.checkpoint_writer import CheckpointWriter, Retention
 from trainer.clipping_mode import ModeChoice, choose_mode
 from trainer.compilation import compile_blocks, require_compilable
@@ -90,6 +90,9 @@ def train(
     folder = RunFolder(run_dir)
     on_main(lambda: _take(folder))
     require_shared(folder)
+    init = config.init
+    if init is not None:  # before data are hashed; a resumed run does not look at it
+        first_on_main(lambda: newest_checkpoint(folder.checkpoints) or find_checkpoint(init, root))
     task = first_on_main(lambda: make_task(config, root))
     setup = _Setup(config, machine, engine_name, folder, root, ranks, device, task)
     model = _checked_model(setup)

@@ -55,8 +55,19 @@ def find_checkpoint(config: InitSection, root: Path) -> Checkpoint:
         return Checkpoint(path)
     newest = newest_checkpoint(path / "checkpoints")
     if newest is None:
-        raise ConfigError(f"init.checkpoint {path} is neither a checkpoint nor a run folder with one")
+        raise ConfigError(
+            f"init.checkpoint {path} is neither a checkpoint nor a run folder with one{_how_to_make(path, root)}"
+        )
     return Checkpoint(newest)
+
+
+def _how_to_make(path: Path, root: Path) -> str:
+    """The command of the shipped recipe whose run has this name; recipes begin with their command."""
+    recipe = root / "recipes" / f"{path.name}.toml"
+    if not recipe.is_file():
+        return ""
+    command = recipe.read_text().partition("\n")[0].removeprefix("# ")
+    return f"; make it first: {command} (init.parts=none starts at random instead)"
 
 
 def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: ExampleTable) -> dict[str, Any]:

@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 DPCAP = [ROOT / "recipes" / f"dpcap_{size}.toml" for size in ("base", "large", "small", "tiny")]
 CALIBRATED = [path for path in RECIPES if path.stem.startswith(("dpcap_", "vip_", "finetune_"))]
+STAGE_ONE = [path for path in RECIPES if path.stem.startswith(("synthetic_dpcap", "synthetic_vip"))]
+STAGE_TWO = [path for path in RECIPES if path.stem.startswith(("dpcap_", "vip_"))]
 DPCAP_EXAMPLES = 233_804_767
 README = (ROOT / "recipes" / "README.md").read_text()
 
@@ -88,6 +90,7 @@ TINY = [
     "data.tokenizer=data/tokenizer/tokenizer.json", "data.num_workers=0", "privacy.expected_batch_size=16",
     "schedule.warmup_steps=1", "train.num_steps=2", "train.micro_batch_size=8",
 ]  # fmt: skip
+RANDOM_START = "init.parts=none"
 REDUCED = ("vip_base", "synthetic_vip_base")
 ELSEWHERE = ("quickstart", "finetune_")
 """Quickstart has a test of its own; fine-tuning needs labels (tests/trainer/test_classification.py)."""
@@ -106,6 +109,7 @@ def test_two_small_steps_of_every_recipe(path: Path, tmp_path: Path) -> None:
     """The recipe's own optimizer, schedule and kind of model on the demo, shrunk."""
     shrunk = TINY if load_config(path).model.kind == "captioner" else [x for x in TINY if "num_tokens" not in x]
     changes = [*shrunk, "data.num_examples=1000", "train.checkpoint_every=1"]
+    changes += [RANDOM_START] if path in CALIBRATED else []
     changes += ["schedule.decay_steps=4"] if path.stem.startswith("dpcap_") else []
     arguments = train_arguments(tmp_path / "run", "--engine", "local", *changes, recipe=str(path))
     result = alone(arguments)
@@ -113,6 +117,30 @@ def test_two_small_steps_of_every_recipe(path: Path, tmp_path: Path) -> None:
     assert "done: 2 steps" in result.stdout
     claim = "no formal guarantee" if path.stem.startswith("synthetic") else "epsilon"
     assert claim in result.stdout.splitlines()[-1]
+
+
+def initialised(path: Path) -> str:
+    """The run that a recipe starts from."""
+    config = load_config(path)
+    assert config.init is not None and config.init.parts == "all"
+    return config.init.checkpoint
+
+
+@pytest.mark.parametrize("path", STAGE_TWO, ids=lambda p: p.stem)
+def test_stage_two_starts_from_the_model_of_a_stage_one(path: Path) -> None:
+    """All weights fit: both recipes make one model. And stage one costs no privacy."""
+    stage_one = ROOT / "recipes" / f"{Path(initialised(path)).name}.toml"
+    assert stage_one in STAGE_ONE and f"first recipes/{stage_one.name}" in path.read_text().replace("\n# ", " ")
+    one, two = load_config(stage_one), load_config(path)
+    assert initialised(path) == f"runs/{one.name}" and one.model == two.model
+    shared = ("image_size", "num_tokens", "tokenizer")
+    assert [getattr(one.data, name) for name in shared] == [getattr(two.data, name) for name in shared]
+    assert not one.privacy.enabled and one.data.provenance == "synthetic" and two.privacy.enabled
+    assert load_config(path, [RANDOM_START]).init is None
+
+
+def test_every_stage_one_has_a_stage_two() -> None:
+    assert {f"runs/{path.stem}" for path in STAGE_ONE} == {initialised(path) for path in STAGE_TWO}
 
 
 @pytest.mark.parametrize("path", DPCAP, ids=lambda p: p.stem)
@@ -159,7 +187,7 @@ def test_the_model_fits_its_data(path: Path) -> None:
 def test_cappa_is_dpcap_base_but_for_its_share() -> None:
     def rest(name: str) -> dict[str, object]:
         tree = load_config(ROOT / f"recipes/{name}.toml").model_dump()
-        del tree["name"], tree["model"]["overrides"]
+        del tree["name"], tree["model"]["overrides"], tree["init"]
         return tree
 
     cappa = load_config(ROOT / "recipes/dpcap_cappa_base.toml")
@@ -171,7 +199,7 @@ def test_cappa_is_dpcap_base_but_for_its_share() -> None:
 RANKS = (8, 16, 32, 64, 128)
 MOST_RANKS = {
     **dict.fromkeys(("finetune_vit_base", "finetune_vit_base_lora"), 64),
-    **dict.fromkeys(("synthetic_vip_base", "synthetic_dpcap_base"), 16),
+    **dict.fromkeys((path.stem for path in STAGE_ONE), 16),
     "vip_base_batch8192": 8,
 }
 
@@ -190,7 +218,7 @@ def test_little_of_a_logical_batch_is_padding(path: Path) -> None:
 def test_the_four_differ_in_size_only() -> None:
     def rest(path: Path) -> dict[str, object]:
         tree = load_config(path).model_dump()
-        del tree["name"], tree["model"]["size"], tree["train"]["micro_batch_size"]
+        del tree["name"], tree["model"]["size"], tree["train"]["micro_batch_size"], tree["init"]
         return tree
 
     assert all(rest(path) == rest(DPCAP[0]) for path in DPCAP)
