@@ -1,9 +1,9 @@
 """Less padding: captions of like length share a micro-batch, which is cut to its longest one.
 
-For training without privacy. In exact arithmetic no gradient changes: only which examples meet in a micro-batch does, and no
-example's loss depends on its neighbours or on padding. But matrix products of another shape round differently, so that one long
-caption moves the gradients of all its neighbours: by up to 1.1 C together in bf16, and the sensitivity is C no longer. Shapes also
-follow the sample: timings and memory of such a run are as private as its data (contract 12).
+For training without privacy. In exact arithmetic no gradient changes: only which examples meet in a micro-batch does, and
+no example's loss depends on its neighbours or on padding. But matrix products of another shape round differently, so that one
+long caption moves the gradients of all its neighbours: by up to 1.1 C together in bf16, and the sensitivity is C no longer.
+Shapes also follow the sample: timings and memory of such a run are as private as its data (contract 12).
 """
 
 import numpy as np
