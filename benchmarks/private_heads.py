@@ -4,6 +4,7 @@
 
 1,200 training and 597 test images. A public, data-independent scaling (middle grey subtracted) is all that the features see.
 Options of the methods were chosen on these public data by hand; a private data set has to take them from elsewhere.
+`dp-sgd` is the trainer's own mechanism on the same features (benchmarks/dp_sgd_head.py).
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from sklearn.datasets import load_digits
 
+from benchmarks.dp_sgd_head import SgdOptions, sgd_plan, train_sgd_head
 from evaluation.linear_probe import LarsOptions, cross_validated_regression, lars_probe
 from evaluation.private_head import sweep
+from evaluation.private_head.methods import accuracy
 from trainer.run_folder import environment
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -29,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dp-fc": {"max_grad_norm": 0.3, "num_steps": 5},
     "dp-gd": {},
 }
+SGD = SgdOptions()
 DELTA = 1e-5
 TRAIN = 1200
 LARS_TRUST = 0.03
@@ -42,6 +47,23 @@ def digits() -> sweep.HeadData:
     return sweep.HeadData(x_ND[:TRAIN], y_N[:TRAIN], x_ND[TRAIN:], y_N[TRAIN:], 10)
 
 
+def by_sgd(data: sweep.HeadData, repeats: int) -> tuple[list[dict[str, Any]], float]:
+    """Rows as `sweep.summary` has them, with sigma; and the accuracy of the same without noise."""
+    rows = []
+    for epsilon in sweep.EPSILONS:
+        plan = sgd_plan(len(data.y_N), SGD, epsilon, DELTA)
+        assert plan.epsilon_planned is not None and plan.epsilon_planned <= epsilon
+        weights = [train_sgd_head(data.x_ND, data.y_N, data.num_classes, SGD, plan) for _ in range(repeats)]
+        scores = [accuracy(weights_LD, data.x_test_ND, data.y_test_N) for weights_LD in weights]
+        mean, std = float(np.mean(scores)), float(np.std(scores, ddof=1))
+        rows.append({
+            "method": "dp-sgd", "epsilon": epsilon, "accuracy": mean, "std": std,
+            "noise_multiplier": plan.noise_multiplier, "epsilon_planned": plan.epsilon_planned,
+        })  # fmt: skip
+    clean_LD = train_sgd_head(data.x_ND, data.y_N, data.num_classes, SGD, plan, noisy=False)
+    return rows, accuracy(clean_LD, data.x_test_ND, data.y_test_N)
+
+
 def measure(repeats: int, plot: Path | None) -> dict[str, Any]:
     """The record."""
     start, data = time.perf_counter(), digits()
@@ -49,13 +71,15 @@ def measure(repeats: int, plot: Path | None) -> dict[str, Any]:
         request = sweep.HeadRequest(tuple(OPTIONS), sweep.EPSILONS, Path(folder), DELTA, repeats, OPTIONS)
         heads = sweep.train_heads(data, request)
         _, together, delta = sweep.spent_in(request.folder)
-    rows = sweep.summary(heads)
+    sgd_rows, sgd_without_noise = by_sgd(data, repeats)
+    rows = [*sweep.summary(heads), *sgd_rows]
     head, validation = cross_validated_regression(data.x_ND, data.y_N, 10)
     lars = lars_probe(
         (data.x_ND, data.y_N), (data.x_test_ND, data.y_test_N), 10, LarsOptions(trust_coefficient=LARS_TRUST)
     )
     regression = head.accuracy(data.x_test_ND, data.y_test_N)
-    baselines = {**sweep.without_privacy(data, request), "regression without privacy": regression}
+    without_noise = {**sweep.without_privacy(data, request), "dp-sgd": sgd_without_noise}
+    baselines = {**without_noise, "regression without privacy": regression}
     if plot is not None:
         title = f"Digits, {TRAIN} training images, delta {DELTA:g}, {repeats} heads each"
         sweep.plot(rows, baselines, title, plot)
@@ -67,9 +91,9 @@ def measure(repeats: int, plot: Path | None) -> dict[str, Any]:
         "num_test": len(data.y_test_N),
         "delta": DELTA,
         "repeats": repeats,
-        "options": OPTIONS,
+        "options": {**OPTIONS, "dp-sgd": asdict(SGD)},
         "accuracy": rows,
-        "without_noise": {name: baselines[name] for name in OPTIONS},
+        "without_noise": without_noise,
         "without_privacy": {
             "regression_lbfgs": regression,
             "ridge": max(validation, key=lambda r: (round(validation[r], 12), r)),
@@ -78,7 +102,7 @@ def measure(repeats: int, plot: Path | None) -> dict[str, Any]:
             "lars_trust_coefficient": LARS_TRUST,
         },
         "largest_epsilon_over_target": max((h.epsilon or float("inf")) / h.target_epsilon for h in heads),
-        "all_heads_together": {"num_heads": len(heads), "epsilon": together, "delta": delta},
+        "all_heads_together_but_dp_sgd": {"num_heads": len(heads), "epsilon": together, "delta": delta},
         "seconds": round(time.perf_counter() - start, 1),
         "command": "python benchmarks/private_heads.py " + " ".join(sys.argv[1:]),
         "commit": facts["commit"],

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evaluation.private_head.methods import METHODS, accuracy
+from evaluation.private_head.methods import accuracy
 from evaluation.private_head.run import GIVEN_FEATURES, train_head, without_noise
 from privacy.accounting import epsilon_gaussian
 from privacy.ledger_format import read_ledger
@@ -147,7 +147,7 @@ def plot(rows: Sequence[dict[str, Any]], baselines: dict[str, float], title: str
         axes.errorbar(*points, yerr=spread, marker="o", capsize=3, color=f"C{number}", label=method)
         if method in baselines:
             axes.axhline(baselines[method], color=f"C{number}", linestyle="--", linewidth=0.8)
-    for name in sorted(baselines.keys() - METHODS.keys()):
+    for name in sorted(baselines.keys() - {row["method"] for row in rows}):
         axes.axhline(baselines[name], color="black", linestyle=":", label=name)
     axes.set(xscale="log", ylim=(0, 1), xlabel="epsilon of one head", ylabel="test accuracy", title=title)
     ticks = sorted({row["epsilon"] for row in rows})
