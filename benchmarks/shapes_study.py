@@ -3,15 +3,17 @@
     python benchmarks/shapes_study.py --output benchmarks/results/2026-11-22-shapes
 
 makes 20,000 pairs (`prepare.py synthetic --content shapes`), trains recipes/synthetic_shapes.toml and recipes/shapes_dp.toml on
-them (about ten processor minutes each), and asks both and the untrained model what new pictures show:
+them (about 5 and 18 processor minutes), and asks both and the untrained model what new pictures show:
 
 * zero-shot: which of 120 names (12 colours times 10 shapes) fits the picture of one shape;
 * choices between captions of equal length: another colour (11 ways), another shape (9), relation and who has which colour (7),
   order of three (6); see evaluation/synthetic_tests.py.
 
-Every test asks for the likeliest caption; p is the chance that guessing does as well (one-sided binomial test). Test pictures
-have a seed of their own. What is there is not trained again; --evaluate_only trains nothing. Writes OUTPUT.json, .md, .png and
-the first test pictures with the captions of each model.
+Every test asks for the likeliest caption; p is the chance that guessing does as well (one-sided binomial test), and, against the
+best of several models with random weights, that equal models differ so much (Fisher's exact test, one-sided). Test pictures
+have a seed of their own, apart from training, from the held-out pairs that training shows, and from the pictures of --validation,
+which are for choosing recipes. What is there is not trained again; --evaluate_only trains nothing. Writes OUTPUT.json, .md, .png
+and the first test pictures with the captions of each model.
 """
 
 import argparse
@@ -25,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from scipy.stats import binomtest
+from scipy.stats import binomtest, fisher_exact
 
 from data.synthetic.generate import SyntheticData
 from data.synthetic.write import encode
@@ -41,7 +43,9 @@ from trainer.open_model import OpenedModel, open_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, HELDOUT = ROOT / "runs" / "shapes-data", ROOT / "runs" / "shapes-heldout"
-TEST_SEED = 1 << 40
+PICTURE_SIZE = 64
+"""Pixels of the drawn pictures, in training and in tests; the model's own size may be another."""
+TEST_SEED, VALIDATION_SEED = 1 << 40, 1 << 41
 UNTRAINED = 8
 RUNS = {"non-private": "synthetic_shapes", "epsilon 8": "shapes_dp"}
 
@@ -50,12 +54,18 @@ def commands() -> list[list[str]]:
     """Data, then both runs; held-out pairs of another seed show their progress."""
 
     def pairs(count: int, seed: int, output: Path) -> list[str]:
-        options = {"content": "shapes", "num_examples": count, "image_size": 64, "seed": seed, "backend": "numpy"}
+        options = {
+            "content": "shapes",
+            "num_examples": count,
+            "image_size": PICTURE_SIZE,
+            "seed": seed,
+            "backend": "numpy",
+        }
         told = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         return ["launch_scripts/prepare.py", "synthetic", *told, "--output", str(output.relative_to(ROOT))]
 
     found = [pairs(20000, 0, DATA), pairs(500, 1, HELDOUT)]
-    for name, every, count in (("synthetic_shapes", 500, 300), ("shapes_dp", 25, 200)):
+    for name, every, count in (("synthetic_shapes", 500, 300), ("shapes_dp", 50, 200)):
         found.append(
             ["launch_scripts/train.py", "--ds_config", "ds_configs/zero1.json", "--recipe", f"recipes/{name}.toml",
              "--engine", "local", f"heldout.shards={HELDOUT.relative_to(ROOT)}/*.tar", "heldout.is_public=true",
@@ -71,9 +81,9 @@ def train() -> None:
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
 
 
-def asked(model: Captioner, tokenizer: CaptionTokenizer, size: int, count: int) -> dict[str, Any]:
-    """All tests of one model: accuracy, chance, p."""
-    data = SyntheticData(TEST_SEED, size, "numpy", "shapes")
+def asked(model: Captioner, tokenizer: CaptionTokenizer, seed: int, count: int) -> dict[str, Any]:
+    """All tests of one model on pictures of this seed: accuracy, chance, p."""
+    data, size = SyntheticData(seed, PICTURE_SIZE, "numpy", "shapes"), model.config.encoder.image_size
     found: dict[str, Any] = {}
     images, labels_N = shape_images(data, 2 * count)
     batches = [
@@ -96,14 +106,14 @@ def asked(model: Captioner, tokenizer: CaptionTokenizer, size: int, count: int) 
     return found
 
 
-def untrained(opened: OpenedModel, tokenizer: CaptionTokenizer, size: int, count: int) -> dict[str, Any]:
+def untrained(opened: OpenedModel, tokenizer: CaptionTokenizer, seed: int, count: int) -> dict[str, Any]:
     """Per test the best of several models with random weights.
 
     One model answers pictures of the same colour alike, so by luck of its weights it may be right more, or less, often than
     independent guesses: p knows nothing of that.
     """
-    builds = (opened.task.build(torch.Generator().manual_seed(seed)).eval() for seed in range(UNTRAINED))
-    found = [asked(model, tokenizer, size, count) for model in builds]
+    builds = (opened.task.build(torch.Generator().manual_seed(weights)).eval() for weights in range(UNTRAINED))
+    found = [asked(model, tokenizer, seed, count) for model in builds]
     best = {test: max((one[test] for one in found), key=lambda r: r["right"]) for test in found[0]}
     return {"seeds": UNTRAINED, "accuracies": {t: [one[t]["accuracy"] for one in found] for t in best}, "results": best}
 
@@ -121,18 +131,24 @@ def result(right: int, tests: int, ways: int) -> dict[str, Any]:
     }
 
 
+def beats(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """p of the first model's being right so much more often if both were equally good."""
+    table = [[model["right"], model["tests"] - model["right"]] for model in (one, other)]
+    return float(fisher_exact(table, alternative="greater").pvalue)
+
+
 def study(args: argparse.Namespace) -> dict[str, Any]:
     """The record; writes the grids of captions beside."""
     if not args.evaluate_only:
         train()
     said = [" ".join(["python", *command]) for command in commands()]
-    record: dict[str, Any] = {"study": "shapes", "commands": said, "models": {}}
+    seed = VALIDATION_SEED if args.validation else TEST_SEED
+    record: dict[str, Any] = {"study": "shapes", "commands": said, "picture_seed": seed, "models": {}}
     for (label, name), run_dir in zip(RUNS.items(), args.run_dirs, strict=True):
         opened = open_model(run_dir)
         model, tokenizer = opened.model, opened.task.make_example(train=False).tokenizer
-        size = model.config.encoder.image_size
         if "untrained" not in record["models"]:
-            record["models"]["untrained"] = untrained(opened, tokenizer, size, args.tests // 2)
+            record["models"]["untrained"] = untrained(opened, tokenizer, seed, args.tests // 2)
         facts = {"run": name, "step": opened.manifest["step"], "formal_guarantee": opened.manifest["formal_guarantee"]}
         if facts["formal_guarantee"]:
             state = read_snapshot(run_dir / "ledger.jsonl").state
@@ -142,15 +158,18 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
                 "noise_multiplier": state.plan.noise_multiplier,
             }
         facts["recipe"] = (ROOT / "recipes" / f"{name}.toml").read_text()
-        record["models"][label] = {**facts, "results": asked(model, tokenizer, size, args.tests)}
-        grid(model, tokenizer, size, args.output.with_name(f"{args.output.name}-{name}-captions.png"))
+        results = asked(model, tokenizer, seed, args.tests)
+        for test, best in record["models"]["untrained"]["results"].items():
+            results[test]["p_against_untrained"] = beats(results[test], best)
+        record["models"][label] = {**facts, "results": results}
+        grid(model, tokenizer, seed, args.output.with_name(f"{args.output.name}-{name}-captions.png"))
     return record
 
 
-def grid(model: Captioner, tokenizer: CaptionTokenizer, size: int, path: Path) -> None:
+def grid(model: Captioner, tokenizer: CaptionTokenizer, seed: int, path: Path) -> None:
     """Greedy captions of the first test pictures."""
-    examples = SyntheticData(TEST_SEED, size, "numpy", "shapes").examples(range(24))
-    images = np.stack([eval_image(encode(example, "png"), size) for example in examples])
+    examples = SyntheticData(seed, PICTURE_SIZE, "numpy", "shapes").examples(range(24))
+    images = np.stack([eval_image(encode(example, "png"), model.config.encoder.image_size) for example in examples])
     captions = CaptionWriter(model, tokenizer, CaptionOptions())(images)
     picture_grid(list(images), [caption.text for caption in captions]).save(path)
 
@@ -163,9 +182,11 @@ def markdown(record: dict[str, Any], output: str) -> str:
     lines = [
         "# What a small captioner sees of synthetic shapes", "",
         f"`python benchmarks/shapes_study.py --output {output}`", "",
-        "20,000 pairs at 64 pixels. Accuracy of the likeliest caption, in brackets times chance and p of guessing. A model "
-        f"answers pictures of one colour alike, so p understates luck: of {UNTRAINED} models with random weights the best "
-        "stands beside (half as many tests).", "",
+        f"20,000 pairs, drawn at {PICTURE_SIZE} pixels; one run each. Accuracy of the likeliest caption, in brackets times "
+        "chance and p of guessing. A model answers pictures of one colour alike, so p understates luck: of "
+        f"{UNTRAINED} models with random weights the best stands beside (half as many tests).", "",
+        f"Pictures of {'validation' if record['picture_seed'] == VALIDATION_SEED else 'the test'}. Recipes were chosen by other "
+        "pictures than those of the test; epsilon is that of the one private run and does not cover that choice.", "",
         f"| test | ways | tests | {names} |", "|---" * (3 + len(models)) + "|",
     ]  # fmt: skip
     for test, first in models["untrained"]["results"].items():
@@ -177,16 +198,18 @@ def markdown(record: dict[str, Any], output: str) -> str:
         lines.append(f"| {test} | {first['ways']} | {tests} | " + " | ".join(cells) + " |")
     plain, private = models["non-private"]["results"], models["epsilon 8"]["results"]
     below = [test for test, one in plain.items() if one["times_chance"] < 3]
-    lucky = models["untrained"]["results"]
     unseen = [test for test, one in private.items() if one["p"] >= 0.01]
-    unclear = [t for t, one in private.items() if t not in unseen and one["accuracy"] <= 1.25 * lucky[t]["accuracy"]]
+    unclear = [test for test, one in private.items() if test not in unseen and one["p_against_untrained"] >= 0.01]
     guarantee = models["epsilon 8"]
     lines += [
         "", f"Non-private: at least 3 times chance in all tests{' but ' + ', '.join(below) if below else ''}.", "",
         f"With differential privacy (epsilon {guarantee['epsilon']:.4f} at delta {guarantee['delta']:g} by the run's ledger): "
         f"above chance with p < 0.01 in {len(private) - len(unseen)} of {len(private)} tests"
         f"{'; not in ' + ', '.join(unseen) if unseen else ''}."
-        f"{' Little or nothing above what luck gave random weights: ' + ', '.join(unclear) + '.' if unclear else ''}", "",
+        f"{' Not clearly above what luck gave random weights: ' + ', '.join(unclear) + '.' if unclear else ''}", "",
+        f"Above the best of the untrained models with p < 0.01 in "
+        f"{sum(one['p_against_untrained'] < 0.01 for one in private.values())} of {len(private)} tests (largest p "
+        f"{max(one['p_against_untrained'] for one in private.values()):.1g}).", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -221,11 +244,14 @@ def main() -> None:
     """Runs the study and writes its record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="PREFIX", help="of the files that are written")
-    parser.add_argument("--tests", type=int, default=1000, help="of each kind; zero-shot takes twice as many")
+    parser.add_argument("--tests", type=int, default=4000, help="of each kind; zero-shot takes twice as many")
     parser.add_argument(
         "--run_dirs", type=Path, nargs=2, default=[ROOT / "runs" / name for name in RUNS.values()], metavar="DIR",
         help="to evaluate: without privacy, and with it (default: those that are trained)",
     )  # fmt: skip
+    parser.add_argument(
+        "--validation", action="store_true", help="other pictures than those of the test, to choose recipes by"
+    )
     parser.add_argument("--evaluate_only", action="store_true", help="of runs that are there")
     args = parser.parse_args()
     torch.set_num_threads(1)
