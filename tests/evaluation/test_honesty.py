@@ -18,13 +18,12 @@ from data.tar_writer import write_shard
 from evaluation.private_head.sweep import spent_in
 from evaluation.sources import encode_png
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger import Ledger
 from privacy.plan import make_plan
 from tests.evaluation.commands import ROOT, evaluate
 from tests.evaluation.digits import save_digits
 from tests.evaluation.test_private_head_command import exact_delta, spent
 from tests.evaluation.tiny_models import pictures
-from tests.privacy.ledger_files import PLAN, take_step
+from tests.privacy.ledger_files import PLAN, break_ledger, foreign_ledger, remove_ledger, roll_back
 from tests.trainer.trained_runs import recipe, trained
 from trainer.export import export
 from trainer.import_weights import import_weights
@@ -61,29 +60,6 @@ def probe(run: Evaluate, checkpoint: Path, folder: Path) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def break_ledger(run: Path) -> None:
-    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
-    (run / "ledger.jsonl").write_text("".join([*lines[:2], lines[2].replace('"step":1', '"step":2'), *lines[3:]]))
-
-
-def roll_back(run: Path) -> None:
-    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
-    (run / "ledger.jsonl").write_text("".join(lines[:-2]))
-
-
-def remove_ledger(run: Path) -> None:
-    (run / "ledger.jsonl").unlink()
-
-
-def another_ledger(run: Path) -> None:
-    remove_ledger(run)
-    ledger = Ledger.create(run / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "cd" * 32})
-    ledger.start_session({"commit": "abc"})
-    for step in (1, 2, 3):
-        take_step(ledger, step)
-    ledger.release()
-
-
 def test_a_whole_ledger_is_what_states_epsilon(run: Evaluate, whole: Path, tmp_path: Path) -> None:
     record = probe(run, whole, tmp_path)
     model = record["model"]
@@ -96,7 +72,7 @@ def test_a_whole_ledger_is_what_states_epsilon(run: Evaluate, whole: Path, tmp_p
     [
         (break_ledger, "the ledger beside it is broken"),
         (roll_back, "of another run, or was rolled back"),
-        (another_ledger, "of another run, or was rolled back"),
+        (foreign_ledger, "of another run, or was rolled back"),
         (remove_ledger, "there is no ledger beside it"),
     ],
 )

@@ -24,34 +24,15 @@ from torch import Tensor
 from data.transforms import eval_image
 from evaluation.captions import CaptionOptions, CaptionWriter
 from evaluation.sources import encode_png
-from launch_scripts import export as script
 from privacy.plan import make_plan
+from tests.launch_scripts.conftest import Run
 from tests.launch_scripts.test_export import EPSILON, statements
 from tests.models import test_convert_dpcap as dpcap
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Payload, published
 from tests.trainer.trained_runs import recipe, trained
-from trainer.cli import run_command
 from trainer.open_model import open_model
 
-Run = Callable[..., str]
 VIP = ("--num_heads", HEADS, "--decoder_heads", DECODER_HEADS)
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs export.py in this process; returns what it printed, one line where it refuses."""
-
-    def run(*arguments: object, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            run_command(script.main)
-        said = capsys.readouterr()
-        assert ended.value.code == code, said.err
-        if code:
-            assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
-        return said.err if code else said.out
-
-    return run
 
 
 def words(folder: Path) -> Path:

@@ -17,16 +17,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from launch_scripts import export as script
 from models.converters.native import load_model
-from privacy.ledger import Ledger
 from privacy.plan import make_plan
 from privacy.report_text import rounded_up
+from tests.launch_scripts.conftest import Run
 from tests.models import test_convert_dpcap as dpcap
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Plain, examples, published
-from tests.privacy.ledger_files import PLAN, take_step
+from tests.privacy.ledger_files import PLAN, break_ledger, foreign_ledger, remove_ledger, roll_back
 from tests.trainer.trained_runs import SECRET, recipe, trained
-from trainer.cli import run_command
 from trainer.config import InitSection
 from trainer.errors import ConfigError
 from trainer.open_model import open_model
@@ -34,7 +32,6 @@ from trainer.warm_start import find_checkpoint, initialisation_facts, load_start
 
 ROOT = Path(__file__).resolve().parents[2]
 EPSILON = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)
-Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +39,6 @@ def captioner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A private run of a captioner; its run folder."""
     run = tmp_path_factory.mktemp("runs") / "captions"
     trained(run, recipe())
-    return run
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs export.py in this process; returns what it printed."""
-
-    def run(*arguments: object, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            run_command(script.main)
-        said = capsys.readouterr()
-        assert ended.value.code == code, said.err
-        if code:
-            assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
-            return said.err
-        return said.out
-
     return run
 
 
@@ -125,29 +104,6 @@ def test_the_exported_captioner_needs_nothing_of_the_project(captioner: Path, co
     )
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], expected, atol=1e-5, rtol=1e-5)
-
-
-def break_ledger(run: Path) -> None:
-    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
-    (run / "ledger.jsonl").write_text("".join([*lines[:2], lines[2].replace('"step":1', '"step":2'), *lines[3:]]))
-
-
-def roll_back(run: Path) -> None:
-    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
-    (run / "ledger.jsonl").write_text("".join(lines[:-2]))
-
-
-def remove_ledger(run: Path) -> None:
-    (run / "ledger.jsonl").unlink()
-
-
-def foreign_ledger(run: Path) -> None:
-    remove_ledger(run)
-    ledger = Ledger.create(run / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "cd" * 32})
-    ledger.start_session({"commit": "abc"})
-    for step in (1, 2, 3):
-        take_step(ledger, step)
-    ledger.release()
 
 
 @pytest.mark.parametrize(

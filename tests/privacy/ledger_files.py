@@ -1,5 +1,7 @@
 """Small ledgers for tests."""
 
+from pathlib import Path
+
 import pytest
 
 from privacy.errors import PrivacyStateRefused
@@ -50,3 +52,26 @@ def refused(path, match=None, mirror=None):
         Ledger.open(path, mirror)
     assert error.value.exit_code == 4
     assert "\n" not in str(error.value)
+
+
+def break_ledger(run: Path) -> None:
+    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (run / "ledger.jsonl").write_text("".join([*lines[:2], lines[2].replace('"step":1', '"step":2'), *lines[3:]]))
+
+
+def roll_back(run: Path) -> None:
+    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (run / "ledger.jsonl").write_text("".join(lines[:-2]))
+
+
+def remove_ledger(run: Path) -> None:
+    (run / "ledger.jsonl").unlink()
+
+
+def foreign_ledger(run: Path) -> None:
+    remove_ledger(run)
+    ledger = Ledger.create(run / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "cd" * 32})
+    ledger.start_session({"commit": "abc"})
+    for step in (1, 2, 3):
+        take_step(ledger, step)
+    ledger.release()
