@@ -38,6 +38,7 @@ def compare(tmp_path: Path, url: str, steps: int) -> None:
     assert remote_weights == weights
 
 
+@pytest.mark.full
 def test_the_same_run_over_ranges(tmp_path: Path) -> None:
     with range_server(DEMO) as server:
         compare(tmp_path, server.url, 2)
