@@ -33,14 +33,13 @@ def training_data_facts(config: RunConfig, table: ExampleTable, resumed: Checkpo
         ConfigError: data that were private before a resume are private no more.
     """
     provenance = config.data.provenance
-    before = None if resumed is None else resumed.manifest.get("training_data", {}).get("provenance")
-    if before == "private" and provenance != before:
-        raise ConfigError(
-            f"data.provenance is {provenance}, but {resumed.path if resumed else ''} was trained on the same data as "
-            "private: set it back, or start another run folder"
-        )
     if provenance == "private":
         return {"provenance": provenance}
+    if resumed is not None and resumed.manifest.get("training_data", {}).get("provenance") == "private":
+        raise ConfigError(
+            f"data.provenance is {provenance}, but {resumed.path} was trained on the same data as private: set it back, or "
+            "start another run folder"
+        )
     return {"provenance": provenance, "shards": sorted(entry.sha256[:_HASH_DIGITS] for entry in table.entries)}
 
 

@@ -23,7 +23,7 @@ from tests.evaluation.commands import ROOT, evaluate
 from tests.evaluation.digits import save_digits
 from tests.evaluation.test_private_head_command import exact_delta, spent
 from tests.evaluation.tiny_models import pictures
-from tests.privacy.ledger_files import PLAN, break_ledger, foreign_ledger, remove_ledger, roll_back
+from tests.privacy.ledger_files import NOT_ATTESTED, PLAN, remove_ledger
 from tests.trainer.trained_runs import recipe, trained
 from trainer.export import export
 from trainer.import_weights import import_weights
@@ -67,15 +67,7 @@ def test_a_whole_ledger_is_what_states_epsilon(run: Evaluate, whole: Path, tmp_p
     assert model["epsilon"] == pytest.approx(PLAN.epsilon_after(3)) and record["formal_guarantee"] is False
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (break_ledger, "the ledger beside it is broken"),
-        (roll_back, "of another run, or was rolled back"),
-        (foreign_ledger, "of another run, or was rolled back"),
-        (remove_ledger, "there is no ledger beside it"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "reason"), NOT_ATTESTED)
 def test_a_manifest_alone_proves_nothing(
     run: Evaluate, whole: Path, tmp_path: Path, damage: Callable[[Path], None], reason: str
 ) -> None:

@@ -23,7 +23,7 @@ from privacy.report_text import rounded_up
 from tests.launch_scripts.conftest import Run
 from tests.models import test_convert_dpcap as dpcap
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Plain, examples, published
-from tests.privacy.ledger_files import PLAN, break_ledger, foreign_ledger, remove_ledger, roll_back
+from tests.privacy.ledger_files import NOT_ATTESTED, PLAN
 from tests.trainer.trained_runs import SECRET, recipe, trained
 from trainer.config import InitSection
 from trainer.errors import ConfigError
@@ -106,15 +106,7 @@ def test_the_exported_captioner_needs_nothing_of_the_project(captioner: Path, co
     torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (break_ledger, "the ledger beside it is broken"),
-        (roll_back, "of another run, or was rolled back"),
-        (foreign_ledger, "of another run, or was rolled back"),
-        (remove_ledger, "there is no ledger beside it"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "reason"), NOT_ATTESTED)
 def test_without_a_whole_ledger_nothing_is_attested(
     captioner: Path, command: Run, tmp_path: Path, damage: Callable[[Path], None], reason: str
 ) -> None:

@@ -75,3 +75,12 @@ def foreign_ledger(run: Path) -> None:
     for step in (1, 2, 3):
         take_step(ledger, step)
     ledger.release()
+
+
+NOT_ATTESTED = [
+    (break_ledger, "the ledger beside it is broken"),
+    (roll_back, "of another run, or was rolled back"),
+    (foreign_ledger, "of another run, or was rolled back"),
+    (remove_ledger, "there is no ledger beside it"),
+]
+"""What befell a run's ledger, and why its checkpoints are not attested then."""
