@@ -26,7 +26,7 @@ from torch import Tensor, nn  # noqa: E402
 from models.captioner import build_captioner  # noqa: E402
 from models.config import captioner_config  # noqa: E402
 from privacy.clipping import ClippedSum  # noqa: E402
-from trainer.compilation import BACKEND, CompileCounts, compile_counts, require_compiler  # noqa: E402
+from trainer.engines.compilation import BACKEND, CompileCounts, compile_counts, require_compiler  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 
 Step = Callable[[], None]

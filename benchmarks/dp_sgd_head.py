@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from privacy.clipping.clipped_sum import ClippedSum
 from privacy.clipping.norms import SENSITIVITY_SLACK
-from privacy.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
 from privacy.noise import SystemNoise, add_noise
 from privacy.plan import PrivacyPlan, make_plan
+from privacy.sampling.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
 
 
 @dataclass(frozen=True)

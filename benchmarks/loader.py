@@ -30,15 +30,15 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from benchmarks.synthetic_shards import write_tiny_shards  # noqa: E402
-from data.examples import CaptionExample  # noqa: E402
-from data.index_build import build_index  # noqa: E402
-from data.loader import Loader, StepPlan  # noqa: E402
-from data.pool import worker_pool  # noqa: E402
-from data.reader import IMAGE_EXTENSIONS, RawExample, TarReader  # noqa: E402
-from data.shards import expand_shards  # noqa: E402
-from data.tar_index import ExampleTable  # noqa: E402
-from data.tokenizer import EMBEDDED_TOKENIZER  # noqa: E402
-from privacy.sampling import PoissonSampler, assign, default_cap, example_keys, slice_bounds  # noqa: E402
+from data.examples.examples import CaptionExample  # noqa: E402
+from data.examples.tokenizer import EMBEDDED_TOKENIZER  # noqa: E402
+from data.index.build import build_index  # noqa: E402
+from data.index.shards import expand_shards  # noqa: E402
+from data.index.tar_index import ExampleTable  # noqa: E402
+from data.reading.loader import Loader, StepPlan  # noqa: E402
+from data.reading.pool import worker_pool  # noqa: E402
+from data.reading.reader import IMAGE_EXTENSIONS, RawExample, TarReader  # noqa: E402
+from privacy.sampling.poisson import PoissonSampler, assign, default_cap, example_keys, slice_bounds  # noqa: E402
 
 MAKE = CaptionExample(image_size=224, num_tokens=40, tokenizer_path=EMBEDDED_TOKENIZER)
 MICRO_BATCH = 32

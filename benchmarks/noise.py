@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from privacy.accounting.noise_tail import NOISE_SOURCES
 from privacy.noise import noise_source
-from privacy.noise_tail import NOISE_SOURCES
 
 
 def samples_per_second(name: str, device: torch.device, count: int, repeats: int) -> float:

@@ -25,7 +25,7 @@ from benchmarks.dp_sgd_head import SgdOptions, sgd_plan, train_sgd_head
 from evaluation.linear_probe import LarsOptions, cross_validated_regression, lars_probe
 from evaluation.private_head import sweep
 from evaluation.private_head.methods import accuracy
-from trainer.run_folder import environment
+from trainer.run.folder import environment
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "dp-ls": {},

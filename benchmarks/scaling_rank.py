@@ -26,14 +26,14 @@ from models.config import captioner_config  # noqa: E402
 from privacy.clipping import ClippedSum  # noqa: E402
 from privacy.clipping.accumulators import LocalSums  # noqa: E402
 from privacy.noise import noise_source  # noqa: E402
-from trainer import distributed  # noqa: E402
-from trainer.config import OptimizerSection, ScheduleSection  # noqa: E402
-from trainer.ds_config import load_machine_settings  # noqa: E402
+from trainer.config.machine import load_machine_settings  # noqa: E402
+from trainer.config.recipe import OptimizerSection, ScheduleSection  # noqa: E402
 from trainer.engines import build_engine  # noqa: E402
 from trainer.engines.sharded_sums import ShardedSums  # noqa: E402
-from trainer.loop import train_step  # noqa: E402
+from trainer.loop.fit import train_step  # noqa: E402
 from trainer.optimizers.adam_bc import NoiseVariance  # noqa: E402
-from trainer.ranks import discover_ranks  # noqa: E402
+from trainer.ranks import distributed  # noqa: E402
+from trainer.ranks.discovery import discover_ranks  # noqa: E402
 
 MODEL: dict[str, Any] = {
     "image_size": 96, "patch_size": 8, "vocab_size": 4000, "num_tokens": 24, "encoder_width": 192, "encoder_depth": 8,

@@ -29,17 +29,17 @@ import numpy as np
 import torch
 from scipy.stats import binomtest, fisher_exact
 
+from data.examples.tokenizer import CaptionTokenizer
+from data.examples.transforms import eval_image
 from data.synthetic.generate import SyntheticData
 from data.synthetic.write import encode
-from data.tokenizer import CaptionTokenizer
-from data.transforms import eval_image
 from evaluation.captions import CaptionOptions, CaptionWriter, picture_grid
 from evaluation.compositional import Answers, choose
 from evaluation.synthetic_tests import SHAPE_CLASSES, SHAPE_GROUPS, shape_choices, shape_images
 from evaluation.zero_shot import Prompts, accuracy, log_probs_of
 from models.captioner import Captioner
-from privacy.report import read_snapshot
-from trainer.open_model import OpenedModel, open_model
+from privacy.card.report import read_snapshot
+from trainer.weights.open_model import OpenedModel, open_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, HELDOUT = ROOT / "runs" / "shapes-data", ROOT / "runs" / "shapes-heldout"

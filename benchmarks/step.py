@@ -41,8 +41,8 @@ from benchmarks.workloads import (  # noqa: E402
     Workload,
     make_step,
 )
-from trainer.allocator import keep_freed_memory  # noqa: E402
 from trainer.planner.probe import count_flops  # noqa: E402
+from trainer.run.allocator import keep_freed_memory  # noqa: E402
 
 OPACUS_ROUNDS = 2
 """Opacus is slow, and twice or thrice the time needs no third digit."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from data.demo_words import TRANSLATIONS
-from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from evaluation.scoring import PrefixTree, encoded_captions, own_log_probs, tree_log_probs
 from models.captioner import Captioner, build_captioner
 from models.config import captioner_config

@@ -18,8 +18,8 @@ from PIL import Image, ImageChops
 
 from data.demo_captions import Captioner, Metadata, read_metadata
 from data.errors import DataError
-from data.tar_writer import write_shard
-from data.transforms import to_rgb
+from data.examples.transforms import to_rgb
+from data.index.tar_writer import write_shard
 
 IMAGE_SIZE = 96
 MAX_IMAGE_BYTES = 1536  # three tar blocks

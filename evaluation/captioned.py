@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from data.errors import DataError, DecodeError, ReadError
-from data.reader import TarReader
-from data.shards import find_shards
-from data.transforms import eval_image
+from data.examples.transforms import eval_image
+from data.index.shards import find_shards
+from data.reading.reader import TarReader
 from evaluation.sources import FOLDER_EXTENSIONS, ReadingOptions, shard_table
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from data.examples.tokenizer import CaptionTokenizer
+from data.examples.transforms import denormalize
 from data.synthetic.sheet import contact_sheet
-from data.tokenizer import CaptionTokenizer
-from data.transforms import denormalize
 from models.captioner import Captioner
 from models.search import Generated, beam_captions, sampled_captions
 from trainer.errors import ConfigError

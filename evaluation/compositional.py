@@ -20,8 +20,8 @@ from scipy.stats import binomtest
 from torch import Tensor
 
 from data.errors import DataError, DecodeError
-from data.tokenizer import CaptionTokenizer
-from data.transforms import eval_image
+from data.examples.tokenizer import CaptionTokenizer
+from data.examples.transforms import eval_image
 from evaluation.scoring import encoded_captions, own_log_probs
 from models.captioner import Captioner
 

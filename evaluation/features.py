@@ -7,7 +7,7 @@ A cache is a folder named after the weights, the data and the options:
 
 Rank r takes the r-th run of rows, so that the parts together are the same for any number of ranks. Features describe the data:
 the cache belongs to whoever may see these (the default lies in the run folder's `private`). Images pass the evaluation
-transform of training (`data.transforms.eval_image`).
+transform of training (`data.examples.transforms.eval_image`).
 """
 
 import hashlib
@@ -25,13 +25,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from data.errors import DataError, DecodeError, ReadError
-from data.loader import Failure, as_is, end_with_parent, worker_context
-from data.transforms import eval_image
+from data.examples.transforms import eval_image
+from data.reading.loader import Failure, as_is, end_with_parent, worker_context
 from evaluation.encoder import FeatureOptions, check_options, encoder_of, features
 from evaluation.sources import LabelledImages
-from trainer import distributed
-from trainer.files import fsync_path, write_durably
-from trainer.open_model import OpenedModel
+from trainer.ranks import distributed
+from trainer.run.files import fsync_path, write_durably
+from trainer.weights.open_model import OpenedModel
 
 FORMAT = 1
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError, DecodeError
-from data.transforms import train_image
+from data.examples.transforms import train_image
 from evaluation.features import decoded_batches
 from evaluation.sources import LabelledImages
 from models.adapters import without_adapters
 from models.classifier import Classifier, build_classifier
 from models.classifier_config import ClassifierConfig
 from models.vit import VisionTransformer
-from trainer.config_optimizer import OptimizerSection, ScheduleSection
+from trainer.config.optimizer import OptimizerSection, ScheduleSection
+from trainer.loop.schedule import learning_rate
 from trainer.optimizers import make_optimizer, parameter_groups, set_step
-from trainer.schedule import learning_rate
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.errors import DataError
-from trainer.config_optimizer import OptimizerSection, ScheduleSection
+from trainer.config.optimizer import OptimizerSection, ScheduleSection
+from trainer.loop.schedule import learning_rate
 from trainer.optimizers import Segment, bind_segments, make_optimizer, parameter_groups, set_step
-from trainer.schedule import learning_rate
 
 RIDGES = tuple(10.0**exponent for exponent in range(0, -7, -1))
 """Large to small: each fit starts from the one before."""

@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from privacy.report_text import rounded_up
-from trainer.attestation import proof_of
-from trainer.files import write_durably
-from trainer.metrics import MetricsWriter
-from trainer.run_folder import environment
+from privacy.card.text import rounded_up
+from trainer.loop.metrics import MetricsWriter
+from trainer.run.files import write_durably
+from trainer.run.folder import environment
+from trainer.weights.attestation import proof_of
 
 WITHOUT_NOISE = "the numbers are computed from the evaluation data without noise"
 

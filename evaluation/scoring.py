@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
-from data.tokenizer import CaptionTokenizer
+from data.examples.tokenizer import CaptionTokenizer
 from models.captioner import Captioner, caption_loss
 from models.incremental import IncrementalDecoder
 

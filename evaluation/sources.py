@@ -17,12 +17,12 @@ import numpy as np
 from PIL import Image
 
 from data.errors import DataError, DecodeError, ReadError
-from data.index_build import build_index
-from data.labels import read_label
-from data.reader import RawExample, TarReader
-from data.shards import ShardSet, find_shards
-from data.storage import RemoteOptions
-from data.tar_index import ExampleTable
+from data.examples.labels import read_label
+from data.index.build import build_index
+from data.index.shards import ShardSet, find_shards
+from data.index.tar_index import ExampleTable
+from data.reading.reader import RawExample, TarReader
+from data.reading.storage import RemoteOptions
 
 _MOST_CLASSES = 10**9
 FOLDER_EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"})
@@ -89,7 +89,7 @@ def label_of(raw: RawExample, field: str) -> int | None:
     """The label of an example of a shard.
 
     Args:
-        field: "cls" for the member `.cls`, or a field of the `.json` member; see `data.labels.read_label`.
+        field: "cls" for the member `.cls`, or a field of the `.json` member; see `data.examples.labels.read_label`.
     """
     try:
         return read_label(raw, _MOST_CLASSES, None if field == "cls" else field)

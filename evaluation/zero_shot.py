@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
+from data.examples.tokenizer import CaptionTokenizer
 from data.synthetic.vocabulary import a
-from data.tokenizer import CaptionTokenizer
 from evaluation.scoring import MAX_NUMBERS, PrefixTree, encoded_captions, tree_log_probs
 from models.captioner import Captioner
 

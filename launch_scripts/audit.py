@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from privacy.audit.report import AuditReport  # noqa: E402
-from trainer.cli import Parser, run_command  # noqa: E402
-from trainer.config import EngineName  # noqa: E402
+from trainer.config.cli import Parser, run_command  # noqa: E402
+from trainer.config.recipe import EngineName  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 
 
@@ -61,7 +61,7 @@ def main() -> int:
     """Audits, prints, and returns the verdict's exit code."""
     options = parse_args()
     if options.kind == "canaries":
-        from trainer.audit_canaries import write_canaries
+        from trainer.audit.canaries import write_canaries
 
         print(write_canaries(options.output, options.num_canaries, options.image_size, options.caption_field))
         return 0
@@ -85,14 +85,14 @@ def _audit(options: argparse.Namespace) -> AuditReport:
     if not (options.run_dir / "ledger.jsonl").is_file():
         raise ConfigError(f"run folder {options.run_dir} has no ledger.jsonl: nothing was trained here")
     if options.kind == "mechanism":
-        from trainer.audit_mechanism import mechanism_audit
+        from trainer.audit.mechanism import mechanism_audit
 
         return mechanism_audit(options.run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks)
     if options.kind == "run":
-        from trainer.audit_run import run_audit
+        from trainer.audit.run import run_audit
 
         return run_audit(options.run_dir, options.canaries, options.checkpoint, ROOT)
-    from trainer.audit_folder import ledger_audit, schedule_audit
+    from trainer.audit.folder import ledger_audit, schedule_audit
 
     return (ledger_audit if options.kind == "ledger" else schedule_audit)(options.run_dir)
 

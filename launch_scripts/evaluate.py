@@ -21,7 +21,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from evaluation.commands import COMMANDS, Command  # noqa: E402
 from evaluation.commands.common import add_output, output_of  # noqa: E402
-from trainer.cli import Parser, run_command  # noqa: E402
+from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 
 
@@ -44,7 +44,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> int:
     """Runs the command, on all ranks of a launcher or alone."""
-    from trainer.ranks import discover_ranks
+    from trainer.ranks.discovery import discover_ranks
 
     arguments = sys.argv[1:]
     options = parse_args(arguments)
@@ -65,9 +65,9 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _on_ranks(options: argparse.Namespace, arguments: list[str]) -> NoReturn:
-    from trainer.distributed import fail, finish, quit_now, start
     from trainer.errors import RemoteError
-    from trainer.ranks import discover_ranks
+    from trainer.ranks.discovery import discover_ranks
+    from trainer.ranks.distributed import fail, finish, quit_now, start
 
     ranks = discover_ranks(os.environ)
 

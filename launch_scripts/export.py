@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from models.converters import FOREIGN, Unstated  # noqa: E402
-from privacy.report_text import rounded_up  # noqa: E402
-from trainer.attestation import Attestation  # noqa: E402
-from trainer.cli import Parser, run_command  # noqa: E402
+from privacy.card.text import rounded_up  # noqa: E402
+from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
-from trainer.export import FORMATS, export  # noqa: E402
-from trainer.import_weights import PROVENANCES, Declared, import_weights  # noqa: E402
-from trainer.open_model import open_model  # noqa: E402
+from trainer.weights.attestation import Attestation  # noqa: E402
+from trainer.weights.export import FORMATS, export  # noqa: E402
+from trainer.weights.import_weights import PROVENANCES, Declared, import_weights  # noqa: E402
+from trainer.weights.open_model import open_model  # noqa: E402
 
 _FOR_EXPORT = ("format", "use_average", "parts")
 _FOR_IMPORT = ("provenance", "claim", "num_heads", "decoder_heads", "normalise_pixels")

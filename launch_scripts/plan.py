@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
-from trainer.cli import Parser, run_command
+from trainer.config.cli import Parser, run_command
 from trainer.planner import command
 from trainer.planner.privacy_summary import summarise
 
 if TYPE_CHECKING:
-    from trainer.config import RunConfig
+    from trainer.config.recipe import RunConfig
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -88,7 +88,7 @@ def _plan(args: argparse.Namespace) -> PrivacyPlan:
 
 
 def _load_recipe(args: argparse.Namespace) -> RunConfig:
-    from trainer.config import load_config
+    from trainer.config.recipe import load_config
 
     for name, key in _RECIPE_KEYS.items():
         value = getattr(args, name)
@@ -104,7 +104,7 @@ def _load_recipe(args: argparse.Namespace) -> RunConfig:
 
 
 def _recipe_plan(args: argparse.Namespace, config: RunConfig, num_examples: int) -> PrivacyPlan:
-    from trainer.run_ledger import recipe_plan
+    from trainer.run.ledger import recipe_plan
 
     return recipe_plan(config.privacy, config.train.num_steps, num_examples, progress=_report_progress)
 

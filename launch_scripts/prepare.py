@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.progress import track
 
 from data.importers.command import add_import
-from data.index_build import build_index
-from data.pool import available_cores, worker_pool
-from data.shards import find_shards
-from data.storage import RemoteOptions
+from data.index.build import build_index
+from data.index.shards import find_shards
+from data.index.tar_index import ExampleTable
+from data.index.verify import STATES, verify_hashes, verify_sample
+from data.reading.pool import available_cores, worker_pool
+from data.reading.storage import RemoteOptions
 from data.synthetic.command import add_synthetic
-from data.tar_index import ExampleTable
-from data.verify import STATES, verify_hashes, verify_sample
-from trainer.cli import Parser, run_command
+from trainer.config.cli import Parser, run_command
 
 _STDERR = Console(stderr=True)
 

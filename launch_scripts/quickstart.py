@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from trainer.cli import Parser, run_command  # noqa: E402
+from trainer.config.cli import Parser, run_command  # noqa: E402
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

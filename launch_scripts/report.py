@@ -15,8 +15,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from privacy.report_text import rounded_up  # noqa: E402
-from trainer.cli import Parser, run_command  # noqa: E402
+from privacy.card.text import rounded_up  # noqa: E402
+from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.report import build_card, write_card  # noqa: E402
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from privacy.shared_ledger import DEFAULT_UNIT, SharedLedger
-from trainer.cli import Parser, run_command
+from privacy.ledger.shared import DEFAULT_UNIT, SharedLedger
+from trainer.config.cli import Parser, run_command
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

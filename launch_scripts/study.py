@@ -14,14 +14,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer.cli import Parser, run_command
-from trainer.scaling.collect import collect
-from trainer.scaling.executors import LocalPool, Outcome, Trainer
-from trainer.scaling.folder import StudyFolder
-from trainer.scaling.grid import expand, load_study
-from trainer.scaling.page import write_report
-from trainer.scaling.points import PlannedPoint, plan_points
-from trainer.scaling.submission import submit_array, write_script
+from trainer.config.cli import Parser, run_command
+from trainer.studies.collect import collect
+from trainer.studies.executors import LocalPool, Outcome, Trainer
+from trainer.studies.folder import StudyFolder
+from trainer.studies.grid import expand, load_study
+from trainer.studies.page import write_report
+from trainer.studies.points import PlannedPoint, plan_points
+from trainer.studies.submission import submit_array, write_script
 
 ROOT = Path(__file__).resolve().parents[1]
 

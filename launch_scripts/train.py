@@ -25,16 +25,16 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from privacy.noise import NoiseSource  # noqa: E402
-from trainer.cli import Parser  # noqa: E402
-from trainer.config import EngineName, load_config  # noqa: E402
-from trainer.distributed import fail, finish, quit_now, start  # noqa: E402
-from trainer.ds_config import load_machine_settings  # noqa: E402
+from trainer.config.cli import Parser  # noqa: E402
+from trainer.config.machine import load_machine_settings  # noqa: E402
+from trainer.config.recipe import EngineName, load_config  # noqa: E402
 from trainer.engines.refusals import require_supported  # noqa: E402
 from trainer.errors import ConfigError, RemoteError  # noqa: E402
-from trainer.ranks import Ranks, discover_ranks  # noqa: E402
-from trainer.rendezvous import RENDEZVOUS_SECONDS  # noqa: E402
-from trainer.same_settings import introduction  # noqa: E402
-from trainer.stopping import end_on_signals  # noqa: E402
+from trainer.loop.stopping import end_on_signals  # noqa: E402
+from trainer.ranks.agreement import introduction  # noqa: E402
+from trainer.ranks.discovery import Ranks, discover_ranks  # noqa: E402
+from trainer.ranks.distributed import fail, finish, quit_now, start  # noqa: E402
+from trainer.ranks.rendezvous import RENDEZVOUS_SECONDS  # noqa: E402
 
 
 def parse_args(arguments: list[str]) -> argparse.Namespace:
@@ -64,7 +64,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
-    """Never returns: see `trainer.distributed.finish`. Only tests pass a noise source."""
+    """Never returns: see `trainer.ranks.distributed.finish`. Only tests pass a noise source."""
     end_on_signals()
     ranks = Ranks()
     try:
@@ -79,7 +79,7 @@ def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
         lists = {"required": options.require_env, "may_differ": options.may_differ}
         said = introduction(os.environ, ROOT, config, machine, chosen, **lists)
         device = start(ranks, options.rendezvous_seconds, said)
-        from trainer.train import train
+        from trainer.run.start import train
 
         code = train(config, machine, options.engine, run_dir, ROOT, ranks, device, noise)
     except KeyboardInterrupt:

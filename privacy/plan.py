@@ -9,14 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from privacy.accounting import ReleaseGroup, effective_noise_multiplier, epsilon
+from privacy.accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon
+from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
+from privacy.accounting.epsilon_table import EpsilonTable
+from privacy.accounting.noise_tail import NOISE_SOURCES, noise_tail_delta
 from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
-from privacy.alternatives import BallsInBinsSampler, ShuffleSampler, shuffle_participations
-from privacy.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
-from privacy.epsilon_table import EpsilonTable
 from privacy.errors import PrivacyConfigError
-from privacy.noise_tail import NOISE_SOURCES, noise_tail_delta
-from privacy.sampling import PoissonSampler, Sampler, default_cap
+from privacy.sampling.alternatives import BallsInBinsSampler, ShuffleSampler, shuffle_participations
+from privacy.sampling.poisson import PoissonSampler, Sampler, default_cap
 
 ADJACENCY = "zero_out"
 SAMPLING = ("poisson", "shuffle", "balls_in_bins")
@@ -38,7 +38,7 @@ class PrivacyPlan:
         target_epsilon: what sigma was calibrated to, or None when sigma was given.
         cap: largest batch, charged; None samples without a cap.
         enabled: False trains without any privacy.
-        sampling: "poisson", "shuffle" or "balls_in_bins" (privacy/alternatives.py).
+        sampling: "poisson", "shuffle" or "balls_in_bins" (privacy/sampling/alternatives.py).
         shuffle_as_gaussian: says explicitly that shuffled data are accounted without any amplification, as a Gaussian with
             mu = sqrt(k_max) / sigma, k_max = ceil(epochs) + replays; without it a shuffled run makes no claim.
         noise_source: "system" or "aes_ctr" (privacy/noise.py).

@@ -28,11 +28,11 @@ TESTS = "tests"
 ONLY_IN = {
     "deepspeed": ("trainer/engines/",),
     "fairscale": ("trainer/engines/",),
-    "tensorboard": ("trainer/metrics.py",),
-    "torch.utils.tensorboard": ("trainer/metrics.py",),
-    "mpi4py": ("data/pool.py",),
-    "fsspec": ("data/remote.py",),
-    "aiohttp": ("data/remote.py",),
+    "tensorboard": ("trainer/loop/metrics.py",),
+    "torch.utils.tensorboard": ("trainer/loop/metrics.py",),
+    "mpi4py": ("data/reading/pool.py",),
+    "fsspec": ("data/reading/remote.py",),
+    "aiohttp": ("data/reading/remote.py",),
     "torchvision": (),  # it does not import beside a CPU build of torch
 }
 """Where a package may be imported in what runs; tests are free."""
@@ -150,8 +150,8 @@ def modules_after(code: str, **environment: str) -> dict[str, str]:
 
 def test_starting_imports_no_heavy_package() -> None:
     """What training does not use does not cost start-up time, and a missing one breaks nothing."""
-    loaded = modules_after("import trainer.train")
-    assert "trainer.loop" in loaded and "torch" in loaded
+    loaded = modules_after("import trainer.run.start")
+    assert "trainer.loop.fit" in loaded and "torch" in loaded
     for name in (
         "deepspeed",
         "fairscale",

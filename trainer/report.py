@@ -13,15 +13,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from privacy.card.html import Picture, to_html
+from privacy.card.markdown import to_markdown
+from privacy.card.report import privacy_card
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger_format import read_ledger
-from privacy.report import privacy_card
-from privacy.report_html import Picture, to_html
-from privacy.report_markdown import to_markdown
-from privacy.shared_ledger import SharedLedger
+from privacy.ledger.records import read_ledger
+from privacy.ledger.shared import SharedLedger
 from trainer.errors import ConfigError
-from trainer.files import write_durably
-from trainer.provenance import initialisation_statement
+from trainer.run.files import write_durably
+from trainer.weights.provenance import initialisation_statement
 
 THROUGHPUT = "performance/examples_per_second"
 _MOST_POINTS = 200

@@ -14,7 +14,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from data.errors import DataError
-from data.pool import available_cores, worker_pool
+from data.reading.pool import available_cores, worker_pool
 
 if TYPE_CHECKING:
     from data.importers.items import Source

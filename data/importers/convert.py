@@ -16,7 +16,7 @@ from data.importers.captions import clean_caption
 from data.importers.images import encoded, perceptual_hash, resized
 from data.importers.items import Item, Part
 from data.importers.owners import DIGEST_BYTES, owner_digest
-from data.tar_writer import Example, write_shard
+from data.index.tar_writer import Example, write_shard
 
 SIDES = ("shortest", "longest")
 FORMATS = ("jpg", "webp", "png")

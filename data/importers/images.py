@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from scipy.fft import dctn
 
-from data.transforms import decode, to_rgb
+from data.examples.transforms import decode, to_rgb
 
 HASH_SIDE = 8
 _THUMB = 32

@@ -23,11 +23,11 @@ from data.importers.duplicates import MAX_DISTANCE, exact_duplicates, near_dupli
 from data.importers.items import REASONS, Source
 from data.importers.owners import over_limit
 from data.importers.provenance import PROVENANCE, provenance
-from data.index_shard import walk_shard
-from data.pool import run_all
-from data.reader import parse_example
-from data.tar_index import write_private
-from data.tar_writer import Example, write_shard
+from data.index.shard import walk_shard
+from data.index.tar_index import write_private
+from data.index.tar_writer import Example, write_shard
+from data.reading.pool import run_all
+from data.reading.reader import parse_example
 
 IMPORTER_VERSION = 2
 REPORT = "import-report.json"

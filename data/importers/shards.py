@@ -10,9 +10,9 @@ from typing import Any
 from data.errors import DataError, ReadError
 from data.importers.items import Item, Part, Source
 from data.importers.tables import Columns, file_fingerprint, label_of, owner_of
-from data.index_shard import walk_shard
-from data.reader import MAX_EXAMPLE_BYTES, RawExample, parse_example
-from data.shards import expand_shards
+from data.index.shard import walk_shard
+from data.index.shards import expand_shards
+from data.reading.reader import MAX_EXAMPLE_BYTES, RawExample, parse_example
 
 
 @dataclass(frozen=True)

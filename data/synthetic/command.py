@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from data.errors import DataError
-from data.pool import available_cores, worker_pool
+from data.reading.pool import available_cores, worker_pool
 from data.synthetic.scene import BACKENDS, CONTENTS, FORMATS
 
 if TYPE_CHECKING:

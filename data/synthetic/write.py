@@ -16,10 +16,10 @@ from typing import Any
 from PIL import Image
 
 from data.errors import DataError, ReadError
-from data.pool import run_all
+from data.index.tar_writer import Example, write_shard
+from data.reading.pool import run_all
 from data.synthetic.generate import GENERATOR_VERSION, SyntheticData, SyntheticExample
 from data.synthetic.scene import FORMATS
-from data.tar_writer import Example, write_shard
 
 PROVENANCE = "provenance.json"
 QUALITY = 90

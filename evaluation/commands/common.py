@@ -9,7 +9,7 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from trainer.open_model import OpenedModel
+    from trainer.weights.open_model import OpenedModel
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -43,7 +43,7 @@ def open_checkpoint(args: argparse.Namespace) -> "OpenedModel":
     Raises:
         ConfigError: no checkpoint there, or no such device.
     """
-    from trainer.open_model import open_model
+    from trainer.weights.open_model import open_model
 
     return open_model(args.checkpoint, device=device_of(args), use_average=args.use_average)
 
@@ -73,6 +73,6 @@ def output_of(args: argparse.Namespace) -> Path | None:
     checkpoint = getattr(args, "checkpoint", None)
     if checkpoint is None:
         return None
-    from trainer.open_model import run_folder_of
+    from trainer.weights.open_model import run_folder_of
 
     return Path(checkpoint) if (checkpoint / "checkpoints").is_dir() else run_folder_of(checkpoint)

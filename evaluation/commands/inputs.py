@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from evaluation.features import Features
     from evaluation.results import DataUse, ModelFacts
     from evaluation.sources import LabelledImages
-    from trainer.open_model import OpenedModel
+    from trainer.weights.open_model import OpenedModel
 
 KINDS = ("pooled", "class_token", "blocks", "memory")
 SOURCE = "shards:PATTERN, folder:DIR, hf:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"
@@ -152,7 +152,7 @@ def _open_source(args: argparse.Namespace, text: str, cache: Path | None) -> "La
     import torch.distributed as dist
 
     from evaluation.sources import ReadingOptions, open_source
-    from trainer.distributed import first_on_main
+    from trainer.ranks.distributed import first_on_main
 
     options = ReadingOptions(args.label_field, args.image_column, args.label_column, cache)
     if dist.is_initialized():  # rank 0 makes the index of shards, the others find it

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> "Results | None":
     """See `evaluation.commands`."""
     from evaluation.private_head import sweep
     from evaluation.results import Results
-    from privacy.report_text import rounded_up
+    from privacy.card.text import rounded_up
 
     request = _request(args)
     inputs = load_inputs(args, ["train", "test"])

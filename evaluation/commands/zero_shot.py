@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from evaluation.results import Results
     from evaluation.sources import LabelledImage, LabelledImages
     from models.captioner import Captioner
-    from trainer.open_model import OpenedModel
+    from trainer.weights.open_model import OpenedModel
 
 NAME = "zero-shot"
 HELP = "classification by the likelihood of captions that name the class"

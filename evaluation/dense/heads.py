@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.errors import DataError
-from data.transforms import decode, eval_image, to_rgb
+from data.examples.transforms import decode, eval_image, to_rgb
 from evaluation.dense.metrics import Detections, average_precision, confusion, mean_iou, overlaps, pixel_accuracy
 from evaluation.dense.sources import IGNORED, DensePictures, Objects
 from evaluation.encoder import encoder_of, token_maps

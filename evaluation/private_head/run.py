@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 from evaluation.private_head.budget import ROUNDING_SLACK, Budget
 from evaluation.private_head.methods import METHODS, HeadMethod
 from privacy.errors import BudgetSpent, PrivacyConfigError
+from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
-from privacy.run_state import SharedTerms, open_run_state
 
 GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
 

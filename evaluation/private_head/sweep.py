@@ -10,9 +10,9 @@ import numpy as np
 
 from evaluation.private_head.methods import accuracy
 from evaluation.private_head.run import GIVEN_FEATURES, train_head, without_noise
-from privacy.accounting import epsilon_gaussian
-from privacy.ledger_format import read_ledger
-from privacy.run_state import SharedTerms
+from privacy.accounting.accountants import epsilon_gaussian
+from privacy.ledger.records import read_ledger
+from privacy.ledger.run_state import SharedTerms
 
 EPSILONS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 

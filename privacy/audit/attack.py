@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from privacy.accounting import ReleaseGroup, epsilon_rdp
+from privacy.accounting.accountants import ReleaseGroup, epsilon_rdp
 from privacy.audit import one_run
 from privacy.audit import statistics as st
 from privacy.audit.report import CHECK_ALPHA, Check, random_check

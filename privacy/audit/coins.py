@@ -1,4 +1,4 @@
-"""A second derivation of the Poisson coins, from the contract's text alone and sharing no code with privacy/sampling.py.
+"""A second derivation of the Poisson coins, from the contract's text alone and sharing no code with privacy/sampling/poisson.py.
 
     K = HKDF-SHA256(key, info = "poisson coins v1\\0" | session nonce | attempt)
     example i is in step t  iff  word (i mod 2) of AES-256_K(t, i div 2) < floor(B 2^64 / n)

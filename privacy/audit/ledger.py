@@ -1,7 +1,7 @@
 """Does the ledger hold together, and does everything that the run folder claims follow from it?
 
 The chain and epsilon are computed here a second time, from the raw lines and dp-accounting alone; the ledger's own reader
-(privacy/ledger_format.py) is asked as well, for the legal order of records.
+(privacy/ledger/records.py) is asked as well, for the legal order of records.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import dp_accounting
 from dp_accounting.pld import PLDAccountant
 
+from privacy.accounting.noise_tail import noise_tail_delta
 from privacy.adaptive_clipping import RANGE
 from privacy.audit.report import AuditReport, Check, fact, undecided
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger_format import LedgerState, read_state
-from privacy.noise_tail import noise_tail_delta
+from privacy.ledger.records import LedgerState, read_state
 
 TORN = b" #torn"
 TOLERANCE = 1e-3

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from privacy.keys import SamplingKey
-from privacy.sampling import Ids
+from privacy.sampling.keys import SamplingKey
+from privacy.sampling.poisson import Ids
 
 FILE = "members.jsonl"
 

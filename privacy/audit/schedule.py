@@ -18,9 +18,9 @@ from privacy.audit import coins
 from privacy.audit import statistics as st
 from privacy.audit.members import MembersRecord, members_digest
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
-from privacy.keys import SamplingKey
 from privacy.plan import PrivacyPlan
-from privacy.sampling import Ids, Sampler, assign, slice_bounds
+from privacy.sampling.keys import SamplingKey
+from privacy.sampling.poisson import Ids, Sampler, assign, slice_bounds
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 MAX_COINS = 2 * 10**9

@@ -11,8 +11,8 @@ import pytest
 import webdataset
 from PIL import Image
 
-from data.index_build import build_index
-from data.tar_index import ExampleTable
+from data.index.build import build_index
+from data.index.tar_index import ExampleTable
 
 ROOT = Path(__file__).resolve().parents[2]
 

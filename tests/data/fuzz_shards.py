@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from data.errors import DataError
-from data.examples import CaptionExample
-from data.index_build import build_index
-from data.loader import MicroBatchRequest, make_batch
-from data.reader import TarReader
-from data.tokenizer import EMBEDDED_TOKENIZER
+from data.examples.examples import CaptionExample
+from data.examples.tokenizer import EMBEDDED_TOKENIZER
+from data.index.build import build_index
+from data.reading.loader import MicroBatchRequest, make_batch
+from data.reading.reader import TarReader
 from tests.data.conftest import picture
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from data.examples import CaptionExample
-from data.index_build import build_index
-from data.loader import Loader, StepPlan
-from data.reader import MAX_CAPTION_BYTES, TarReader
-from data.tokenizer import EMBEDDED_TOKENIZER
-from data.transforms import denormalize
-from data.verify import verify_sample
+from data.examples.examples import CaptionExample
+from data.examples.tokenizer import EMBEDDED_TOKENIZER
+from data.examples.transforms import denormalize
+from data.index.build import build_index
+from data.index.verify import verify_sample
+from data.reading.loader import Loader, StepPlan
+from data.reading.reader import MAX_CAPTION_BYTES, TarReader
 from tests.data.conftest import ROOT, bomb, picture
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER, train=False)

@@ -10,12 +10,12 @@ import pytest
 
 from data.demo_captions import Captioner, Metadata
 from data.errors import DecodeError
-from data.examples import CaptionExample
-from data.index_build import build_index
-from data.reader import RawExample, TarReader
-from data.shards import expand_shards
-from data.tokenizer import EMBEDDED_TOKENIZER
-from data.transforms import denormalize, eval_image
+from data.examples.examples import CaptionExample
+from data.examples.tokenizer import EMBEDDED_TOKENIZER
+from data.examples.transforms import denormalize, eval_image
+from data.index.build import build_index
+from data.index.shards import expand_shards
+from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
 
 DEMO = ROOT / "data" / "demo"

@@ -13,10 +13,10 @@ from data.importers.parquet import parquet_source
 from data.importers.pipeline import Settings, import_examples
 from data.importers.shards import shard_source
 from data.importers.tables import Columns, table_source
-from data.index_build import build_index
-from data.shards import find_shards
-from data.storage import RemoteOptions
-from data.verify import verify_sample
+from data.index.build import build_index
+from data.index.shards import find_shards
+from data.index.verify import verify_sample
+from data.reading.storage import RemoteOptions
 from tests.data.conftest import picture, write_shard
 from tests.data.test_importers_pipeline import COLUMNS, captions, members, pictures, write_csv
 

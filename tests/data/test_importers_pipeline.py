@@ -19,7 +19,7 @@ from data.importers.pipeline import REPORT, Settings, import_examples
 from data.importers.provenance import PROVENANCE
 from data.importers.shards import shard_source
 from data.importers.tables import Columns, table_source
-from data.pool import worker_pool
+from data.reading.pool import worker_pool
 from tests.data.conftest import picture, write_shard
 
 COLUMNS = Columns()

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic_shards import write_tiny_shards
-from data import index_build
 from data.errors import DataError, ReadError
-from data.index_build import build_index
-from data.index_shard import ROW
-from data.pool import worker_pool
-from data.reader import TarReader
-from data.tar_index import MANIFEST, ExampleTable
-from data.verify import verify_hashes
+from data.index import build as index_build
+from data.index.build import build_index
+from data.index.shard import ROW
+from data.index.tar_index import MANIFEST, ExampleTable
+from data.index.verify import verify_hashes
+from data.reading.pool import worker_pool
+from data.reading.reader import TarReader
 from tests.data.conftest import ROOT, picture, write_shard
 
 PREPARE = str(ROOT / "launch_scripts" / "prepare.py")
@@ -88,7 +88,7 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from benchmarks.synthetic_shards import write_tiny_shards
-from data import index_build
+from data.index import build as index_build
 written = []
 def kill_after_four(path, entry, rows, write=index_build._write_part):
     write(path, entry, rows)
@@ -215,7 +215,7 @@ def test_one_build_at_a_time(tmp_path: Path) -> None:
 def test_a_dead_worker_is_one_line(tmp_path: Path) -> None:
     from concurrent.futures import ProcessPoolExecutor
 
-    from data.pool import run_all
+    from data.reading.pool import run_all
 
     with ProcessPoolExecutor(1) as executor, pytest.raises(ReadError, match="a worker process died"):
         list(run_all(executor, os._exit, [(9,), (9,)]))
@@ -241,8 +241,8 @@ def test_checksums_are_those_of_the_extents(table: ExampleTable, shards: list[Pa
 def test_checksums_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = make_shards(tmp_path / "shards", 5)
     whole = [build_index([s], tmp_path / f"whole{i}")._rows_N.tobytes() for i, s in enumerate(shards)]
-    monkeypatch.setattr("data.index_shard._HASH_CHUNK", 700)
-    monkeypatch.setattr("data.index_shard._WINDOW", 600)
+    monkeypatch.setattr("data.index.shard._HASH_CHUNK", 700)
+    monkeypatch.setattr("data.index.shard._WINDOW", 600)
     small = [build_index([s], tmp_path / f"small{i}")._rows_N.tobytes() for i, s in enumerate(shards)]
     assert whole == small
 

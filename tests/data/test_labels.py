@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from data.errors import DecodeError
-from data.index_build import build_index
-from data.labels import LabelledImageExample, read_label
-from data.loader import eval_batches
-from data.reader import RawExample
+from data.examples.labels import LabelledImageExample, read_label
+from data.index.build import build_index
+from data.reading.loader import eval_batches
+from data.reading.reader import RawExample
 from tests.data.conftest import picture, write_shard
 
 MAKE = LabelledImageExample(image_size=16, num_classes=10, train=False)

@@ -15,12 +15,12 @@ import torch
 
 from data.batch import Batch
 from data.errors import DataError, ReadError
-from data.examples import CaptionExample
-from data.index_build import build_index
-from data.loader import Loader, StepPlan, batched_name, eval_batches
-from data.reader import RawExample, TarReader
-from data.tar_index import ExampleTable
-from data.tokenizer import EMBEDDED_TOKENIZER
+from data.examples.examples import CaptionExample
+from data.examples.tokenizer import EMBEDDED_TOKENIZER
+from data.index.build import build_index
+from data.index.tar_index import ExampleTable
+from data.reading.loader import Loader, StepPlan, batched_name, eval_batches
+from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER)
@@ -141,8 +141,8 @@ sys.path.insert(0, sys.argv[1])
 if __name__ == "__main__":
     from pathlib import Path
     import multiprocessing, numpy as np
-    from data.loader import Loader, StepPlan
-    from data.tar_index import ExampleTable
+    from data.reading.loader import Loader, StepPlan
+    from data.index.tar_index import ExampleTable
     from tests.data.test_loader import Killer
     table = ExampleTable.open(Path(sys.argv[2]), Path(sys.argv[3]))
     loader = Loader(table, Killer(), micro_batch_size=1, num_workers=2)

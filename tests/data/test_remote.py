@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from data.block_cache import BlockCache
 from data.errors import DataError, ReadError
-from data.examples import CaptionExample
-from data.index_build import build_index
-from data.loader import Loader, StepPlan
-from data.reader import TarReader
-from data.shards import find_shards
-from data.storage import RemoteOptions
-from data.tar_index import ExampleTable
-from data.tokenizer import EMBEDDED_TOKENIZER
+from data.examples.examples import CaptionExample
+from data.examples.tokenizer import EMBEDDED_TOKENIZER
+from data.index.build import build_index
+from data.index.shards import find_shards
+from data.index.tar_index import ExampleTable
+from data.reading.block_cache import BlockCache
+from data.reading.loader import Loader, StepPlan
+from data.reading.reader import TarReader
+from data.reading.storage import RemoteOptions
 from tests.data.servers import RangeServer, range_server
 from tests.distributed.ranks import free_port
 
@@ -171,7 +171,7 @@ def test_bytes_read_ahead_are_bounded(
     server: RangeServer, remote: ExampleTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [length] = remote.extents(0).lengths
-    monkeypatch.setattr("data.remote._MAX_BYTES_AHEAD", int(length) * 2)
+    monkeypatch.setattr("data.reading.remote._MAX_BYTES_AHEAD", int(length) * 2)
     before = len(server.requests)
     examples = using(remote, connections=16).read_all([0] * 20)
     next(examples)

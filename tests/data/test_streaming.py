@@ -11,13 +11,13 @@ import torch
 
 from data.batch import Batch
 from data.errors import DataError, ReadError
-from data.examples import CaptionExample
-from data.index_build import build_index
-from data.loader import StepPlan, eval_batches
-from data.shards import find_shards
-from data.streaming import StepShape, Stream, StreamingLoader
+from data.examples.examples import CaptionExample
+from data.examples.tokenizer import EMBEDDED_TOKENIZER
+from data.index.build import build_index
+from data.index.shards import find_shards
+from data.reading.loader import StepPlan, eval_batches
+from data.reading.streaming import StepShape, Stream, StreamingLoader
 from data.synthetic.write import Settings, write_synthetic
-from data.tokenizer import EMBEDDED_TOKENIZER
 
 MAKE = CaptionExample(16, 12, EMBEDDED_TOKENIZER, train=False)
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.examples import CaptionExample
-from data.reader import RawExample
+from data.examples.examples import CaptionExample
+from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.transforms import eval_image
+from data.reading.reader import RawExample
 from data.synthetic.generate import SyntheticData
 from data.synthetic.plain import compose_shapes
 from data.synthetic.words import SHAPES_TOKENIZER, shapes_tokenizer
 from data.synthetic.write import PROVENANCE, Settings, encode, write_synthetic
-from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from data.transforms import eval_image
 
 DATA = SyntheticData(3, 64, "numpy", "shapes")
 SIGN = {"left": (0, -1), "right": (0, 1), "above": (1, -1), "below": (1, 1)}

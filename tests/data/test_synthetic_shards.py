@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from data.errors import DataError
-from data.pool import worker_pool
+from data.examples.transforms import denormalize, eval_image
+from data.reading.pool import worker_pool
 from data.synthetic.generate import SyntheticData
 from data.synthetic.write import PROVENANCE, Settings, write_synthetic
-from data.transforms import denormalize, eval_image
 from tests.data.conftest import ROOT
 
 SETTINGS = Settings(num_examples=25, image_size=32, seed=5, backend="numpy", shard_examples=10)

@@ -15,12 +15,12 @@ import pytest
 import webdataset
 
 from data.errors import DataError, ReadError
-from data.index_build import build_index
-from data.index_shard import walk_shard
-from data.reader import TarReader
-from data.shards import expand_shards
-from data.tar_format import split_key
-from data.tar_index import MANIFEST, ExampleTable
+from data.index.build import build_index
+from data.index.shard import walk_shard
+from data.index.shards import expand_shards
+from data.index.tar_format import split_key
+from data.index.tar_index import MANIFEST, ExampleTable
+from data.reading.reader import TarReader
 from tests.data.conftest import write_shard
 
 NAMES = [

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data.errors import DataError
-from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from data.tokenizer_build import train_tokenizer
 
 WORDS = ["a", "dog", "cat", "red", "on", "the", "mat", "##s"]

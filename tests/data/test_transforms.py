@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from data.errors import DecodeError
-from data.transforms import MAX_PIXELS, denormalize, eval_image, random_crop_box, train_image
+from data.examples.transforms import MAX_PIXELS, denormalize, eval_image, random_crop_box, train_image
 from tests.data.conftest import bomb, picture
 
 SIZE = 24

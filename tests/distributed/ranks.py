@@ -62,8 +62,8 @@ def run_ranks(target: str, world_size: int, timeout: float = 180, **arguments: A
 def _main(target: str, folder: str) -> None:
     import torch
 
-    from trainer import distributed
-    from trainer.ranks import discover_ranks
+    from trainer.ranks import distributed
+    from trainer.ranks.discovery import discover_ranks
 
     torch.set_num_threads(1)
     module, function = target.split(":")

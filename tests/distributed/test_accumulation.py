@@ -31,11 +31,11 @@ from tests.distributed.test_engines import (
     pairs,
 )
 from tests.privacy.clipping import oracle
-from trainer import distributed
 from trainer.engines.base import GradShard, Piece, ShardLayout, even_layout
 from trainer.engines.reduction import reduce_to_owners
 from trainer.engines.sharded_sums import ShardedSums
-from trainer.loop import train_step
+from trainer.loop.fit import train_step
+from trainer.ranks import distributed
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
 DEALS = [(5, 2), (7, 0)]

@@ -18,11 +18,11 @@ from privacy.noise import SystemNoise
 from privacy.releases import GRADIENT, UNCLIPPED, Release
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import RecordedNoise, a_run, build, micro_batches, pairs
-from trainer import distributed
-from trainer.adaptive_bound import MANIFEST_KEY, resumed_bound
 from trainer.engines.sharded_sums import ShardedSums
 from trainer.errors import ConfigError
-from trainer.loop import StepRecord, train_step
+from trainer.loop.adaptive_bound import MANIFEST_KEY, resumed_bound
+from trainer.loop.fit import StepRecord, train_step
+from trainer.ranks import distributed
 
 ADAPTIVE = AdaptiveClipping(0.5, 0.3, 1.7)
 C, SIGMA, BATCH_SIZE = 0.5, 1.1, 7

@@ -24,7 +24,7 @@ from tests.distributed.test_engines import (
 )
 from tests.privacy.clipping import oracle
 from trainer.engines import build_engine, sharder
-from trainer.loop import train_step
+from trainer.loop.fit import train_step
 
 BUILT_IN_SHARDS = "zero3 from the start"
 ENGINES = {**test_parity.ENGINES, BUILT_IN_SHARDS: ("deepspeed", 3, {"zero_init": True})}

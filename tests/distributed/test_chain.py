@@ -20,13 +20,13 @@ from tests.distributed.test_engines import (
 )
 from tests.distributed.test_parity import ENGINES, MAX_GRAD_NORM, OPTIMIZERS, SIGMA, NamedNoise
 from tests.privacy.clipping import oracle
-from trainer import distributed
-from trainer.checkpoint import newest_whole
-from trainer.checkpoint_writer import CheckpointWriter, Retention
+from trainer.checkpoints.read import newest_whole
+from trainer.checkpoints.write import CheckpointWriter, Retention
 from trainer.engines import build_engine
 from trainer.engines.base import Engine
-from trainer.loop import train_step
+from trainer.loop.fit import train_step
 from trainer.optimizers import moments
+from trainer.ranks import distributed
 
 CHAIN = [("zero3", 2), ("fsdp", 1), ("zero1", 2), ("oss", 2)]
 MORE = [

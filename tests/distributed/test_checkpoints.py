@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.distributed.test_optimizers import gradients, model
 from tests.trainer import test_optimizers as whole
-from trainer import distributed
-from trainer.averaging import WeightAverage
-from trainer.checkpoint import AVERAGE, Checkpoint, newest_whole
-from trainer.checkpoint_writer import CheckpointWriter, Retention
-from trainer.ds_config import load_machine_settings
+from trainer.checkpoints.read import AVERAGE, Checkpoint, newest_whole
+from trainer.checkpoints.write import CheckpointWriter, Retention
+from trainer.config.machine import load_machine_settings
 from trainer.engines import build_engine
 from trainer.engines.base import Engine, GradShard
+from trainer.loop.averaging import WeightAverage
 from trainer.optimizers import moments
+from trainer.ranks import distributed
 
 REDUCED = [("local", 1), ("deepspeed", 3)]
 ALL = [*REDUCED, ("deepspeed", 1), ("deepspeed", 2), ("fsdp", 3), ("fairscale", 1)]

@@ -23,16 +23,16 @@ from privacy.clipping import ClippedSum
 from privacy.noise import SystemNoise
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import oracle
-from trainer import distributed
-from trainer.config import OptimizerSection, ScheduleSection
-from trainer.ds_config import ZERO_KEYS, MachineSettings, load_machine_settings
+from trainer.config.machine import ZERO_KEYS, MachineSettings, load_machine_settings
+from trainer.config.recipe import OptimizerSection, ScheduleSection
 from trainer.engines import build_engine, sharder
 from trainer.engines.base import Engine
 from trainer.engines.reduction import reduce_to_owners
 from trainer.errors import ConfigError
-from trainer.loop import train_step
+from trainer.loop.fit import train_step
 from trainer.optimizers import make_optimizer, parameter_groups
 from trainer.optimizers.adam_bc import NoiseVariance
+from trainer.ranks import distributed
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
 OPTIMIZER = OptimizerSection(peak_lr=1e-2, eps=1e-4, weight_decay=0.01)

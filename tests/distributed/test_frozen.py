@@ -23,10 +23,10 @@ from tests.distributed.test_engines import (
 from tests.distributed.test_parity import DEALS, ENGINES, SIGMA, TWO_PASS, NamedNoise
 from tests.models.test_classifier import K, tiny_classifier
 from tests.privacy.clipping import oracle
-from trainer import distributed
 from trainer.engines import build_engine
 from trainer.engines.base import Engine
-from trainer.loop import train_step
+from trainer.loop.fit import train_step
+from trainer.ranks import distributed
 
 Case = tuple[str, str]
 """Engine of the table, what is trained."""

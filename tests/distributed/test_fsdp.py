@@ -16,11 +16,11 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_chain import whole_state
 from tests.distributed.test_engines import MICRO_BATCH, a_run, machine_settings, micro_batches, pairs, tiny_captioner
 from tests.distributed.test_parity import CPU, MAX_GRAD_NORM, OPTIMIZERS, build
-from trainer import distributed
 from trainer.engines import build_engine
 from trainer.engines.base import Engine, Piece
 from trainer.errors import ConfigError
-from trainer.loop import train_step
+from trainer.loop.fit import train_step
+from trainer.ranks import distributed
 
 NUM_BLOCKS, NUM_MICRO_BATCHES = 4, 4
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.trainer import test_optimizers as whole
-from trainer import distributed
-from trainer.ds_config import load_machine_settings
+from trainer.config.machine import load_machine_settings
 from trainer.engines import build_engine
 from trainer.engines.base import GradShard
 from trainer.optimizers.adam_bc import NoiseVariance
+from trainer.ranks import distributed
 
 KINDS = ("adamw", "adam_bc", "lamb", "lars", "sgd")
 

@@ -30,13 +30,13 @@ from tests.distributed.test_engines import (
     whole_parameters,
 )
 from tests.privacy.clipping import oracle
-from trainer import distributed
-from trainer.config import OptimizerSection
+from trainer.config.recipe import OptimizerSection
 from trainer.engines import build_engine
 from trainer.engines.base import Engine, Piece, ShardLayout
 from trainer.engines.reduction import reduce_to_owners
 from trainer.engines.sharded_sums import ShardedSums
-from trainer.loop import train_step
+from trainer.loop.fit import train_step
+from trainer.ranks import distributed
 
 CPU = {"device": "cpu"}
 ENGINES: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {

@@ -11,8 +11,7 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.distributed.test_engines import OPTIMIZER, fresh_captioner
-from trainer import distributed
-from trainer.ds_config import MachineSettings, load_machine_settings
+from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.engines import build_engine
 from trainer.engines.base import split
 from trainer.engines.reduction import reduce_to_owners
@@ -20,6 +19,7 @@ from trainer.engines.sharded_sums import ShardedSums
 from trainer.planner.communication import traffic
 from trainer.planner.memory import RankMemory, rank_memory
 from trainer.planner.sharding import Trainable, shares
+from trainer.ranks import distributed
 
 CASES = [
     ("local", "zero1"),

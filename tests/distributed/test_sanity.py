@@ -12,10 +12,10 @@ from privacy.clipping import ClippedSum
 from privacy.noise import SystemNoise
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import a_run, build, micro_batches, pairs
-from trainer import distributed
 from trainer.errors import RemoteError
-from trainer.loop import train_step
-from trainer.sanity import SanityChecks, SanityError
+from trainer.loop.fit import train_step
+from trainer.loop.sanity import SanityChecks, SanityError
+from trainer.ranks import distributed
 
 
 class SeededNoise:

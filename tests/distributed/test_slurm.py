@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from privacy.ledger_format import read_ledger
+from privacy.ledger.records import read_ledger
 from tests.e2e.launch import TRAIN, count, ledger_lines, train_arguments
 from tests.hosts.hosts import network, wait_until, why_not
 from tests.hosts.slurm import PROGRAMS, Slurm

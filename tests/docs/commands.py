@@ -98,7 +98,7 @@ def _check_start(words: Sequence[str]) -> None:
 
 
 def _check_variables(names: Sequence[str], script: str) -> None:
-    source = (ROOT / script).read_text() + (ROOT / "trainer/ranks.py").read_text()
+    source = (ROOT / script).read_text() + (ROOT / "trainer/ranks/discovery.py").read_text()
     for name in names:
         if not re.search(rf"\b{name}\b", source):
             raise Refused(f"{script} does not read {name}")
@@ -170,8 +170,8 @@ def _check_values(name: str, options: argparse.Namespace) -> None:
     recipe = Path("recipes/quickstart.toml") if name == "quickstart" else given.get("recipe")
     if recipe is None:
         return
-    from trainer.config import load_config
-    from trainer.ds_config import load_machine_settings, resolve
+    from trainer.config.machine import load_machine_settings, resolve
+    from trainer.config.recipe import load_config
     from trainer.engines.refusals import require_supported
 
     config = load_config(recipe, options.overrides)
@@ -184,8 +184,8 @@ def _check_values(name: str, options: argparse.Namespace) -> None:
 
 def check_study(path: Path) -> int:
     """The number of its points; each has a recipe that trains."""
-    from trainer.scaling.grid import expand, load_study
-    from trainer.scaling.points import plan_points
+    from trainer.studies.grid import expand, load_study
+    from trainer.studies.points import plan_points
 
     study = load_study(path)
     return len(plan_points(study, expand(study), ROOT, Path("ledger")))

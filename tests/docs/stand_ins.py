@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data.tar_writer import write_shard
+from data.index.tar_writer import write_shard
 from tests.docs.pages import ROOT
 from tests.e2e.launch import alone
 from tests.models.test_convert_vip import published, saved

@@ -97,8 +97,8 @@ def test_a_shell_block_is_taken_apart() -> None:
 
 def test_recipe_fragments_are_accepted() -> None:
     """As overrides of a shipped recipe."""
-    from trainer.config import load_config
-    from trainer.scaling.grid import flat
+    from trainer.config.recipe import load_config
+    from trainer.studies.grid import flat
 
     fragments = [block for block in of("toml") if block.page != "docs/studies.md"]
     assert fragments
@@ -109,7 +109,7 @@ def test_recipe_fragments_are_accepted() -> None:
 
 def test_the_study_of_the_guide_is_accepted(tmp_path: Path) -> None:
     """docs/studies.md: the first block is a whole file; the others are sections that a file may have besides."""
-    from trainer.scaling.grid import load_study
+    from trainer.studies.grid import load_study
 
     whole, *sections = [block.text for block in of("toml") if block.page == "docs/studies.md"]
     path = tmp_path / "study.toml"

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.shapes_study import RUNS, TEST_SEED, VALIDATION_SEED, beats, markdown
 from tests.docs.pages import ROOT
-from trainer.config import load_config
+from trainer.config.recipe import load_config
 
 NAME = "benchmarks/results/2026-11-22-shapes"
 

@@ -14,9 +14,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from launch_scripts import train  # noqa: E402
-from privacy.ledger import AppendOnly, Ledger  # noqa: E402
+from privacy.ledger.ledger import AppendOnly, Ledger  # noqa: E402
 from tests.e2e.recording_train import RecordingNoise  # noqa: E402
-from trainer import checkpoint_writer  # noqa: E402
+from trainer.checkpoints import write as checkpoint_writer  # noqa: E402
 
 POINTS = ("before_intent", "before_noise", "before_done", "in_ledger_write", "in_checkpoint")
 

@@ -22,7 +22,8 @@ import torch  # noqa: E402
 from launch_scripts import train  # noqa: E402
 from privacy.clipping import ClippedSum  # noqa: E402
 from privacy.noise import SystemNoise  # noqa: E402
-from trainer import checkpoint_writer, loop  # noqa: E402
+from trainer.checkpoints import write as checkpoint_writer  # noqa: E402
+from trainer.loop import fit as loop  # noqa: E402
 
 given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # the launcher puts it first
 point, rank, when, seconds = given[0], int(given[1]), int(given[2]), float(given[3])

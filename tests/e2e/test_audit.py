@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.launch import alone, train_arguments
-from trainer.audit_folder import ledger_audit
+from trainer.audit.folder import ledger_audit
 
 AUDIT = "launch_scripts/audit.py"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from privacy.ledger import Ledger
+from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
 from trainer.report import build_card, write_card
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 WIDTH, HEIGHT = 1100, 7000
 FIGURES = ("epsilon-by-attempts", "epsilon-by-delta", "trade-off", "heldout-loss", "throughput")
-# The style sheet's colours in light and in dark; see privacy/report_html.py.
+# The style sheet's colours in light and in dark; see privacy/card/html.py.
 LIGHT = {"page": "#ffffff", "first": "#1f5fbf", "second": "#b5420b"}
 DARK = {"page": "#14171b", "first": "#7ab0ff", "second": "#ff9c66"}
 PROBE = """<script>

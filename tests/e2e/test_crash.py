@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from privacy.keys import SamplingKey
-from privacy.ledger_format import read_ledger
+from privacy.ledger.records import read_ledger
+from privacy.sampling.keys import SamplingKey
 from tests.e2e.crashing_train import POINTS
 from tests.e2e.launch import alone, count, kill_group, ledger_lines, start_ranks, train_arguments
 from tests.e2e.test_kill import check_chain, check_nothing_is_shared

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from privacy.keys import SamplingKey
-from privacy.ledger_format import read_ledger
+from privacy.ledger.records import read_ledger
+from privacy.sampling.keys import SamplingKey
 from tests.e2e.launch import count, kill_group, ledger_lines, start_ranks, train_arguments
 
 SCRIPT = "tests/e2e/recording_train.py"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from privacy.ledger_format import read_ledger
+from privacy.ledger.records import read_ledger
 from tests.e2e.launch import alone, train_arguments
 
 SCRIPT = "tests/e2e/full_disk_train.py"

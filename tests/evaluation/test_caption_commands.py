@@ -10,15 +10,15 @@ import torch
 from PIL import Image
 
 from data.errors import DataError
-from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from evaluation.commands import aro, captions, retrieval, zero_shot
 from evaluation.compositional import _pixels, read_aro
 from models.captioner import build_captioner
 from tests.evaluation.commands import evaluate
 from tests.models.tiny import tiny_config
-from trainer import open_model as opening
 from trainer.errors import ConfigError
-from trainer.open_model import OpenedModel
+from trainer.weights import open_model as opening
+from trainer.weights.open_model import OpenedModel
 
 TOKENIZER = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from data.errors import DataError
-from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from evaluation import caption_metrics
 from evaluation.captioned import decoded, open_images
 from evaluation.captions import CaptionOptions, CaptionWriter, picture_grid

@@ -15,9 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from data.errors import DataError
+from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.transforms import denormalize
 from data.synthetic.generate import SyntheticData
-from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from data.transforms import denormalize
 from evaluation import compositional
 from evaluation.compositional import Answers, Choice, choose, losses, perturbed, read_aro
 from evaluation.synthetic_tests import SHAPE_CLASSES, scene_choices, shape_choices, shape_images

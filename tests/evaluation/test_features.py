@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from data.errors import DataError
-from data.tar_writer import write_shard
-from data.transforms import eval_image
+from data.examples.transforms import eval_image
+from data.index.tar_writer import write_shard
 from evaluation.encoder import FeatureOptions, check_options, encoder_of, features, token_maps
 from evaluation.features import Features, extract, read_features
 from evaluation.sources import ArrayImages, ReadingOptions, encode_png, open_source

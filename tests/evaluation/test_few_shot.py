@@ -17,7 +17,7 @@ from tests.evaluation.commands import evaluate
 from tests.evaluation.digits import digits, save_digits
 from tests.evaluation.tiny_models import opened_captioner, pictures
 from tests.trainer.trained_runs import recipe, trained
-from trainer.open_model import open_model
+from trainer.weights.open_model import open_model
 
 
 def test_a_split_has_k_of_every_class_and_more_shots_contain_fewer() -> None:

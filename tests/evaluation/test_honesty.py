@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from data.tar_writer import write_shard
+from data.index.tar_writer import write_shard
 from evaluation.private_head.sweep import spent_in
 from evaluation.sources import encode_png
 from privacy.errors import PrivacyStateRefused
@@ -25,9 +25,9 @@ from tests.evaluation.test_private_head_command import exact_delta, spent
 from tests.evaluation.tiny_models import pictures
 from tests.privacy.ledger_files import NOT_ATTESTED, PLAN, remove_ledger
 from tests.trainer.trained_runs import recipe, trained
-from trainer.export import export
-from trainer.import_weights import import_weights
-from trainer.open_model import open_model
+from trainer.weights.export import export
+from trainer.weights.import_weights import import_weights
+from trainer.weights.open_model import open_model
 
 PRIVATE = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)
 Evaluate = Callable[..., dict[str, Any]]

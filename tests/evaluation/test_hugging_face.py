@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from data.errors import DataError
-from data.transforms import eval_image
+from data.examples.transforms import eval_image
 from evaluation.captioned import open_images
 from evaluation.encoder import FeatureOptions, features
 from evaluation.features import extract

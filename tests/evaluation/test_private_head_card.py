@@ -9,8 +9,8 @@ import pytest
 from evaluation.private_head.run import train_head
 from privacy.audit.ledger import audit_ledger
 from privacy.audit.report import AuditReport
-from privacy.report_markdown import to_markdown
-from trainer.audit_folder import folder_claims
+from privacy.card.markdown import to_markdown
+from trainer.audit.folder import folder_claims
 from trainer.report import build_card
 
 GIVEN = "the examples of shards:a.tar, given the encoder, whose epsilon is to be added where it has seen them"

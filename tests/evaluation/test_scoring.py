@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
-from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from evaluation.scoring import PrefixTree, encoded_captions, own_log_probs, tree_log_probs
 from models.captioner import Captioner
 from tests.models.tiny import tiny_captioner

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
+from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from evaluation.zero_shot import Prompts, accuracy, fill, log_probs_of
 from models.captioner import Captioner, build_captioner
 from tests.models.tiny import tiny_config

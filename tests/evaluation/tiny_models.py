@@ -8,7 +8,7 @@ import torch
 from models.mae_config import masked_autoencoder_config
 from models.masked_autoencoder import build_masked_autoencoder
 from tests.models.tiny import tiny_captioner
-from trainer.open_model import OpenedModel
+from trainer.weights.open_model import OpenedModel
 
 SIZE = 16
 

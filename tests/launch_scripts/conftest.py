@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from launch_scripts import export as script
-from trainer.cli import run_command
+from trainer.config.cli import run_command
 
 Run = Callable[..., str]
 

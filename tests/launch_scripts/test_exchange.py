@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from data.transforms import eval_image
+from data.examples.transforms import eval_image
 from evaluation.captions import CaptionOptions, CaptionWriter
 from evaluation.sources import encode_png
 from privacy.plan import make_plan
@@ -30,7 +30,7 @@ from tests.launch_scripts.test_export import EPSILON, statements
 from tests.models import test_convert_dpcap as dpcap
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Payload, published
 from tests.trainer.trained_runs import recipe, trained
-from trainer.open_model import open_model
+from trainer.weights.open_model import open_model
 
 VIP = ("--num_heads", HEADS, "--decoder_heads", DECODER_HEADS)
 

@@ -18,17 +18,17 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from models.converters.native import load_model
+from privacy.card.text import rounded_up
 from privacy.plan import make_plan
-from privacy.report_text import rounded_up
 from tests.launch_scripts.conftest import Run
 from tests.models import test_convert_dpcap as dpcap
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Plain, examples, published
 from tests.privacy.ledger_files import NOT_ATTESTED, PLAN
 from tests.trainer.trained_runs import SECRET, recipe, trained
-from trainer.config import InitSection
+from trainer.config.recipe import InitSection
 from trainer.errors import ConfigError
-from trainer.open_model import open_model
-from trainer.warm_start import find_checkpoint, initialisation_facts, load_start
+from trainer.weights.open_model import open_model
+from trainer.weights.start import find_checkpoint, initialisation_facts, load_start
 
 ROOT = Path(__file__).resolve().parents[2]
 EPSILON = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)

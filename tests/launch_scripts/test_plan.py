@@ -85,8 +85,8 @@ def test_tiny_delta_uses_rdp():
 
 def test_a_recipe_gives_what_training_claims():
     """The ledger of a run and this command agree: cap, reserve and slack included."""
-    from trainer.config import load_config
-    from trainer.run_ledger import recipe_plan
+    from trainer.config.recipe import load_config
+    from trainer.run.ledger import recipe_plan
 
     config = load_config(ROOT / "recipes/vip_base_data2m.toml")
     plan = recipe_plan(config.privacy, 7, 2_000_000)

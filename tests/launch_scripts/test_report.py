@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from privacy.ledger import Ledger
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
-from privacy.shared_ledger import SharedLedger
 from tests.privacy.ledger_epsilon import recompute
 from trainer.report import build_card, write_card
 

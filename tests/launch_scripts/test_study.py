@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from launch_scripts.study import main
-from privacy.accounting import epsilon
+from privacy.accounting.accountants import epsilon
 from tests.distributed.ranks import ROOT, quiet_environment
 from tests.e2e.launch import alone, count, kill_group, ledger_lines
-from trainer.config import load_config
+from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.report import build_card, write_card
-from trainer.run_ledger import recipe_plan
-from trainer.scaling.folder import StudyFolder
+from trainer.run.ledger import recipe_plan
+from trainer.studies.folder import StudyFolder
 
 STUDY = "launch_scripts/study.py"
 TINY = """

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from data.examples import CaptionExample
-from data.loader import stack_examples
-from data.reader import RawExample
-from data.tokenizer import EMBEDDED_TOKENIZER
+from data.examples.examples import CaptionExample
+from data.examples.tokenizer import EMBEDDED_TOKENIZER
+from data.reading.loader import stack_examples
+from data.reading.reader import RawExample
 from models.captioner import Captioner, build_captioner
 from models.config import SIZES, captioner_config
 from models.errors import ModelConfigError

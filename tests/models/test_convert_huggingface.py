@@ -235,7 +235,7 @@ def test_the_processor_is_our_preprocessing(tmp_path: Path) -> None:
     import numpy as np
     from PIL import Image
 
-    from data.transforms import IMAGENET_MEAN, IMAGENET_STD, eval_image
+    from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD, eval_image
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(image_processor(16, IMAGENET_MEAN, IMAGENET_STD)))
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.examples import MaskedImageExample
+from data.examples.examples import MaskedImageExample
 from models.errors import ModelConfigError
 from models.mae_config import MAE_SIZES, MaskedAutoencoderConfig, masked_autoencoder_config
 from models.masked_autoencoder import (

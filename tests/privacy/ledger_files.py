@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger import Ledger
+from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
 
 # Large noise and few examples: the accountant answers in a fraction of a second.

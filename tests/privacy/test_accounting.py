@@ -5,8 +5,9 @@ import time
 import pytest
 from scipy import stats
 
-from privacy import accounting, epsilon_table
-from privacy.accounting import (
+from privacy.accounting import accountants as accounting
+from privacy.accounting import epsilon_table
+from privacy.accounting.accountants import (
     ReleaseGroup,
     effective_noise_multiplier,
     epsilon,
@@ -19,9 +20,9 @@ from privacy.accounting import (
     overflow_probability,
     tan,
 )
-from privacy.epsilon_table import EpsilonTable
+from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.errors import PrivacyConfigError
-from privacy.sampling import default_cap
+from privacy.sampling.poisson import default_cap
 
 # DP-Cap: n = 233e6, B = 1 310 720, sigma 0.728, 5708 steps, delta 1/n.
 N, B, T, DELTA = 233_000_000, 1_310_720, 5708, 4.2918e-9

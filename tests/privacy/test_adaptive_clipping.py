@@ -17,13 +17,13 @@ from scipy import stats
 
 from privacy.adaptive_clipping import COUNT_SENSITIVITY, RANGE, AdaptiveClipping
 from privacy.audit.ledger import BoundClaim, FolderClaims, audit_ledger
+from privacy.card.markdown import to_markdown
+from privacy.card.report import privacy_card
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger import Ledger
-from privacy.ledger_format import noise_multiplier_of
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.records import noise_multiplier_of
 from privacy.plan import PrivacyPlan, make_plan, require_equal
 from privacy.releases import GRADIENT, UNCLIPPED, Release, step_releases
-from privacy.report import privacy_card
-from privacy.report_markdown import to_markdown
 from tests.privacy.ledger_epsilon import recompute
 
 ADAPTIVE = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=6.0)

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from privacy.accounting import ReleaseGroup, epsilon, epsilon_pld
-from privacy.alternatives import (
+from privacy.accounting.accountants import ReleaseGroup, epsilon, epsilon_pld
+from privacy.errors import PrivacyConfigError
+from privacy.sampling.alternatives import (
     BallsInBinsSampler,
     ShuffleSampler,
     shuffle_lower_bound,
     shuffle_participations,
     steps_per_epoch,
 )
-from privacy.errors import PrivacyConfigError
-from privacy.keys import SamplingKey
-from privacy.sampling import assign, slice_bounds
+from privacy.sampling.keys import SamplingKey
+from privacy.sampling.poisson import assign, slice_bounds
 
 KEY = hashlib.sha256(b"fixed key of the tests").digest()
 SAMPLERS = [ShuffleSampler(1001, 90), BallsInBinsSampler(1001, 90, 200)]

@@ -2,10 +2,10 @@ import time
 
 import pytest
 
-from privacy.accounting import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_pld
-from privacy.calibration import calibrate_noise_multiplier
+from privacy.accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_pld
+from privacy.accounting.calibration import calibrate_noise_multiplier
 from privacy.errors import PrivacyConfigError
-from privacy.sampling import default_cap
+from privacy.sampling.poisson import default_cap
 
 N, B, T, DELTA = 233_000_000, 1_310_720, 5708, 4.2918e-9
 

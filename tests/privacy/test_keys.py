@@ -4,7 +4,7 @@ import pickle
 import pytest
 
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.keys import SamplingKey
+from privacy.sampling.keys import SamplingKey
 
 NONCE = bytes(range(16))
 

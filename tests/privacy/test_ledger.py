@@ -6,7 +6,7 @@ import os
 import pytest
 
 from privacy.errors import BudgetSpent, PrivacyStateRefused
-from privacy.ledger import Ledger
+from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
 from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.ledger_files import ENVIRONMENT, PLAN, RELEASE, create, take_step, written

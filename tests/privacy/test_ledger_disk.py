@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from privacy import ledger as ledger_module
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger import Ledger
-from privacy.ledger_format import read_ledger
+from privacy.ledger import ledger as ledger_module
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.records import read_ledger
 from tests.privacy.ledger_files import (
     ENVIRONMENT,
     PLAN,

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from privacy import noise
+from privacy.accounting.noise_tail import BOX_MULLER_EDGE, EDGES, MOST_PARAMETERS, NOISE_SOURCES, noise_tail_delta
 from privacy.noise import _device_words, add_noise, box_muller, noise_source
-from privacy.noise_tail import BOX_MULLER_EDGE, EDGES, MOST_PARAMETERS, NOISE_SOURCES, noise_tail_delta
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from privacy.accounting import ReleaseGroup, epsilon, epsilon_pld
+from privacy.accounting.accountants import ReleaseGroup, epsilon, epsilon_pld
+from privacy.accounting.noise_tail import noise_tail_delta
 from privacy.errors import PrivacyConfigError
-from privacy.noise_tail import noise_tail_delta
 from privacy.plan import PrivacyPlan, make_plan, require_equal
 
 BASE = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 150, "noise_multiplier": 3.0}

@@ -8,15 +8,15 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.dp_event import SelfComposedDpEvent, TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 
-from privacy import accounting
-from privacy.accounting import FINE_INTERVAL, ReleaseGroup
+from privacy.accounting import accountants as accounting
+from privacy.accounting.accountants import FINE_INTERVAL, ReleaseGroup
+from privacy.card.markdown import to_markdown
+from privacy.card.numbers import LARGEST_DETAILED_EPSILON, claimed_epsilon
+from privacy.card.report import NO_MIRROR, privacy_card
+from privacy.card.text import rounded_up
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger import Ledger
+from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
-from privacy.report import NO_MIRROR, privacy_card
-from privacy.report_markdown import to_markdown
-from privacy.report_numbers import LARGEST_DETAILED_EPSILON, claimed_epsilon
-from privacy.report_text import rounded_up
 from tests.privacy.ledger_epsilon import recompute
 
 # Large noise and few examples: the accountant answers in a fraction of a second.

@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 from scipy.stats import norm
 
-from privacy import accounting, report_plots
-from privacy.accounting import COARSE_INTERVAL, ReleaseGroup
-from privacy.attack_risk import attack_risk
-from privacy.ledger import Ledger
+from privacy.accounting import accountants as accounting
+from privacy.accounting.accountants import COARSE_INTERVAL, ReleaseGroup
+from privacy.accounting.attack_risk import attack_risk
+from privacy.card import plots as report_plots
+from privacy.card.curves import curves
+from privacy.card.html import Picture, inline, to_html
+from privacy.card.markdown import to_markdown
+from privacy.card.plots import draw_attempts, draw_delta, draw_throughput, draw_trade_off, plots
+from privacy.card.report import privacy_card
+from privacy.card.text import rounded_down, rounded_up
+from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
-from privacy.report import privacy_card
-from privacy.report_curves import curves
-from privacy.report_html import Picture, inline, to_html
-from privacy.report_markdown import to_markdown
-from privacy.report_plots import draw_attempts, draw_delta, draw_throughput, draw_trade_off, plots
-from privacy.report_text import rounded_down, rounded_up
 
 NASTY = '<script>alert(1)</script> | `x` **y** & "z" \\| \' &lt;img src=http://a.b/c&gt;'
 UTILITY = {

@@ -3,10 +3,10 @@
 import pytest
 
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.keys import SamplingKey
-from privacy.ledger import Ledger
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.run_state import open_run_state
 from privacy.plan import make_plan
-from privacy.run_state import open_run_state
+from privacy.sampling.keys import SamplingKey
 from tests.privacy.ledger_files import PLAN
 
 

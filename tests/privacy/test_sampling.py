@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from privacy.errors import PrivacyConfigError
-from privacy.keys import SamplingKey
-from privacy.sampling import (
+from privacy.sampling.keys import SamplingKey
+from privacy.sampling.poisson import (
     Decided,
     PoissonSampler,
     assign,

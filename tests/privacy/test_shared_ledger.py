@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from privacy.accounting import ReleaseGroup, epsilon
+from privacy.accounting.accountants import ReleaseGroup, epsilon
+from privacy.accounting.rdp_filter import filter_order, filtered_epsilon, total_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger import Ledger
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.run_state import SharedTerms, open_run_state
+from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
-from privacy.rdp_filter import filter_order, filtered_epsilon, total_epsilon
-from privacy.run_state import SharedTerms, open_run_state
-from privacy.shared_ledger import SharedLedger
 
 ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-5

@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 
-import privacy.shared_membership
+import privacy.ledger.membership
 from privacy.errors import PrivacyStateRefused
+from privacy.ledger.run_state import SharedTerms, open_run_state
+from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.releases import step_releases
-from privacy.run_state import SharedTerms, open_run_state
-from privacy.shared_ledger import SharedLedger
 
 DELTA = 1e-5
 PLAN = make_plan(
@@ -158,7 +158,7 @@ def test_a_crash_inside_the_shared_record_blocks_nobody(shared, tmp_path, monkey
 
 
 def test_a_file_system_that_is_gone_for_a_moment_costs_nothing_and_for_good_exit_4(shared, monkeypatch, session):
-    monkeypatch.setattr(privacy.shared_membership, "RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(privacy.ledger.membership, "RETRY_SECONDS", (0.0, 0.0))
     real, failures = os.open, []
 
     def stale(path, *rest):

@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from privacy.accounting import ReleaseGroup, epsilon_gaussian, epsilon_pld, epsilon_prv, epsilon_rdp, loss_distribution
-from privacy.attack_risk import attack_risk, epsilon_curve, risk_of
-from privacy.what_if import opacus_opinion, replay_costs, selection_costs, shuffled_instead
+from privacy.accounting.accountants import (
+    ReleaseGroup,
+    epsilon_gaussian,
+    epsilon_pld,
+    epsilon_prv,
+    epsilon_rdp,
+    loss_distribution,
+)
+from privacy.accounting.attack_risk import attack_risk, epsilon_curve, risk_of
+from privacy.accounting.what_if import opacus_opinion, replay_costs, selection_costs, shuffled_instead
 
 DPCAP, DELTA = ReleaseGroup(1_310_720 / 233e6, 0.728, 5708), 4.2918e-9
 SMALL = ReleaseGroup(0.02, 1.0, 100)

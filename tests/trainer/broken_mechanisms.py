@@ -13,10 +13,12 @@ from torch import Tensor
 from privacy.clipping import ClippedSum
 from privacy.clipping.functions import ClippingFunction
 from privacy.noise import NoiseSource, SystemNoise, add_noise
-from trainer import audit_sandbox, distributed, loop
-from trainer.batches import LogicalBatches
+from trainer.audit import sandbox as audit_sandbox
 from trainer.engines.reduction import reduce_to_owners
-from trainer.loop import train_step
+from trainer.loop import fit as loop
+from trainer.loop.fit import train_step
+from trainer.ranks import distributed
+from trainer.run.batches import LogicalBatches
 
 NEED_TWO_RANKS = (
     "noise_divided_by_world_size",

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer import distributed
+from trainer.ranks import distributed
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer.allocator import keep_freed_memory
+from trainer.run.allocator import keep_freed_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = """
 import resource, sys
 import torch
-from trainer.allocator import keep_freed_memory
+from trainer.run.allocator import keep_freed_memory
 
 if sys.argv[1] == "keep":
     assert keep_freed_memory({})

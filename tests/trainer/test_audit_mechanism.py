@@ -14,9 +14,9 @@ from privacy.audit.report import AuditReport
 from privacy.plan import PrivacyPlan, make_plan
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.trainer.broken_mechanisms import ALL, NEED_TWO_RANKS, broken
-from trainer import distributed
-from trainer.audit_mechanism import make_settings, mechanism_audit, read_record
-from trainer.audit_sandbox import run_sandbox
+from trainer.audit.mechanism import make_settings, mechanism_audit, read_record
+from trainer.audit.sandbox import run_sandbox
+from trainer.ranks import distributed
 
 FOUND_BY = {
     "noise_divided_by_world_size": {"noise_variance", "draws_reach_the_weights", "attack_rates"},
@@ -142,7 +142,7 @@ def test_no_false_alarm_in_a_hundred_correct_mechanisms(one_rank: torch.device) 
     ],
 )
 def test_every_engine_passes_at_full_size(tmp_path: Path, engine: str, machine: str) -> None:
-    from privacy.ledger import Ledger
+    from privacy.ledger.ledger import Ledger
 
     fields = {"plan": plan().frozen_fields(), "key_commitment": "0" * 64}
     Ledger.create(tmp_path / "ledger.jsonl", fields).release()

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from data.examples import CaptionExample
-from data.index_build import build_index
-from data.reader import TarReader
+from data.examples.examples import CaptionExample
+from data.index.build import build_index
+from data.reading.reader import TarReader
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.audit.canaries import audit_canaries
 from tests.distributed.ranks import ROOT
-from trainer.audit_canaries import COINS, SHARD, CanaryCoins, read_canaries, write_canaries
-from trainer.audit_run import _losses
+from trainer.audit.canaries import COINS, SHARD, CanaryCoins, read_canaries, write_canaries
+from trainer.audit.run import _losses
 from trainer.errors import ConfigError
 
 TOKENIZER = ROOT / "data" / "tokenizer" / "tokenizer.json"

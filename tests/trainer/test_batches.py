@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from data.loader import StepPlan
-from privacy.keys import SamplingKey
-from privacy.sampling import PoissonSampler, default_cap, example_keys
-from trainer import batches as module
-from trainer import distributed
-from trainer.batches import LogicalBatches, timings_are_public
+from data.reading.loader import StepPlan
+from privacy.sampling.keys import SamplingKey
+from privacy.sampling.poisson import PoissonSampler, default_cap, example_keys
+from trainer.ranks import distributed
+from trainer.run import batches as module
+from trainer.run.batches import LogicalBatches, timings_are_public
 
 NUM_EXAMPLES = 503
 NONCE = bytes(range(16))

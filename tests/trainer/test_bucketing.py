@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from data.batch import Batch
-from data.bucketing import by_caption_length
 from data.errors import DataError
-from data.examples import CaptionExample
-from data.index_build import build_index
-from data.loader import Loader, StepPlan
-from data.reader import RawExample
-from data.tar_index import ExampleTable
-from data.tokenizer import EMBEDDED_TOKENIZER
+from data.examples.examples import CaptionExample
+from data.examples.tokenizer import EMBEDDED_TOKENIZER
+from data.index.build import build_index
+from data.index.tar_index import ExampleTable
+from data.reading.bucketing import by_caption_length
+from data.reading.loader import Loader, StepPlan
+from data.reading.reader import RawExample
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
-from privacy.sampling import default_cap
+from privacy.sampling.poisson import default_cap
 from tests.data.conftest import picture, write_shard
-from trainer.batches import timings_are_public
+from trainer.run.batches import timings_are_public
 
 MAKE = CaptionExample(image_size=32, num_tokens=40, tokenizer_path=EMBEDDED_TOKENIZER)
 WORDS = ["a", "red", "dog", "and", "blue", "cat", "sitting", "under", "the", "big", "tree"]

@@ -8,7 +8,7 @@ import torch
 from models.captioner import Captioner
 from models.errors import ModelConfigError
 from privacy.clipping.selfcheck import check_against_autograd
-from trainer.config import load_config
+from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.tasks.captioning import CaptioningTask
 

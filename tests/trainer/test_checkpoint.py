@@ -10,16 +10,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer import checkpoint, checkpoint_writer
-from trainer.checkpoint import Checkpoint, checkpoint_name, file_digest, newest_checkpoint, sealed
-from trainer.checkpoint_writer import CheckpointWriter, Retention
-from trainer.config import OptimizerSection
-from trainer.ds_config import load_machine_settings
+from trainer.checkpoints import read as checkpoint
+from trainer.checkpoints import write as checkpoint_writer
+from trainer.checkpoints.read import Checkpoint, checkpoint_name, file_digest, newest_checkpoint, sealed
+from trainer.checkpoints.write import CheckpointWriter, Retention
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import OptimizerSection
 from trainer.engines.base import GradShard, Piece, ShardState, even_layout
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
-from trainer.frozen import FrozenWeights
 from trainer.optimizers import moments
+from trainer.run.frozen import FrozenWeights
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIMIZER = OptimizerSection(peak_lr=1e-2, weight_decay=0.1)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.trainer.test_checkpoint import OPTIMIZER, assert_same, flip_a_bit, new_engine, new_model, resume, take_steps
-from trainer import checkpoint_writer
-from trainer.averaging import WeightAverage, decay_at
-from trainer.checkpoint import Checkpoint, checkpoint_name, newest_checkpoint, newest_whole
-from trainer.checkpoint_writer import CheckpointWriteError, CheckpointWriter, Retention
-from trainer.config import OptimizerSection
+from trainer.checkpoints import write as checkpoint_writer
+from trainer.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint, newest_whole
+from trainer.checkpoints.write import CheckpointWriteError, CheckpointWriter, Retention
+from trainer.config.recipe import OptimizerSection
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
+from trainer.loop.averaging import WeightAverage, decay_at
 from trainer.optimizers import moments
 
 pytestmark = pytest.mark.usefixtures("one_rank")

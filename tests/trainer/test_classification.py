@@ -14,7 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
 
-from data.tar_writer import write_shard
+from data.index.tar_writer import write_shard
 from models.adapters import is_adapter
 from models.captioner import build_captioner
 from models.classifier import build_classifier
@@ -23,17 +23,17 @@ from models.masked_autoencoder import build_masked_autoencoder
 from tests.e2e.launch import alone
 from tests.models.test_classifier import tiny
 from tests.models.test_masked_autoencoder import tiny as tiny_autoencoder_config
-from trainer.checkpoint import Checkpoint, checkpoint_name, newest_checkpoint
-from trainer.checkpoint_writer import CheckpointWriter, Retention
-from trainer.config import InitSection, OptimizerSection, load_config
-from trainer.distributed import Ranks
-from trainer.ds_config import load_machine_settings
+from trainer.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint
+from trainer.checkpoints.write import CheckpointWriter, Retention
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import InitSection, OptimizerSection, load_config
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
-from trainer.open_model import open_model
-from trainer.run_folder import RunFolder
-from trainer.train import train
-from trainer.warm_start import load_start
+from trainer.ranks.distributed import Ranks
+from trainer.run.folder import RunFolder
+from trainer.run.start import train
+from trainer.weights.open_model import open_model
+from trainer.weights.start import load_start
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "tests/trainer/classification.toml"
@@ -112,8 +112,8 @@ def test_open_model_gives_the_accuracy_that_was_reported(trained: Path, digits: 
 
 
 def accuracy_of(run: Path, digits: Path) -> tuple[float, nn.Module]:
-    from data.index_build import build_index
-    from data.loader import eval_batches
+    from data.index.build import build_index
+    from data.reading.loader import eval_batches
 
     opened = open_model(run)
     table = build_index([digits / "heldout.tar"], run / "reopened-index")

@@ -15,10 +15,11 @@ from privacy.clipping import ClippedSum
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import build, pairs
 from tests.privacy.clipping.test_modes import Blocks
-from trainer import clipping_mode, distributed
-from trainer.clipping_mode import USABLE, ModeChoice, choose_mode
 from trainer.engines.base import Piece, ShardLayout
-from trainer.memory_estimate import MemoryTimeline
+from trainer.ranks import distributed
+from trainer.run import clipping_mode
+from trainer.run.clipping_mode import USABLE, ModeChoice, choose_mode
+from trainer.run.memory_estimate import MemoryTimeline
 
 ROWS = 16
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainer.config import RunConfig, load_config, to_toml
+from trainer.config.recipe import RunConfig, load_config, to_toml
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.index_build import build_index
-from data.tar_index import MANIFEST
+from data.index.build import build_index
+from data.index.tar_index import MANIFEST
 from privacy.errors import PrivacyConfigError
 from tests.data.conftest import picture, write_shard
-from trainer.config import RunConfig, load_config
-from trainer.datasets import heldout_table, training_table
-from trainer.run_folder import RunFolder
-from trainer.run_ledger import open_run_ledger
+from trainer.config.recipe import RunConfig, load_config
+from trainer.run.datasets import heldout_table, training_table
+from trainer.run.folder import RunFolder
+from trainer.run.ledger import open_run_ledger
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,8 +103,8 @@ def test_training_shards_are_no_public_heldout_shards(folder: RunFolder, tmp_pat
 
 
 def test_remote_settings_reach_the_table_and_the_record(folder: RunFolder, tmp_path: Path) -> None:
-    from trainer.config import to_toml
-    from trainer.datasets import remote_options
+    from trainer.config.recipe import to_toml
+    from trainer.run.datasets import remote_options
 
     chosen = config("data.remote.tries=2", "data.remote.cache_dir=cache", "data.remote.timeout_seconds=1.5")
     options = remote_options(chosen, tmp_path)

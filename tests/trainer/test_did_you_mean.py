@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import load_config
+from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.toml"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.config import load_config
-from trainer.ds_config import NO_EFFECT, RECIPE_KEYS, ZERO_KEYS, MachineSettings, load_machine_settings, resolve
+from trainer.config.machine import NO_EFFECT, RECIPE_KEYS, ZERO_KEYS, MachineSettings, load_machine_settings, resolve
+from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer import files
-from trainer.files import write_durably
+from trainer.run import files
+from trainer.run.files import write_durably
 
 
 def test_replaces(tmp_path: Path) -> None:

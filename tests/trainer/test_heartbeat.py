@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from trainer.errors import RemoteError
-from trainer.heartbeat import Heartbeat
-from trainer.rendezvous import Place, RendezvousError, connect, meet, place_of
+from trainer.ranks.heartbeat import Heartbeat
+from trainer.ranks.rendezvous import Place, RendezvousError, connect, meet, place_of
 
 FAST = {"interval": 0.05, "dead_after": 0.6, "suspect_after": 0.25, "slow_after": 0.3}
 

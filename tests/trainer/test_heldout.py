@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from data.examples import CaptionExample
-from data.index_build import build_index
-from data.shards import common_root, expand_shards
-from data.tar_index import ExampleTable
-from trainer.config import OptimizerSection, load_config
-from trainer.ds_config import load_machine_settings
+from data.examples.examples import CaptionExample
+from data.index.build import build_index
+from data.index.shards import common_root, expand_shards
+from data.index.tar_index import ExampleTable
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import OptimizerSection, load_config
 from trainer.engines.local import LocalEngine
-from trainer.heldout import Heldout
+from trainer.run.heldout import Heldout
 from trainer.tasks.captioning import CaptioningTask
 from trainer.tasks.pictures import contact_sheet
 
@@ -64,7 +64,7 @@ def test_loss(table: ExampleTable, task: CaptioningTask, make_example: CaptionEx
 
 
 def _one_by_one(table: ExampleTable, make_example: CaptionExample, count: int):  # type: ignore[no-untyped-def]
-    from data.loader import eval_batches
+    from data.reading.loader import eval_batches
 
     with torch.no_grad():
         yield from eval_batches(table, make_example, 1, 0, 1, num_examples=count)

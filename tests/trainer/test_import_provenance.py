@@ -17,8 +17,8 @@ from models.image_encoder import EncoderConfig, build_image_encoder
 from privacy.errors import PrivacyStateRefused
 from tests.trainer.test_warm_start import SYNTHETIC, write
 from trainer.errors import ConfigError
-from trainer.import_weights import Declared, import_weights
-from trainer.train import _load_weights
+from trainer.run.start import _load_weights
+from trainer.weights.import_weights import Declared, import_weights
 
 HEADS = {"hf": Unstated(), "vip": Unstated(num_heads=4)}
 PRIVATE_LINK = {"kind": "checkpoint", "training_data": "private", "guarantee": None, "before_that": {"kind": "random"}}

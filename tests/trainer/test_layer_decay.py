@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.models.test_classifier import tiny_classifier
-from trainer.config import OptimizerSection
+from trainer.config.recipe import OptimizerSection
 from trainer.errors import ConfigError
 from trainer.optimizers import layer_rates, make_optimizer, parameter_groups, set_step
 

@@ -16,7 +16,7 @@ from privacy.clipping import ClippedSum
 from tests.distributed.ranks import ROOT, quiet_environment
 from tests.privacy.clipping.test_modes import Blocks
 from tests.privacy.clipping.test_properties import Middle
-from trainer.memory_estimate import MemoryTimeline, available_memory, extrapolate, predict_peak
+from trainer.run.memory_estimate import MemoryTimeline, available_memory, extrapolate, predict_peak
 
 FACTOR = 1.25
 """How far the estimate may be from what the process really takes; measured: 1.00 to 1.01."""

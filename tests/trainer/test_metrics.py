@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.metrics import MetricsWriter, read_metrics
+from trainer.loop.metrics import MetricsWriter, read_metrics
 
 
 def test_lines(tmp_path: Path) -> None:

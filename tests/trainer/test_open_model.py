@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.trainer.trained_runs import recipe, trained
-from trainer.checkpoint import Checkpoint, checkpoint_name
+from trainer.checkpoints.read import Checkpoint, checkpoint_name
 from trainer.errors import ConfigError
-from trainer.open_model import open_model
+from trainer.weights.open_model import open_model
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.trainer import reference_optimizers as reference
-from trainer.config import OptimizerSection
+from trainer.config.recipe import OptimizerSection
 from trainer.optimizers import (
     Segment,
     bind_segments,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from trainer.config import load_config
+from trainer.config.recipe import load_config
 from trainer.tasks.base import pixels
 from trainer.tasks.masked_autoencoding import MaskedAutoencodingTask
 from trainer.tasks.pictures import GAP, SIDE, picture_grid

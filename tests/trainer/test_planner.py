@@ -14,8 +14,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from data.index_build import build_index
-from data.shards import find_shards
+from data.index.build import build_index
+from data.index.shards import find_shards
 from models.config import VitConfig
 from models.vit import VisionTransformer
 from privacy.clipping import ClippedSum
@@ -23,8 +23,8 @@ from privacy.clipping.accumulators import LocalSums
 from privacy.plan import make_plan
 from tests.distributed.ranks import quiet_environment
 from tests.trainer.test_memory_estimate import process_memory
-from trainer.config import RunConfig, load_config
-from trainer.ds_config import MachineSettings, load_machine_settings
+from trainer.config.machine import MachineSettings, load_machine_settings
+from trainer.config.recipe import RunConfig, load_config
 from trainer.errors import ConfigError
 from trainer.planner.communication import Network, Traffic, exposed_seconds
 from trainer.planner.hardware import GPUS, find_gpu

@@ -1,7 +1,7 @@
 import pytest
 
-from trainer import progress
-from trainer.progress import ProgressLine
+from trainer.loop import progress
+from trainer.loop.progress import ProgressLine
 
 
 class Clock:

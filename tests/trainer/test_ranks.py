@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.ranks import Ranks, discover_ranks, first_host
+from trainer.ranks.discovery import Ranks, discover_ranks, first_host
 
 ADDRESS = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 LAUNCHERS = {

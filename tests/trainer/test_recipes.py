@@ -11,15 +11,15 @@ import pytest
 
 from models.captioner import Captioner
 from models.config import captioner_config
-from privacy.accounting import COARSE_INTERVAL, epsilon_pld, epsilon_rdp
-from privacy.calibration import MIN_NOISE_MULTIPLIER
+from privacy.accounting.accountants import COARSE_INTERVAL, epsilon_pld, epsilon_rdp
+from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.plan import PrivacyPlan, make_plan
 from tests.e2e.launch import alone, train_arguments
-from trainer.config import RunConfig, load_config
+from trainer.config.recipe import RunConfig, load_config
+from trainer.loop.schedule import learning_rate
 from trainer.planner.padding import Batches
-from trainer.run_ledger import recipe_plan
-from trainer.schedule import learning_rate
+from trainer.run.ledger import recipe_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.run_folder import RunFolder
+from trainer.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from trainer.run_folder import RunFolder
+from trainer.run.folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 folder.create()
 folder.lock()

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import ROOT, run_ranks
-from trainer.config import load_config
-from trainer.ds_config import load_machine_settings
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import load_config
 from trainer.errors import ConfigError, RemoteError
-from trainer.rendezvous import Introduction
-from trainer.run_folder import RunFolder
-from trainer.same_settings import IS_SET, compared_variables, introduction, refuse_differences, require_shared
+from trainer.ranks.agreement import IS_SET, compared_variables, introduction, refuse_differences, require_shared
+from trainer.ranks.rendezvous import Introduction
+from trainer.run.folder import RunFolder
 
 HOSTS = ["nodea", "nodeb", "nodeb"]
 SETTINGS = {"torch": "2.13.0", "the ds_config": "a1", "$NCCL_ALGO": "Ring", "$NCCL_SOCKET_IFNAME": IS_SET}
@@ -112,7 +112,7 @@ def test_another_recipe_and_other_code(tmp_path: Path) -> None:
 
 def rank_meets(device: object, folders: list[str], seconds: float) -> list[str]:
     """Run by `run_ranks`: what each rank is told about its run folder."""
-    from trainer import distributed
+    from trainer.ranks import distributed
 
     said = []
     rank = distributed.rank()

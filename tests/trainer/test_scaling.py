@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
-from privacy.shared_ledger import SharedLedger
-from trainer.config import load_config, to_toml
+from trainer.config.recipe import load_config, to_toml
 from trainer.errors import ConfigError
-from trainer.run_ledger import recipe_plan
-from trainer.scaling.collect import Result, grouped
-from trainer.scaling.executors import LocalPool, Trainer
-from trainer.scaling.folder import StudyFolder
-from trainer.scaling.grid import StudyConfig, expand, load_study
-from trainer.scaling.page import write_report
-from trainer.scaling.points import PlannedPoint, changed_keys, plan_points
+from trainer.run.ledger import recipe_plan
+from trainer.studies.collect import Result, grouped
+from trainer.studies.executors import LocalPool, Trainer
+from trainer.studies.folder import StudyFolder
+from trainer.studies.grid import StudyConfig, expand, load_study
+from trainer.studies.page import write_report
+from trainer.studies.points import PlannedPoint, changed_keys, plan_points
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))

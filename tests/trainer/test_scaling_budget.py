@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from privacy.errors import PrivacyStateRefused
-from privacy.run_state import SharedTerms, open_run_state
-from privacy.shared_ledger import SharedLedger
+from privacy.ledger.run_state import SharedTerms, open_run_state
+from privacy.ledger.shared import SharedLedger
 from tests.trainer.test_scaling import BUDGET, STUDY, planned_of, prepared
-from trainer.config import RunConfig, load_config
+from trainer.config.recipe import RunConfig, load_config
 from trainer.errors import ConfigError
-from trainer.run_ledger import recipe_plan
-from trainer.scaling.collect import collect
-from trainer.scaling.folder import StudyFolder
-from trainer.scaling.points import PlannedPoint
+from trainer.run.ledger import recipe_plan
+from trainer.studies.collect import collect
+from trainer.studies.folder import StudyFolder
+from trainer.studies.points import PlannedPoint
 
 FIRST = "batch-8_start-small_seed-0"
 
@@ -51,7 +51,7 @@ def test_runs_without_a_guarantee_need_leave_to_see_private_data(tmp_path: Path)
         planned_of(tmp_path, text)
     planned = planned_of(tmp_path, text.replace("1e-4", "1e-4\ninformal_runs = true"))
     for one in planned:
-        assert one.config.privacy.shared_ledger is not None  # where the run counts itself: privacy/shared_ledger.py
+        assert one.config.privacy.shared_ledger is not None  # where the run counts itself: privacy/ledger/shared.py
         assert one.config.privacy.fixed_in_advance == (one.point.labels["start"] == "small")
         assert "4 claim a guarantee of their own, 4 have none" in str(one.config.privacy.tuning)
     folder, planned = prepared(tmp_path, text.replace("1e-4", "1e-4\ninformal_runs = true"))

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from trainer.config import ScheduleSection
-from trainer.schedule import learning_rate
+from trainer.config.recipe import ScheduleSection
+from trainer.loop.schedule import learning_rate
 
 PEAK = 2e-3
 

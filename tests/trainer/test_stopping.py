@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import ROOT
-from trainer import stopping
 from trainer.errors import StepDropped
-from trainer.stopping import StopRequests
+from trainer.loop import stopping
+from trainer.loop.stopping import StopRequests
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -107,7 +107,7 @@ class TestBeforeTraining:
 
     SCRIPT = """
 import os, sys, time, threading
-from trainer.stopping import StopRequests, end_on_signals
+from trainer.loop.stopping import StopRequests, end_on_signals
 from pathlib import Path
 end_on_signals(lambda: os._exit(7))
 print("ready", flush=True)

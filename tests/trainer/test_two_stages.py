@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.trainer.test_recipes import ROOT, TINY
-from trainer import train as training
-from trainer.checkpoint import Checkpoint, newest_checkpoint
-from trainer.config import load_config
-from trainer.ds_config import load_machine_settings
+from trainer.checkpoints.read import Checkpoint, newest_checkpoint
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
-from trainer.ranks import Ranks
-from trainer.run_folder import RunFolder
+from trainer.ranks.discovery import Ranks
+from trainer.run import start as training
+from trainer.run.folder import RunFolder
 
 ONE, TWO = "synthetic_vip_nano", "vip_nano"
 SHRUNK = [

@@ -12,16 +12,16 @@ import torch
 from models.captioner import build_captioner
 from models.config import CaptionerConfig, captioner_config
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger import Ledger
+from privacy.ledger.ledger import Ledger
 from tests.privacy.ledger_files import PLAN, take_step
-from trainer.checkpoint import Checkpoint, checkpoint_name
-from trainer.checkpoint_writer import CheckpointWriter, Retention
-from trainer.config import InitSection, OptimizerSection, RunConfig, load_config
-from trainer.ds_config import load_machine_settings
+from trainer.checkpoints.read import Checkpoint, checkpoint_name
+from trainer.checkpoints.write import CheckpointWriter, Retention
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import InitSection, OptimizerSection, RunConfig, load_config
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
-from trainer.provenance import initialisation_statement
-from trainer.warm_start import find_checkpoint, initialisation_facts, load_start, training_data_facts
+from trainer.weights.provenance import initialisation_statement
+from trainer.weights.start import find_checkpoint, initialisation_facts, load_start, training_data_facts
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from trainer import distributed
-from trainer.config import EngineName
-from trainer.config_optimizer import OptimizerSection
-from trainer.ds_config import MachineSettings
+from trainer.config.machine import MachineSettings
+from trainer.config.optimizer import OptimizerSection
+from trainer.config.recipe import EngineName
 from trainer.engines.base import Engine
 from trainer.engines.refusals import require_supported
+from trainer.ranks import distributed
 
 
 def sharder(

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.dtensor import is_dtensor
+from trainer.engines.dtensor import is_dtensor
 
 
 class Piece(NamedTuple):

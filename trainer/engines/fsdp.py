@@ -23,12 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer import distributed
-from trainer.activation_checkpointing import checkpoint_blocks
-from trainer.config_optimizer import OptimizerSection
-from trainer.ds_config import MachineSettings
+from trainer.config.machine import MachineSettings
+from trainer.config.optimizer import OptimizerSection
+from trainer.engines.activation_checkpointing import checkpoint_blocks
 from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
+from trainer.ranks import distributed
 
 
 class _Span(NamedTuple):

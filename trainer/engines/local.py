@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer import distributed
-from trainer.activation_checkpointing import checkpoint_blocks
-from trainer.config_optimizer import OptimizerSection
-from trainer.ds_config import MachineSettings
+from trainer.config.machine import MachineSettings
+from trainer.config.optimizer import OptimizerSection
+from trainer.engines.activation_checkpointing import checkpoint_blocks
 from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState, even_layout
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
+from trainer.ranks import distributed
 
 
 class LocalEngine:

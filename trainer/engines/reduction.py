@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from privacy.clipping import ClippedSum
-from trainer import distributed
 from trainer.engines.base import GradShard, Piece, ShardLayout, split
 from trainer.engines.sharded_sums import ShardedSums
+from trainer.ranks import distributed
 
 PACKED_COORDINATES = 1 << 25
 """Size of the packing buffer over all ranks: 256 MiB of fp64."""

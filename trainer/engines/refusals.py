@@ -1,7 +1,7 @@
 """What an engine cannot honour of a ds_config, said before anything is begun. Imports no engine."""
 
-from trainer.config import EngineName
-from trainer.ds_config import MachineSettings
+from trainer.config.machine import MachineSettings
+from trainer.config.recipe import EngineName
 from trainer.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config_optimizer import OptimizerSection
+from trainer.config.optimizer import OptimizerSection
 from trainer.errors import ConfigError
 from trainer.optimizers.adam_bc import AdamBC
 from trainer.optimizers.lamb import Lamb

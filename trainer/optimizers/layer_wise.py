@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trainer import distributed
-from trainer.dtensor import is_dtensor
+from trainer.engines.dtensor import is_dtensor
+from trainer.ranks import distributed
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 

@@ -8,7 +8,7 @@ from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
-    from trainer.config import RunConfig
+    from trainer.config.recipe import RunConfig
     from trainer.planner.storage import Examples
 
 ENGINES = ("deepspeed", "fsdp", "fairscale", "local")
@@ -64,7 +64,7 @@ def resources(
     Raises:
         ConfigError: a value out of range, an unknown accelerator, or what `plan_resources` refuses.
     """
-    from trainer.ds_config import load_machine_settings
+    from trainer.config.machine import load_machine_settings
     from trainer.planner.hardware import find_gpu
     from trainer.planner.resources import EFFICIENCY, Wanted, plan_resources
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from privacy.clipping.clipped_sum import Mode
-from trainer.config import EngineName
-from trainer.ds_config import MachineSettings
+from trainer.config.machine import MachineSettings
+from trainer.config.recipe import EngineName
 from trainer.planner.memory import FP32, FP64, bucket_sizes
 from trainer.planner.sharding import Shares, Trainable
 
@@ -72,7 +72,7 @@ def traffic(
     accumulation: str,
     world_size: int,
 ) -> Traffic:
-    """From the engines' rules. Sums are exact (`trainer.distributed.traffic` counts the same); weights are an estimate:
+    """From the engines' rules. Sums are exact (`trainer.ranks.distributed.traffic` counts the same); weights are an estimate:
 
     a block's weights are gathered once per forward and once per backward, and DeepSpeed's cache of live parameters, which
     may save half of that, is not counted on.

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from trainer.errors import ConfigError
-from trainer.memory_estimate import total_memory
+from trainer.run.memory_estimate import total_memory
 
 
 @dataclass(frozen=True)

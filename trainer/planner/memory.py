@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH
-from trainer.clipping_mode import USABLE
-from trainer.config import EngineName
-from trainer.config_optimizer import OptimizerSection
-from trainer.ds_config import MachineSettings
+from trainer.config.machine import MachineSettings
+from trainer.config.optimizer import OptimizerSection
+from trainer.config.recipe import EngineName
 from trainer.engines.reduction import PACKED_COORDINATES
 from trainer.engines.sharded_sums import BUCKET_COORDINATES
 from trainer.optimizers import moments
 from trainer.planner.sharding import Shares, Trainable
+from trainer.run.clipping_mode import USABLE
 
 FP32, FP64 = 4, 8
 

@@ -1,7 +1,7 @@
 """How many micro-batches a logical batch takes, and how many of their rows are padding.
 
 Every rank runs the same number of micro-batches of the same size, so the last one is filled up with rows that cost as much as
-examples and count for nothing. Where every step runs the micro-batches of the capped batch (trainer/batches.py) their number
+examples and count for nothing. Where every step runs the micro-batches of the capped batch (trainer/run/batches.py) their number
 is one; elsewhere it follows the Poisson batch, and a size that just holds B / W examples needs one more in half of the steps.
 """
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
 from privacy.plan import PrivacyPlan
-from privacy.sampling import default_cap
-from trainer.batches import timings_are_public
-from trainer.config import RunConfig
+from privacy.sampling.poisson import default_cap
+from trainer.config.recipe import RunConfig
+from trainer.run.batches import timings_are_public
 
 WORTH_A_NOTE = 0.05
 """Share of the rows."""

@@ -21,10 +21,10 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.functions import FUNCTIONS
-from trainer.activation_checkpointing import checkpoint_blocks
-from trainer.config import PrivacySection
-from trainer.ds_config import MachineSettings
-from trainer.memory_estimate import MemoryTimeline
+from trainer.config.machine import MachineSettings
+from trainer.config.recipe import PrivacySection
+from trainer.engines.activation_checkpointing import checkpoint_blocks
+from trainer.run.memory_estimate import MemoryTimeline
 from trainer.tasks import TrainingTask
 
 META = torch.device("meta")

@@ -8,9 +8,8 @@ from typing import Any
 from models.config import captioner_config
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
-from trainer.clipping_mode import WORTHWHILE
-from trainer.config import EngineName, RunConfig
-from trainer.ds_config import MachineSettings
+from trainer.config.machine import MachineSettings
+from trainer.config.recipe import EngineName, RunConfig
 from trainer.planner.communication import Network, exposed_seconds, traffic
 from trainer.planner.hardware import Gpu
 from trainer.planner.memory import RankMemory, largest_that_fits, rank_memory, room
@@ -18,6 +17,7 @@ from trainer.planner.padding import Batches
 from trainer.planner.probe import Probe
 from trainer.planner.sharding import Trainable, gathers_for_every_pass, require_supported, shares
 from trainer.planner.storage import Examples
+from trainer.run.clipping_mode import WORTHWHILE
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.captioning import CaptioningTask
 
@@ -154,7 +154,7 @@ def _batch(config: RunConfig, batches: Batches, world_size: int) -> dict[str, An
 
 
 def _choose(config: RunConfig, probe: Probe, available: int | None) -> tuple[Mode, dict[Mode, int]]:
-    """The mode as `trainer.clipping_mode.choose_mode` finds it, and the peaks of the modes that it looked at.
+    """The mode as `trainer.run.clipping_mode.choose_mode` finds it, and the peaks of the modes that it looked at.
 
     Without a device bookkeeping, which is its first choice.
     """

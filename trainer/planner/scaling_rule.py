@@ -10,8 +10,8 @@ curve of large ones, and eta and the formula's epsilon are equal too. The real e
 import math
 from typing import Any
 
-from privacy import accounting
-from privacy.accounting import ReleaseGroup
+from privacy.accounting import accountants as accounting
+from privacy.accounting.accountants import ReleaseGroup
 from privacy.plan import PrivacyPlan
 
 SMALLEST_SIGMA = 2.0

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.config import EngineName
-from trainer.config_optimizer import OptimizerSection
-from trainer.ds_config import MachineSettings
+from trainer.config.machine import MachineSettings
+from trainer.config.optimizer import OptimizerSection
+from trainer.config.recipe import EngineName
 from trainer.errors import ConfigError
 from trainer.optimizers import parameter_groups
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.tar_index import MANIFEST, ExampleTable
-from trainer.config import RunConfig
+from data.index.tar_index import MANIFEST, ExampleTable
+from trainer.config.recipe import RunConfig
 
 BYTES_PER_EXAMPLE = 50_000
 """Assumed where no index says better: a JPEG of some 300 pixels a side and its caption."""

@@ -6,7 +6,7 @@ tensors to one loss per example.
 
 from pathlib import Path
 
-from trainer.config import RunConfig
+from trainer.config.recipe import RunConfig
 from trainer.tasks.base import Samples, TrainingTask
 from trainer.tasks.captioning import CaptioningTask
 from trainer.tasks.classification import ClassificationTask

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
-from data.examples import MakeExample
-from data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from data.examples.examples import MakeExample
+from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.base import VisionModel
 from trainer.engines.base import Engine
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from data.examples import CaptionExample
-from data.tokenizer import CaptionTokenizer
+from data.examples.examples import CaptionExample
+from data.examples.tokenizer import CaptionTokenizer
 from models.captioner import Captioner
 from models.config import captioner_config
 from models.generation import greedy_captions
-from trainer.config import RunConfig
+from trainer.config.recipe import RunConfig
 from trainer.engines.base import Engine
 from trainer.errors import ConfigError
 from trainer.tasks.base import ModelTask, Samples, pixels, to_device

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from data.labels import LabelledImageExample
+from data.examples.labels import LabelledImageExample
 from models.classifier import Classifier, classification_loss
 from models.classifier_config import classifier_config
-from trainer.config import RunConfig
+from trainer.config.recipe import RunConfig
 from trainer.engines.base import Engine
 from trainer.tasks.base import ModelTask, Samples, pixels, to_device
 from trainer.tasks.pictures import contact_sheet

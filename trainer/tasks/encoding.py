@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
-from data.examples import ImageExample
+from data.examples.examples import ImageExample
 from models.converters.native import model_facts
 from models.image_encoder import ImageEncoder
 from trainer.engines.base import Engine

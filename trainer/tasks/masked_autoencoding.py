@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from data.examples import MaskedImageExample
+from data.examples.examples import MaskedImageExample
 from models.mae_config import masked_autoencoder_config
 from models.masked_autoencoder import MaskedAutoencoder, from_patches, to_patches
-from trainer.config import RunConfig
+from trainer.config.recipe import RunConfig
 from trainer.engines.base import Engine
 from trainer.tasks.base import ModelTask, Samples, pixels, to_device
 from trainer.tasks.pictures import picture_grid

@@ -10,8 +10,8 @@ import pytest
 
 from privacy.audit.ledger import CheckpointClaim, EpsilonClaim, FolderClaims, audit_ledger
 from privacy.audit.report import AuditReport
-from privacy.ledger import Ledger
-from privacy.ledger_format import encode_line, read_state
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.records import encode_line, read_state
 from privacy.plan import PrivacyPlan, make_plan
 
 DIGEST = "d" * 64

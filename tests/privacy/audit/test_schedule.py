@@ -11,9 +11,9 @@ import pytest
 from privacy.audit.members import MembersRecord, members_digest, read_members
 from privacy.audit.report import AuditReport
 from privacy.audit.schedule import Attempt, audit_schedule
-from privacy.keys import SamplingKey
 from privacy.plan import PrivacyPlan, make_plan
-from privacy.sampling import PoissonSampler, assign
+from privacy.sampling.keys import SamplingKey
+from privacy.sampling.poisson import PoissonSampler, assign
 
 SECRET = bytes(range(32))
 KEY = SamplingKey(SECRET)

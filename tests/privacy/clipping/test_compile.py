@@ -20,8 +20,8 @@ from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
 from tests.models.tiny import tiny_captioner
 from tests.privacy.clipping import oracle
-from trainer.compilation import compile_blocks, compile_counts, require_compilable, require_compiler
-from trainer.ds_config import load_machine_settings
+from trainer.config.machine import load_machine_settings
+from trainer.engines.compilation import compile_blocks, compile_counts, require_compilable, require_compiler
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

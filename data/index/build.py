@@ -1,0 +1,182 @@
+"""Builds an index, in parallel, resumable and appendable.
+
+Every finished shard is first kept as a part of its own, so that a build that was killed goes on where it was. Shards that
+the present index of the folder knows with the same name, size and version are not read again: naming more shards than
+last time appends. The result depends on the shards alone, not on how or in what order they were read.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from data.errors import DataError
+from data.index.shard import ROW, index_file
+from data.index.shards import ShardSet
+from data.index.tar_index import ExampleTable, manifest_digest, write_manifest, write_private
+from data.reading.pool import run_all
+from data.reading.storage import RemoteOptions, ShardEntry, ShardStatus, open_storage
+
+_PARTS = "parts"
+
+
+def build_index(
+    shards: ShardSet | Sequence[Path],
+    index_dir: Path,
+    *,
+    remote: RemoteOptions | None = None,
+    executor: Executor | None = None,
+    progress: bool = False,
+) -> ExampleTable:
+    """Indexes shards and writes the index to a folder; an older one there is replaced in one step.
+
+    Args:
+        shards: of `find_shards`, or local tar files; their order does not matter.
+        index_dir: created when missing.
+        remote: how remote shards are read.
+        executor: works on many shards at once (`data.reading.pool.worker_pool`); None works in this process.
+        progress: show a bar on stderr.
+
+    Raises:
+        DataError: no shards, one that is no whole tar archive, none with an example, a folder that cannot be written or
+            in which another build is at work.
+        ReadError: remote shards cannot be read, or a worker died. What is done stays done.
+    """
+    shards = shards if isinstance(shards, ShardSet) else ShardSet.of_files(shards)
+    remote = remote or RemoteOptions()
+    index_dir = Path(index_dir)
+    with _working_in(index_dir) as parts:
+        storage = open_storage(shards.root, remote)
+        statuses = dict(zip(shards.names, storage.status(shards.names), strict=True))
+        storage.close()
+        _keep_known(index_dir, shards, statuses, parts)
+        missing = [name for name in shards.names if not _is_part_of(statuses[name], parts / _part_name(name))]
+        jobs = [(shards.root, name, statuses[name], remote) for name in missing]
+        with _bar(progress, [statuses[name].size for name in missing]) as advance:
+            for entry, rows in run_all(executor, index_one, jobs):
+                _write_part(parts / _part_name(entry.name), entry, rows)
+                advance(entry.size)
+        _assemble(index_dir, shards, parts)
+        shutil.rmtree(parts)
+    return ExampleTable.open(index_dir, shards.root, remote=remote)
+
+
+def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) -> tuple[ShardEntry, bytes]:
+    """One job: a shard's entry and rows (as bytes, which travel well)."""
+    storage = open_storage(root, remote)
+    with storage.local_copy(name) as path:
+        entry, rows_K = index_file(path, name, f"{root}/{name}", status.version)
+    storage.close()
+    if entry.size != status.size:
+        raise DataError(f"the shard {root}/{name} changed while it was indexed; try again when its writer is done")
+    return entry, rows_K.tobytes()
+
+
+@contextmanager
+def _working_in(index_dir: Path) -> Iterator[Path]:
+    """The folder of parts, for one build at a time; that it can be written is known before hours of reading."""
+    parts = index_dir / _PARTS
+    try:
+        parts.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(parts / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise DataError(f"cannot write the index to {index_dir}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield parts
+    except BlockingIOError as error:
+        raise DataError(f"another build is at work in {index_dir}; wait for it or choose another folder") from error
+    finally:
+        os.close(descriptor)
+        _remove_if_unused(index_dir, parts)
+
+
+def _remove_if_unused(index_dir: Path, parts: Path) -> None:
+    """A refused build leaves no trace."""
+    if parts.exists() and [path.name for path in parts.iterdir()] == ["lock"]:
+        shutil.rmtree(parts)
+        if not any(index_dir.iterdir()):
+            index_dir.rmdir()
+
+
+def _keep_known(index_dir: Path, shards: ShardSet, statuses: dict[str, ShardStatus], parts: Path) -> None:
+    """Makes parts of what the present index knows, if there is one and it fits."""
+    try:
+        old = ExampleTable.open(index_dir, shards.root, check_shards=False)
+    except DataError:
+        return  # none, an older format or damaged: everything is read
+    for ordinal, entry in enumerate(old.entries):
+        status = statuses.get(entry.name)
+        part = parts / _part_name(entry.name)
+        if status == (entry.size, entry.version) and entry.version and not part.exists():
+            _write_part(part, entry, old.shard_rows(ordinal).tobytes())
+
+
+def _part_name(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def _write_part(path: Path, entry: ShardEntry, rows: bytes) -> None:
+    header = json.dumps(asdict(entry)).encode() + b"\n"
+    write_private(path, lambda file: file.write(header + rows))
+
+
+def _read_part(path: Path) -> tuple[ShardEntry, bytes]:
+    header, _, rows = path.read_bytes().partition(b"\n")
+    return ShardEntry(**json.loads(header)), rows
+
+
+def _is_part_of(status: ShardStatus, path: Path) -> bool:
+    """Whether the part is of the shard as it is now. A shard without a version is always read."""
+    if not path.exists():
+        return False
+    try:
+        entry, rows = _read_part(path)
+    except (OSError, ValueError, TypeError):
+        return False  # of another format
+    return len(rows) == entry.count * ROW.itemsize and bool(status.version) and status == (entry.size, entry.version)
+
+
+def _assemble(index_dir: Path, shards: ShardSet, parts: Path) -> None:
+    """Joins the parts in the order of the names, one in memory at a time."""
+    entries = [_read_part(parts / _part_name(name))[0] for name in shards.names]
+    count = sum(entry.count for entry in entries)
+    if not count:
+        for name in shards.names:
+            (parts / _part_name(name)).unlink()
+        raise DataError(f"no example in {len(entries)} shards: {shards.locations()[0]} has no member with an extension")
+    name = f"extents-{manifest_digest(entries).hex()[:16]}.npy"
+
+    def write(file: BinaryIO) -> None:
+        header = {"descr": np.lib.format.dtype_to_descr(ROW), "fortran_order": False, "shape": (count,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        for shard in shards.names:
+            file.write(_read_part(parts / _part_name(shard))[1])
+
+    write_private(index_dir / name, write)
+    write_manifest(index_dir, name, entries)
+    for old in index_dir.glob("extents-*.npy"):
+        if old.name != name:
+            old.unlink()
+
+
+@contextmanager
+def _bar(shown: bool, sizes: Sequence[int]) -> Iterator[Callable[[int], None]]:
+    """A bar that counts bytes; yields what advances it."""
+    if not shown or not sizes:
+        yield lambda _size: None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"indexing {len(sizes)} shards", total=sum(sizes))
+        yield lambda size: bar.advance(task, size)

@@ -1,0 +1,262 @@
+"""The index: example id -> shard, offset, length, checksum. Memory-mapped, 11 bytes per example.
+
+Poisson sampling needs random access to any example of any shard, which tar lacks. An example is a run of neighbouring
+members that share a key (`tar_format.split_key`); it is one contiguous extent, so one read fetches it whole. A key that
+comes back later in the shard starts a new example. An example without an image or a caption stays an example: the
+number of examples n is an input of the privacy accounting and may not depend on what can be decoded.
+
+On disk: `extents-DIGEST.npy` (rows of `index_shard.ROW`) and `manifest.json`, which names it and is renamed into place
+last: an index is either whole or not there. Both are private (mode 0600): shard sizes, counts and hashes describe the
+data. `index_build` writes them.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from data.errors import DataError
+from data.index.shard import ROW
+from data.index.shards import ShardSet
+from data.index.tar_format import BLOCK
+from data.reading.storage import ReadRequest, RemoteOptions, ShardEntry, ShardStatus, Storage, open_storage
+
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
+_LOCAL = RemoteOptions()
+
+
+class Extents(NamedTuple):
+    """Where examples lie, one of each per id: place of the shard, bytes from its start, bytes, CRC-32."""
+
+    shards: np.ndarray
+    offsets: np.ndarray
+    lengths: np.ndarray
+    crc32s: np.ndarray
+
+
+class ExampleTable:
+    """All examples of a data set. The id of an example is its place in it: shards sorted by name, then tar order."""
+
+    def __init__(
+        self,
+        index_dir: Path,
+        shard_root: str,
+        entries: Sequence[ShardEntry],
+        rows_N: np.ndarray,
+        remote: RemoteOptions = _LOCAL,
+    ):
+        """Use `open` or `index_build.build_index`."""
+        self.index_dir, self.shard_root, self.entries = index_dir, shard_root, tuple(entries)
+        self.remote = remote
+        self._rows_N = rows_N
+        self._last_S = np.cumsum([entry.count for entry in self.entries], dtype=np.int64)
+
+    @classmethod
+    def open(
+        cls,
+        index_dir: Path,
+        shard_root: Path | str,
+        *,
+        remote: RemoteOptions = _LOCAL,
+        check_shards: bool = True,
+    ) -> "ExampleTable":
+        """Maps an index and checks that its shards are what was indexed, as far as that costs no reading.
+
+        Args:
+            index_dir: what `build_index` wrote.
+            shard_root: folder or URL that the shard names of the manifest are relative to.
+            remote: how shards are read if the root is a URL.
+            check_shards: compare existence, size and version of every shard with the manifest.
+
+        Raises:
+            DataError: no index, a damaged one, or shards that are missing, of another size or modified since.
+            ReadError: a remote place does not answer.
+        """
+        index_dir = Path(index_dir)
+        manifest = _load_manifest(index_dir)
+        try:
+            entries = [ShardEntry(**entry) for entry in manifest["shards"]]
+            rows_N = np.load(index_dir / manifest["extents"], mmap_mode="r", allow_pickle=False)
+        except (KeyError, TypeError, OSError, ValueError) as error:
+            raise DataError(f"the index {index_dir} is damaged ({error}); build it again") from error
+        if rows_N.shape != (sum(entry.count for entry in entries),) or rows_N.dtype != ROW:
+            raise DataError(f"the index {index_dir} is damaged (sizes do not fit its manifest); build it again")
+        table = cls(index_dir, str(shard_root), entries, rows_N, remote)
+        if check_shards:
+            table.check_shards()
+        return table
+
+    def __len__(self) -> int:
+        return len(self._rows_N)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels to worker processes as a path, not as gigabytes."""
+        return _reopen, (self.index_dir, self.shard_root, self.remote, self.manifest_digest())
+
+    def extents(self, ids: np.ndarray | Sequence[int] | int) -> Extents:
+        """Where examples lie.
+
+        Args:
+            ids: int64 example ids, any order, repeats allowed.
+
+        Returns:
+            int64 arrays, one row per id.
+
+        Raises:
+            DataError: an id below 0 or not below len(self).
+        """
+        ids_K = self._checked(ids)
+        rows_K = self._rows_N[ids_K]
+        packed_K = rows_K["low"].astype(np.int64) | rows_K["high"].astype(np.int64) << 16
+        return Extents(
+            np.searchsorted(self._last_S, ids_K, side="right"),
+            rows_K["first_block"].astype(np.int64) * BLOCK,
+            (packed_K & 0xFFFFF) * BLOCK,
+            rows_K["crc32"].astype(np.int64),
+        )
+
+    def requests(self, ids: np.ndarray | Sequence[int] | int) -> list[ReadRequest]:
+        """What a storage is asked for, one per id; see `extents`."""
+        columns = [column.tolist() for column in self.extents(ids)]
+        return [
+            ReadRequest(self.entries[shard], offset, length, crc32)
+            for shard, offset, length, crc32 in zip(*columns, strict=True)
+        ]
+
+    def caption_classes(self, ids: np.ndarray | Sequence[int] | int) -> np.ndarray:
+        """uint8 per id: stored bytes of the caption / 16, rounded up, at most 15. Orders captions roughly by length."""
+        return self._rows_N["high"][self._checked(ids)] >> 4
+
+    def location(self, shard: int) -> str:
+        """Path or URL of a shard, for messages."""
+        return f"{self.shard_root}/{self.entries[shard].name}"
+
+    def storage(self) -> Storage:
+        """The place that the shards are read from."""
+        return open_storage(self.shard_root, self.remote)
+
+    def require_shards(self, shards: ShardSet) -> None:
+        """Refuses an index of other shards: a changed pattern must never train on yesterday's files.
+
+        Raises:
+            DataError: the index has a shard that `shards` has not, or the other way round.
+        """
+        difference = set(shards.names) ^ {entry.name for entry in self.entries}
+        if difference:
+            raise DataError(
+                f"the index {self.index_dir} is of other shards than those asked for (first difference: "
+                f"{min(difference)}); build one for these shards with prepare.py index, or choose another run folder"
+            )
+
+    def check_shards(self) -> None:
+        """Compares size and version of every shard with the manifest; see `open`."""
+        storage = self.storage()
+        for entry, status in zip(self.entries, storage.status([e.name for e in self.entries]), strict=True):
+            location = f"{self.shard_root}/{entry.name}"
+            if status.size != entry.size:
+                raise DataError(
+                    f"{location} has {status.size} bytes, its index says {entry.size}; restore the shard or index again"
+                )
+            if status.is_newer_than(entry):
+                raise DataError(
+                    f"{location} was written after it was indexed; `prepare.py verify` accepts it if its bytes are the "
+                    "same, else restore the shard or index again"
+                )
+        storage.close()
+
+    def accept(self, statuses: Sequence[ShardStatus]) -> None:
+        """Notes the present versions of all shards, whose bytes were found to be those that were indexed.
+
+        Raises:
+            DataError: the index cannot be written.
+        """
+        entries = [replace(entry, version=status.version) for entry, status in zip(self.entries, statuses, strict=True)]
+        if entries != list(self.entries):
+            write_manifest(self.index_dir, _load_manifest(self.index_dir)["extents"], entries)
+            self.entries = tuple(entries)
+
+    def shard_rows(self, shard: int) -> np.ndarray:
+        """The rows of one shard, ROW (count,)."""
+        last = int(self._last_S[shard])
+        return self._rows_N[last - self.entries[shard].count : last]
+
+    def manifest_digest(self) -> bytes:
+        """SHA-256 over names, sizes, hashes and counts of all shards: 32 bytes, private, equal for equal data."""
+        return manifest_digest(self.entries)
+
+    def _checked(self, ids: np.ndarray | Sequence[int] | int) -> np.ndarray:
+        ids_K = np.atleast_1d(np.asarray(ids, dtype=np.int64))
+        if ids_K.size and (ids_K.min() < 0 or ids_K.max() >= len(self)):
+            raise DataError(f"example ids run from 0 to {len(self) - 1}; got {ids_K.min()} to {ids_K.max()}")
+        return ids_K
+
+
+def manifest_digest(entries: Sequence[ShardEntry]) -> bytes:
+    """See `ExampleTable.manifest_digest`. Times and ETags are left out: a copy is the same data."""
+    rows = [[entry.name, entry.size, entry.sha256, entry.count, entry.keys_sha256] for entry in entries]
+    return hashlib.sha256(json.dumps([FORMAT_VERSION, rows], separators=(",", ":")).encode()).digest()
+
+
+def write_manifest(index_dir: Path, extents: str, entries: Sequence[ShardEntry]) -> None:
+    """Writes manifest.json, which makes an index whole.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "num_examples": sum(entry.count for entry in entries),
+        "extents": extents,
+        "shards": [asdict(entry) for entry in entries],
+    }
+    content = json.dumps(manifest, indent=1).encode()
+    write_private(index_dir / MANIFEST, lambda file: file.write(content))
+
+
+def write_private(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Temporary name, mode 0600, fsync, rename, fsync of the folder.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _load_manifest(index_dir: Path) -> dict[str, Any]:
+    path = index_dir / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"there is no index in {index_dir}; build it: prepare.py index SHARDS --output DIR") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path} ({error}); build the index again") from error
+    if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
+        raise DataError(f"{path} is no index of format {FORMAT_VERSION}; build it again")
+    return manifest
+
+
+def _reopen(index_dir: Path, shard_root: str, remote: RemoteOptions, digest: bytes) -> ExampleTable:
+    table = ExampleTable.open(index_dir, shard_root, remote=remote, check_shards=False)
+    if table.manifest_digest() != digest:
+        raise DataError(f"the index {index_dir} was replaced while it was in use; ids now mean other examples")
+    return table

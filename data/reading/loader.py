@@ -1,0 +1,360 @@
+"""Example ids -> micro-batches of fixed shape, read and decoded ahead by worker processes.
+
+Who is in a logical batch is decided elsewhere; a `StepPlan` arrives with ids and keys. Plans are pulled lazily and in
+order while micro-batches are prefetched. The number of pulls depends only on the micro-batches consumed so far, so that
+ranks with equally many micro-batches pull in lockstep and pulling may communicate. Results do not depend on the number
+of workers.
+"""
+
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from data.batch import Batch
+from data.errors import DataError, DecodeError, ReadError
+from data.examples.examples import MakeExample
+from data.index.tar_index import ExampleTable
+from data.reading.bucketing import by_caption_length, cut_to_longest, require_captions
+from data.reading.reader import RawExample, TarReader
+
+_PRELOAD = ["data.worker_signals", "torch", "PIL.Image", "tokenizers", "data.loader"]
+
+
+class StepPlan(NamedTuple):
+    """What this rank reads for one logical step.
+
+    Attributes:
+        step: number of the logical step.
+        example_ids: int64, this rank's examples; fastest when sorted.
+        example_keys: uint64, one secret random key per example (augmentation, masks).
+        num_micro_batches: at least 1, the same on every rank; len(example_ids) <= num_micro_batches * micro_batch_size.
+    """
+
+    step: int
+    example_ids: np.ndarray
+    example_keys: np.ndarray
+    num_micro_batches: int
+
+
+class MicroBatchRequest(NamedTuple):
+    """Ids and keys of one micro-batch; at most micro_batch_size of them, possibly none."""
+
+    example_ids: np.ndarray
+    example_keys: np.ndarray
+
+
+class Failure(NamedTuple):
+    """An error of a worker as data: torch would bury its type and message in a traceback."""
+
+    kind: type[Exception]
+    message: str
+
+
+class Loader:
+    """Delivers the micro-batches of planned steps.
+
+    Attributes:
+        data_wait: seconds that the consumer of the current step has waited for micro-batches so far. Private: it
+            follows the bytes of the examples.
+        prefetch_factor: micro-batches that each worker prepares ahead; None without workers.
+    """
+
+    def __init__(
+        self,
+        table: ExampleTable,
+        make_example: MakeExample,
+        *,
+        micro_batch_size: int,
+        num_workers: int,
+        prefetch_micro_batches: int = 8,
+        memory_limit_mib: int | None = None,
+        pin_memory: bool = False,
+        bucket_captions: bool = False,
+    ):
+        """Prepares; workers start with `steps`.
+
+        Args:
+            table: the data set.
+            make_example: picklable; see `data.examples`.
+            micro_batch_size: B, rows of every micro-batch.
+            num_workers: worker processes; 0 works in this process.
+            prefetch_micro_batches: how many micro-batches workers prepare ahead, rounded up to a multiple of
+                num_workers. Ignored without workers.
+            memory_limit_mib: prepare fewer ahead where these would take more than this.
+            pin_memory: page-locked tensors, for copies to a GPU.
+            bucket_captions: examples with captions of like length share a micro-batch (`data.bucketing`).
+
+        Raises:
+            DataError: a size below 1, a negative number of workers, or a limit below one micro-batch per worker.
+        """
+        if micro_batch_size < 1 or num_workers < 0 or prefetch_micro_batches < 1:
+            raise DataError("micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at least 0")
+        if bucket_captions:
+            require_captions([batched_name(name) for name in make_example.padding()])
+        self._dataset = MicroBatches(table, make_example, micro_batch_size, bucket_captions)
+        self._order_of = table if bucket_captions else None
+        self._micro_batch_size = micro_batch_size
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self.prefetch_factor: int | None = None
+        if num_workers:
+            self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers)
+            if memory_limit_mib is not None:
+                within = _micro_batches_within(memory_limit_mib, make_example, micro_batch_size, num_workers)
+                self.prefetch_factor = min(self.prefetch_factor, within // num_workers)
+        self.data_wait = 0.0
+
+    def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
+        """Pairs every plan with its micro-batches, in order.
+
+        Micro-batches of a step that the caller leaves unread are passed over when the next step is asked for. Closing
+        the generator ends the workers.
+
+        Args:
+            plans: pulled lazily, ahead of consumption by as many micro-batches as are prefetched.
+
+        Yields:
+            (plan, iterator over plan.num_micro_batches batches of micro_batch_size rows).
+
+        Raises:
+            ReadError: promised bytes could not be read, or a worker died.
+            DataError: a plan that does not fit.
+        """
+        pulled: deque[StepPlan] = deque()
+        results = iter(self._data_loader(_Requests(plans, pulled, self._micro_batch_size, self._order_of)))
+        while True:
+            self.data_wait = 0.0
+            first = self._next(results)
+            if first is None:
+                return
+            plan = pulled.popleft()
+            batches = self._micro_batches(first, plan.num_micro_batches, results)
+            yield plan, batches
+            for _ in batches:
+                pass
+
+    def _data_loader(self, requests: "_Requests") -> DataLoader:
+        return DataLoader(
+            self._dataset,
+            sampler=requests,
+            batch_size=None,
+            collate_fn=as_is,
+            num_workers=self._num_workers,
+            prefetch_factor=self.prefetch_factor,
+            multiprocessing_context=worker_context() if self._num_workers else None,
+            pin_memory=self._pin_memory,
+            worker_init_fn=end_with_parent,
+        )
+
+    def _micro_batches(self, first: Batch, count: int, results: Iterator[Any]) -> Iterator[Batch]:
+        yield first
+        for _ in range(count - 1):
+            batch = self._next(results)
+            if batch is None:
+                raise ReadError("the data workers ended in the middle of a step")
+            yield batch
+
+    def _next(self, results: Iterator[Any]) -> Batch | None:
+        """The next micro-batch, None after the last; adds the time it took to `data_wait`."""
+        start = time.perf_counter()
+        try:
+            result = next(results, None)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
+        finally:
+            self.data_wait += time.perf_counter() - start
+        if isinstance(result, Failure):
+            raise result.kind(result.message)
+        return result
+
+
+class MicroBatches(Dataset):
+    """Request -> Batch, inside a worker. Errors that name an exit code come back as `Failure`."""
+
+    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int, cut_captions: bool):
+        self._reader = TarReader(table)
+        self._make_example = make_example
+        self._micro_batch_size = micro_batch_size
+        self._cut_captions = cut_captions
+
+    def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
+        try:
+            batch = make_batch(self._reader, self._make_example, request, self._micro_batch_size)
+            return cut_to_longest(batch) if self._cut_captions else batch
+        except (ReadError, DataError) as error:
+            return Failure(type(error), str(error))
+
+
+def make_batch(
+    reader: TarReader, make_example: MakeExample, request: MicroBatchRequest, micro_batch_size: int
+) -> Batch:
+    """Reads, decodes and stacks one micro-batch; missing and undecodable rows are padding.
+
+    Raises:
+        ReadError: promised bytes cannot be read.
+        ValueError: the example maker returned arrays of differing names or shapes (a programming error).
+    """
+    raws = reader.read_all(request.example_ids)
+    return stack_examples(zip(raws, request.example_keys, strict=True), make_example, micro_batch_size)
+
+
+def stack_examples(
+    examples: Iterable[tuple[RawExample, int]], make_example: MakeExample, micro_batch_size: int
+) -> Batch:
+    """Decodes and stacks at most `micro_batch_size` examples with their keys; missing and undecodable rows are padding.
+
+    Raises:
+        ValueError: the example maker returned arrays of differing names or shapes (a programming error).
+    """
+    padding = make_example.padding()
+    # Filled row by row, while a row is still in the cache and before the next one takes its memory.
+    stacked = {name: np.empty((micro_batch_size, *array.shape), array.dtype) for name, array in padding.items()}
+    is_padding_B = torch.ones(micro_batch_size, dtype=torch.bool)
+    count = 0
+    for raw, key in examples:
+        try:
+            _fill(stacked, count, make_example(raw, int(key)))
+            is_padding_B[count] = False
+        except DecodeError:
+            _fill(stacked, count, padding)
+        count += 1
+    for row in range(count, micro_batch_size):
+        _fill(stacked, row, padding)
+    num_undecodable = int(is_padding_B[:count].sum())
+    inputs = {batched_name(name): torch.from_numpy(array) for name, array in stacked.items()}
+    return Batch(inputs, is_padding_B, num_undecodable)
+
+
+def _fill(stacked: dict[str, np.ndarray], row: int, arrays: dict[str, np.ndarray]) -> None:
+    if _kinds(arrays) != {name: (array.shape[1:], array.dtype) for name, array in stacked.items()}:
+        raise ValueError("make_example and its padding() return different names, shapes or types")
+    for name, array in arrays.items():
+        stacked[name][row] = array
+
+
+def _kinds(arrays: dict[str, np.ndarray]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    return {name: (array.shape, array.dtype) for name, array in arrays.items()}
+
+
+def batched_name(name: str) -> str:
+    """Adds the batch axis to a name's shape suffix: images_CHW -> images_BCHW, label -> label_B."""
+    stem, _, suffix = name.rpartition("_")
+    return f"{stem}_B{suffix}" if stem and suffix.isupper() else f"{name}_B"
+
+
+def eval_batches(
+    table: ExampleTable,
+    make_example: MakeExample,
+    micro_batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    num_examples: int | None = None,
+) -> Iterator[Batch]:
+    """Held-out examples in order, split over ranks; every rank gets equally many batches, padded at the end.
+
+    Args:
+        table: the held-out data.
+        make_example: usually with `train=False`; keys are 0.
+        micro_batch_size: B.
+        rank: takes the examples rank, rank + world_size, ...
+        world_size: number of ranks.
+        num_examples: only the first so many; all by default.
+    """
+    total = len(table) if num_examples is None else min(num_examples, len(table))
+    ids = np.arange(total, dtype=np.int64)[rank::world_size]
+    reader = TarReader(table)
+    for batch in range(math.ceil(total / (micro_batch_size * world_size))):
+        part = ids[batch * micro_batch_size : (batch + 1) * micro_batch_size]
+        request = MicroBatchRequest(part, np.zeros(len(part), dtype=np.uint64))
+        yield make_batch(reader, make_example, request, micro_batch_size)
+    reader.close()
+
+
+class _Requests(Sampler):
+    """The micro-batch requests of all plans; notes each plan as it is pulled."""
+
+    def __init__(
+        self,
+        plans: Iterator[StepPlan],
+        pulled: deque[StepPlan],
+        micro_batch_size: int,
+        bucketed: ExampleTable | None,
+    ):
+        self._plans, self._pulled, self._micro_batch_size, self._bucketed = plans, pulled, micro_batch_size, bucketed
+
+    def __iter__(self) -> Iterator[MicroBatchRequest]:
+        size = self._micro_batch_size
+        for plan in self._plans:
+            _check_plan(plan, size)
+            self._pulled.append(plan)
+            ids, keys = plan.example_ids, plan.example_keys
+            if self._bucketed is not None:
+                order = by_caption_length(self._bucketed, ids, size)
+                ids, keys = ids[order], keys[order]
+            for start in range(0, plan.num_micro_batches * size, size):
+                yield MicroBatchRequest(ids[start : start + size], keys[start : start + size])
+
+
+def _micro_batches_within(limit_mib: int, make_example: MakeExample, micro_batch_size: int, num_workers: int) -> int:
+    """How many micro-batches fit the limit; at least one per worker, or the limit is refused."""
+    row_bytes = sum(array.nbytes for array in make_example.padding().values())
+    mib = row_bytes * micro_batch_size / 2**20
+    if mib * num_workers > limit_mib:
+        raise DataError(
+            f"data.memory_limit_mib is {limit_mib}, but a micro-batch of {micro_batch_size} takes {mib:.0f} MiB and each of "
+            f"{num_workers} workers prepares one; raise it, or lower data.num_workers or train.micro_batch_size"
+        )
+    return int(limit_mib / mib)
+
+
+def _check_plan(plan: StepPlan, micro_batch_size: int) -> None:
+    if len(plan.example_ids) != len(plan.example_keys):
+        raise DataError(f"step {plan.step}: {len(plan.example_ids)} ids but {len(plan.example_keys)} keys")
+    if plan.num_micro_batches < 1 or len(plan.example_ids) > plan.num_micro_batches * micro_batch_size:
+        raise DataError(
+            f"step {plan.step}: {len(plan.example_ids)} examples do not fit {plan.num_micro_batches} micro-batches "
+            f"of {micro_batch_size}"
+        )
+
+
+def worker_context() -> Any:
+    """How data workers start: from a small server that has loaded what they need, never from a process with threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def end_with_parent(_worker: int) -> None:
+    """Ends this worker when its trainer is gone, however that ended.
+
+    torch's own watchdog compares parent ids; a worker's parent is the fork server, which lives as long as its workers.
+    """
+    from data.reading.worker_signals import leave_to_trainer  # importing it has an effect that only a worker may have
+
+    leave_to_trainer()
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_wait_and_exit, args=(parent.sentinel,), daemon=True).start()
+
+
+def _wait_and_exit(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
+
+
+def as_is(batch: Any) -> Any:
+    """Keeps torch from converting anything; a named function can be pickled."""
+    return batch

@@ -1,0 +1,135 @@
+"""Random access to examples: their bytes from wherever the shards lie, then the headers are parsed in memory.
+
+A failure to read (a vanished shard, a disk or network error, bytes that are not what was indexed) is a ReadError: the
+step must not be taken. Whatever is wrong inside well-read bytes (no image, a caption that is no UTF-8) is left out and
+becomes a zero gradient later.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.errors import ReadError
+from data.index.tar_format import TarFormatError, iter_members, split_key
+from data.index.tar_index import ExampleTable
+
+IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp"})
+MAX_EXAMPLE_BYTES = 256 << 20
+MAX_CAPTION_BYTES = 1 << 20
+
+
+class RawExample(NamedTuple):
+    """One example as stored.
+
+    Attributes:
+        image: bytes of its first image member (jpg, jpeg, png, webp), or None.
+        fields: extension -> bytes of every member; of a repeated extension the first.
+    """
+
+    image: bytes | None
+    fields: dict[str, bytes]
+
+    @property
+    def caption(self) -> str | None:
+        """The first of `captions()`, or None."""
+        return next(iter(self.captions()), None)
+
+    def captions(self, field: str | None = None) -> list[str]:
+        """All captions of the example; one that is no UTF-8 or too long counts as none.
+
+        Args:
+            field: of the `.json` member, a string or a list of strings. None means the text members (`.txt`, `.0.txt`,
+                ...), or else the field `caption`.
+        """
+        if field is None:
+            texts = [body for name, body in self.fields.items() if name.rpartition(".")[2] == "txt"]
+            if texts:
+                return [text for text in map(_text, texts) if text is not None]
+        return _json_captions(self.fields.get("json", b""), field or "caption")
+
+
+class TarReader:
+    """Reads examples by id. Cheap to pickle: every process opens its own files when it first needs them."""
+
+    def __init__(self, table: ExampleTable):
+        self.table = table
+        self._storage = table.storage()
+
+    def __reduce__(self) -> tuple[type["TarReader"], tuple[ExampleTable]]:
+        return TarReader, (self.table,)
+
+    def read(self, example_id: int) -> RawExample:
+        """Reads one example; see `read_all`."""
+        return next(self.read_all([example_id]))
+
+    def read_all(self, ids: np.ndarray | Sequence[int]) -> Iterator[RawExample]:
+        """Reads examples in this order, later ones ahead while earlier ones are used; fastest when sorted.
+
+        Raises:
+            ReadError: the bytes that the index promises cannot be had.
+            DataError: no such id.
+        """
+        requests = self.table.requests(ids)
+        # An example above the limit is undecodable, which its own size alone decides.
+        extents = self._storage.read_all([r for r in requests if r.length <= MAX_EXAMPLE_BYTES])
+        for request in requests:
+            if request.length > MAX_EXAMPLE_BYTES:
+                yield RawExample(None, {})
+                continue
+            try:
+                yield parse_example(next(extents))
+            except TarFormatError as error:
+                where = f"{self.table.shard_root}/{request.shard.name} at byte {request.offset}"
+                raise ReadError(f"{where} does not fit its index ({error}); index again") from error
+
+    def close(self) -> None:
+        """Closes all files and connections; the next read opens them again."""
+        self._storage.close()
+
+
+def parse_example(extent: bytes) -> RawExample:
+    """Parses the members of one example.
+
+    Args:
+        extent: headers and payloads, as `ExampleTable.extents` delimits them.
+
+    Raises:
+        TarFormatError: these are not whole members.
+    """
+    image: bytes | None = None
+    fields: dict[str, bytes] = {}
+    for member in iter_members(lambda at, length: extent[at : at + length], len(extent), needs_end=False):
+        split = split_key(member.name) if member.is_regular else None
+        if split is None:
+            continue
+        payload = extent[member.payload_offset : member.payload_offset + member.size]
+        fields.setdefault(split[1], payload)
+        if image is None and split[1].rpartition(".")[2] in IMAGE_EXTENSIONS:
+            image = payload
+    return RawExample(image, fields)
+
+
+def _text(body: bytes) -> str | None:
+    """UTF-8 text, or None; every failure here is the example's own."""
+    try:
+        return body.decode("utf-8") if len(body) <= MAX_CAPTION_BYTES else None
+    except UnicodeDecodeError:
+        return None
+
+
+def json_record(body: bytes) -> dict[str, Any]:
+    """The object in a JSON member; one that is broken, longer than a caption may be, or no object counts as empty."""
+    text = _text(body)
+    try:
+        record = json.loads(text) if text else None
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _json_captions(body: bytes, field: str) -> list[str]:
+    value = json_record(body).get(field)
+    values = value if isinstance(value, list) else [value]
+    return [caption for caption in values if isinstance(caption, str)]

@@ -1,0 +1,239 @@
+"""Shards over the network: range requests through fsspec, with timeouts, retries, bounded parallelism and a cache.
+
+Whoever serves the shards sees which examples are asked for, and so who is in every batch: it must stand inside the trust
+boundary (docs/data.md). What fails for good is a ReadError and ends the run before the step is charged; bytes of this
+kind never become a zero gradient.
+"""
+
+import os
+import random
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+
+from data.errors import DataError, ReadError
+from data.reading.block_cache import BlockCache
+from data.reading.storage import ReadRequest, RemoteOptions, ShardStatus, check_crc
+
+T = TypeVar("T")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LONGEST_PAUSE_SECONDS = 30.0
+_MAX_BYTES_AHEAD = 64 << 20
+_VERSIONS = {
+    "ETag": "etag",
+    "etag": "etag",
+    "Last-Modified": "modified",
+    "LastModified": "modified",
+    "last_modified": "modified",
+    "mtime": "modified",
+}
+"""Names that drivers give to what changes with an object."""
+_GONE = "it is gone"
+_FINAL = {
+    401: "access is refused",
+    403: "access is refused",
+    404: _GONE,
+    410: _GONE,
+    412: "it changed since it was indexed (ETag)",
+    416: "it is shorter than its index says",
+}
+
+
+class RemoteStorage:
+    """See `data.reading.storage.Storage`. Another process (after a fork or by pickle) opens its own connections."""
+
+    def __init__(self, root: str, options: RemoteOptions):
+        self.root = root
+        self._options = options
+        self._is_http = urlsplit(root).scheme in ("http", "https")
+        _refuse_plain_http(root, options)
+        self._filesystem = _filesystem(root, options)
+        self._cache = BlockCache(Path(options.cache_dir), options.cache_mib << 20) if options.cache_dir else None
+        self._threads: ThreadPoolExecutor | None = None
+        self._owner = os.getpid()
+
+    def status(self, names: Sequence[str]) -> Iterator[ShardStatus]:
+        return self._ahead(names, self._status, lambda _name: 0)
+
+    @contextmanager
+    def local_copy(self, name: str) -> Iterator[Path]:
+        """A private temporary file; the disk must hold one shard per worker."""
+        url = self._url(name)
+        status = self._status(name)
+        headers = self._if_match(status.version)
+        with tempfile.TemporaryDirectory(prefix="shard-") as folder:
+            path = Path(folder) / "shard.tar"
+            self._retry(url, lambda: self._filesystem.get_file(url, str(path), **headers))
+            if path.stat().st_size != status.size:
+                raise ReadError(f"{url} was sent with {path.stat().st_size} of {status.size} bytes")
+            yield path
+
+    def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
+        return self._ahead(requests, self._read, lambda request: request.length)
+
+    def close(self) -> None:
+        threads, self._threads = self._threads, None
+        if threads is not None and self._owner == os.getpid():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _ahead(self, items: Sequence[Any], function: Callable[[Any], T], size: Callable[[Any], int]) -> Iterator[T]:
+        """Results in order; at most one call per connection at a time, as many results waiting, and few bytes of them."""
+        pending: deque[tuple[Future[T], int]] = deque()
+        waiting = 0
+        try:
+            for item in items:
+                while pending and (
+                    len(pending) >= 2 * self._options.connections or waiting + size(item) > _MAX_BYTES_AHEAD
+                ):
+                    future, length = pending.popleft()
+                    waiting -= length
+                    yield future.result()
+                pending.append((self._pool().submit(function, item), size(item)))
+                waiting += size(item)
+            while pending:
+                yield pending.popleft()[0].result()
+        finally:
+            for future, _ in pending:
+                future.cancel()
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None or self._owner != os.getpid():
+            self._threads, self._owner = ThreadPoolExecutor(self._options.connections, "shards"), os.getpid()
+        return self._threads
+
+    def _url(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def _status(self, name: str) -> ShardStatus:
+        url = self._url(name)
+        try:
+            info = self._retry(url, lambda: self._filesystem.info(url, **self._timeout()))
+        except ReadError as error:
+            if _final_reason(error.__cause__) == _GONE:
+                raise DataError(f"missing or empty shards: {error}") from error
+            raise
+        if info.get("partial") is False:
+            raise DataError(f"{url}: its server does not serve ranges; use one that does")
+        if not info.get("size"):
+            raise DataError(f"missing or empty shards: {url} is empty, or its server does not say how long it is")
+        version = next((f"{_VERSIONS[key]}:{info[key]}" for key in _VERSIONS if info.get(key)), "")
+        return ShardStatus(int(info["size"]), version)
+
+    def _read(self, request: ReadRequest) -> bytes:
+        data = self._cache.get(request) if self._cache is not None else None
+        if data is None:
+            url = self._url(request.shard.name)
+            data = self._retry(url, lambda: self._fetch(url, request))
+            if self._cache is not None:
+                self._cache.put(request, data)
+        return data
+
+    def _fetch(self, url: str, request: ReadRequest) -> bytes:
+        data: bytes = self._filesystem.cat_file(
+            url,
+            start=request.offset,
+            end=request.offset + request.length,
+            **self._if_match(request.shard.version),
+            **self._timeout(),
+        )
+        if len(data) > request.length:
+            raise _FinalError(f"cannot read {url}: its server does not serve ranges")
+        if len(data) < request.length:
+            raise ReadError(f"{len(data)} of {request.length} bytes at byte {request.offset}")
+        return check_crc(request, data, url)
+
+    def _timeout(self) -> dict[str, Any]:
+        # fsspec's synchronous calls of asynchronous drivers take it; other drivers have their own.
+        return {"timeout": self._options.timeout_seconds} if isinstance(self._filesystem, AsyncFileSystem) else {}
+
+    def _if_match(self, version: str) -> dict[str, Any]:
+        """The server itself refuses when the file is another one. Only a strong ETag allows that (RFC 9110, 13.1.1)."""
+        if not self._is_http:
+            return {}
+        headers = {"Accept-Encoding": "identity"}
+        is_strong = version.startswith('etag:"')
+        return {"headers": headers | ({"If-Match": version.removeprefix("etag:")} if is_strong else {})}
+
+    def _retry(self, url: str, call: Callable[[], T]) -> T:
+        """Tries again with doubling pauses, unless the answer is final.
+
+        Raises:
+            ReadError: the answer is final, or the last try failed too.
+        """
+        pause = self._options.backoff_seconds
+        for number in range(1, self._options.tries + 1):
+            try:
+                return call()
+            except _FinalError:
+                raise
+            except Exception as error:  # drivers raise exceptions of their own libraries
+                reason = _final_reason(error)
+                if reason is not None:
+                    raise ReadError(f"cannot read {url}: {reason}") from error
+                if number == self._options.tries:
+                    raise ReadError(f"cannot read {url} in {number} tries: {_said(error)}") from error
+            time.sleep(min(pause, _LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1.0))
+            pause *= 2
+        raise AssertionError("tries is at least 1")
+
+
+class _FinalError(ReadError):
+    """An answer that another try would not change."""
+
+
+def _final_reason(error: BaseException | None) -> str | None:
+    """Why another try is of no use, or None."""
+    # fsspec reports every failed HEAD as a missing file; the cause says why.
+    for link in (error, error.__cause__ if error else None):
+        status = getattr(link, "status", None)
+        if isinstance(status, int):
+            return _FINAL.get(status)
+    if isinstance(error, FileNotFoundError):
+        return _GONE if error.__cause__ is None else None
+    return "access is refused" if isinstance(error, PermissionError) else None
+
+
+def _said(error: Exception) -> str:
+    """Type and first line of an error, or of what caused it."""
+    if isinstance(error, ReadError):
+        return str(error)
+    link = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    return f"{type(link).__name__} {str(link).partition(chr(10))[0][:200]}".strip()
+
+
+def _refuse_plain_http(root: str, options: RemoteOptions) -> None:
+    parts = urlsplit(root)
+    if parts.scheme == "http" and parts.hostname not in _LOOPBACK and not options.allow_plain_http:
+        raise DataError(
+            f"{root} is not encrypted: whoever sees the requests knows who is in every batch; use https, or set "
+            "data.remote.allow_plain_http = true where the whole network may know"
+        )
+
+
+def _filesystem(root: str, options: RemoteOptions) -> Any:
+    """fsspec's driver for a scheme; credentials come from the driver's own environment."""
+    scheme = urlsplit(root).scheme
+    settings: dict[str, Any] = {}
+    if scheme in ("http", "https"):
+        import aiohttp
+
+        # A whole shard may take long; silence on the line may not.
+        settings["client_kwargs"] = {
+            "timeout": aiohttp.ClientTimeout(
+                total=None, sock_read=options.timeout_seconds, sock_connect=options.timeout_seconds
+            )
+        }
+        settings["use_listings_cache"] = False
+    try:
+        return fsspec.filesystem(scheme, **settings)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{root}: there is no driver for {scheme}:// ({error})") from error

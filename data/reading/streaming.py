@@ -1,0 +1,266 @@
+"""Public data in the order of the shards, through the `webdataset` package: synthetic pre-training, evaluation.
+
+Shuffled streaming is not Poisson sampling and amplifies no privacy, so a private run never reads like this. Every epoch
+shuffles the shards, splits them over all readers (ranks times workers), and shuffles examples in a buffer. The same seed,
+number of ranks and number of workers give the same micro-batches; a stream that starts later passes over what was
+consumed without decoding it.
+"""
+
+import hashlib
+import itertools
+import os
+import random
+import tarfile
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from data.batch import Batch
+from data.errors import DataError, ReadError
+from data.examples.examples import MakeExample
+from data.index.tar_format import BLOCK
+from data.reading.loader import Failure, StepPlan, as_is, end_with_parent, stack_examples, worker_context
+from data.reading.reader import IMAGE_EXTENSIONS, RawExample
+
+Keyed = tuple[RawExample, int]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What is streamed, and which part of it is ours.
+
+    Attributes:
+        shards: tar files.
+        seed: of all shuffling and of the examples' keys; public.
+        shuffle_buffer: examples among which the next is drawn; 0 keeps the order of shards and examples.
+        epochs: how often; None means without end.
+        reader: which of the readers this is.
+        num_readers: ranks times workers. Each reads other shards; where there are fewer shards than readers, each reads
+            all of them and takes every num_readers-th example.
+    """
+
+    shards: Sequence[Path]
+    seed: int = 0
+    shuffle_buffer: int = 1000
+    epochs: int | None = None
+    reader: int = 0
+    num_readers: int = 1
+
+    def examples(self) -> Iterator[Keyed]:
+        """Examples with their keys for augmentation.
+
+        Raises:
+            DataError: a shard is no whole tar archive, or no shard holds an example.
+            ReadError: a shard cannot be read.
+        """
+        for epoch in itertools.count() if self.epochs is None else range(self.epochs):
+            found = False
+            for sample in self._epoch(epoch):
+                found = True
+                yield raw_example(sample), self._key(epoch, sample)
+            if not found and self.epochs is None and len(self.shards) >= self.num_readers:
+                raise DataError(f"the shards {self.shards[0]} ... hold no examples")
+
+    def _epoch(self, epoch: int) -> Iterator[dict[str, Any]]:
+        import webdataset
+
+        shards = [str(path) for path in self.shards]
+        if self.shuffle_buffer:
+            random.Random(f"{self.seed} {epoch}").shuffle(shards)
+        by_shard = len(shards) >= self.num_readers
+        mine = shards[self.reader :: self.num_readers] if by_shard else shards
+        samples = iter(webdataset.DataPipeline(webdataset.SimpleShardList(mine), webdataset.tarfile_to_samples()))
+        if not by_shard:
+            samples = itertools.islice(samples, self.reader, None, self.num_readers)
+        if self.shuffle_buffer:
+            rng = random.Random(f"{self.seed} {epoch} {self.reader}")
+            samples = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(samples)
+        try:
+            for path in mine:
+                _require_end(path)
+            yield from samples
+        except DataError:
+            raise
+        except (tarfile.TarError, ValueError, EOFError) as error:
+            raise DataError(f"a shard is damaged: {_one_line(error)}") from error
+        except OSError as error:
+            raise ReadError(f"cannot read a shard: {_one_line(error)}") from error
+
+    def _key(self, epoch: int, sample: dict[str, Any]) -> int:
+        name = f"{self.seed} {epoch} {sample['__url__']} {sample['__key__']}"
+        return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def raw_example(sample: dict[str, Any]) -> RawExample:
+    """A sample of webdataset as the tar reader gives it."""
+    fields = {name: body for name, body in sample.items() if not name.startswith("__")}
+    images = (body for name, body in fields.items() if name.rpartition(".")[2] in IMAGE_EXTENSIONS)
+    return RawExample(next(images, None), fields)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """How many examples each micro-batch of a step has on one rank.
+
+    Attributes:
+        num_examples: of this rank in a step.
+        micro_batch_size: rows of every micro-batch.
+        num_micro_batches: the same on every rank; the last ones may be padded.
+    """
+
+    num_examples: int
+    micro_batch_size: int
+    num_micro_batches: int
+
+    @classmethod
+    def of(cls, batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> "StepShape":
+        """Splits a logical batch of exactly `batch_size` examples over ranks."""
+        if batch_size < 1 or micro_batch_size < 1:
+            raise DataError("the batch size and the micro-batch size must be at least 1")
+        most = -(-batch_size // world_size)
+        mine = batch_size // world_size + (rank < batch_size % world_size)
+        return cls(mine, micro_batch_size, -(-most // micro_batch_size))
+
+    def size(self, ordinal: int) -> int:
+        """Examples in the micro-batch with this number, counted over all steps."""
+        start = ordinal % self.num_micro_batches * self.micro_batch_size
+        return max(0, min(self.micro_batch_size, self.num_examples - start))
+
+
+class StreamingLoader:
+    """Micro-batches of a stream, step by step: the counterpart of `loader.Loader` for public data.
+
+    Attributes:
+        data_wait: seconds that the consumer of the current step has waited so far.
+        prefetch_factor: micro-batches that each worker prepares ahead; None without workers.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        make_example: MakeExample,
+        *,
+        micro_batch_size: int,
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        start_step: int = 0,
+        prefetch_micro_batches: int = 8,
+        pin_memory: bool = False,
+    ):
+        """Prepares; workers start with `steps` or `batches`.
+
+        Args:
+            stream: shards, seed and epochs; which reader is set here.
+            make_example: picklable; see `data.examples`.
+            micro_batch_size: B.
+            batch_size: of the logical batch, exactly, over all ranks. None: all micro-batches are full, but for the last.
+            num_workers: worker processes of this rank.
+            rank: of this process.
+            world_size: number of ranks.
+            start_step: number of steps that an earlier run has consumed.
+            prefetch_micro_batches: as for Loader.
+            pin_memory: page-locked tensors.
+
+        Raises:
+            DataError: a number out of range, no shards, or a logical batch of a stream that ends.
+        """
+        if not stream.shards:
+            raise DataError("there are no shards to stream")
+        if batch_size is not None and stream.epochs is not None:
+            raise DataError("steps of a fixed batch size need a stream without end (epochs = None)")
+        whole_batch = micro_batch_size * world_size if batch_size is None else batch_size
+        self._shape = StepShape.of(whole_batch, micro_batch_size, rank, world_size)
+        first = start_step * self._shape.num_micro_batches
+        whole = replace(stream, reader=rank * max(num_workers, 1), num_readers=world_size * max(num_workers, 1))
+        self._dataset = _MicroBatchStream(whole, make_example, self._shape, first)
+        self._num_workers, self._pin_memory = num_workers, pin_memory
+        self.prefetch_factor = -(-prefetch_micro_batches // num_workers) if num_workers else None
+        self.data_wait = 0.0
+
+    def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
+        """Pairs every plan, of which only the step's number stays, with the next micro-batches of the stream."""
+        batches = self.batches()
+        for plan in plans:
+            self.data_wait = 0.0
+            mine = itertools.islice(batches, self._shape.num_micro_batches)
+            nobody = plan._replace(example_ids=plan.example_ids[:0], example_keys=plan.example_keys[:0])
+            yield nobody, mine
+            for _ in mine:
+                pass
+
+    def batches(self) -> Generator[Batch, None, None]:
+        """Micro-batches; after a last epoch, the last ones are padded and ranks may have different numbers of them.
+
+        Raises:
+            DataError: a damaged shard.
+            ReadError: a shard cannot be read.
+        """
+        results = iter(
+            DataLoader(
+                self._dataset,
+                batch_size=None,
+                collate_fn=as_is,
+                num_workers=self._num_workers,
+                prefetch_factor=self.prefetch_factor,
+                multiprocessing_context=worker_context() if self._num_workers else None,
+                pin_memory=self._pin_memory,
+                worker_init_fn=end_with_parent,
+            )
+        )
+        while True:
+            start = time.perf_counter()
+            result = next(results, None)
+            self.data_wait += time.perf_counter() - start
+            if result is None:
+                return
+            if isinstance(result, Failure):
+                raise result.kind(result.message)
+            yield result
+
+
+class _MicroBatchStream(IterableDataset):
+    """The micro-batches of one worker: those whose number leaves its remainder."""
+
+    def __init__(self, stream: Stream, make_example: MakeExample, shape: StepShape, first: int):
+        self._stream, self._make_example, self._shape, self._first = stream, make_example, shape, first
+
+    def __iter__(self) -> Iterator[Batch | Failure]:
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        # DataLoader asks worker 0 first, and the number of the first micro-batch says whose turn that is.
+        turn = (self._first + worker) % num_workers
+        stream = replace(self._stream, reader=self._stream.reader + turn)
+        try:
+            yield from self._batches(stream.examples(), turn, num_workers)
+        except (DataError, ReadError) as error:
+            yield Failure(type(error), str(error))
+
+    def _batches(self, examples: Iterator[Keyed], turn: int, num_workers: int) -> Iterator[Batch]:
+        for ordinal in itertools.count(turn, num_workers):
+            size = self._shape.size(ordinal)
+            rows = list(itertools.islice(examples, size))
+            if size and not rows:
+                return
+            if ordinal >= self._first:
+                yield stack_examples(rows, self._make_example, self._shape.micro_batch_size)
+
+
+def _require_end(path: str) -> None:
+    """webdataset takes an archive that was cut off for a short one; a whole one ends with a block of zeros."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - BLOCK))
+        if size < BLOCK or any(file.read(BLOCK)):
+            raise DataError(f"the shard {path} is cut off or no tar archive; fetch it again")
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}"
+    return " ".join(str(part) for part in error.args) or type(error).__name__

@@ -1,0 +1,151 @@
+"""Epsilon after k charged intents of one frozen schedule: computed once, kept in a file, looked up in microseconds.
+
+The file is a cache and nothing more: it repeats what the plan alone determines (hence public), it is keyed by everything the
+values depend on, accountant version included, and a file that does not fit is computed anew. Claims (report, audit, the end of
+a run) come from the ledger, never from here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from privacy.accounting.accountants import (
+    COARSE_INTERVAL,
+    PLD_SMALLEST_DELTA,
+    ReleaseGroup,
+    accountant_version,
+    epsilon,
+    one_step_distribution,
+    overflow_probability,
+    with_overflow,
+)
+
+_FORMAT = 1
+_TABLE_POINTS = 64
+# The part of delta set aside for the cap's overflow; it moves epsilon by about 1e-5.
+_OVERFLOW_SHARE = 1e-4
+
+
+class EpsilonTable:
+    """Epsilon by charged intents.
+
+    At grid points the value is a PLD upper bound for exactly that k; between two grid points it is the value of the
+    next one, so a query never understates. `num_steps` and `max_intents` are grid points at the fine discretisation.
+    """
+
+    def __init__(
+        self,
+        group: ReleaseGroup,
+        delta: float,
+        max_intents: int,
+        num_steps: int | None = None,
+        progress: Callable[[float], None] | None = None,
+        cache: Path | None = None,
+    ) -> None:
+        """Args:
+        group: one release of the schedule; its count is ignored.
+        progress: called with the finished fraction.
+        cache: file to take the values from, or to leave them in; a file of another schedule is replaced.
+        """
+        self._group, self._delta = group.times(1), delta
+        self._fine = {max_intents, max_intents if num_steps is None else num_steps}
+        self._counts = sorted(_grid(max_intents) | self._fine)
+        known = None if cache is None else self._read(cache)
+        self._values = known if known is not None else self._compute(progress)
+        if cache is not None and known is None:
+            self._write(cache)
+
+    def epsilon(self, num_charged: int) -> float:
+        """Upper bound on the epsilon of the first `num_charged` intents; exact but slow beyond `max_intents`."""
+        if num_charged <= 0:
+            return 0.0
+        index = bisect_left(self._counts, num_charged)
+        return self._values[index] if index < len(self._values) else self.exact(num_charged)
+
+    def exact(self, num_charged: int) -> float:
+        """The fine PLD value for this very count: the number for reports (seconds at a million-example batch)."""
+        return epsilon([self._group.times(num_charged)], self._delta)
+
+    def _compute(self, progress: Callable[[float], None] | None) -> list[float]:
+        evaluate, values = _composer(self._group, self._delta), []
+        for done, count in enumerate(self._counts):
+            values.append(self.exact(count) if count in self._fine else evaluate(count))
+            if progress is not None:
+                progress((done + 1) / len(self._counts))
+        # Epsilon grows with k, so a later (finer) bound that is smaller also holds for every earlier k.
+        for index in range(len(values) - 2, -1, -1):
+            values[index] = min(values[index], values[index + 1])
+        return values
+
+    def _identity(self) -> dict[str, object]:
+        """Everything that the values depend on."""
+        return {
+            "format": _FORMAT,
+            "accountant": accountant_version(),
+            "group": asdict(self._group),
+            "delta": self._delta,
+            "counts": self._counts,
+            "fine": sorted(self._fine),
+        }
+
+    def _read(self, path: Path) -> list[float] | None:
+        try:
+            held = json.loads(path.read_bytes())
+            values = [float(value) for value in held["values"]]
+            fits = held["identity"] == self._identity() and held["sha256"] == _digest(held["identity"], values)
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return values if fits and len(values) == len(self._counts) else None
+
+    def _write(self, path: Path) -> None:
+        identity = self._identity()
+        held = {"identity": identity, "values": self._values, "sha256": _digest(identity, self._values)}
+        temporary = path.with_name(path.name + ".creating")
+        try:
+            temporary.write_text(json.dumps(held))
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)  # a full disk costs the next start some seconds, nothing else
+
+
+def _digest(identity: object, values: list[float]) -> str:
+    return hashlib.sha256(json.dumps([identity, values], sort_keys=True).encode()).hexdigest()
+
+
+def _grid(max_intents: int) -> set[int]:
+    """All counts up to 64; beyond that 64 equal strides and the powers of two, so that the start is fine too."""
+    even = {math.ceil(max_intents * point / _TABLE_POINTS) for point in range(1, _TABLE_POINTS + 1)}
+    return even | {2**power for power in range(max_intents.bit_length()) if 2**power <= max_intents}
+
+
+def _composer(group: ReleaseGroup, delta: float) -> Callable[[int], float]:
+    """count -> epsilon, sharing the one-step distribution, on the coarse discretisation (still an upper bound).
+
+    Where charging the overflow of the cap in delta costs next to nothing that is done, because the distribution with
+    the cap is ten times as long. Otherwise (a million-example batch at delta 1e-9) that one is used.
+    """
+    if delta < PLD_SMALLEST_DELTA or group.noise_multiplier == 0:
+        return lambda count: epsilon([group.times(count)], delta)
+    plain = one_step_distribution(group.without_cap(), COARSE_INTERVAL)
+    capped = functools.cache(lambda: one_step_distribution(group, COARSE_INTERVAL))
+
+    def evaluate(count: int) -> float:
+        tau = overflow_probability([group.times(count)])
+        composed = plain.self_compose(count)
+        bound = float(composed.get_epsilon_for_delta(delta * (1 - _OVERFLOW_SHARE)))
+        if tau * (1 + math.exp(min(bound, 700.0))) <= _OVERFLOW_SHARE * delta:
+            return bound
+        bound = with_overflow(lambda left: float(composed.get_epsilon_for_delta(left)), tau, delta)
+        if tau * (1 + math.exp(min(bound, 700.0))) <= 0.01 * delta:
+            return bound
+        return min(bound, float(capped().self_compose(count).get_epsilon_for_delta(delta)))
+
+    return evaluate

@@ -1,0 +1,145 @@
+"""A run's part in a shared ledger: only one copy of the run spends what was reserved.
+
+The run's own ledger comes first, always, and then the shared one. So what is noted there is behind an honest run or level with
+it, wherever a crash fell, and a ledger without the noted line is that of a copy or of a backup: exit 4. Noted are the `session`
+record of a start, whose nonce no copy can have, every checkpoint, and the end; a run that is closed there cannot go on.
+
+Between two checkpoints nothing is noted. A backup from between them, restored after a kill before the next one, can repeat the
+steps between without a charge; a mirror of the run's ledger (`privacy.ledger_mirror`) finds that too. A run that was closed by a
+program that did not note it is closed here when it is next opened.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger.ledger import AppendOnly, Ledger, now
+from privacy.ledger.shared import SharedLedger
+from privacy.ledger.shared_records import SharedState
+
+RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""What a running session waits for a file system that is gone for a moment."""
+
+T = TypeVar("T")
+
+
+class Membership:
+    """The witness (privacy/ledger/ledger.py) of one run while its own ledger is open; copies of the run have it in common.
+
+    The newest `start` of a run owns its reservation. An older session is refused at its next intent, which costs one look at the
+    file's size where nobody else has written: at most the step that is under way is released beside the newer session's.
+
+    Raises (everywhere): PrivacyStateRefused (exit 4): another copy went on, or the run is closed, or the file is refused.
+    """
+
+    def __init__(self, shared: SharedLedger, run: str, ledger: Ledger) -> None:
+        self._shared, self._run, self._ledger = shared, run, ledger
+        self._start: tuple[int, str] | None = None
+        self._start_time = ""
+        self._looked: tuple[int, int, int] | None = None
+        with shared.locked() as (state, files):
+            self._require_no_fork(state)
+            if ledger.closed is not None and run in state.starts and run not in state.closed:
+                self._note(state, files, "close", now())  # the crash came between the two `close`
+
+    def session_fields(self) -> dict[str, Any]:
+        """The last line of the shared ledger: everything before it must still be there at the next start."""
+        state = self._shared.read()
+        return {"shared_seq": len(state.hashes) - 1, "shared_hash": state.hashes[-1]}
+
+    def started(self) -> None:
+        """Takes the reservation over, after the `session` record, whose nonce no copy can have."""
+
+        def take() -> None:
+            with self._shared.locked() as (state, files):
+                self._require_no_fork(state)
+                self._start_time = now()
+                self._note(state, files, "start", self._start_time)
+                self._start = state.starts[self._run]
+
+        _patiently(take)
+
+    def before_intent(self) -> None:
+        """Nobody else has taken the reservation over."""
+
+        def look() -> None:
+            if self._looked is None or self._identity() != self._looked:
+                looked = self._identity()  # before the reading: what is written after it is read the next time
+                with self._shared.locked() as (state, _):
+                    self._require_own(state)
+                self._looked = looked
+
+        _patiently(look)
+
+    def reached(self) -> None:
+        """Notes a checkpoint."""
+        self._note_patiently("at")
+
+    def ended(self) -> None:
+        """Notes the end for good."""
+        self._note_patiently("close")
+
+    def _note_patiently(self, kind: str) -> None:
+        def note() -> None:
+            with self._shared.locked() as (state, files):
+                if self._run in state.closed and kind == "close":
+                    return  # an earlier try did arrive
+                self._require_own(state)
+                self._note(state, files, kind, self._start_time or now())
+
+        _patiently(note)
+
+    def _note(self, state: SharedState, files: list[AppendOnly], kind: str, time_utc: str) -> None:
+        position, line_hash = self._ledger.position()
+        self._shared.append(state, files, kind, time_utc, {"run": self._run, "position": position, "hash": line_hash})
+
+    def _require_own(self, state: SharedState) -> None:
+        self._require_no_fork(state)
+        if self._start is not None and state.starts.get(self._run) != self._start:
+            raise PrivacyStateRefused(
+                f"{self._shared.path}: its newest start of this run is not this session's: another copy has started since, or "
+                "the file was rolled back; this one stops"
+            )
+
+    def _require_no_fork(self, state: SharedState) -> None:
+        if not state.knows(self._run):
+            raise PrivacyStateRefused(f"{self._shared.path}: this run has reserved nothing here")
+        if self._run in state.positions:
+            try:
+                self._ledger.require_not_shorter_than(*state.positions[self._run])
+            except PrivacyStateRefused as error:
+                raise PrivacyStateRefused(f"{self._shared.path}: another copy of this run went on: {error}") from error
+        if self._run in state.closed and self._ledger.closed is None:
+            raise PrivacyStateRefused(
+                f"{self._shared.path}: this run is closed; what would go on is an older copy of it"
+            )
+
+    def _identity(self) -> tuple[int, int, int]:
+        """Device, inode and size, by opening the file: over NFS that is what asks the server."""
+        try:
+            descriptor = os.open(self._shared.path, os.O_RDONLY)
+        except OSError as error:
+            raise self._shared.unreachable(error) from error
+        try:
+            found = os.fstat(descriptor)
+        except OSError as error:
+            raise self._shared.unreachable(error) from error
+        finally:
+            os.close(descriptor)
+        return found.st_dev, found.st_ino, found.st_size
+
+
+def _patiently(act: Callable[[], T]) -> T:
+    """The result of `act`, tried again while the file cannot be reached; every try reads and verifies it anew."""
+    for seconds in RETRY_SECONDS:
+        try:
+            return act()
+        except PrivacyStateRefused as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+        time.sleep(seconds)
+    return act()

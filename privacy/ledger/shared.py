@@ -1,0 +1,279 @@
+"""A data owner's ledger over several runs on the same data: nobody touches the data before its whole budget is reserved.
+
+The lines are privacy/ledger/shared_records.py's. Every change happens under an exclusive file lock and is durable before it is
+relied on. A torn last line was never acknowledged, so its run never began: it stays, marked ` #torn`, and is charged nothing.
+What a run did not use is not given back: whether it saw the data cannot be proven.
+
+A run is named by the commitment of its sampling key, so a resume finds its own reservation. So does every copy of its folder:
+privacy/ledger/membership.py keeps two of them from spending it. A run's sessions remember the last line here, so lines that
+were cut off are missed at its next start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger.durable import publish_new
+from privacy.ledger.ledger import AppendOnly, create_empty, joined_mirror, now
+from privacy.ledger.records import NO_PREVIOUS, TORN_MARK, LedgerState, LineRefused, encode_line
+from privacy.ledger.shared_records import FORMAT, InformalRun, Reservation, SharedState
+from privacy.plan import ADJACENCY, PrivacyPlan
+
+DEFAULT_UNIT = "one example"
+
+
+class SharedLedger:
+    """One owner's file. Every method locks it, reads and verifies all of it, and appends at most one line."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(
+        cls,
+        path: Path | str,
+        *,
+        epsilon: float,
+        delta: float,
+        unit: str = DEFAULT_UNIT,
+        rdp_order: float | None = None,
+        informal_runs: bool = False,
+        mirror: Path | str | None = None,
+    ) -> SharedLedger:
+        """The owner's first line: the most that all runs together may spend, and leave for runs that no total covers.
+
+        Args:
+            mirror: a second copy, best on another file system: it finds lines that were cut off, whoever comes next.
+
+        Raises: PrivacyConfigError (exit 2): the file or its mirror exists, or the budget makes no sense.
+        """
+        if not (0 < epsilon < float("inf") and 0 < delta < 1):
+            raise PrivacyConfigError("a shared ledger needs a positive finite epsilon and a delta between 0 and 1")
+        if rdp_order is not None and rdp_order <= 1:
+            raise PrivacyConfigError(f"the order of an RDP filter is above 1, not {rdp_order}")
+        fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": unit, "adjacency": ADJACENCY}
+        fields |= {"informal_runs": True} if informal_runs else {}
+        if mirror is not None:
+            second = Path(mirror).resolve()
+            if second.exists() and second.stat().st_size:
+                raise PrivacyConfigError(f"{second}: exists; a mirror of a new shared ledger is a new file")
+            if not second.exists():
+                create_empty(second)
+            fields["mirror"] = str(second)
+        line = encode_line(0, "open", now(), NO_PREVIOUS, {**fields, "rdp_order": rdp_order})
+        try:
+            publish_new(Path(path), line + b"\n", 0o644)
+        except OSError as error:
+            raise PrivacyConfigError(f"{path}: cannot create the shared ledger: {error.strerror or error}") from error
+        return cls(path)
+
+    def read(self) -> SharedState:
+        """The verified state; PrivacyStateRefused names a line that breaks the chain."""
+        with self.locked() as (state, _):
+            return state
+
+    def join(
+        self, run: str, name: str, plan: PrivacyPlan, state: LedgerState, *, fixed_in_advance: bool = False
+    ) -> None:
+        """Before a run reads the data: its budget is reserved or, without a guarantee, it is counted where the owner permits it.
+
+        Args:
+            state: of the run's own ledger.
+
+        Raises: as `reserve`; PrivacyStateRefused also when lines that the run has seen here are gone.
+        """
+        self.require_remembered(state)
+        if plan.formal_guarantee or not self.read().opened.get("informal_runs"):
+            self.reserve(run, name, plan, fixed_in_advance=fixed_in_advance)
+        else:
+            self.note_informal(run, name, plan.reasons[0])
+
+    def require_remembered(self, state: LedgerState) -> None:
+        """PrivacyStateRefused when this file no longer holds what a run with the ledger `state` has seen in it."""
+        held = self.read()
+        run, seen = state.opened["key_commitment"], state.shared_seen
+        lost = seen is not None and (seen[0] >= len(held.hashes) or held.hashes[seen[0]] != seen[1])
+        if lost or (state.nonces and not held.knows(run)):
+            raise PrivacyStateRefused(
+                f"{self.path}: rolled back: lines are gone that run {run[:12]} has seen or written; bring back the newest copy"
+            )
+
+    def reserve(
+        self, run: str, name: str, plan: PrivacyPlan, *, fixed_in_advance: bool = False, unit: str = DEFAULT_UNIT
+    ) -> None:
+        """Reserves the whole budget of a run, once; a later call for the same run only compares.
+
+        Args:
+            run: commitment of the run's sampling key.
+            name: for the list of siblings; public.
+            fixed_in_advance: the owner's word that these parameters were fixed before any output of the other runs was seen.
+
+        Raises:
+            PrivacyConfigError: another unit or adjacency, no formal guarantee, or more than the total even alone (exit 2).
+            BudgetSpent: the total does not hold it beside the other reservations (exit 3).
+            PrivacyStateRefused: the reservation differs from the recorded one, or the file is refused (exit 4).
+        """
+        with self.locked() as (state, files):
+            self._require_same_terms(state, plan, unit)
+            group = plan.release_group(plan.max_intents)
+            adaptive = bool(state.reservations) and not (fixed_in_advance and state.may_be_fixed(name))
+            wanted = Reservation(run, name, now(), group, plan.noise_tail_delta, adaptive)
+            held = state.reservations.get(run)
+            if held is not None:
+                if (held.group, held.noise_tail_delta) != (wanted.group, wanted.noise_tail_delta):
+                    raise PrivacyStateRefused(f"{self.path}: this run reserved other releases than it plans")
+                return
+            self._require_room(state, wanted)
+            fields = {name: value for name, value in asdict(wanted).items() if name != "time_utc"}
+            self.append(state, files, "reserve", wanted.time_utc, fields)
+
+    def note_informal(self, run: str, name: str, reason: str) -> None:
+        """Counts a run without a guarantee, once, before it reads the data; trained anew under its name it is another run.
+
+        Raises: PrivacyConfigError (exit 2): the owner permits none.
+        """
+        with self.locked() as (state, files):
+            if not state.opened.get("informal_runs"):
+                raise PrivacyConfigError(f"{self.path}: the owner permits no run without a formal guarantee: {name}")
+            if not any(entry.run == run for entry in state.informal):
+                self.append(state, files, "informal", now(), asdict(InformalRun(run, name, reason)))
+
+    def freeze_grid(self, study: str, points: Mapping[str, str], *, begun: bool) -> Mapping[str, str]:
+        """Fixes a study's points until one of its runs is known to have begun; returns those that bind from now on.
+
+        Args:
+            study: "" when the ledger is the study's own, so that any run counts as one of its runs.
+            points: name -> digest of the recipe.
+            begun: whether anything outside of this ledger tells of a run.
+        """
+        with self.locked() as (state, files):
+            frozen = state.grids.get(study, {})
+            if frozen != points and not begun and not state.has_begun(study):
+                self.append(state, files, "grid", now(), {"study": study, "points": dict(points)})
+                return points
+            return frozen
+
+    def siblings(self, run: str | None = None) -> list[dict[str, Any]]:
+        """All reservations for report and card, this run's marked; public."""
+        state = self.read()  # the accounting takes seconds: nobody shall wait for the lock meanwhile
+        return [
+            {
+                "run": entry.run,
+                "name": entry.name,
+                "time_utc": entry.time_utc,
+                "is_this_run": entry.run == run,
+                "chosen_after_outputs": entry.adaptive,
+                "epsilon": replace(state, reservations={}).epsilon(replace(entry, adaptive=False)),
+                **asdict(entry.group),
+            }
+            for entry in state.reservations.values()
+        ]
+
+    def summary(self, run: str | None = None) -> dict[str, Any]:
+        """Total, reserved epsilon and siblings, for report and card."""
+        state = self.read()
+        names = ("epsilon", "delta", "unit", "adjacency")
+        first = next(iter(state.reservations.values()), None)
+        adaptive = any(entry.adaptive for entry in state.reservations.values())
+        return {
+            **{name: state.opened[name] for name in names},
+            "identity": state.identity,
+            "rdp_order": state.opened["rdp_order"] if first is None else state.rdp_order(first.group),
+            "accounting": "rdp_filter" if adaptive else "pld",
+            "epsilon_reserved": state.epsilon(),
+            "runs": self.siblings(run),
+            "informal_runs": [{"name": entry.name, "reason": entry.reason} for entry in state.informal],
+        }
+
+    def _require_same_terms(self, state: SharedState, plan: PrivacyPlan, unit: str) -> None:
+        for what, mine, owners in (
+            ("unit of privacy", unit, state.opened["unit"]),
+            ("adjacency", ADJACENCY, state.opened["adjacency"]),
+        ):
+            if mine != owners:
+                raise PrivacyConfigError(f"{self.path}: {what} is {owners!r} for the owner and {mine!r} for this run")
+        if not plan.formal_guarantee:
+            raise PrivacyConfigError(f"{self.path}: a run without a formal guarantee cannot reserve: {plan.reasons[0]}")
+
+    def _require_room(self, state: SharedState, wanted: Reservation) -> None:
+        total = state.opened["epsilon"]
+        alone = replace(state, reservations={}).epsilon(replace(wanted, adaptive=False))
+        if alone > total:
+            raise PrivacyConfigError(
+                f"{self.path}: the run alone needs epsilon {alone:.4f} of {total:g}: it never fits"
+            )
+        together = state.epsilon(wanted)
+        if together > total:
+            how = (
+                "by the RDP filter"
+                if wanted.adaptive or any(e.adaptive for e in state.reservations.values())
+                else "by PLD"
+            )
+            raise BudgetSpent(
+                f"{self.path}: with this run epsilon {together:.4f} {how} would be reserved of {total:g} "
+                f"({len(state.reservations)} runs reserved {state.epsilon():.4f}){_why_infinite(together, total)}"
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[tuple[SharedState, list[AppendOnly]]]:
+        """Under the lock: the verified state, and the files that the next line goes to, which are this one and its mirror."""
+        with ExitStack() as stack:
+            file = AppendOnly(self.path, "shared ledger")
+            stack.callback(file.release)
+            # A lock of its own, on a descriptor of its own: the appending one compares the file by name.
+            try:
+                lock = os.open(self.path, os.O_RDWR)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:
+                raise self.unreachable(error) from error
+            state, data = self._load(file)
+            files = [file]
+            if state.opened.get("mirror"):
+                files.append(joined_mirror(Path(state.opened["mirror"]), self.path, data))
+                stack.callback(files[1].release)
+            yield state, files
+
+    def unreachable(self, error: OSError) -> PrivacyStateRefused:
+        """What an error of the operating system becomes; it stays the cause."""
+        return PrivacyStateRefused(f"{self.path}: cannot use the shared ledger: {error.strerror or error}")
+
+    def _load(self, file: AppendOnly) -> tuple[SharedState, bytes]:
+        data = file.read()
+        *lines, tail = data.split(b"\n")
+        state = SharedState()
+        if tail and lines:
+            file.append(TORN_MARK + b"\n")
+            lines.append(tail + TORN_MARK)
+            data += TORN_MARK + b"\n"
+        for number, line in enumerate(lines, start=1):
+            try:
+                state.absorb(line)
+            except LineRefused as error:
+                raise PrivacyStateRefused(f"{self.path}: line {number}: {error}") from error
+        if not lines:
+            raise PrivacyStateRefused(f"{self.path}: line 1: no whole record")
+        return state, data
+
+    def append(
+        self, state: SharedState, files: list[AppendOnly], kind: str, time_utc: str, fields: Mapping[str, Any]
+    ) -> None:
+        """One more line, taken into `state` and durable; within `locked`."""
+        line = encode_line(len(state.hashes), kind, time_utc, state.hashes[-1], json.loads(json.dumps(dict(fields))))
+        state.absorb(line)
+        for file in files:
+            file.append(line + b"\n")
+
+
+def _why_infinite(together: float, total: float) -> str:
+    if together < float("inf"):
+        return ""
+    return f"; at a total of {total:g} the caps of the batches leave no delta: an RDP filter wants a smaller total"

@@ -1,0 +1,173 @@
+"""The shared ledger's format: hash-chained canonical JSON lines as in privacy/ledger/records.py, and what they say together.
+
+`open` (total epsilon and delta, unit, adjacency; where the owner chose them the order of the RDP filter, a mirror, and leave for
+runs without a guarantee), `reserve` (a run's releases, its reserve for crashes included), `informal` (a run without a guarantee
+reads the data: it is counted, and no total covers it), `grid` (the points of a study, fixed before any of them ran), and where
+a run's own ledger stands: `start` at a start of the program, `at` at a checkpoint, `close` at the end for good. The last two
+carry the time of their `start`: durations may be private (contract 12).
+
+Format 1 grew by adding types (`grid`, `at`, `close`, `informal` with a run): a ledger without them is read as it always was, and
+a program that does not know them refuses them. This module only reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from privacy.accounting.accountants import ReleaseGroup
+from privacy.accounting.rdp_filter import filter_order, total_epsilon
+from privacy.ledger.records import NO_PREVIOUS, TORN_MARK, LineRefused, hash_line, parse_line
+
+FORMAT = "shared-1"
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """What one run may spend at most."""
+
+    run: str
+    name: str
+    time_utc: str
+    group: ReleaseGroup
+    noise_tail_delta: float
+    adaptive: bool
+
+
+@dataclass(frozen=True)
+class InformalRun:
+    """A run that nothing covers; `run` is empty in ledgers that counted by name alone."""
+
+    run: str
+    name: str
+    reason: str
+
+
+@dataclass
+class SharedState:
+    """What the verified lines say.
+
+    Attributes:
+        positions: run -> (seq, hash) of the last line of its own ledger that was noted here.
+        starts: run -> (seq, hash) of its newest `start` here.
+        closed: runs that have ended for good.
+        grids: study -> point -> digest of its recipe.
+        gridded: study -> every point that any of its grids named.
+    """
+
+    hashes: list[str] = field(default_factory=list)
+    opened: dict[str, Any] = field(default_factory=dict)
+    reservations: dict[str, Reservation] = field(default_factory=dict)
+    informal: list[InformalRun] = field(default_factory=list)
+    positions: dict[str, tuple[int, str]] = field(default_factory=dict)
+    starts: dict[str, tuple[int, str]] = field(default_factory=dict)
+    closed: set[str] = field(default_factory=set)
+    grids: dict[str, dict[str, str]] = field(default_factory=dict)
+    gridded: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """The hash of the first line: what a run's own ledger remembers."""
+        return self.hashes[0]
+
+    @property
+    def names(self) -> set[str]:
+        """Of all runs, with and without a guarantee."""
+        return {*(entry.name for entry in self.reservations.values()), *(entry.name for entry in self.informal)}
+
+    def knows(self, run: str) -> bool:
+        """Whether the run has reserved, or is counted as one without a guarantee."""
+        return run in self.reservations or any(entry.run == run for entry in self.informal)
+
+    def has_begun(self, study: str) -> bool:
+        """Whether outputs of a study may have been seen: any run, or for a named study any run called like one of its points."""
+        return any(not study or name in self.gridded.get(study, ()) for name in self.names)
+
+    def may_be_fixed(self, name: str) -> bool:
+        """Whether a run called so can have been fixed in advance: in a study's own ledger only the points of its grid were, and
+        a point of a grid is one run: whoever trains it anew has seen what came of it.
+        """
+        outside = "" in self.grids and name not in self.grids[""]
+        again = name in self.names and any(name in names for names in self.gridded.values())
+        return not outside and not again
+
+    def epsilon(self, extra: Reservation | None = None) -> float:
+        """Epsilon of everything reserved, and of `extra`, at the owner's delta."""
+        entries = [*self.reservations.values(), *([extra] if extra else [])]
+        delta = self.opened["delta"] - sum(entry.noise_tail_delta for entry in entries)
+        if delta <= 0:
+            return float("inf")
+        groups = [entry.group for entry in entries]
+        adaptive, ceiling = any(entry.adaptive for entry in entries), self.opened["epsilon"]
+        order = self.rdp_order(groups[0]) if adaptive else math.inf
+        return total_epsilon(groups, delta, adaptive=adaptive, order=order, ceiling=ceiling)
+
+    def rdp_order(self, first: ReleaseGroup) -> float:
+        """The filter's order: the owner's, or the best for runs like the first one, which had seen no output."""
+        given = self.opened["rdp_order"]
+        return float(given) if given is not None else filter_order(first, self.opened["epsilon"], self.opened["delta"])
+
+    def absorb(self, line: bytes) -> None:
+        """Checks the next line and takes it in; LineRefused when it is not legal here."""
+        if not line.endswith(TORN_MARK):
+            self._absorb_record(parse_line(line), hash_line(line))
+        elif not self.hashes:
+            raise LineRefused("a torn line where no line can be written")
+        self.hashes.append(hash_line(line))
+
+    def _absorb_record(self, record: dict[str, Any], line_hash: str) -> None:
+        if record["seq"] != len(self.hashes) or record["previous"] != (self.hashes[-1] if self.hashes else NO_PREVIOUS):
+            raise LineRefused("the hash chain is broken: it does not continue the line before")
+        kind = record["type"]
+        if (kind == "open") != (not self.hashes):
+            raise LineRefused("the first record, and no other, is `open`")
+        try:
+            if kind == "open":
+                self._open(record)
+            elif kind == "reserve":
+                self._reserve(record)
+            elif kind in ("start", "at", "close"):
+                self._move(kind, record, line_hash)
+            elif kind == "informal" and self.opened.get("informal_runs"):
+                self.informal.append(
+                    InformalRun(str(record.get("run", "")), str(record["name"]), str(record["reason"]))
+                )
+            elif kind == "grid":
+                self._freeze(str(record["study"]), record["points"])
+            else:
+                raise LineRefused(f"no record of type {kind!r} belongs here")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise LineRefused(f"an incomplete `{kind}`: {error}") from error
+
+    def _open(self, record: dict[str, Any]) -> None:
+        if record["format"] != FORMAT or not (record["epsilon"] > 0 and 0 < record["delta"] < 1):
+            raise LineRefused("not a shared ledger of this format")
+        self.opened = record
+
+    def _reserve(self, record: dict[str, Any]) -> None:
+        if record["run"] in self.reservations:
+            raise LineRefused("a second reservation of the same run")
+        self.reservations[record["run"]] = Reservation(
+            record["run"], record["name"], record["time_utc"], ReleaseGroup(**record["group"]),
+            float(record["noise_tail_delta"]), bool(record["adaptive"]),
+        )  # fmt: skip
+
+    def _move(self, kind: str, record: dict[str, Any], line_hash: str) -> None:
+        run = record["run"]
+        if not self.knows(run):
+            raise LineRefused(f"`{kind}` of a run that has reserved nothing")
+        if run in self.closed:
+            raise LineRefused(f"`{kind}` of a run that is closed")
+        self.positions[run] = (int(record["position"]), str(record["hash"]))
+        if kind == "start":
+            self.starts[run] = (record["seq"], line_hash)
+        elif kind == "close":
+            self.closed.add(run)
+
+    def _freeze(self, study: str, points: Mapping[str, str]) -> None:
+        if self.has_begun(study):
+            raise LineRefused("a grid that was fixed after its study had begun")
+        self.grids[study] = {str(name): str(digest) for name, digest in points.items()}
+        self.gridded.setdefault(study, set()).update(self.grids[study])

@@ -1,0 +1,155 @@
+"""The sampling key: 32 secret bytes from which every coin and every per-example key is derived.
+
+Amplification by sampling assumes that nobody outside the trust boundary knows who was sampled, so the key lives in
+a 0600 file and nowhere else: no checkpoint, log, environment variable or ledger (the ledger holds a commitment).
+Derivation is HKDF-SHA256 (RFC 5869) with one info string per purpose, so that no two purposes share a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger.durable import fsync_directory, write_new
+
+KEY_BYTES = 32
+NONCE_BYTES = 16
+_COMMITMENT = b"sampling key commitment v1\0"
+
+
+class SamplingKey:
+    """32 secret bytes; `repr` and `str` never show them."""
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != KEY_BYTES:
+            raise PrivacyStateRefused(f"a sampling key has {KEY_BYTES} bytes, not {len(secret)}")
+        self._secret = bytes(secret)
+
+    def __repr__(self) -> str:
+        return f"SamplingKey(commitment={self.commitment()[:12]}...)"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a sampling key is not pickled: it must not reach a checkpoint or another machine's memory")
+
+    @classmethod
+    def create(cls, path: Path | str) -> SamplingKey:
+        """Draws a key from the operating system and writes it durably; PrivacyStateRefused when `path` exists."""
+        key = cls(secrets.token_bytes(KEY_BYTES))
+        _write_key(Path(path), key._secret)
+        return key
+
+    @classmethod
+    def stage(cls, path: Path | str) -> SamplingKey:
+        """Writes a new key beside `path`, to be given its name by `publish` once the ledger has committed to it.
+
+        The order stage -> ledger `open` -> publish leaves no moment at which a crash makes a run folder unusable:
+        without a ledger a staged key was never used and is replaced; with one, `load(path, commitment)` finishes.
+        """
+        path = Path(path)
+        if path.exists():
+            raise PrivacyStateRefused(f"{path}: a sampling key without its ledger; restore ledger.jsonl beside it")
+        staged = _staged(path)
+        staged.unlink(missing_ok=True)
+        return cls.create(staged)
+
+    @staticmethod
+    def publish(path: Path | str) -> None:
+        """Gives a staged key its final name; nothing to do when that has already happened."""
+        path = Path(path)
+        if _staged(path).exists():
+            os.rename(_staged(path), path)
+        fsync_directory(path.parent)
+
+    @classmethod
+    def load(cls, path: Path | str, commitment: str | None = None) -> SamplingKey:
+        """Reads the key; PrivacyStateRefused when others may have read it or it is not the one committed to.
+
+        Args:
+            path: the key file, a regular file of 32 bytes, owned by this user, without group or other permissions.
+            commitment: the ledger's `key_commitment`; a staged key that matches it is published first.
+        """
+        path = Path(path)
+        staged = _staged(path)
+        finishing = commitment is not None and not path.exists() and staged.exists()
+        if finishing and cls(_read_key(staged)).commitment() == commitment:
+            cls.publish(path)
+        key = cls(_read_key(path))
+        if commitment is not None and not hmac.compare_digest(key.commitment(), commitment):
+            raise PrivacyStateRefused(f"{path}: not the sampling key that the ledger committed to")
+        return key
+
+    def commitment(self) -> str:
+        """SHA-256 of a label and the key, in hex: binding, and hiding because the key is 256 random bits."""
+        return hashlib.sha256(_COMMITMENT + self._secret).hexdigest()
+
+    def hmac(self, data: bytes) -> str:
+        """HMAC-SHA256 of `data` in hex, the only form in which private data may enter the ledger."""
+        return hmac.new(self._derive(b"ledger hmac v1\0"), data, hashlib.sha256).hexdigest()
+
+    def coin_key(self, session_nonce: bytes, attempt: int) -> bytes:
+        """AES-256 key of the Poisson coins of one attempt in one start of the program."""
+        return self._derive(b"poisson coins v1\0" + _context(session_nonce, attempt))
+
+    def example_key(self, session_nonce: bytes, attempt: int) -> bytes:
+        """AES-256 key of the per-example keys (augmentation, dropout, masking) of one attempt."""
+        return self._derive(b"example keys v1\0" + _context(session_nonce, attempt))
+
+    def schedule_key(self) -> bytes:
+        """AES-256 key of a schedule that is the same in every session and attempt (privacy/sampling/alternatives.py)."""
+        return self._derive(b"epoch schedule v1\0")
+
+    def _derive(self, info: bytes) -> bytes:
+        return HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=info).derive(self._secret)
+
+
+def _context(session_nonce: bytes, attempt: int) -> bytes:
+    if len(session_nonce) != NONCE_BYTES:
+        raise PrivacyConfigError(f"a session nonce has {NONCE_BYTES} bytes, not {len(session_nonce)}")
+    if not 0 <= attempt < 2**64:
+        raise PrivacyConfigError(f"attempt must be in [0, 2^64), not {attempt}")
+    return session_nonce + attempt.to_bytes(8, "big")
+
+
+def _staged(path: Path) -> Path:
+    return path.with_name(path.name + ".staged")
+
+
+def _write_key(path: Path, secret: bytes) -> None:
+    try:
+        write_new(path, secret, 0o600)
+    except FileExistsError as error:
+        raise PrivacyStateRefused(f"{path}: exists; a sampling key is never overwritten") from error
+    except OSError as error:
+        raise PrivacyStateRefused(f"{path}: cannot write the sampling key: {error.strerror or error}") from error
+
+
+def _read_key(path: Path) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise PrivacyStateRefused(f"{path}: cannot read the sampling key: {error.strerror or error}") from error
+    try:
+        status = os.fstat(descriptor)
+        _check_status(path, status)
+        return os.read(descriptor, KEY_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _check_status(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise PrivacyStateRefused(f"{path}: the sampling key must be a regular file")
+    if status.st_mode & 0o077:
+        raise PrivacyStateRefused(f"{path}: readable by others (mode {status.st_mode & 0o777:04o}); it must be 0600")
+    if status.st_uid != os.geteuid():
+        raise PrivacyStateRefused(f"{path}: owned by user {status.st_uid}, not by the user of this process")
+    if status.st_size != KEY_BYTES:
+        raise PrivacyStateRefused(f"{path}: {status.st_size} bytes; a sampling key has {KEY_BYTES}")

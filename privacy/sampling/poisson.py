@@ -1,0 +1,196 @@
+"""True Poisson sampling by keyed coins: anyone with the key can recompute any part of any step's membership.
+
+Example i is in step t iff u64(AES-256-CTR(K, t, i)) < Q, with Q = floor(q 2^64) and K derived from the sampling key,
+the session nonce and the attempt (privacy/sampling/keys.py). The counter block is 8 bytes big-endian t, then 8 bytes
+big-endian j; its 16 bytes of key stream are the two little-endian u64 of examples 2j and 2j + 1. A pseudo-random
+function makes the coins independent over examples and steps, which is what the accountant assumes, and random access
+makes the members equal for every world size, worker count and order of access.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numpy.typing import NDArray
+
+from privacy.errors import PrivacyConfigError
+from privacy.sampling.keys import SamplingKey
+
+Ids = NDArray[np.int64]
+Values = NDArray[np.uint64]
+
+# Examples decided at once: 2 MiB of key stream stays in the cache and bounds the memory of any slice.
+CHUNK = 1 << 18
+
+
+class Sampler(Protocol):
+    """What decides who is in a step; privacy/sampling/alternatives.py holds the ones that are not Poisson."""
+
+    @property
+    def num_examples(self) -> int: ...
+
+    @property
+    def cap(self) -> int | None:
+        """The largest batch, if there is one."""
+        ...
+
+    def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
+        """The key that `decide` and `members` need for one attempt."""
+        ...
+
+    def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided: ...
+
+    def members(self, coin_key: bytes, step: int) -> Ids: ...
+
+    def merge(self, slices: Sequence[Decided]) -> Ids: ...
+
+
+class Decided(NamedTuple):
+    """Included examples in rising order of id, with the random values that decided (the cap needs them)."""
+
+    ids: Ids
+    values: Values
+
+
+def default_cap(expected_batch_size: int) -> int:
+    """ceil(B + 8 sqrt(B)): eight standard deviations, so that the charged truncation costs next to nothing."""
+    return math.ceil(expected_batch_size + 8 * math.sqrt(expected_batch_size))
+
+
+@dataclass(frozen=True)
+class PoissonSampler:
+    """Poisson sampling of `num_examples` examples with probability `threshold` / 2^64, cut to `cap` examples."""
+
+    num_examples: int
+    threshold: int
+    cap: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_examples < 1:
+            raise PrivacyConfigError(f"num_examples must be positive, not {self.num_examples}")
+        if not 1 <= self.threshold <= 2**64:
+            raise PrivacyConfigError("the sample rate must be in [2^-64, 1]")
+        if self.cap is not None and self.cap < 1:
+            raise PrivacyConfigError(f"the cap must be positive, not {self.cap}")
+
+    @classmethod
+    def with_expected_batch(cls, num_examples: int, expected_batch_size: int, cap: int | None) -> PoissonSampler:
+        """The sampler with rate B / n, computed in integers: Q = floor(B 2^64 / n)."""
+        if not 1 <= expected_batch_size <= num_examples:
+            raise PrivacyConfigError(
+                f"expected_batch_size must be between 1 and the number of examples ({num_examples}), "
+                f"not {expected_batch_size}"
+            )
+        return cls(num_examples, (expected_batch_size << 64) // num_examples, cap)
+
+    @property
+    def sample_rate(self) -> float:
+        """Q / 2^64 as a float, rounded up: the rate that the accountant is charged with."""
+        return _rounded_up(Fraction(self.threshold, 2**64))
+
+    def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
+        """Fresh coins for every start of the program and every attempt."""
+        return key.coin_key(session_nonce, attempt)
+
+    def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
+        """Decides the examples of [start, stop) for `step`; memory is that of one chunk plus the result."""
+        stop = self.num_examples if stop is None else stop
+        if not 0 <= start <= stop <= self.num_examples:
+            raise PrivacyConfigError(f"slice [{start}, {stop}) lies outside of [0, {self.num_examples})")
+        last = np.uint64(self.threshold - 1)
+        ids, values = [], []
+        for first, drawn in coins(coin_key, step, start, stop):
+            hits = np.flatnonzero(drawn <= last)
+            ids.append(hits + first)
+            values.append(drawn[hits])
+        return Decided(np.concatenate([np.empty(0, np.int64), *ids]), np.concatenate([np.empty(0, np.uint64), *values]))
+
+    def members(self, coin_key: bytes, step: int) -> Ids:
+        """All members of `step` in rising order, cap applied: what an auditor recomputes."""
+        return self.merge([self.decide(coin_key, step)])
+
+    def merge(self, slices: Sequence[Decided]) -> Ids:
+        """Joins the decisions of disjoint slices in any order and applies the cap: sorted ids."""
+        return merged(slices, self.cap)
+
+
+def merged(slices: Sequence[Decided], cap: int | None) -> Ids:
+    """The included of disjoint slices, in any order, cut to `cap`: sorted ids."""
+    ids = np.concatenate([part.ids for part in slices])
+    values = np.concatenate([part.values for part in slices])
+    return truncate(ids, values, cap)
+
+
+def truncate(ids: Ids, values: Values, cap: int | None) -> Ids:
+    """Keeps the `cap` smallest values (ties: the smaller id) and returns the ids in rising order.
+
+    Given inclusion the values are uniform and independent, so this is the uniform down-sampling that
+    `TruncatedSubsampledGaussianDpEvent` charges.
+    """
+    if cap is not None and len(ids) > cap:
+        ids = ids[np.lexsort((ids, values))[:cap]]
+    return np.sort(ids)
+
+
+def assign(ids: Ids, world_size: int, rank: int) -> Ids:
+    """This rank's contiguous part of the sorted global list; parts differ in length by at most one."""
+    if not 0 <= rank < world_size:
+        raise PrivacyConfigError(f"rank {rank} is outside of a world of {world_size}")
+    return ids[len(ids) * rank // world_size : len(ids) * (rank + 1) // world_size]
+
+
+def slice_bounds(num_examples: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The (start, stop) of the examples whose coins this rank decides."""
+    if not 0 <= rank < world_size:
+        raise PrivacyConfigError(f"rank {rank} is outside of a world of {world_size}")
+    return num_examples * rank // world_size, num_examples * (rank + 1) // world_size
+
+
+def example_keys(example_key: bytes, step: int, ids: Ids) -> Values:
+    """One secret 64-bit key per (step, example), for augmentation, dropout and masking.
+
+    AES-256 of the block (8 bytes big-endian step, 8 bytes big-endian id), first 8 bytes read as little-endian: a
+    function of that example alone, under a key that shares nothing with the coins.
+    """
+    blocks = np.empty((len(ids), 2), dtype=">u8")
+    blocks[:, 0] = step
+    blocks[:, 1] = ids
+    # ECB on distinct blocks is the block cipher itself, used as a pseudo-random function.
+    encryptor = Cipher(algorithms.AES(_checked(example_key)), modes.ECB()).encryptor()
+    stream = encryptor.update(blocks.tobytes())
+    return np.frombuffer(stream, dtype="<u8")[::2].astype(np.uint64)
+
+
+def coins(coin_key: bytes, step: int, start: int, stop: int) -> Iterator[tuple[int, Values]]:
+    """Yields (id of the first, values) over [start, stop); one CTR stream, so blocks are never computed twice."""
+    if not 0 <= step < 2**64:
+        raise PrivacyConfigError(f"step must be in [0, 2^64), not {step}")
+    counter = step.to_bytes(8, "big") + (start // 2).to_bytes(8, "big")
+    encryptor = Cipher(algorithms.AES(_checked(coin_key)), modes.CTR(counter)).encryptor()
+    zeros = bytes(8 * min(CHUNK, stop - start + 2))
+    stream = bytearray(len(zeros) + 15)
+    position = start - start % 2
+    while position < stop:
+        count = min(CHUNK, stop - position + (stop - position) % 2)
+        encryptor.update_into(memoryview(zeros)[: 8 * count], stream)
+        values = np.frombuffer(stream, dtype="<u8", count=count)
+        skip = max(0, start - position)
+        yield position + skip, values[skip : min(count, stop - position)]
+        position += count
+
+
+def _checked(key: bytes) -> bytes:
+    if len(key) != 32:
+        raise PrivacyConfigError(f"an AES-256 key has 32 bytes, not {len(key)}")
+    return key
+
+
+def _rounded_up(value: Fraction) -> float:
+    nearest = float(value)
+    return nearest if Fraction(nearest) >= value else math.nextafter(nearest, 1.0)

@@ -1,0 +1,116 @@
+"""Input canaries: random pictures with random captions that are in the training data or not, one secret coin each.
+
+    OUTPUT/ (0700)   canaries-000000.tar   the canaries whose coin said "in"; add it to data.shards
+                     coins.json (0600)     seed, coins and the shard's hash: keep it from whoever attacks, or trains
+
+A canary is made again from the seed alone, so those that were kept out need no file.
+"""
+
+import hashlib
+import io
+import json
+import os
+import secrets
+import stat
+import tarfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from data.reading.reader import RawExample
+from privacy.ledger.durable import write_new
+from trainer.errors import ConfigError
+
+COINS = "coins.json"
+SHARD = "canaries-000000.tar"
+_BLOCKS = 8  # a picture is 8 x 8 flat squares: it survives any crop and scaling
+_WORDS = 8
+_SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+
+
+@dataclass(frozen=True)
+class CanaryCoins:
+    """What coins.json holds: everything about the canaries, and so as secret as the coins."""
+
+    seed: str
+    present: str
+    image_size: int
+    shard_sha256: str
+    caption_field: str | None = None
+
+    @property
+    def present_N(self) -> np.ndarray:
+        return np.array([coin == "1" for coin in self.present])
+
+    def example(self, index: int) -> RawExample:
+        """Canary `index` as the reader would give it."""
+        return make_canary(self.seed, index, self.image_size, self.caption_field)
+
+
+def make_canary(seed: str, index: int, image_size: int, caption_field: str | None) -> RawExample:
+    """A picture of random squares and a caption of made-up words, from the seed; the caption where the recipe looks for it."""
+    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
+    rng = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    squares = rng.integers(0, 256, (_BLOCKS, _BLOCKS, 3), dtype=np.uint8)
+    picture = Image.fromarray(squares).resize((image_size, image_size), Image.Resampling.NEAREST)
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    text = " ".join("".join(rng.choice(_SYLLABLES, 2)) for _ in range(_WORDS))
+    caption = {"txt": text.encode()} if caption_field is None else {"json": json.dumps({caption_field: text}).encode()}
+    return RawExample(buffer.getvalue(), {"png": buffer.getvalue(), **caption})
+
+
+def write_canaries(output: Path, num_canaries: int, image_size: int, caption_field: str | None = None) -> str:
+    """Writes shard and coins; returns a line that says what to do with them.
+
+    Raises:
+        ConfigError: the folder holds something, or numbers make no sense.
+    """
+    if num_canaries < 20 or image_size < _BLOCKS:
+        raise ConfigError(f"at least 20 canaries of at least {_BLOCKS} pixels are needed")
+    try:
+        output.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if any(output.iterdir()):
+            raise ConfigError(f"{output} is not empty: canaries and coins are never overwritten")
+        output.chmod(0o700)
+        return _write(output, num_canaries, image_size, caption_field)
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot write the canaries: {error.strerror or error}") from error
+
+
+def _write(output: Path, num_canaries: int, image_size: int, caption_field: str | None) -> str:
+    seed = secrets.token_hex(32)
+    present = "".join(str(secrets.randbits(1)) for _ in range(num_canaries))
+    drawn = [i for i, coin in enumerate(present) if coin == "1"]
+    shard = _shard({i: make_canary(seed, i, image_size, caption_field) for i in drawn})
+    coins = CanaryCoins(seed, present, image_size, hashlib.sha256(shard).hexdigest(), caption_field)
+    write_new(output / SHARD, shard, 0o600)
+    write_new(output / COINS, json.dumps(asdict(coins)).encode(), 0o600)
+    count = present.count("1")
+    return f"{count} of {num_canaries} canaries are in {output / SHARD}: append it to data.shards, then train"
+
+
+def _shard(examples: dict[int, RawExample]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for index, example in examples.items():
+            for extension, payload in example.fields.items():
+                member = tarfile.TarInfo(f"canary-{index:06d}.{extension}")
+                member.size = len(payload)
+                tar.addfile(member, io.BytesIO(payload))
+    return buffer.getvalue()
+
+
+def read_canaries(folder: Path) -> CanaryCoins:
+    """The coins; ConfigError when there are none, or when others could read them."""
+    path = folder / COINS
+    try:
+        mode = path.stat().st_mode
+        coins = CanaryCoins(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: no coins of canaries ({error}); write them with audit.py canaries") from error
+    if stat.S_IMODE(mode) & 0o077 or os.stat(path).st_uid != os.geteuid():
+        raise ConfigError(f"{path}: the coins must belong to you and be readable by nobody else (mode 0600)")
+    return coins

@@ -1,0 +1,128 @@
+"""Audits of a run folder's records: reads the files, and leaves all judgement to privacy/audit."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from privacy.audit.ledger import BoundClaim, CheckpointClaim, EpsilonClaim, FolderClaims, audit_ledger
+from privacy.audit.members import FILE, read_members
+from privacy.audit.report import AuditReport
+from privacy.audit.schedule import MAX_COINS, audit_schedule, read_attempts
+from privacy.card.report import read_snapshot
+from privacy.sampling.keys import SamplingKey
+from trainer.checkpoints.read import MANIFEST
+from trainer.config.recipe import load_config
+from trainer.errors import ConfigError
+from trainer.loop.metrics import read_metrics
+from trainer.run.folder import RunFolder
+
+_LINES_COMPARED = 2  # of metrics.jsonl, the middle and the last: seconds of PLD each
+
+
+def ledger_audit(run_dir: Path) -> AuditReport:
+    """`audit.py ledger`: needs no secret.
+
+    Raises:
+        ConfigError: no ledger there.
+    """
+    return audit_ledger(_ledger(run_dir).read_bytes(), folder_claims(run_dir))
+
+
+def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
+    """`audit.py schedule`: reads private/sampling.key, so it runs inside the trust boundary.
+
+    Raises:
+        ConfigError: no ledger there.
+        PrivacyStateRefused: a broken ledger, or no key that fits it.
+    """
+    folder, snapshot = RunFolder(run_dir), read_snapshot(_ledger(run_dir))
+    key = SamplingKey.load(folder.key, snapshot.state.opened["key_commitment"])
+    attempts, recorded = read_attempts(snapshot.records), read_members(folder.private / FILE)
+    return audit_schedule(snapshot.state.plan, attempts, key, folder.key.read_bytes(), recorded, max_coins)
+
+
+def _ledger(run_dir: Path) -> Path:
+    path = RunFolder(run_dir).ledger
+    if not path.is_file():
+        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
+    return path
+
+
+def folder_claims(run_dir: Path) -> FolderClaims:
+    """What metrics, checkpoints, privacy card, a private head and mirror say."""
+    metrics = read_metrics(run_dir)
+    return FolderClaims(
+        [*_metric_claims(metrics), *_card_claims(run_dir), *_head_claims(run_dir)],
+        list(_checkpoint_claims(run_dir)),
+        {"metrics.jsonl": max((line["step"] for line in metrics), default=0)},
+        _mirror(run_dir),
+        list(_bound_claims(metrics)),
+    )
+
+
+def _metric_claims(metrics: list[dict[str, Any]]) -> list[EpsilonClaim]:
+    found = [
+        EpsilonClaim(f"metrics.jsonl (step {line['step']})", line.get("privacy/charged_attempts", 0), epsilon)
+        for line in metrics
+        if (epsilon := line.get("privacy/epsilon")) is not None
+    ]
+    picked = {len(found) * (i + 1) // _LINES_COMPARED - 1 for i in range(_LINES_COMPARED)}
+    return [found[index] for index in sorted(picked) if index >= 0]
+
+
+def _bound_claims(metrics: list[dict[str, Any]]) -> Iterator[BoundClaim]:
+    for line in metrics:
+        bound, fraction = line.get("privacy/clipping_bound"), line.get("privacy/noised_unclipped_fraction")
+        if bound is not None and fraction is not None:
+            yield BoundClaim("metrics.jsonl", line["step"], bound, fraction)
+
+
+def _card_claims(run_dir: Path) -> list[EpsilonClaim]:
+    path = run_dir / "report" / "privacy_card.json"
+    card = _json(path)
+    if not isinstance(card.get("attempts_charged"), int) or card.get("epsilon") is None:
+        return []
+    return [EpsilonClaim("report/privacy_card.json", card["attempts_charged"], float(card["epsilon"]))]
+
+
+def _head_claims(run_dir: Path) -> list[EpsilonClaim]:
+    """A private head (evaluation/private_head/) states its epsilon beside its weights; one release."""
+    epsilon = _json(run_dir / "head.json").get("epsilon")
+    return [] if epsilon is None else [EpsilonClaim("head.json", 1, float(epsilon))]
+
+
+def _checkpoint_claims(run_dir: Path) -> Iterator[CheckpointClaim]:
+    for path in sorted(RunFolder(run_dir).checkpoints.glob(f"step-*/{MANIFEST}")):
+        manifest = _json(path)
+        position = manifest.get("ledger") or {}
+        yield CheckpointClaim(
+            path.parent.name,
+            manifest.get("step", 0),
+            position.get("seq"),
+            position.get("hash"),
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            manifest.get("charged_attempts"),
+            manifest.get("formal_guarantee"),
+        )
+
+
+def _mirror(run_dir: Path) -> bytes | None:
+    recipe = run_dir / "config.toml"
+    if not recipe.exists():
+        return None
+    mirror = load_config(recipe).privacy.ledger_mirror
+    try:
+        return Path(mirror).read_bytes() if mirror else None
+    except OSError:
+        return None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Empty for a file that is missing or damaged: then it claims nothing."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,268 @@
+"""Starts a sandbox run on real ranks, puts the ranks' tapes together, and audits the mechanism."""
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.audit.mechanism import audit_mechanism
+from privacy.audit.report import AuditReport
+from privacy.audit.sandbox_record import NO_CANARY, SandboxCounts, SandboxPlan, SandboxRecord
+from privacy.clipping.functions import FUNCTIONS
+from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.ledger.records import read_ledger
+from privacy.plan import PrivacyPlan
+from trainer.audit.sandbox import SandboxSettings
+from trainer.audit.task import AMPLITUDE, PARTIAL, make_canaries
+from trainer.config.recipe import EngineName, load_config
+from trainer.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ("-m", "trainer.audit.sandbox")
+SAMPLE_RATE = 0.25
+"""Of the sandbox: high, so that few steps say much; sigma and C are the run's own."""
+
+
+class SandboxFailed(RuntimeError):
+    """The sandbox did not end well; nothing can be said about the mechanism."""
+
+    exit_code = 1
+
+
+def mechanism_audit(
+    run_dir: Path, *, engine: EngineName, ds_config: Path | None, ranks: int = 2, timeout: float = 600
+) -> AuditReport:
+    """Audits the mechanism with the privacy parameters of a run's ledger (about half a minute).
+
+    Raises:
+        ConfigError: no run there, or one without noise.
+        SandboxFailed: a rank died.
+    """
+    plan = read_plan(run_dir)
+    function, mode = _clipping(run_dir)
+    recorded = run_dir / "ds_config.json"
+    machine = ds_config or (recorded if recorded.exists() else ROOT / "ds_configs" / "zero3.json")
+    record = sandbox_record(
+        plan,
+        engine=engine,
+        ds_config=machine.resolve(),
+        ranks=ranks,
+        clipping_function=function,
+        clipping_mode=mode,
+        timeout=timeout,
+    )
+    return audit_mechanism(record)
+
+
+def _clipping(run_dir: Path) -> tuple[str, str]:
+    """Function and mode of the run's recipe; the defaults where the folder holds none."""
+    recipe = run_dir / "config.toml"
+    if not recipe.exists():
+        return "flat", "bookkeeping"
+    privacy = load_config(recipe).privacy
+    return privacy.clipping_function, _mode(run_dir) if privacy.clipping_mode == "auto" else privacy.clipping_mode
+
+
+def _mode(run_dir: Path) -> str:
+    """What `auto` chose at the latest start."""
+    environment = run_dir / "environment.json"
+    chosen = json.loads(environment.read_text()).get("clipping_mode", {}) if environment.exists() else {}
+    return str(chosen.get("mode", "bookkeeping"))
+
+
+def read_plan(run_dir: Path) -> PrivacyPlan:
+    """The frozen plan of a run whose noise can be audited."""
+    if not (run_dir / "ledger.jsonl").exists():
+        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
+    plan = read_ledger(run_dir / "ledger.jsonl").plan
+    if not plan.enabled or plan.noise_multiplier == 0:
+        raise ConfigError(f"run folder {run_dir}: trained without noise, so there is no mechanism to audit")
+    return plan
+
+
+def sandbox_record(
+    plan: PrivacyPlan,
+    *,
+    engine: EngineName = "local",
+    ds_config: Path = ROOT / "ds_configs" / "zero3.json",
+    ranks: int = 2,
+    num_single: int = 1024,
+    silent_steps: int = 8,
+    noisy_steps: int = 50,
+    clipping_function: str = "flat",
+    clipping_mode: str = "bookkeeping",
+    timeout: float = 600,
+    program: Sequence[str] = PROGRAM,
+) -> SandboxRecord:
+    """Runs the sandbox in a folder of its own, which is deleted. Tests start another `program`."""
+    settings = replace(
+        make_settings(plan, engine, ds_config, num_single, silent_steps, noisy_steps),
+        clipping_function=clipping_function,
+        clipping_mode=clipping_mode,
+    )
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        (Path(folder) / "settings.json").write_text(settings.to_json())
+        _run_ranks([sys.executable, *program, folder], ranks, timeout)
+        return read_record(settings, Path(folder), ranks)
+
+
+def make_settings(
+    plan: PrivacyPlan, engine: EngineName, ds_config: Path, num_single: int, silent_steps: int, noisy_steps: int
+) -> SandboxSettings:
+    """Settings with fresh secret coins."""
+    return SandboxSettings(
+        noise_multiplier=plan.noise_multiplier,
+        max_grad_norm=plan.max_grad_norm,
+        target_delta=plan.target_delta,
+        sample_rate=SAMPLE_RATE,
+        num_single=num_single,
+        silent_steps=silent_steps,
+        noisy_steps=noisy_steps,
+        engine=engine,
+        ds_config=str(ds_config),
+        noise_source=plan.noise_source,
+        clipping_function="flat",
+        clipping_mode="bookkeeping",
+        present=[bool(secrets.randbits(1)) for _ in range(len(make_canaries(num_single, plan.max_grad_norm)))],
+        adaptive=None if plan.adaptive_clipping is None else asdict(plan.adaptive_clipping),
+    )
+
+
+def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxRecord:
+    """The record of the sandbox whose ranks wrote to `folder`."""
+    tapes = [_load(folder / f"rank-{rank}.npz") for rank in range(ranks)]
+    steps = f"{settings.silent_steps} silent and {settings.noisy_steps} noisy steps"
+    ranks_and_steps = f"{ranks} ranks, engine {settings.engine}, {steps}, q = {settings.sample_rate}, "
+    clipping = f"{settings.clipping_function} clipping ({settings.clipping_mode})"
+    facts = {"sandbox": ranks_and_steps + clipping}
+    return _assemble(settings, tapes, facts)
+
+
+def _run_ranks(command: Sequence[str], ranks: int, timeout: float) -> None:
+    """All ranks on this machine's CPU; SandboxFailed with the last line that one of them said."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "OMPI_"))}
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**inherited, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    except subprocess.TimeoutExpired as error:
+        raise SandboxFailed(f"the sandbox did not end within {timeout:.0f} s") from error
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank, process in enumerate(processes):
+        if process.returncode != 0:
+            said = [line for line in outputs[rank].splitlines() if line.strip()]
+            raise SandboxFailed(f"sandbox rank {rank} ended with {process.returncode}: {said[-1] if said else ''}")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    with np.load(path) as tape:
+        return dict(tape)
+
+
+def _assemble(settings: SandboxSettings, tapes: list[dict[str, Any]], facts: dict[str, Any]) -> SandboxRecord:
+    """Every rank's part of the coordinates, in the order of the parameters."""
+    shapes = json.loads(str(tapes[0]["shapes"]))
+    sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1].tolist(), strict=True))
+    total, attempts = sum(sizes.values()), len(tapes[0]["num_draws"])
+    weights, draws = np.full((attempts + 1, total), np.nan), np.full((attempts, total), np.nan)
+    owner_D = np.full(total, -1)
+    for rank, tape in enumerate(tapes):
+        places = [
+            np.arange(starts[name] + offset, starts[name] + offset + length)
+            for name, offset, length in json.loads(str(tape["pieces"]))
+        ]
+        at = np.concatenate(places) if places else np.zeros(0, dtype=int)
+        weights[:, at], draws[:, at], owner_D[at] = tape["weights"], tape["draws"], rank
+    canaries, plan = settings.canaries(), settings.plan()
+    canary_D = np.full(total, NO_CANARY)
+    for example, name, index in canaries.coordinates:
+        canary_D[starts[name] + index] = example
+    digests = tuple(zip(*(tape["digests"].tolist() for tape in tapes), strict=True))
+    return SandboxRecord(
+        # The noise is judged by what the audited run states, never by what the sandbox says that it used.
+        plan=SandboxPlan(
+            _gradient_noise_multiplier(settings),
+            settings.max_grad_norm,
+            SENSITIVITY_SLACK,
+            settings.target_delta,
+            plan.num_examples,
+            plan.expected_batch_size,
+            plan.sample_rate,
+            *_canary_norms(settings, list(sizes)),
+        ),
+        world_size=len(tapes),
+        parameters=tuple((name, starts[name], starts[name] + size) for name, size in sizes.items()),
+        canary_D=canary_D,
+        owner_D=owner_D,
+        weights=weights,
+        draws=draws,
+        num_draws=np.sum([tape["num_draws"] for tape in tapes], axis=0),
+        members=_members(tapes),
+        present_N=np.array(settings.present),
+        hostile_N=canaries.hostile_N,
+        silent_steps=settings.silent_steps + 1,  # the killed step has two attempts
+        retried=(settings.silent_steps - 1, settings.silent_steps),
+        replica_digests=None if "" in digests[0] else digests,
+        facts=facts,
+        counts=_counts(settings, tapes[0]),
+    )
+
+
+def _gradient_noise_multiplier(settings: SandboxSettings) -> float:
+    """What the audited run states for the sum alone: a little more than sigma where a count shares it."""
+    if settings.adaptive is None:
+        return settings.noise_multiplier
+    return AdaptiveClipping(**settings.adaptive).gradient_noise_multiplier(settings.noise_multiplier)
+
+
+def _counts(settings: SandboxSettings, first: dict[str, Any]) -> SandboxCounts | None:
+    """What rank 0 released and drew for the count."""
+    if settings.adaptive is None:
+        return None
+    released, draws = first["counts_of_unclipped"].T
+    return SandboxCounts(settings.adaptive["unclipped_num_std"], released, draws)
+
+
+def _canary_norms(settings: SandboxSettings, names: list[str]) -> tuple[float, float]:
+    """What a single-coordinate canary contributes after clipping, and the least that any canary does."""
+    function = FUNCTIONS[settings.clipping_function](names, settings.max_grad_norm)
+    bound = min(function.bounds)
+    whole, partial = AMPLITUDE * settings.max_grad_norm, PARTIAL * settings.max_grad_norm
+    norms = torch.tensor([whole, 2 * partial], dtype=torch.float64)
+    norms = torch.minimum(function.weight(norms, bound) * norms, torch.tensor(bound))
+    return float(norms[0]), float(norms.min())
+
+
+def _members(tapes: list[dict[str, Any]]) -> tuple[np.ndarray, ...]:
+    """Per attempt, what all ranks together were dealt, in rising order."""
+    parts = [np.split(tape["ids"], np.cumsum(tape["counts"])[:-1]) for tape in tapes]
+    return tuple(np.sort(np.concatenate(attempt)) for attempt in zip(*parts, strict=True))

@@ -1,0 +1,110 @@
+"""Scores input canaries on a checkpoint: how much better does the model know those that were in its data?"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.examples.examples import CaptionExample
+from models.captioner import Captioner, build_captioner
+from models.config import CaptionerConfig, DecoderConfig, VitConfig
+from privacy.audit.canaries import POWER, audit_canaries
+from privacy.audit.report import AuditReport, Check, fact, undecided
+from privacy.card.report import read_snapshot
+from trainer.audit.canaries import CanaryCoins, read_canaries
+from trainer.checkpoints.read import Checkpoint, newest_checkpoint
+from trainer.config.recipe import RunConfig, load_config
+from trainer.errors import ConfigError
+from trainer.run.folder import RunFolder
+
+_BATCH = 32
+
+
+def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path) -> AuditReport:
+    """`audit.py run`: reads coins and the private index, so it runs inside the trust boundary.
+
+    Raises:
+        ConfigError: no checkpoint, no coins, or a model that is no captioner.
+        PrivacyStateRefused: a broken ledger.
+    """
+    folder, coins = RunFolder(run_dir), read_canaries(canaries)
+    if not folder.ledger.is_file() or not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"run folder {run_dir} holds no finished start of a training run")
+    path = checkpoint or newest_checkpoint(folder.checkpoints)
+    if path is None:
+        raise ConfigError(f"run folder {run_dir} has no checkpoint yet")
+    config, loaded = load_config(run_dir / "config.toml"), Checkpoint(path)
+    if config.data.caption_field != coins.caption_field:
+        raise ConfigError(
+            f"the run reads captions from data.caption_field {config.data.caption_field!r}, the canaries have theirs in "
+            f"{coins.caption_field!r}: to the run they were examples without a caption. Write canaries with --caption_field"
+        )
+    state = read_snapshot(folder.ledger).state
+    claimed, plan = state.epsilon(), state.plan
+    checks = [_in_the_data(folder, config, root, coins)]
+    if claimed is None:
+        sentence = "the run claims no epsilon, so there is nothing to refute"
+        return AuditReport.of("run", [*checks, undecided("epsilon_lower_bound", sentence)])
+    scores = canary_scores(loaded, config, root, coins)
+    checks += audit_canaries(scores, coins.present_N, claimed, plan.target_delta)
+    return AuditReport.of("run", checks, checkpoint=loaded.path.name, canaries=len(coins.present), note=POWER)
+
+
+def _in_the_data(folder: RunFolder, config: RunConfig, root: Path, coins: CanaryCoins) -> Check:
+    """The shard with these canaries is part of what the run was trained on."""
+    index = folder.index if config.data.index is None else root / config.data.index
+    try:
+        shards = json.loads((index / "manifest.json").read_text())["shards"]
+        found = any(shard["sha256"] == coins.shard_sha256 for shard in shards)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return undecided("canaries_in_data", f"the index of the run's data cannot be read ({error})")
+    if not found:
+        return undecided("canaries_in_data", "the shard with these canaries is not in the data of this run")
+    return fact("canaries_in_data", True, "the shard with these canaries is in the data of this run")
+
+
+def canary_scores(checkpoint: Checkpoint, config: RunConfig, root: Path, coins: CanaryCoins) -> np.ndarray:
+    """(N,) how much the loss of each canary fell; the loss of the untrained model takes out how hard a caption is."""
+    facts = checkpoint.manifest.get("model", {})
+    make_example = CaptionExample(
+        config.data.image_size, config.data.num_tokens, root / config.data.tokenizer, train=False
+    )
+    trained = _captioner(facts, seed=0)
+    checkpoint.load_weights(trained)
+    scores = -_losses(trained, make_example, coins)
+    start = checkpoint.manifest.get("initialisation", {})
+    if start.get("kind") == "random":
+        scores += _losses(_captioner(facts, start["seed"]), make_example, coins)
+    return scores
+
+
+def _captioner(facts: dict[str, Any], seed: int) -> Captioner:
+    """The model that a manifest describes."""
+    if facts.get("kind") != "captioner":
+        raise ConfigError(f"only captioners can be audited with input canaries, not {facts.get('kind')!r}")
+    own = {field.name: facts[field.name] for field in fields(CaptionerConfig)}
+    config = CaptionerConfig(
+        **own | {"encoder": VitConfig(**facts["encoder"]), "decoder": DecoderConfig(**facts["decoder"])}
+    )
+    return build_captioner(config, generator=torch.Generator().manual_seed(seed)).eval()
+
+
+@torch.no_grad()
+def _losses(model: Captioner, make_example: CaptionExample, coins: CanaryCoins) -> np.ndarray:
+    parts = [model(**inputs).double().numpy() for inputs in _batches(make_example, coins)]
+    return np.concatenate(parts)
+
+
+def _batches(make_example: CaptionExample, coins: CanaryCoins) -> Iterator[dict[str, torch.Tensor]]:
+    count = len(coins.present)
+    for start in range(0, count, _BATCH):
+        rows = [make_example(coins.example(i), 0) for i in range(start, min(start + _BATCH, count))]
+        yield {
+            "images_BCHW": torch.from_numpy(np.stack([row["images_CHW"] for row in rows])),
+            "tokens_BL": torch.from_numpy(np.stack([row["tokens_L"] for row in rows])),
+            "token_mask_BL": torch.from_numpy(np.stack([row["token_mask_L"] for row in rows])),
+        }

@@ -1,0 +1,280 @@
+"""Engine-neutral checkpoints: every rank writes the pieces that it owns; any engine at any world size reads them.
+
+    checkpoints/step-00001000/
+        manifest.json                     step, model, guarantee, position in the ledger, SHA-256 of each file and of itself
+        rank-00000-of-00002.safetensors   "<tensor>|<parameter>|<offset>" -> fp32 values; no pickle
+    checkpoints/LATEST                    name of the newest whole one
+    checkpoints/set-aside-step-00001100/  damaged, or newer than the one that a run was resumed from
+
+This file reads; trainer/checkpoints/write.py writes. A resume that finds the newest damaged goes back to the one before it;
+the ledger has charged the steps between, which are repeated with new coins and new noise.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trainer.engines.base import Engine, Piece
+from trainer.errors import ConfigError
+from trainer.ranks import distributed
+from trainer.run.files import fsync_path, write_durably
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+LATEST = "LATEST"
+AVERAGE = "average"
+"""The moving average of the weights, beside "param" and the optimizer's moments."""
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest with its own SHA-256 as `seal`."""
+    content = {key: value for key, value in manifest.items() if key != "seal"}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return {**content, "seal": hashlib.sha256(canonical.encode()).hexdigest()}
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that LATEST names, or None before the first one.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    pointer = folder / LATEST
+    if not pointer.exists():
+        return None
+    path = folder / _pointed_at(pointer)
+    if not (path / MANIFEST).is_file():
+        raise ConfigError(f"{pointer} names {path.name}, which is not there; point it at a whole checkpoint beside it")
+    return path
+
+
+def _pointed_at(pointer: Path) -> str:
+    return pointer.read_text(errors="replace").strip()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, if it is what was written.
+
+    Raises:
+        ConfigError: missing, damaged, or of another format.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:  # ValueError: no JSON, no UTF-8
+        raise ConfigError(f"{path} is no checkpoint: {error}") from error
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise ConfigError(f"{path} is no checkpoint: {MANIFEST} states no format")
+    if manifest["format"] != FORMAT:
+        raise ConfigError(f"{path}: checkpoint format {manifest['format']} is unknown; {FORMAT} was expected")
+    for key in ("step", "parameters", "files"):
+        if key not in manifest:
+            raise ConfigError(f"{path} is no checkpoint: {MANIFEST} lacks {key}")
+    if manifest != sealed(manifest):
+        raise ConfigError(f"{path} is damaged: {MANIFEST} differs from its own SHA-256")
+    return manifest
+
+
+class Checkpoint:
+    """A checkpoint on disk, checked against its manifest's hashes.
+
+    Args:
+        share: (rank, world size): hash only this rank's share of the files; all ranks together hash each once.
+
+    Raises:
+        ConfigError: missing or damaged file, unknown format.
+    """
+
+    def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        self._where: dict[tuple[str, str], list[tuple[int, Path]]] = {}
+        rank, world_size = share
+        for number, (name, digest) in enumerate(sorted(self.manifest["files"].items())):
+            file = path / name
+            mine = number % world_size == rank
+            if not file.is_file() or (mine and file_digest(file) != digest):
+                raise ConfigError(f"{file} is missing or damaged (its SHA-256 differs from the manifest's)")
+            self._index(file)
+
+    def _index(self, file: Path) -> None:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118  (not a dictionary)
+                    kind, name, offset = key.split("|")
+                    self._where.setdefault((kind, name), []).append((int(offset), file))
+        except (SafetensorError, ValueError) as error:
+            raise ConfigError(f"{file} is missing or damaged: {error}") from error
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: torch.Size(shape) for name, shape in self.manifest["parameters"].items()}
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that the run left as they were: a weight each, no moments and no average."""
+        return frozenset(self.manifest.get("frozen", ()))
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Which tensors there are of each parameter: "param", moments by their name, "average"."""
+        return frozenset(kind for kind, _ in self._where)
+
+    def full(self, kind: str, name: str) -> Tensor:
+        """One whole tensor, e.g. ("param", "encoder.norm.weight"), in fp32."""
+        shape = self.shapes[name]
+        return self.part(kind, Piece(name, 0, shape.numel())).view(shape)
+
+    def part(self, kind: str, piece: Piece) -> Tensor:
+        """The coordinates of a piece, put together from whatever pieces were written."""
+        out = torch.full((piece.length,), torch.nan)
+        end = piece.offset + piece.length
+        filled = 0
+        for offset, file in self._where.get((kind, piece.name), []):
+            with safe_open(file, framework="pt") as tensors:
+                stored = tensors.get_slice(f"{kind}|{piece.name}|{offset}")
+                a, b = max(offset, piece.offset), min(offset + stored.get_shape()[0], end)
+                if a < b:
+                    out[a - piece.offset : b - piece.offset] = stored[a - offset : b - offset]
+                    filled += b - a
+        if filled != piece.length:
+            raise ConfigError(f"{self.path} lacks a part of {kind} of {piece.name}")
+        return out
+
+    def load_weights(self, module: torch.nn.Module, *, average: bool = False) -> None:
+        """Sets the weights of a module that no engine has wrapped yet, also those that its run left as they were.
+
+        Args:
+            average: the moving average (train.ema_decay) of those that were trained.
+
+        Raises:
+            ConfigError: another model; no average was kept.
+        """
+        wanted = dict(module.named_parameters())
+        self._require({name: p.shape for name, p in wanted.items()}, self.shapes)
+        if average and AVERAGE not in self.kinds:
+            raise ConfigError(f"{self.path} holds no average of the weights; the run had no train.ema_decay")
+        with torch.no_grad():
+            for name, parameter in wanted.items():
+                parameter.copy_(self.full(AVERAGE if average and name not in self.frozen else "param", name))
+
+    def _require(self, shapes: Mapping[str, torch.Size], held: Mapping[str, torch.Size]) -> None:
+        differing = sorted(n for n in shapes.keys() | held.keys() if shapes.get(n) != held.get(n))
+        if differing:
+            raise ConfigError(f"{self.path} does not fit the model; the first difference is {differing[0]}")
+
+    def restore(self, engine: Engine, moments: tuple[str, ...]) -> None:
+        """Sets master weights and moments of a wrapped engine, whose module has these weights already, or takes them with
+        the master weights (`trainer.engines.sharder`).
+
+        Args:
+            moments: those of the recipe's optimizer; a checkpoint of another one is refused.
+        """
+        self._require(engine.shapes, {n: shape for n, shape in self.shapes.items() if n not in self.frozen})
+        kept = self.kinds - {"param", AVERAGE}
+        if self.step > 0 and kept != set(moments):
+            raise ConfigError(
+                f"{self.path} was written with another optimizer: it holds {sorted(kept) or 'no moments'}, "
+                f"and [optimizer] name needs {sorted(moments) or 'none'}"
+            )
+        rank = distributed.rank()
+        pieces = (
+            engine.layout.owned_by(rank)
+            if not engine.replicated
+            else [Piece(name, 0, shape.numel()) for name, shape in engine.shapes.items()]
+        )
+        kinds = sorted(kept | {"param"})
+        engine.load_state({p: {k: self.part(k, p) for k in kinds} for p in pieces}, num_steps=self.step)
+
+
+def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) -> Checkpoint | None:
+    """The checkpoint to resume from: the one that LATEST names or, if that is damaged, the newest whole one before it.
+
+    Collective. Damaged and newer ones are set aside under another name, with one line on the console each, so that no later
+    start meets them.
+
+    Args:
+        remembered: called with the ledger position of every manifest that can be read, damaged checkpoint or not; refuses
+            a ledger that lacks it. Collective.
+
+    Raises:
+        ConfigError: there are checkpoints, but none is whole.
+    """
+    names = distributed.on_main(lambda: usable_names(folder))
+    for position in distributed.on_main(lambda: _positions(folder, names)):
+        remembered(position)
+    damaged: list[str] = []
+    for name in names:
+        found = _try(folder / name)
+        failures = [said for said in distributed.gather_objects(found if isinstance(found, str) else None) if said]
+        if isinstance(found, Checkpoint) and not failures:
+            distributed.on_main(lambda kept=name: _set_aside_newer(folder, kept, damaged))  # type: ignore[misc]
+            return found
+        damaged.append(failures[0])
+    if damaged:
+        raise ConfigError(
+            f"none of the {len(damaged)} checkpoints in {folder} is whole ({damaged[0]}); put one back, or start a new "
+            "run folder: the ledger of this one stays charged"
+        )
+    return None
+
+
+def usable_names(folder: Path) -> list[str]:
+    """The checkpoint that LATEST names, then those before it, newest first; all, if LATEST names none."""
+    names = sorted((path.name for path in folder.glob("step-*")), reverse=True)
+    latest = _pointed_at(folder / LATEST) if (folder / LATEST).exists() else ""
+    if not latest.startswith("step-"):
+        return names
+    return [latest, *(name for name in names if name < latest)]
+
+
+def _positions(folder: Path, names: list[str]) -> list[Mapping[str, Any]]:
+    positions = []
+    for name in names:
+        try:
+            positions.append(read_manifest(folder / name).get("ledger", {}))
+        except ConfigError:  # reported where the checkpoint is tried
+            continue
+    return [position for position in positions if position]
+
+
+def _try(path: Path) -> Checkpoint | str:
+    """The checkpoint, or one line about what is wrong with it."""
+    try:
+        return Checkpoint(path, (distributed.rank(), distributed.world_size()))
+    except ConfigError as error:
+        return " ".join(str(error).split())
+
+
+def _set_aside_newer(folder: Path, kept: str, damaged: list[str]) -> None:
+    """Renames what is newer than the one that is used, and points LATEST at that."""
+    for line in damaged:
+        print(f"damaged checkpoint: {line}; resuming from {kept}, the steps after it stay charged", flush=True)
+    for path in sorted(folder.glob("step-*")):
+        if path.name > kept:
+            target = folder / f"set-aside-{path.name}"
+            number = 1
+            while target.exists():
+                number += 1
+                target = folder / f"set-aside-{path.name}-{number}"
+            path.rename(target)
+    write_durably(folder / LATEST, kept + "\n")
+    fsync_path(folder)

@@ -1,0 +1,206 @@
+"""Writing checkpoints: every rank the pieces that it owns, at a step boundary or in the background; read.py reads them.
+
+A checkpoint is written to a name with a leading dot, fsynced and renamed, and gets such a name again before it is deleted, so
+a name without one is a whole checkpoint. It holds noised quantities only: weights and optimizer moments, never a sum before
+noise.
+"""
+
+import functools
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.checkpoints.read import FORMAT, LATEST, MANIFEST, checkpoint_name, file_digest, sealed
+from trainer.engines.base import ShardState
+from trainer.errors import RemoteError
+from trainer.ranks import distributed
+from trainer.run.files import fsync_path, write_durably
+
+T = TypeVar("T")
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint could not be written; the ones before it are whole."""
+
+    exit_code = 1
+
+
+class Retention(NamedTuple):
+    """Which checkpoints stay: the newest `keep`, and every one whose step is a multiple of `keep_every`."""
+
+    keep: int
+    keep_every: int | None = None
+
+    def superseded(self, steps: Iterable[int]) -> list[int]:
+        """The steps that may go."""
+        newest_first = sorted(steps, reverse=True)
+        return [s for s in newest_first[self.keep :] if not self.keep_every or s % self.keep_every]
+
+
+class _InFlight:
+    """A snapshot on its way to the disk; `result` is the file's digest or what went wrong."""
+
+    def __init__(self, step: int, path: Path, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+        self.step = step
+        self.path = path
+        self.manifest = manifest
+        self.result: str | Exception | None = None
+        self._tensors: dict[str, Tensor] = tensors
+
+    def write(self) -> None:
+        try:
+            save_file(self._tensors, self.path)
+            fsync_path(self.path)
+            self.result = file_digest(self.path)
+        except Exception as error:  # also what the library makes of a full disk; raised at the next step boundary
+            self.result = error
+        self._tensors = {}  # the memory goes back before the next step
+
+
+class CheckpointWriter:
+    """All methods are collective: every rank calls them at the same step boundaries. At most one checkpoint is in flight.
+
+    Args:
+        folder: the run's `checkpoints` folder, on a file system that all ranks share.
+        in_background: `save` returns after a copy to CPU memory; the checkpoint becomes visible at the first step boundary
+            after all ranks have written, and a crash until then leaves the previous one.
+        published: called with (step, name, digest of the manifest) when a checkpoint is whole and durable.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention,
+        *,
+        in_background: bool = False,
+        published: Callable[[int, str, str], None] = lambda step, name, digest: None,
+    ) -> None:
+        self._folder = folder
+        self._retention = retention
+        self._in_background = in_background
+        self._published = published
+        self._in_flight: _InFlight | None = None
+        self._thread: threading.Thread | None = None
+
+    def save(
+        self, step: int, states: Iterable[ShardState], shapes: Mapping[str, torch.Size], facts: Mapping[str, Any]
+    ) -> None:
+        """Writes checkpoint `step`, or starts to.
+
+        Args:
+            states: what this rank owns (`Engine.state`).
+            facts: what else the manifest states (model, guarantee, ledger position).
+
+        Raises:
+            CheckpointWriteError: this one, or the one before it, could not be written.
+        """
+        self.finish()
+        temporary = self._folder / f".{checkpoint_name(step)}.tmp"
+        distributed.on_main(lambda: _readable(step, lambda: _fresh(temporary)))
+        tensors = {  # a copy: the next step changes the originals
+            f"{kind}|{state.piece.name}|{state.piece.offset}": _copy(values)
+            for state in states
+            for kind, values in state.tensors.items()
+        }
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            **facts,
+            "parameters": {name: list(shape) for name, shape in shapes.items()},
+        }
+        name = f"rank-{distributed.rank():05d}-of-{distributed.world_size():05d}.safetensors"
+        self._in_flight = _InFlight(step, temporary / name, tensors, manifest)
+        if self._in_background:
+            self._thread = threading.Thread(target=self._in_flight.write, name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._in_flight.write()
+            self.finish()
+
+    def poll(self) -> None:
+        """At a step boundary: publishes the checkpoint in flight if all ranks have written, raises if one could not."""
+        if self._in_flight is not None:
+            results = distributed.gather_objects(_outcome(self._in_flight))
+            if any(isinstance(found, str) for _, found in results) or all(found is not None for _, found in results):
+                self._conclude(self._in_flight, results)
+
+    def finish(self) -> None:
+        """Waits for the checkpoint in flight and publishes it."""
+        if self._thread is not None:
+            self._thread.join()
+        self.poll()
+
+    def _conclude(self, written: _InFlight, results: list[tuple[str, Any]]) -> None:
+        self._in_flight = self._thread = None
+        failed = [(rank, found) for rank, (_, found) in enumerate(results) if isinstance(found, str)]
+        if isinstance(written.result, Exception):
+            raise _explained(written.step, written.result)
+        if failed:
+            raise RemoteError(f"rank {failed[0][0]} could not write its part: {failed[0][1]}", 1)
+        files = {name: found["digest"] for name, found in results}
+        temporary, name = written.path.parent, checkpoint_name(written.step)
+        manifest = {**written.manifest, "files": files}
+        publish = functools.partial(_publish, temporary, self._folder / name, manifest, self._retention)
+        digest = distributed.on_main(lambda: _readable(written.step, publish))
+        self._published(written.step, name, digest)
+
+
+def _readable(step: int, write: Callable[[], T]) -> T:
+    """The result of `write`; what the disk refuses becomes one line."""
+    try:
+        return write()
+    except OSError as error:
+        raise _explained(step, error) from error
+
+
+def _explained(step: int, error: Exception) -> CheckpointWriteError:
+    return CheckpointWriteError(
+        f"checkpoint {checkpoint_name(step)} could not be written: {error}; those before it are whole; make room, "
+        "and the same command resumes"
+    )
+
+
+def _copy(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+
+def _outcome(written: _InFlight) -> tuple[str, Any]:
+    """(file name, what to tell the others: None not yet, {"digest": ...} whole, a string failed)."""
+    result = written.result
+    if isinstance(result, Exception):
+        return written.path.name, str(result)
+    return written.path.name, None if result is None else {"digest": result}
+
+
+def _fresh(temporary: Path) -> None:
+    for leftover in temporary.parent.glob(".step-*"):  # of a crash
+        shutil.rmtree(leftover)
+    temporary.mkdir(parents=True)
+
+
+def _publish(temporary: Path, target: Path, manifest: Mapping[str, Any], retention: Retention) -> str:
+    """Gives a whole checkpoint its name, points LATEST at it and removes superseded ones; returns the manifest's digest."""
+    text = json.dumps(sealed(manifest), indent=1, sort_keys=True)
+    write_durably(temporary / MANIFEST, text)
+    if target.exists():  # the same step, saved again after a rollback
+        _remove(target)
+    temporary.rename(target)
+    fsync_path(target.parent)
+    write_durably(target.parent / LATEST, target.name + "\n")
+    steps = [int(path.name.removeprefix("step-")) for path in target.parent.glob("step-*")]
+    for step in retention.superseded(steps):
+        _remove(target.parent / checkpoint_name(step))
+    return file_digest(target / MANIFEST)
+
+
+def _remove(checkpoint: Path) -> None:
+    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
+    checkpoint.rename(hidden)
+    shutil.rmtree(hidden)

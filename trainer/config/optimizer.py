@@ -1,0 +1,83 @@
+"""The recipe's [optimizer] and [schedule]; see trainer/config/recipe.py and trainer/optimizers."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+
+class Section(BaseModel):
+    """Frozen; an unknown key is an error, and so is a value of another type: "4" and true are no step counts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+OptimizerName = Literal["adamw", "lamb", "lars", "sgd"]
+OPTIMIZER_KEYS: dict[str, tuple[OptimizerName, ...]] = {
+    "betas": ("adamw", "lamb"),
+    "eps": ("adamw", "lamb"),
+    "noise_bias_correction": ("adamw",),
+    "variance_floor": ("adamw",),
+    "momentum": ("lars", "sgd"),
+    "trust_coefficient": ("lars",),
+}
+"""Which optimizers a key belongs to; the others belong to all."""
+
+
+class OptimizerSection(Section):
+    """See trainer/optimizers. A key that the named optimizer does not have is an error."""
+
+    name: OptimizerName = "adamw"
+    peak_lr: float = Field(gt=0)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # TOML has lists only
+    eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    trust_coefficient: float = Field(1e-3, gt=0)
+    """LARS: eta of the publication."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled (SGD and LARS: added to the gradient); biases, norms and other vectors are excluded."""
+    layer_decay: float | None = Field(None, gt=0, le=1)
+    """Each block of the encoder takes this part of the rate of the block above it; what follows the encoder the whole rate."""
+    noise_bias_correction: bool = False
+    """DP-AdamBC (Tang et al. 2023): subtracts the known variance of the noise from AdamW's second moment."""
+    variance_floor: float | None = Field(None, gt=0)
+    """gamma' of DP-AdamBC, in place of eps: the least corrected second moment, in squared units of the averaged gradient."""
+
+    @model_validator(mode="after")
+    def _keys_belong(self) -> "OptimizerSection":
+        for key, names in OPTIMIZER_KEYS.items():
+            if key in self.model_fields_set and self.name not in names:
+                raise ValueError(f"{key} belongs to {' and '.join(names)}, not to {self.name}")
+        if self.noise_bias_correction != (self.variance_floor is not None):
+            raise ValueError(
+                "noise_bias_correction = true and variance_floor go together; a tenth of the noise variance "
+                "(noise_multiplier * max_grad_norm / expected_batch_size)^2 is a floor to start from"
+            )
+        if self.noise_bias_correction and "eps" in self.model_fields_set:
+            raise ValueError("eps has no place beside noise_bias_correction; variance_floor stands for it")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _own_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the keys of other optimizers, so that what is written can be read."""
+        others = {key for key, names in OPTIMIZER_KEYS.items() if self.name not in names}
+        others |= {"eps"} if self.noise_bias_correction else set()
+        return {key: value for key, value in dump(self).items() if key not in others}
+
+
+class ScheduleSection(Section):
+    """Learning rate as a pure function of the step: linear warm-up, then `decay` until `decay_steps`."""
+
+    warmup_steps: int = Field(0, ge=0)
+    decay: Literal["cosine", "constant"] = "cosine"
+    decay_steps: int | None = Field(None, ge=1)
+    """Step at which a cosine reaches the final rate; default: the last step. Longer than training stops it midway."""
+    final_fraction: float = Field(0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _decay_follows_warmup(self) -> "ScheduleSection":
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps {self.decay_steps} must be more than warmup_steps {self.warmup_steps}")
+        return self

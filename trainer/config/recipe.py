@@ -1,0 +1,388 @@
+"""A run's configuration: one frozen tree, loaded from a TOML recipe and `section.key=value` overrides.
+
+Every key has one owner. What the machine decides (ZeRO stage, offload, dtype) is in ds_configs/*.json and nowhere here;
+what the experiment means is here and nowhere there. Nothing changes a configuration after loading; derived values are
+properties.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import (
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from privacy.adaptive_clipping import AdaptiveClipping
+from trainer.config.did_you_mean import did_you_mean, known_words
+from trainer.config.optimizer import OptimizerSection, ScheduleSection, Section
+from trainer.errors import ConfigError
+
+EngineName = Literal["deepspeed", "fsdp", "fairscale", "local"]
+
+
+class ModelSection(Section):
+    """What is trained. `overrides` sets single fields of the size's configuration, e.g. decoder depth."""
+
+    kind: Literal["captioner", "masked_autoencoder", "classifier"] = "captioner"
+    size: str
+    overrides: dict[str, int | float | bool | str] = Field({})
+
+
+class RemoteSection(Section):
+    """How shards given by URLs are read; see `data.reading.storage.RemoteOptions`."""
+
+    timeout_seconds: float = Field(60.0, gt=0)
+    tries: int = Field(6, ge=1)
+    backoff_seconds: float = Field(0.5, ge=0)
+    """First pause between tries; it doubles."""
+    connections: int = Field(16, ge=1)
+    """Requests at the same time, per data worker."""
+    cache_dir: str | None = None
+    """A local folder that keeps examples that were read; private."""
+    cache_mib: int = Field(1024, ge=1)
+    allow_plain_http: bool = False
+    """Permits http:// beyond this machine: everyone on the network then knows who is in every batch."""
+
+
+class InitSection(Section):
+    """Start from another run's weights instead of random ones."""
+
+    checkpoint: str
+    """A checkpoint's folder, or a run folder, of which the newest is taken; relative to the project root."""
+    parts: Literal["all", "encoder", "none"] = "all"
+    """What is taken; the rest starts at random. None: the run has no [init], whatever its recipe says."""
+
+
+class DataSection(Section):
+    """Where the image-text pairs are and how they become tensors."""
+
+    provenance: Literal["private", "public", "synthetic"] = "private"
+    """Of runs without privacy: whether a private run may start from their weights."""
+
+    shards: str
+    """Tar shards: a folder, a glob, a brace range or a comma list, relative to the project root; or URLs."""
+    caption_field: str | None = None
+    """Field of each example's JSON member; by default its text member, or else the field `caption`."""
+    label_field: str | None = None
+    """Classifiers: field of each example's JSON member that holds its label; by default the member `cls`."""
+    num_examples: int | None = Field(None, ge=1)
+    """How many examples there should be: other data are refused, since sigma and epsilon belong to a number of examples."""
+    tokenizer: str = "data/tokenizer/tokenizer.json"
+    index: str | None = None
+    """Folder made by `prepare.py index`; without it the first start builds one in the run folder's private part."""
+    image_size: int = Field(224, ge=1)
+    augment: bool = True
+    """Training sees random crops and flips; false: the centre, as where captions say "left of", which a flip makes false."""
+    num_tokens: int = Field(40, ge=3)
+    """Caption length after padding or truncation, begin and end tokens included."""
+    num_workers: int = Field(2, ge=0)
+    """Decoding processes per rank."""
+    memory_limit_mib: int = Field(4096, ge=1)
+    """Of the micro-batches that the workers of one rank prepare ahead."""
+    bucket_captions: bool = False
+    """Captions of like length share a micro-batch: less padding, equal gradients. Timings become private (contract 12)."""
+    remote: RemoteSection = RemoteSection()
+    streaming: bool = False
+    """Reads the shards in order through webdataset: for public data in runs without privacy only (data/reading/streaming.py)."""
+    deduplication: str | None = None
+    """For the privacy card, in words: how duplicates were removed, which the guarantee does not cover."""
+
+
+class HeldoutSection(Section):
+    """Held-out pairs for the caption loss and sample captions."""
+
+    shards: str
+    is_public: bool = False
+    """Only then may losses, captions and pictures of these examples leave `private/` (contract 12)."""
+    num_examples: int | None = Field(None, ge=1)
+    """Use the first so many; all by default."""
+    num_captions: int = Field(5, ge=0)
+    every_steps: int | None = Field(None, ge=1)
+    """Also evaluate during training; by default before the first and after the last step."""
+
+
+class PrivacySection(Section):
+    """The guarantee. Frozen for a run folder at its first start."""
+
+    enabled: bool = True
+    expected_batch_size: int = Field(ge=1)
+    """B: the logical batch has B examples on average; each example is in it with probability q = B / n."""
+    noise_multiplier: float | None = Field(None, ge=0)
+    target_epsilon: float | None = Field(None, gt=0)
+    """Calibrates the noise multiplier; give one of the two."""
+    target_delta: float | None = Field(None, gt=0, lt=1)
+    """Default 1 / (2n)."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    clipping_function: Literal["flat", "adaptive", "automatic", "per_layer", "grouped"] = "flat"
+    """Flat with constant C; flat with C that follows a quantile of the norms from max_grad_norm on (Andrew et al. 2021);
+    normalised gradients (Bu et al. 2023); one norm per layer, or per top-level part of the model."""
+    target_unclipped_quantile: float | None = Field(None, ge=0, le=1)
+    """Adaptive clipping: the fraction of examples that C should leave unclipped; default 0.5."""
+    clipbound_learning_rate: float | None = Field(None, gt=0)
+    """Adaptive clipping: eta_C of the geometric update; default 0.2."""
+    unclipped_num_std: float | None = Field(None, gt=0)
+    """Adaptive clipping: sigma_b, the noise on the count of unclipped examples; default expected_batch_size / 20."""
+    clipping_mode: Literal["auto", "bookkeeping", "two_pass"] = "auto"
+    """One backward, or two with less memory; the sum is the same. By default the first where its predicted memory is
+    available (trainer/run/clipping_mode.py). May change between starts."""
+    reserved_attempts: int | None = Field(None, ge=0)
+    """Attempts that the budget keeps for crashed steps; default max(2, 1 % of the steps)."""
+    allow_small_noise: bool = False
+    """Permits a noise multiplier below 0.3."""
+    simulation: bool = False
+    """TAN simulation (Sander et al. 2023): a larger batch's sigma / B. Not private, and marked so everywhere."""
+    sampling: Literal["poisson", "shuffle", "balls_in_bins"] = "poisson"
+    """Only Poisson is amplified with a proof; the other two are read epoch by epoch (privacy/sampling/alternatives.py)."""
+    shuffle_as_gaussian: bool = False
+    """Accounts shuffled data without amplification, mu = sqrt(ceil(epochs) + replays) / sigma; else they claim nothing."""
+    noise_source: Literal["system", "aes_ctr"] = "system"
+    """Philox keyed by the operating system, or a cryptographic stream."""
+    shared_ledger: str | None = None
+    """The data owner's ledger over all runs on these data (launch_scripts/shared_ledger.py); the run reserves its budget."""
+    fixed_in_advance: bool = False
+    """The owner's word that this run was fixed before any output of the other runs was seen; else an RDP filter adds it."""
+    max_examples_per_owner: int | None = Field(None, ge=1)
+    """The data hold at most so many examples of one owner (prepare.py import --max_per_owner): the card adds their epsilon."""
+    tuning: str | None = None
+    """For the privacy card, in words: how the hyper-parameters were chosen, and on which data."""
+    ledger_mirror: str | None = None
+    """A second location for the ledger, best on another file system: it detects a rollback of the whole run folder."""
+
+    @model_validator(mode="after")
+    def _noise_is_stated(self) -> "PrivacySection":
+        if self.enabled and (self.noise_multiplier is None) == (self.target_epsilon is None):
+            if self.noise_multiplier == 0:
+                raise ValueError("noise_multiplier = 0 gives no guarantee, so it cannot meet a target_epsilon")
+            raise ValueError("give exactly one of noise_multiplier and target_epsilon")
+        return self
+
+    @model_validator(mode="after")
+    def _simulations_aim_at_no_epsilon(self) -> "PrivacySection":
+        if self.simulation and (not self.enabled or self.target_epsilon is not None):
+            raise ValueError(
+                "a simulation has no epsilon: give noise_multiplier, and neither target_epsilon nor enabled = false"
+            )
+        return self
+
+    @property
+    def informal_reasons(self) -> tuple[str, ...]:
+        """What voids the guarantee beside what the plan sees by itself (contract 11)."""
+        if not self.simulation:
+            return ()
+        return ("a TAN simulation: the noise of a larger batch, scaled down (privacy.simulation = true)",)
+
+    @model_validator(mode="after")
+    def _adaptive_keys_are_used(self) -> "PrivacySection":
+        for name in ("target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std"):
+            if getattr(self, name) is not None and self.clipping_function != "adaptive":
+                raise ValueError(f'{name} is for clipping_function = "adaptive", not "{self.clipping_function}"')
+        return self
+
+    @property
+    def adaptive_clipping(self) -> AdaptiveClipping | None:
+        """The constants of adaptive clipping, defaults filled in; None where C is constant."""
+        if self.clipping_function != "adaptive":
+            return None
+        quantile, rate, std = self.target_unclipped_quantile, self.clipbound_learning_rate, self.unclipped_num_std
+        return AdaptiveClipping(
+            target_unclipped_quantile=0.5 if quantile is None else quantile,
+            clipbound_learning_rate=0.2 if rate is None else rate,
+            unclipped_num_std=self.expected_batch_size / 20 if std is None else std,
+        )
+
+
+class TrainSection(Section):
+    num_steps: int = Field(ge=1)
+    micro_batch_size: int = Field(ge=1)
+    """Examples per forward on one rank: speed and memory only, never the result."""
+    accumulation: Literal["local", "sharded"] = "local"
+    """Each rank sums in place and one reduction ends the logical batch; or every micro-batch is reduced to sharded sums, for
+    models whose fp32 sum does not fit. Speed and memory only, never the result."""
+    compile: bool = False
+    """torch.compile of the model's blocks: minutes at the start, less time per step on a GPU. May change between starts."""
+    seed: int = 0
+    """Of the initial weights, which are public. No secret and no noise comes from it."""
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Steps between checkpoints; a crash repeats, and is charged for, the steps since the last. Default: 1/20 of the reserve."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """The newest so many."""
+    keep_every: int | None = Field(None, ge=1)
+    """Beside them, every checkpoint whose step is a multiple of this."""
+    async_checkpoints: bool = False
+    """Write in the background, from a copy in CPU memory; a crash meanwhile goes back to the checkpoint before."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Keeps an exponential moving average of the weights in checkpoints: post-processing, free of privacy cost."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Stop as if asked to (exit 7) at the first step boundary after so long; the same command resumes."""
+    grace_seconds: float = Field(20.0, gt=0)
+    """How long a step may take to end after a request to stop; then it is abandoned. Launchers kill 30 s after SIGTERM."""
+    sanity_checks: bool = False
+    """Compare replicas, noise and micro-batch counts between ranks at every step (trainer/loop/sanity.py); for tests."""
+    log_every: int = Field(1, ge=1)
+
+
+class RunConfig(Section):
+    """The whole recipe. `name` names the default run folder."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    model: ModelSection
+    init: InitSection | None = None
+    data: DataSection
+    heldout: HeldoutSection | None = None
+    privacy: PrivacySection
+    optimizer: OptimizerSection
+    schedule: ScheduleSection = ScheduleSection()
+    train: TrainSection
+
+    @field_validator("init")
+    @classmethod
+    def _nothing_taken_is_no_start(cls, init: InitSection | None) -> InitSection | None:
+        return None if init is not None and init.parts == "none" else init
+
+    @model_validator(mode="after")
+    def _streams_are_public(self) -> "RunConfig":
+        if self.data.streaming and (self.privacy.enabled or self.data.provenance == "private"):
+            raise ValueError(
+                "data.streaming amplifies no privacy: it needs privacy.enabled = false and data.provenance = public or synthetic"
+            )
+        if self.data.streaming and self.data.bucket_captions:
+            raise ValueError("data.bucket_captions needs random access; remove it or data.streaming")
+        return self
+
+    @model_validator(mode="after")
+    def _shapes_are_no_example_s_business(self) -> "RunConfig":
+        if self.data.bucket_captions and self.privacy.enabled:
+            raise ValueError(
+                "data.bucket_captions: one long caption changes the shape of its whole micro-batch, and with it how every other "
+                "example's gradient is rounded, which no clipping bounds; remove it, or set privacy.enabled = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_noise_to_correct(self) -> "RunConfig":
+        noiseless = not self.privacy.enabled or self.privacy.noise_multiplier == 0
+        if self.optimizer.noise_bias_correction and noiseless:
+            raise ValueError("optimizer.noise_bias_correction: there is no noise to correct for; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _every_step_moves(self) -> "RunConfig":
+        schedule, last = self.schedule, self.train.num_steps
+        end = schedule.decay_steps or last
+        if schedule.decay == "cosine" and schedule.final_fraction == 0 and end < last:
+            raise ValueError(
+                f"schedule.decay_steps {end} is before train.num_steps {last}: the steps between would spend budget at "
+                "rate 0; give a schedule.final_fraction or more decay_steps"
+            )
+        return self
+
+
+def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Loads a recipe and applies `section.key=value` overrides.
+
+    Raises:
+        ConfigError: missing or malformed file, unknown key, value out of range; names the file and the key.
+    """
+    tree = read_toml(recipe, "recipe", "see recipes/ for the shipped ones")
+    _refuse_repeated(overrides)
+    for override in overrides:
+        _apply(tree, override)
+    return validated(RunConfig, tree, f"recipe {recipe}")
+
+
+def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
+    """The tree of a TOML file; ConfigError says `what` cannot be read."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: {error.strerror}; {hint}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {path} is not TOML: {error}") from error
+
+
+SectionKind = TypeVar("SectionKind", bound=Section)
+
+
+def validated(kind: type[SectionKind], tree: Mapping[str, Any], where: str) -> SectionKind:
+    """`tree` as a frozen section; ConfigError is one line with `where` and the first key that is wrong."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first_line(kind, error)}") from error
+
+
+def _refuse_repeated(overrides: Sequence[str]) -> None:
+    """An unquoted {0..9} becomes ten overrides in a shell, of which nine would be lost without a word."""
+    seen: set[str] = set()
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key in seen:
+            raise ConfigError(f"override {key} is given more than once; quote patterns, or put them into the recipe")
+        seen.add(key)
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {key} is no section")
+    tree[keys[-1]] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """A TOML value; anything that is none is a string, so that paths need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _first_line(kind: type[Section], error: ValidationError) -> str:
+    found = error.errors()
+    # A misspelt required key is also a missing one: what was written says more.
+    first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
+    where = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {where}" + did_you_mean(first["loc"][-1], known_words(kind, first["loc"][:-1]))
+    if first["type"] == "missing":
+        return f"key {where} is missing"
+    if first["type"] == "literal_error":
+        message += did_you_mean(first["input"], known_words(kind, first["loc"]))
+    return f"{where}: {message}" if where else message
+
+
+def to_toml(config: RunConfig) -> str:
+    """The fully resolved configuration as TOML; loading it gives an equal configuration."""
+    sections = config.model_dump()
+    lines = [f"name = {_toml(sections.pop('name'))}"]
+    for name, section in sections.items():
+        if section is not None:
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {_toml(value)}" for key, value in section.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            # JSON's escapes are TOML's, but for one control character.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case tuple() | list():
+            return "[" + ", ".join(_toml(v) for v in value) + "]"
+        case dict():
+            return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items() if v is not None) + "}"
+        case _:
+            return repr(value)

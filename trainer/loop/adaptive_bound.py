@@ -1,0 +1,58 @@
+"""The second release of a step under adaptive clipping: how many examples stayed below C, noised; then C moves.
+
+The clipper counts, privacy/adaptive_clipping.py says what the release costs and how C follows it, and here the count leaves
+its process: to rank 0, which alone adds noise, once, and from there, noised, to all ranks. Whoever calls it has made the
+step's intent durable.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from privacy.adaptive_clipping import RANGE
+from privacy.clipping import MicroBatchStats
+from privacy.noise import add_noise
+from privacy.releases import UNCLIPPED, Release
+from trainer.errors import ConfigError
+from trainer.ranks import distributed
+
+if TYPE_CHECKING:
+    from trainer.run.run import Run
+
+MANIFEST_KEY = "clipping_bound"
+
+
+def adapt_bound(run: "Run", stats: Sequence[MicroBatchStats], releases: Sequence[Release]) -> dict[str, float]:
+    """Moves C for the next step; returns what may be published about this one, nothing where C is constant. Collective."""
+    adaptive = run.clipped.adaptive
+    if adaptive is None:
+        return {}
+    used, batch_size = run.clipped.max_grad_norm, run.plan.expected_batch_size
+    std = next(release["std"] for release in releases if release["name"] == UNCLIPPED)
+    count = torch.stack([s.centred_unclipped for s in stats]).sum().double().cpu().view(1)
+    dist.reduce(count, 0)
+
+    def noised() -> float:
+        add_noise(count, std, run.noise)
+        return float(count)
+
+    fraction = adaptive.noised_fraction(distributed.on_main(noised), batch_size)
+    run.clipped.max_grad_norm = adaptive.next_bound(used, fraction, run.plan.max_grad_norm)
+    return {"privacy/clipping_bound": used, "privacy/noised_unclipped_fraction": fraction}
+
+
+def resumed_bound(manifest: Mapping[str, Any], initial_bound: float) -> float:
+    """C of the step after a checkpoint, bit by bit.
+
+    Raises:
+        ConfigError: the manifest does not state one.
+    """
+    bound = manifest.get(MANIFEST_KEY)
+    if not isinstance(bound, float) or not initial_bound / RANGE <= bound <= initial_bound * RANGE:
+        raise ConfigError(
+            f"the checkpoint of step {manifest.get('step')} states no {MANIFEST_KEY} that adaptive clipping could go on from "
+            f"({bound!r}); resume from another checkpoint, or start a new run folder"
+        )
+    return bound

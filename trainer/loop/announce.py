@@ -1,0 +1,62 @@
+"""The trainer's first and last words on the console."""
+
+import sys
+
+from trainer.config.machine import MachineSettings
+from trainer.loop.fit import BUDGET_SPENT, DONE
+from trainer.loop.stopping import STOPPED_EARLY
+from trainer.ranks import distributed
+from trainer.ranks.discovery import Ranks
+from trainer.run.clipping_mode import ModeChoice
+from trainer.run.run import Run
+from trainer.weights.provenance import initialisation_statement
+
+
+def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings, choice: ModeChoice | None) -> None:
+    """What will be trained, from what, and what it claims; on the main rank, before the first step."""
+    plan = run.plan
+    count = sum(shape.numel() for shape in run.engine.shapes.values())
+    sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
+    hosts = distributed.hosts()
+    where = (
+        f" on {len(hosts)} hosts ({', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''})" if len(hosts) > 1 else ""
+    )
+    print(
+        f"{run.config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks{where}, {sharding}, "
+        f"{run.engine.compute_dtype}"
+    )
+    print(
+        f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q = {plan.sample_rate:.4g}), "
+        f"C = {plan.max_grad_norm:g}, sigma = {plan.noise_multiplier:.4f}, "
+        f"{plan.num_steps} steps and {plan.reserved_attempts} reserved attempts"
+    )
+    if run.model_facts["initialisation"].get("kind") != "random":
+        print(initialisation_statement(run.model_facts))
+    for warning in plan.warnings:
+        print(f"warning: {warning}")
+    if plan.formal_guarantee:
+        print(
+            f"epsilon planned {run.ledger.epsilon(plan.num_steps):.3f}, with the whole reserve "
+            f"{run.ledger.epsilon(plan.max_intents):.3f}, at delta {plan.target_delta:.3g}"
+        )
+    else:
+        print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
+    if run.first_step > 1:
+        print(f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged")
+    if choice is not None:
+        print(choice.sentence)
+    sys.stdout.flush()
+
+
+def conclude(run: Run, outcome: int) -> None:
+    """How it ended, in one line; on the main rank."""
+    epsilon = run.ledger.epsilon()
+    claim = (
+        f"epsilon {epsilon:.4f} at delta {run.plan.target_delta:g}" if epsilon is not None else "no formal guarantee"
+    )
+    said = {
+        DONE: f"done: {run.plan.num_steps} steps, {claim}",
+        BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {claim}",
+        STOPPED_EARLY: f"stopped on request; the same command resumes; {claim}",
+    }
+    print(f"{said[outcome]}; run folder {run.folder.root}", flush=True)

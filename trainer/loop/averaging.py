@@ -1,0 +1,75 @@
+"""Exponential moving average of the weights: post-processing of noised steps, so it costs no privacy.
+
+Sharded like the master weights: each rank averages the coordinates that it owns, whatever the engine. Checkpoints hold it beside
+the weights; `Checkpoint.load_weights(..., average=True)` gives the averaged model to evaluation and export, and
+`in_use` to held-out evaluation during training.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoints.read import AVERAGE, Checkpoint
+from trainer.engines.base import Engine, Piece, ShardState
+from trainer.ranks import distributed
+
+
+def decay_at(step: int, decay: float) -> float:
+    """Decay of step 1, 2, ...: at most (1 + step) / (10 + step), so that a short run forgets its initial weights."""
+    return min(decay, (1 + step) / (10 + step))
+
+
+class WeightAverage:
+    """average <- decay * average + (1 - decay) * weights after every step, in fp32.
+
+    Starts from the checkpoint's average or, where there is none, from the weights as they are.
+    """
+
+    def __init__(self, engine: Engine, decay: float, resumed: Checkpoint | None) -> None:
+        self._engine = engine
+        self._decay = decay
+        self._average: dict[Piece, Tensor] = {}
+        kept = resumed is not None and AVERAGE in resumed.kinds
+        for state in engine.state():
+            weights = state.tensors["param"].detach().float()
+            self._average[state.piece] = (
+                resumed.part(AVERAGE, state.piece).to(weights.device)
+                if resumed is not None and kept
+                else weights.clone()
+            )
+
+    def update(self, step: int) -> None:
+        """After step `step`."""
+        for state in self._engine.state():
+            weights = state.tensors["param"].detach().float()
+            self._average[state.piece].lerp_(weights, 1 - decay_at(step, self._decay))
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def in_use(self) -> Iterator[None]:
+        """Inside, the module computes with the average; for engines that hold whole weights. Collective."""
+        wanted = self._whole()
+        parameters = {n: p for n, p in self._engine.module.named_parameters() if n in wanted}
+        kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.copy_(wanted[name].view(parameter.shape))
+        try:
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.copy_(kept[name])
+
+    def _whole(self) -> dict[str, Tensor]:
+        """All coordinates by parameter, on CPU, from every rank's pieces."""
+        whole = {name: torch.empty(shape.numel()) for name, shape in self._engine.shapes.items()}
+        for pieces in distributed.gather_objects({piece: values.cpu() for piece, values in self._average.items()}):
+            for piece, values in pieces.items():
+                whole[piece.name][piece.offset : piece.offset + piece.length] = values
+        return whole
+
+    def states(self) -> Iterator[ShardState]:
+        """The engine's states with the average beside them, for a checkpoint."""
+        for state in self._engine.state():
+            yield ShardState(state.piece, {**state.tensors, AVERAGE: self._average[state.piece]})

@@ -1,0 +1,18 @@
+"""Learning rate as a pure function of the step; step 1 already moves."""
+
+import math
+
+from trainer.config.optimizer import ScheduleSection
+
+
+def learning_rate(step: int, num_steps: int, peak_lr: float, schedule: ScheduleSection) -> float:
+    """Rate of step 1, 2, ..., num_steps: linear warm-up that reaches the peak at `warmup_steps`, then cosine or constant."""
+    if step <= schedule.warmup_steps:
+        return peak_lr * step / schedule.warmup_steps
+    if schedule.decay == "constant":
+        return peak_lr
+    end = schedule.decay_steps or num_steps
+    # One past the end, so that the last step still moves.
+    progress = min((step - schedule.warmup_steps) / (end + 1 - schedule.warmup_steps), 1.0)
+    final = schedule.final_fraction
+    return peak_lr * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -1,0 +1,293 @@
+"""Ranks: find out who we are, start, talk about control matters, and end cleanly.
+
+Who we are comes from the launcher's environment (discovery.py). Ending needs care: interpreter shutdown after gloo traffic
+aborts now and then ("terminate called without an active exception"), so a distributed program ends by barrier,
+destroy_process_group, flush and `os._exit`.
+"""
+
+import os
+import pickle
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.errors import RemoteError, StepDropped
+from trainer.ranks.discovery import Ranks
+from trainer.ranks.heartbeat import Heartbeat, end_process
+from trainer.ranks.rendezvous import RENDEZVOUS_SECONDS, Introduction, connect, meet, place_of
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""A logical batch may be silent for long; dead ranks are noticed by closed connections and the heartbeat, not by this."""
+
+_heartbeat: Heartbeat | None = None
+_hosts: list[str] = []
+
+
+def start(
+    ranks: Ranks, rendezvous_seconds: float = RENDEZVOUS_SECONDS, introduction: Introduction | None = None
+) -> torch.device:
+    """Joins the process group (nccl beside gloo with GPUs, gloo without) and returns this rank's device.
+
+    One process alone also gets a group, so that there is a single code path. From here on a rank that dies ends all ranks
+    (trainer/ranks/heartbeat.py).
+
+    Args:
+        introduction: what ranks tell each other first (trainer/ranks/agreement.py).
+
+    Raises:
+        RendezvousError: naming who or what is missing after `rendezvous_seconds`.
+        ConfigError: the ranks do not fit together; on rank 0, RemoteError elsewhere.
+    """
+    use_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", ranks.local_rank % max(torch.cuda.device_count(), 1)) if use_cuda else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision(
+        "highest"
+    )  # fp32 norms and sums are fp32 (contract 6), whatever the image's defaults
+    store = _meet(ranks, rendezvous_seconds, introduction or Introduction())
+    _export(ranks)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    return device or torch.device("cpu")
+
+
+def _meet(ranks: Ranks, seconds: float, introduction: Introduction) -> dist.Store:
+    """The store, once all ranks are at it; starts the heartbeat where there is more than one."""
+    global _heartbeat, _hosts
+    place = place_of(ranks.address, ranks.port if ranks.world_size > 1 else 0, ranks.rank)
+    store = connect(place, seconds)
+    if ranks.world_size == 1:
+        _hosts = [host_name()]
+        introduction.judge([introduction.settings], _hosts)
+    else:
+        _hosts = meet(store, ranks.rank, ranks.world_size, place, seconds, introduction)
+        guest = place._replace(is_host=False)
+        _heartbeat = Heartbeat(
+            lambda: connect(guest, seconds), ranks.rank, _hosts, speaks=ranks.rank == 1 or ranks.local_rank == 0
+        )
+        _heartbeat.start()
+    return store
+
+
+def _export(ranks: Ranks) -> None:
+    """Engines look for the usual variables, whatever launcher there was."""
+    os.environ.update(
+        RANK=str(ranks.rank),
+        LOCAL_RANK=str(ranks.local_rank),
+        WORLD_SIZE=str(ranks.world_size),
+        MASTER_ADDR=ranks.address,
+        MASTER_PORT=str(ranks.port),
+    )
+
+
+def note_progress(position: int) -> None:
+    """How far this rank has come; see `Heartbeat.note`."""
+    if _heartbeat is not None:
+        _heartbeat.note(position)
+
+
+def finish(exit_code: int) -> NoReturn:
+    """Ends the program on all ranks together; see the module docstring for why it does not simply return."""
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        if _heartbeat is not None:
+            _heartbeat.leave()
+        dist.destroy_process_group()
+    quit_now(exit_code)
+
+
+def fail(error: BaseException, explain: Callable[[], bool]) -> NoReturn:
+    """Ends this rank because of `error`, and with it all others, which learn that it was this one.
+
+    Args:
+        explain: says what went wrong, or returns False to leave that to rank 0. Not called where the cause is another rank,
+            which has said it or is named by the heartbeat.
+    """
+    exit_code = int(getattr(error, "exit_code", 1))
+    if _heartbeat is not None and _is_broken_connection(error):
+        _heartbeat.wait_for_the_cause()
+    said = explain()
+    if _heartbeat is not None and not isinstance(error, RemoteError):
+        message = f"error on rank {_heartbeat.rank}: {' '.join(str(error).split())}"
+        _heartbeat.fail(message, exit_code, said=said)
+    quit_now(exit_code)
+
+
+def abandon(message: str, exit_code: int) -> NoReturn:
+    """Ends all ranks from any thread, whatever they are doing; says so once."""
+    speaks = _heartbeat is None or _heartbeat.rank == 0
+    if _heartbeat is not None:
+        _heartbeat.fail(message, exit_code, said=speaks)
+    end_process(message if speaks else "", exit_code)
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    """Whether a collective failed because another rank went away: gloo and NCCL raise several types for that."""
+    said = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in said for word in ("gloo", "NCCL", "onnection"))
+    )
+
+
+def quit_now(exit_code: int) -> NoReturn:
+    """Ends this process without waiting for others: they notice the closed connections."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def hosts() -> list[str]:
+    """The names of the hosts that ranks run on, each once, in the order of their first ranks."""
+    return list(dict.fromkeys(_hosts))
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's value on every rank."""
+    payload = _broadcast_bytes(pickle.dumps(value) if rank() == 0 else b"")
+    return pickle.loads(payload) if rank() != 0 else value
+
+
+def _broadcast_bytes(payload: bytes) -> bytes:
+    size = torch.tensor([len(payload)])
+    dist.broadcast(size, 0)
+    buffer = (
+        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if payload
+        else torch.empty(int(size), dtype=torch.uint8)
+    )
+    dist.broadcast(buffer, 0)
+    return buffer.numpy().tobytes()
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Runs `function` on rank 0 and returns its result everywhere; an error is raised everywhere.
+
+    The acknowledgement of contract 9: no rank goes on before rank 0's write is durable.
+    """
+    if rank() == 0:
+        try:
+            result = function()
+        except Exception as error:
+            broadcast_object((False, (str(error), getattr(error, "exit_code", 1))))
+            raise
+        broadcast_object((True, result))
+        return result
+    ok, value = broadcast_object((True, None))
+    if not ok:
+        assert isinstance(value, tuple)
+        raise RemoteError(*value)
+    return value  # type: ignore[return-value]
+
+
+def first_on_main(function: Callable[[], T]) -> T:
+    """Runs `function` everywhere, but elsewhere only after it succeeded on rank 0.
+
+    What is wrong for all ranks is then said once, and what is wrong on another host is said there.
+    """
+    if rank() == 0:
+        result: list[T] = []
+        on_main(lambda: result.append(function()))
+        return result[0]
+    on_main(lambda: None)
+    return function()
+
+
+def agree(*, ready: bool) -> None:
+    """Waits until all ranks are here, without using a device.
+
+    Raises:
+        StepDropped: on all ranks, if one is not ready.
+    """
+    unready = torch.tensor([0.0 if ready else 1.0])
+    dist.all_reduce(unready)
+    if unready:
+        raise StepDropped("a rank dropped the step before its intent")
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank. For small public objects."""
+    gathered: list[T | None] = [None] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered  # type: ignore[return-value]
+
+
+def all_reduce_sum(values: Tensor) -> Tensor:
+    dist.all_reduce(values)
+    return values
+
+
+class Traffic:
+    """Counts the collectives that carry clipped sums or noised gradients, and the bytes that this rank sends in them.
+
+    Bytes are those of an algorithm that sends nothing twice: all but a rank's own part. They follow from shapes alone, so they
+    are public. What an engine moves by itself (gathering weights) is not seen here; benchmarks/scaling.py counts that too.
+    """
+
+    def __init__(self) -> None:
+        self.collectives: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def note(self, kind: str, num_bytes: int) -> None:
+        self.collectives[kind] += 1
+        self.bytes[kind] += num_bytes
+
+    def reset(self) -> None:
+        self.collectives.clear()
+        self.bytes.clear()
+
+
+traffic = Traffic()
+"""Of this process, since the last reset: a logical step resets it at its start."""
+
+
+def reduce_scatter_sum(out: Tensor, rows: Tensor) -> None:
+    """out (K,) = sum over ranks of their rows[this rank], rows (world_size, K)."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    traffic.note("reduce_scatter", rows.nbytes - out.nbytes)
+    function(out, rows.view(-1))
+
+
+def exchange(values: Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+    """Sends the r-th run of `values` (of length send_counts[r]) to rank r; returns what all ranks sent here, in rank order."""
+    received = values.new_empty(sum(receive_counts))
+    traffic.note("exchange", (len(values) - send_counts[rank()]) * values.element_size())
+    dist.all_to_all_single(received, values, list(receive_counts), list(send_counts))
+    return received
+
+
+def all_gather_rows(out: Tensor, row: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """out (ranks of the group, K) = every rank's row (K,); the group of all ranks by default."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    traffic.note("all_gather", out.nbytes - row.nbytes)
+    function(out.view(-1), row, group=group)

@@ -1,0 +1,153 @@
+"""How ranks meet: rank 0 (or the launcher) keeps a store, all come to it, and who does not come is named."""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from trainer.errors import RemoteError
+
+RENDEZVOUS_SECONDS = 45.0
+"""Until a rank that has not come is missed, so that an unreachable rendezvous ends all ranks within a minute."""
+_POLL = 0.1
+
+
+class RendezvousError(RuntimeError):
+    """The ranks did not meet; the message says who is missing, or what does not answer where."""
+
+    exit_code = 2
+
+
+class Introduction(NamedTuple):
+    """What a rank says about itself when all meet.
+
+    Attributes:
+        judge: called on rank 0 with the settings and host names of all ranks, in their order; what it raises ends them all.
+    """
+
+    settings: Mapping[str, str] = {}
+    judge: Callable[[Sequence[Mapping[str, str]], Sequence[str]], None] = lambda settings, hosts: None
+
+
+class Place(NamedTuple):
+    """Where the store is.
+
+    Attributes:
+        is_host: this process keeps it.
+        port: 0 lets the host choose, for a single process.
+        prefix: tells apart the attempts of a launcher that restarts ranks.
+    """
+
+    address: str
+    port: int
+    is_host: bool
+    prefix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port} (MASTER_ADDR, MASTER_PORT)"
+
+
+def place_of(address: str, port: int, rank: int) -> Place:
+    """Rank 0 is the host, but for torchrun, whose agent is."""
+    launcher_is_host = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Place(address, port, rank == 0 and not launcher_is_host, f"attempt-{attempt}")
+
+
+def connect(place: Place, seconds: float) -> dist.Store:
+    """A new connection to the store.
+
+    Raises:
+        RendezvousError: the port is taken, or nothing that is a store answers within `seconds`.
+    """
+    made: list[dist.TCPStore] = []
+    failed: list[str] = []
+
+    def attempt() -> None:
+        try:
+            made.append(
+                dist.TCPStore(
+                    place.address,
+                    place.port,
+                    is_master=place.is_host,
+                    timeout=timedelta(seconds=seconds),
+                    wait_for_workers=False,
+                )
+            )
+        except Exception as error:  # of several kinds; said in one line below
+            failed.append(str(error).split("\n")[0])
+
+    # Its own timeouts are not kept where something else listens on that port, or where an address never answers.
+    thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not made:
+        reason = failed[0] if failed else f"no answer within {seconds:.0f} s"
+        raise RendezvousError(f"no rendezvous at {place}: {reason}")
+    return dist.PrefixStore(place.prefix, made[0])
+
+
+def meet(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    place: Place,
+    seconds: float,
+    introduction: Introduction = Introduction(),  # noqa: B008 - never changed
+) -> list[str]:
+    """Waits until all ranks are here; returns their host names.
+
+    Raises:
+        RendezvousError: on rank 0, naming who is missing after `seconds`; on any rank, if the store's host is gone.
+        RemoteError: rank 0 gave up, or refused somebody.
+        Exception: on rank 0, what its judge raises.
+    """
+    deadline = time.monotonic() + seconds
+    store.set(f"beat/{rank}", "0:0")  # see trainer/ranks/heartbeat.py
+    store.set(f"settings/{rank}", json.dumps(dict(introduction.settings)))
+    store.set(f"here/{rank}", socket.gethostname())
+    ranks = [f"here/{r}" for r in range(world_size)]
+    try:
+        if rank == 0:
+            while not store.check(ranks):
+                if time.monotonic() > deadline:
+                    missing = [str(r) for r in range(world_size) if not store.check([ranks[r]])]
+                    store.set("missing", ", ".join(missing))
+                    time.sleep(1.0)  # for the others to read it
+                    raise RendezvousError(
+                        f"rank {', '.join(missing)} of {world_size} did not come to {place} within {seconds:.0f} s; "
+                        "see its own output on its host"
+                    )
+                time.sleep(_POLL)
+            _judge(store, ranks, introduction)
+            store.set("everyone", "1")
+        else:
+            while not store.check(["everyone"]):
+                if store.check(["missing"]):
+                    raise RemoteError(f"missing at the rendezvous: rank {store.get('missing').decode()}", 2)
+                if store.check(["refused"]):
+                    raise RemoteError(store.get("refused").decode(), 2)
+                if time.monotonic() > deadline + 5:
+                    raise RendezvousError(f"rank 0 did not answer at {place} within {seconds + 5:.0f} s")
+                time.sleep(_POLL)
+        return [host.decode() for host in store.multi_get(ranks)]
+    except dist.DistError as error:
+        raise RendezvousError(f"rank 0 ended before all ranks were at {place}") from error
+
+
+def _judge(store: dist.Store, here: Sequence[str], introduction: Introduction) -> None:
+    """On rank 0, when all are here."""
+    hosts = [host.decode() for host in store.multi_get(list(here))]
+    keys = [key.replace("here/", "settings/") for key in here]
+    try:
+        introduction.judge([json.loads(said) for said in store.multi_get(keys)], hosts)
+    except Exception as error:
+        store.set("refused", str(error))
+        time.sleep(1.0)  # for the others to read it
+        raise

@@ -1,0 +1,98 @@
+"""Which examples this rank reads in each logical step, and how many micro-batches every rank runs.
+
+Each rank decides the coins of its own slice of the data; the decisions are gathered, the cap is applied to all of them, and the
+sorted list is dealt out evenly, so that members do not depend on the number of ranks (contract 1) and ranks differ by at most
+one example. Pulling a plan is a collective.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from data.reading.loader import StepPlan
+from privacy.sampling.keys import SamplingKey
+from privacy.sampling.poisson import Decided, Sampler, assign, example_keys, slice_bounds
+from trainer.ranks import distributed
+
+LARGEST_PUBLIC_OVERHEAD = 0.05
+"""Above this the capped batch is not padded to, and timings become private (contract 12)."""
+
+
+def timings_are_public(expected_batch_size: int, cap: int | None, *, bucket_captions: bool = False) -> bool:
+    """Whether every step runs the number and shapes of micro-batches of the capped batch."""
+    return not bucket_captions and cap is not None and cap <= (1 + LARGEST_PUBLIC_OVERHEAD) * expected_batch_size
+
+
+@dataclass(frozen=True)
+class LogicalBatches:
+    """The plans of one session.
+
+    Attributes:
+        bucket_captions: the loader cuts micro-batches to their longest caption, so that shapes follow the sample.
+        key, nonce: with the attempt they determine every coin.
+        attempts: number of earlier attempts of a step, from the ledger; a retry takes new coins.
+    """
+
+    sampler: Sampler
+    expected_batch_size: int
+    key: SamplingKey
+    nonce: bytes
+    attempts: Mapping[int, int]
+    micro_batch_size: int
+    bucket_captions: bool = False
+
+    @property
+    def timings_are_public(self) -> bool:
+        """See the function of this name."""
+        return timings_are_public(self.expected_batch_size, self.sampler.cap, bucket_captions=self.bucket_captions)
+
+    def attempt(self, step: int) -> int:
+        """0 for a step that was never tried."""
+        return self.attempts.get(step, 0)
+
+    def plans(self, first_step: int, last_step: int) -> Iterator[StepPlan]:
+        """The plans of steps first_step..last_step, drawn when they are pulled."""
+        for step in range(first_step, last_step + 1):
+            yield self._plan(step)
+
+    def _plan(self, step: int) -> StepPlan:
+        rank, world_size = distributed.rank(), distributed.world_size()
+        attempt = self.attempt(step)
+        coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
+        start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
+        members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
+        ids = assign(members, world_size, rank)
+        keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
+        return StepPlan(step, ids, keys, self._num_micro_batches(len(members)))
+
+    def _num_micro_batches(self, count: int) -> int:
+        """Equal on all ranks; the same in every step where timings are public."""
+        if self.timings_are_public:
+            assert self.sampler.cap is not None
+            count = self.sampler.cap
+        return max(1, math.ceil(math.ceil(count / distributed.world_size()) / self.micro_batch_size))
+
+
+def _gather(mine: Decided) -> list[Decided]:
+    """Every rank's decisions, on every rank."""
+    world_size = distributed.world_size()
+    if world_size == 1:
+        return [mine]
+    counts = torch.zeros(world_size, dtype=torch.int64)
+    counts[distributed.rank()] = len(mine.ids)
+    dist.all_reduce(counts)
+    longest = int(counts.max())
+    row = torch.zeros(2 * longest, dtype=torch.int64)
+    row[: len(mine.ids)] = torch.from_numpy(mine.ids)
+    row[longest : longest + len(mine.ids)] = torch.from_numpy(mine.values.view(np.int64))
+    rows = torch.empty(world_size, 2 * longest, dtype=torch.int64)
+    if longest > 0:
+        distributed.all_gather_rows(rows, row)
+    return [
+        Decided(rows[r, :count].numpy(), rows[r, longest : longest + count].numpy().view(np.uint64))
+        for r, count in enumerate(counts.tolist())
+    ]

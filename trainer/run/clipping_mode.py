@@ -1,0 +1,138 @@
+"""Which clipping mode fits: bookkeeping is faster, two_pass takes less memory, and the sum is the same.
+
+`privacy.clipping_mode = "auto"` takes bookkeeping unless the memory that it is predicted to need is not there on some rank.
+With activation checkpointing bookkeeping keeps what checkpointing would free, and the prediction sees that, because it comes
+from real micro-batches of the real model under the real engine (trainer/run/memory_estimate.py).
+"""
+
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.vocabulary_head import cut_as_for
+from privacy.clipping import ClippedSum
+from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH
+from privacy.clipping.clipped_sum import Mode
+from trainer.engines.base import Engine
+from trainer.ranks import distributed
+from trainer.run.memory_estimate import available_memory, predict_peak
+from trainer.tasks.base import to_device
+
+WORTHWHILE = 0.9
+"""two_pass is taken if it needs less than this part of bookkeeping's memory; otherwise it would only be slower."""
+USABLE = 0.8
+"""Of the available memory: what is left over is for scratch memory inside of operations and for fragmentation."""
+MOMENT_BYTES = 8
+"""Per coordinate that a rank owns: two fp32 moments, which optimizers make at their first step."""
+
+
+@dataclass(frozen=True)
+class ModeChoice:
+    """What `auto` chose on all ranks, and the numbers of the rank with the least room; bytes.
+
+    Attributes:
+        needed: by one micro-batch in bookkeeping mode, and by what training allocates later.
+        needed_in_two_passes: the same for two_pass; None where bookkeeping fits and it was not measured.
+        available: to one rank; None where the machine does not say.
+    """
+
+    mode: Mode
+    micro_batch_size: int
+    needed: int
+    needed_in_two_passes: int | None
+    available: int | None
+
+    @property
+    def sentence(self) -> str:
+        """One line for the console."""
+        room = "unknown memory" if self.available is None else f"{_gib(self.available)} available"
+        own = self.needed if self.mode == "bookkeeping" else self.needed_in_two_passes
+        assert own is not None
+        text = (
+            f"clipping mode {self.mode} (auto): a micro-batch of {self.micro_batch_size} needs about {_gib(own)}, "
+            f"{room} a rank"
+        )
+        if self.mode == "two_pass":
+            text += f"; bookkeeping would need {_gib(self.needed)}"
+        elif self.needed_in_two_passes is not None:
+            text += f"; two_pass would need as much ({_gib(self.needed_in_two_passes)})"
+        fits = self.available is None or own <= USABLE * self.available
+        return text if fits else f"{text}; that may be too much: choose a smaller train.micro_batch_size"
+
+    def facts(self) -> dict[str, Any]:
+        """For environment.json."""
+        return asdict(self)
+
+
+def choose_mode(
+    clipped: ClippedSum,
+    engine: Engine,
+    synthetic_inputs: Callable[[int], dict[str, Tensor]],
+    micro_batch_size: int,
+    rows_per_rank: int,
+    available: Callable[[torch.device], int | None] = available_memory,
+) -> ModeChoice:
+    """Sets and returns the mode; equal on all ranks. Collective. Leaves empty sums.
+
+    Args:
+        synthetic_inputs: made-up examples, as many as asked for.
+        rows_per_rank: of a logical batch, for the fp64 totals that large ones need.
+    """
+    count = min(micro_batch_size, EXAMPLES_PER_FLUSH)
+    later = _allocated_later(engine, rows_per_rank)
+    needed = later + _peak(clipped, engine, synthetic_inputs, "bookkeeping", count)
+    room = _share(engine.device, available)
+    tight = _tightest(needed, room)
+    if tight[1] is None or tight[0] <= USABLE * tight[1]:
+        clipped.mode = "bookkeeping"
+        return ModeChoice("bookkeeping", micro_batch_size, tight[0], None, tight[1])
+    less = max(distributed.gather_objects(later + _peak(clipped, engine, synthetic_inputs, "two_pass", count)))
+    clipped.mode = "two_pass" if less < WORTHWHILE * tight[0] else "bookkeeping"
+    return ModeChoice(clipped.mode, micro_batch_size, tight[0], less, tight[1])
+
+
+def _peak(
+    clipped: ClippedSum, engine: Engine, synthetic_inputs: Callable[[int], dict[str, Tensor]], mode: Mode, count: int
+) -> int:
+    """Of one micro-batch of `count` examples, predicted from small ones whose vocabulary is cut as its own is."""
+    clipped.mode = mode
+
+    def work(size: int) -> None:
+        inputs = to_device(synthetic_inputs(size), engine)
+        is_padding_B = torch.zeros(size, dtype=torch.bool, device=engine.device)
+        with cut_as_for(engine.module, count, size):
+            clipped.add_micro_batch(engine.module, inputs, is_padding_B)
+
+    peak = predict_peak(work, count)
+    clipped.zero_()
+    return peak
+
+
+def _allocated_later(engine: Engine, rows_per_rank: int) -> int:
+    """What is not there yet at the first micro-batch and stays from then on."""
+    totals = 8 * sum(shape.numel() for shape in engine.shapes.values()) if rows_per_rank > EXAMPLES_PER_FLUSH else 0
+    return totals + MOMENT_BYTES * engine.layout.count(distributed.rank())
+
+
+def _share(device: torch.device, available: Callable[[torch.device], int | None]) -> int | None:
+    """This rank's part of the memory that it shares with the other ranks on its device; equal for all of them."""
+    mine = (socket.gethostname(), str(device), available(device))
+    sharing = [room for host, where, room in distributed.gather_objects(mine) if (host, where) == mine[:2]]
+    known = [room for room in sharing if room is not None]
+    return min(known) // len(sharing) if len(known) == len(sharing) else None
+
+
+def _tightest(needed: int, room: int | None) -> tuple[int, int | None]:
+    """(needed, room) of the rank that has the least left over; one that does not know its room has enough."""
+    known = [(n, r) for n, r in distributed.gather_objects((needed, room)) if r is not None]
+    if not known:
+        return max(distributed.gather_objects(needed)), None
+    return min(known, key=lambda pair: USABLE * pair[1] - pair[0])
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.2g} GiB" if count >= 2**30 else f"{max(1, round(count / 2**20))} MiB"

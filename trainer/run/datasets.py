@@ -1,0 +1,98 @@
+"""Opens the run's data: tar indexes, made once where the recipe names none, of exactly the shards that were asked for."""
+
+from pathlib import Path
+
+from data.errors import DataError
+from data.index.build import build_index
+from data.index.shards import ShardSet, find_shards
+from data.index.tar_index import MANIFEST, ExampleTable
+from data.reading.storage import RemoteOptions
+from trainer.config.recipe import RunConfig
+from trainer.ranks.distributed import first_on_main, on_main, rank
+from trainer.run.folder import RunFolder
+
+
+def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTable:
+    """The private examples; collective, and slow the first time, since an index is built with hashes of all bytes.
+
+    Raises:
+        DataError: no shards, no examples, or an index of other shards.
+        ReadError: remote shards cannot be read.
+    """
+    shards, remote = first_on_main(lambda: find_shards(config.data.shards, root)), remote_options(config, root)
+    if config.data.index is None:
+        index = folder.index
+        on_main(lambda: _index_once(shards, index, remote))
+    else:
+        index = root / config.data.index
+    table = first_on_main(lambda: _open_table(index, shards, remote))
+    if len(table) == 0:
+        raise DataError(f"{config.data.shards} holds no examples")
+    wanted = config.data.num_examples
+    if wanted is not None and wanted != len(table):
+        raise DataError(
+            f"{config.data.shards} holds {len(table):,} examples, but data.num_examples is {wanted:,}: the recipe's noise "
+            f"multiplier belongs to that number. Set data.num_examples={len(table)} and calibrate again (plan.py --recipe)"
+        )
+    if shards.is_remote and rank() == 0:
+        print(
+            f"warning: examples are read from {shards.root}: whoever serves it or sees the requests knows who is in every "
+            "batch, and must be inside the trust boundary (docs/data.md)",
+            flush=True,
+        )
+    return table
+
+
+def heldout_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTable | None:
+    """The held-out examples, if the recipe names any; collective.
+
+    Raises:
+        DataError: no shards, or training shards that are declared public.
+        ReadError: remote shards cannot be read.
+    """
+    if config.heldout is None:
+        return None
+    pattern = config.heldout.shards
+    shards, remote = first_on_main(lambda: find_shards(pattern, root)), remote_options(config, root)
+    private = first_on_main(lambda: find_shards(config.data.shards, root)).locations()
+    if config.heldout.is_public and not set(private).isdisjoint(shards.locations()):
+        raise DataError("heldout.shards contains training shards, so it cannot be declared public (heldout.is_public)")
+    index = folder.private / "heldout-index"
+    on_main(lambda: _index_once(shards, index, remote))
+    return first_on_main(lambda: _open_table(index, shards, remote))
+
+
+def require_other_bytes(heldout: ExampleTable, table: ExampleTable) -> None:
+    """Public held-out shards are not training shards under another name.
+
+    Raises:
+        DataError: one of them is.
+    """
+    private = {entry.sha256 for entry in table.entries}
+    for entry in heldout.entries:
+        if entry.sha256 in private:
+            raise DataError(
+                f"held-out shard {entry.name} has the bytes of a training shard, so it cannot be declared public "
+                "(heldout.is_public)"
+            )
+
+
+def remote_options(config: RunConfig, root: Path) -> RemoteOptions:
+    """How the recipe wants shards to be read over the network."""
+    remote = config.data.remote
+    cache_dir = None if remote.cache_dir is None else str(root / Path(remote.cache_dir).expanduser())
+    return RemoteOptions(**{**remote.model_dump(), "cache_dir": cache_dir})
+
+
+def _index_once(shards: ShardSet, index: Path, remote: RemoteOptions) -> None:
+    if not (index / MANIFEST).exists():  # an earlier start may have been cut short; the shards it finished are kept
+        build_index(shards, index, remote=remote, progress=True)
+
+
+def _open_table(index: Path, shards: ShardSet, remote: RemoteOptions) -> ExampleTable:
+    """The index, if it is one of exactly these shards. Rank 0 looks at every shard; every read is checked by itself."""
+    table = ExampleTable.open(index, shards.root, remote=remote, check_shards=False)
+    table.require_shards(shards)
+    if rank() == 0:
+        table.check_shards()
+    return table

@@ -1,0 +1,90 @@
+"""The run folder: what lies where, who may read it, and one trainer at a time."""
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+from trainer.run.files import write_durably
+
+PACKAGES = ("torch", "deepspeed", "dp-accounting", "numpy", "cryptography", "tokenizers", "pillow", "pydantic")
+
+
+class RunFolder:
+    """Paths of one run. `create` makes them; only rank 0 calls it, and `lock` before anything else."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.private = root / "private"
+        self.ledger = root / "ledger.jsonl"
+        self.key = self.private / "sampling.key"
+        self.index = self.private / "index"
+        self.checkpoints = root / "checkpoints"
+        self.evaluation = root / "evaluation"
+        self.stop = root / "STOP"
+        self._lock: int | None = None
+
+    def create(self) -> None:
+        """Makes the folders; `private` is for the owner alone."""
+        try:
+            for folder in (self.root, self.checkpoints, self.evaluation):
+                folder.mkdir(parents=True, exist_ok=True)
+            self.private.mkdir(mode=0o700, exist_ok=True)
+            self.private.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(f"run folder {self.root}: {error.strerror}") from error
+
+    def lock(self) -> None:
+        """Takes the run folder for this process until it ends, however it ends.
+
+        Raises:
+            ConfigError: another trainer has it.
+        """
+        self._lock = os.open(self.private / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"run folder {self.root} is in use by another trainer; wait for it or choose another --run_dir"
+            ) from error
+
+    def record_configuration(
+        self, config_toml: str, ds_config: Mapping[str, Any], chosen: Mapping[str, Any] | None = None
+    ) -> None:
+        """What this start resolved to; the files of earlier starts are overwritten, the ledger remembers them.
+
+        Args:
+            chosen: what the program decided by itself, with its reasons; no private data.
+        """
+        write_durably(self.root / "config.toml", config_toml)
+        write_durably(self.root / "ds_config.json", json.dumps(ds_config, indent=1) + "\n")
+        write_durably(self.root / "environment.json", json.dumps({**environment(), **(chosen or {})}, indent=1) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Versions and the commit of the code: what somebody needs to repeat the run."""
+    return {
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "commit": _git("rev-parse", "HEAD"),
+        "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "arguments": sys.argv[1:],
+    }
+
+
+def _git(*arguments: str) -> str:
+    """Empty outside of a checkout: a copied source tree is no error."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=30
+        ).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

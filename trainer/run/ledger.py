@@ -1,0 +1,201 @@
+"""The privacy ledger as all ranks see it: rank 0 writes, and no rank goes on before the line is durable (contract 9).
+
+Also the place where configuration, data, key and ledger of a run folder meet: the plan is made (or, at a resume, held against
+the frozen one) on rank 0, and every rank gets the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.index.tar_index import ExampleTable
+from privacy.accounting.calibration import Progress
+from privacy.accounting.epsilon_table import EpsilonTable
+from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.errors import PrivacyConfigError
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.records import read_ledger
+from privacy.ledger.run_state import SharedTerms, open_run_state
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.releases import Release
+from privacy.sampling.keys import SamplingKey
+from trainer.config.recipe import PrivacySection
+from trainer.ranks import distributed
+from trainer.run.folder import RunFolder, environment
+
+
+class RunLedger:
+    """Collective wrapper of the ledger; every method is called on all ranks unless it says otherwise."""
+
+    def __init__(
+        self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, attempts: Mapping[int, int], table: Path
+    ) -> None:
+        self._ledger = ledger  # on rank 0 only
+        self._table_cache = table
+        self.key = key
+        self.plan = plan
+        self.attempts = dict(attempts)
+        self.is_closed: bool = distributed.on_main(lambda: self._on_main.closed is not None)
+        self._table: EpsilonTable | None = None
+
+    @property
+    def _on_main(self) -> Ledger:
+        assert self._ledger is not None, "only rank 0 has the ledger"
+        return self._ledger
+
+    @property
+    def num_charged(self) -> int:
+        """Charged attempts; 0 on ranks other than 0, and without privacy, where nothing is claimed."""
+        return self._ledger.num_charged if self._ledger is not None else 0
+
+    def budget_is_spent(self, step: int) -> bool:
+        """Whether an intent for `step` would pass the budget; False on ranks other than 0."""
+        return self._ledger is not None and self._ledger.budget_spent(step) is not None
+
+    def start_session(self) -> bytes:
+        """Records this start and returns its nonce; on rank 0 the epsilon table is computed too."""
+        nonce = distributed.on_main(lambda: self._on_main.start_session(_versions()))
+        if self._ledger is not None:
+            self._table = self.plan.epsilon_table(cache=self._table_cache)
+        return nonce
+
+    def intent(self, step: int, *, releases: Sequence[Release]) -> None:
+        """Charges the attempt; see `Ledger.intent`."""
+        if self.plan.enabled:
+            distributed.on_main(lambda: self._on_main.intent(step, self.attempts.get(step, 0), releases))
+
+    def done(self, step: int) -> None:
+        if self.plan.enabled:
+            distributed.on_main(lambda: self._on_main.done(step, self.attempts.get(step, 0)))
+
+    def checkpoint(self, step: int, name: str, digest: str) -> None:
+        if self.plan.enabled:
+            distributed.on_main(lambda: self._on_main.checkpoint(step, name, digest))
+
+    def close_run(self) -> None:
+        """All steps are done."""
+        distributed.on_main(lambda: self._on_main.close("finished"))
+
+    def position(self) -> dict[str, Any]:
+        """Sequence number and hash of the last line, for a manifest; empty on ranks other than 0."""
+        if self._ledger is None:
+            return {}
+        seq, line_hash = self._ledger.position()
+        return {"seq": seq, "hash": line_hash}
+
+    def require_not_shorter_than(self, position: Mapping[str, Any]) -> None:
+        """Refuses a ledger that does not contain the line a checkpoint remembers (exit 4)."""
+        distributed.on_main(lambda: self._on_main.require_not_shorter_than(position["seq"], position["hash"]))
+
+    def epsilon(self, num_charged: int | None = None) -> float | None:
+        """Epsilon of everything charged so far, or of `num_charged` attempts; on rank 0. None without a guarantee."""
+        if self._ledger is None or not self.plan.formal_guarantee:
+            return None
+        if self._table is None:  # shuffled: a closed form, which needs to know which intents were replays
+            return self._ledger.epsilon() if num_charged is None else self.plan.epsilon_after(num_charged)
+        return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
+
+
+def open_run_ledger(
+    folder: RunFolder, privacy: PrivacySection, num_steps: int, table: ExampleTable, unit: str
+) -> RunLedger:
+    """Opens or creates ledger and key of a run folder. Collective.
+
+    Args:
+        unit: what one example is, for the ledger and the card.
+
+    Raises (on every rank):
+        PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
+        PrivacyStateRefused: ledger, key, mirror and checkpoints do not fit together (exit 4).
+    """
+    opened: list[tuple[Ledger, SamplingKey]] = []
+
+    def open_on_main() -> dict[str, Any]:
+        plan = _make_plan(folder, privacy, num_steps, len(table))
+        owners = privacy.shared_ledger
+        _require_same_owner_limit(folder, privacy)
+        ledger, key = open_run_state(
+            folder.ledger,
+            folder.key,
+            plan,
+            data_manifest=table.manifest_digest(),
+            open_fields=_described(privacy, unit),
+            mirror=privacy.ledger_mirror,
+            shared=None if owners is None else SharedTerms(owners, folder.root.name, privacy.fixed_in_advance),
+            has_checkpoint=any(folder.checkpoints.glob("step-*")),
+        )
+        opened.append((ledger, key))
+        return {"plan": plan, "attempts": dict(ledger.state.attempts), "commitment": key.commitment()}
+
+    found = distributed.on_main(open_on_main)
+    cache = folder.private / "epsilon-table.json"
+    if opened:
+        ledger, key = opened[0]
+        return RunLedger(ledger, key, found["plan"], found["attempts"], cache)
+    key = SamplingKey.load(folder.key, found["commitment"])
+    return RunLedger(None, key, found["plan"], found["attempts"], cache)
+
+
+def _described(privacy: PrivacySection, unit: str) -> dict[str, Any]:
+    """What the `open` record says beside plan, key and data."""
+    owner = {"max_examples_per_owner": privacy.max_examples_per_owner} if privacy.max_examples_per_owner else {}
+    return {"commit": _versions()["commit"], "unit": unit, **owner}
+
+
+def _require_same_owner_limit(folder: RunFolder, privacy: PrivacySection) -> None:
+    """The card computes an owner's epsilon from the limit in the `open` record, so a resume cannot state another one."""
+    if not folder.ledger.exists():
+        return
+    frozen = read_ledger(folder.ledger).opened.get("max_examples_per_owner")
+    if frozen != privacy.max_examples_per_owner:
+        raise PrivacyConfigError(
+            f"privacy.max_examples_per_owner is {privacy.max_examples_per_owner}, but {folder.ledger} was opened with "
+            f"{frozen}; it is part of the claim: set it back, or start another run folder"
+        )
+
+
+def _versions() -> dict[str, Any]:
+    """The environment without the command line, which may name private paths."""
+    return {key: value for key, value in environment().items() if key != "arguments"}
+
+
+def _make_plan(folder: RunFolder, privacy: PrivacySection, num_steps: int, num_examples: int) -> PrivacyPlan:
+    frozen = read_ledger(folder.ledger).opened["plan"] if folder.ledger.exists() else None
+    if frozen is None and privacy.target_epsilon is not None:
+        print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
+    return recipe_plan(privacy, num_steps, num_examples, resume=frozen)
+
+
+def recipe_plan(
+    privacy: PrivacySection,
+    num_steps: int,
+    num_examples: int,
+    *,
+    resume: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> PrivacyPlan:
+    """The plan that a recipe means on so many examples: capped batches, clipping slack and reserve included.
+
+    Args:
+        resume, progress: as in `make_plan`.
+    """
+    return make_plan(
+        num_examples=num_examples,
+        expected_batch_size=privacy.expected_batch_size,
+        num_steps=num_steps,
+        noise_multiplier=privacy.noise_multiplier,
+        target_epsilon=privacy.target_epsilon,
+        target_delta=privacy.target_delta,
+        max_grad_norm=privacy.max_grad_norm,
+        sensitivity_slack=SENSITIVITY_SLACK,
+        reserved_attempts=privacy.reserved_attempts,
+        enabled=privacy.enabled,
+        allow_small_noise=privacy.allow_small_noise or privacy.simulation,
+        sampling=privacy.sampling,
+        shuffle_as_gaussian=privacy.shuffle_as_gaussian,
+        noise_source=privacy.noise_source,
+        informal_reasons=privacy.informal_reasons,
+        adaptive_clipping=privacy.adaptive_clipping,
+        resume=resume,
+        progress=progress,
+    )

@@ -1,0 +1,76 @@
+"""A run, put together: everything that `trainer/loop/fit.py` needs for a step, built once per start."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from data.reading.loader import Loader
+from data.reading.streaming import StreamingLoader
+from privacy.clipping import ClippedSum
+from privacy.noise import NoiseSource
+from privacy.plan import PrivacyPlan
+from trainer.checkpoints.write import CheckpointWriter
+from trainer.config.recipe import RunConfig
+from trainer.engines.base import Engine
+from trainer.loop.adaptive_bound import MANIFEST_KEY
+from trainer.loop.averaging import WeightAverage
+from trainer.loop.sanity import SanityChecks
+from trainer.optimizers.adam_bc import NoiseVariance
+from trainer.ranks import distributed
+from trainer.run.batches import LogicalBatches
+from trainer.run.folder import RunFolder
+from trainer.run.frozen import FrozenWeights
+from trainer.run.heldout import Heldout
+from trainer.run.ledger import RunLedger
+from trainer.run.members import MembersLog
+
+
+@dataclass(frozen=True)
+class Run:
+    """Built by `trainer.run.start.train`.
+
+    Attributes:
+        first_step: 1, or the step after the checkpoint that was resumed from.
+        model_facts: what a checkpoint's manifest says about the model, its tokenizer and its initialisation.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    plan: PrivacyPlan
+    ledger: RunLedger
+    engine: Engine
+    frozen: FrozenWeights
+    clipped: ClippedSum
+    noise: NoiseSource
+    batches: LogicalBatches
+    members: MembersLog
+    loader: Loader | StreamingLoader
+    heldout: Heldout | None
+    first_step: int
+    checkpoints: CheckpointWriter
+    average: WeightAverage | None
+    sanity: SanityChecks | None
+    noise_variance: NoiseVariance
+    model_facts: dict[str, Any]
+
+    @property
+    def is_main(self) -> bool:
+        return distributed.rank() == 0
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Steps between checkpoints; by default a twentieth of the reserve, so that it lasts for twenty crashes."""
+        return self.config.train.checkpoint_every or max(1, self.plan.reserved_attempts // 20)
+
+    def checkpoint_facts(self) -> dict[str, Any]:
+        """What a manifest says beside the weights; a checkpoint without it would be a model without a guarantee."""
+        return {
+            "run": self.config.name,
+            "formal_guarantee": self.plan.formal_guarantee,
+            "reasons": list(self.plan.reasons),
+            "ledger": self.ledger.position(),
+            "charged_attempts": self.ledger.num_charged,
+            **({MANIFEST_KEY: self.clipped.max_grad_norm} if self.clipped.adaptive is not None else {}),
+            "noise_variance": self.noise_variance.average,
+            **self.frozen.facts(),
+            **self.model_facts,
+        }

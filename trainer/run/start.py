@@ -1,0 +1,316 @@
+"""Builds a run from its configuration, in the order in which things can be refused, and trains it."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.index.shards import expand_shards
+from data.index.tar_index import ExampleTable
+from data.reading.loader import Loader
+from data.reading.streaming import Stream, StreamingLoader
+from models.vocabulary_head import VocabularyHead
+from privacy.clipping import ClippedSum
+from privacy.clipping.accumulators import LocalSums
+from privacy.clipping.functions import FUNCTIONS
+from privacy.clipping.selfcheck import check_against_autograd
+from privacy.errors import PrivacyStateRefused
+from privacy.noise import NoiseSource, noise_source
+from privacy.plan import PrivacyPlan
+from trainer.checkpoints.read import Checkpoint, newest_checkpoint, newest_whole
+from trainer.checkpoints.write import CheckpointWriter, Retention
+from trainer.config.machine import MachineSettings
+from trainer.config.recipe import EngineName, RunConfig, to_toml
+from trainer.engines import build_engine, sharder
+from trainer.engines.base import Engine
+from trainer.engines.compilation import compile_blocks, require_compilable
+from trainer.engines.sharded_sums import ShardedSums
+from trainer.errors import ConfigError
+from trainer.loop.adaptive_bound import resumed_bound
+from trainer.loop.announce import announce, conclude
+from trainer.loop.averaging import WeightAverage
+from trainer.loop.fit import DONE, fit
+from trainer.loop.sanity import SanityChecks
+from trainer.optimizers import moments
+from trainer.optimizers.adam_bc import NoiseVariance
+from trainer.ranks import distributed
+from trainer.ranks.agreement import require_shared
+from trainer.ranks.discovery import Ranks
+from trainer.ranks.distributed import first_on_main, on_main
+from trainer.run.allocator import keep_freed_memory
+from trainer.run.batches import LogicalBatches
+from trainer.run.clipping_mode import ModeChoice, choose_mode
+from trainer.run.datasets import heldout_table, require_other_bytes, training_table
+from trainer.run.folder import RunFolder
+from trainer.run.frozen import FrozenWeights, require_start
+from trainer.run.heldout import Heldout
+from trainer.run.ledger import RunLedger, open_run_ledger
+from trainer.run.members import MembersLog
+from trainer.run.run import Run
+from trainer.tasks import TrainingTask, make_task
+from trainer.tasks.base import to_device
+from trainer.weights.start import find_checkpoint, initialisation_facts, load_start, training_data_facts
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What is known before anything is built."""
+
+    config: RunConfig
+    machine: MachineSettings
+    engine_name: EngineName
+    folder: RunFolder
+    root: Path
+    ranks: Ranks
+    device: torch.device
+    task: TrainingTask
+
+
+def train(
+    config: RunConfig,
+    machine: MachineSettings,
+    engine_name: EngineName,
+    run_dir: Path,
+    root: Path,
+    ranks: Ranks,
+    device: torch.device,
+    noise: NoiseSource | None = None,
+) -> int:
+    """Trains, or resumes, the run in `run_dir`; collective. Returns the exit code.
+
+    Args:
+        root: the project's root; paths in the recipe are relative to it.
+        noise: tests inject their own source; a real run draws from the operating system.
+    """
+    if device.type == "cpu":
+        keep_freed_memory()
+    folder = RunFolder(run_dir)
+    on_main(lambda: _take(folder))
+    require_shared(folder)
+    init = config.init
+    if init is not None:  # before data are hashed; a resumed run does not look at it
+        first_on_main(lambda: newest_checkpoint(folder.checkpoints) or find_checkpoint(init, root))
+    task = first_on_main(lambda: make_task(config, root))
+    setup = _Setup(config, machine, engine_name, folder, root, ranks, device, task)
+    model = _checked_model(setup)
+    heldout = _heldout(setup)
+    table = training_table(config, folder, root)  # last of these: hashing a large data set takes hours
+    if heldout is not None and config.heldout is not None and config.heldout.is_public:
+        first_on_main(lambda: require_other_bytes(heldout.table, table))
+    ledger = open_run_ledger(folder, config.privacy, config.train.num_steps, table, task.unit)
+    resumed = _load_weights(folder, ledger, None if machine.zero_init else model)
+    if ledger.is_closed:
+        return _already_finished(setup, resumed)
+    start = _start(config, model, table, root, task) if resumed is None else resumed.manifest["initialisation"]
+    facts = {**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table, resumed)}
+    run, choice = _build_run(setup, model, table, ledger, resumed, heldout, facts, noise)
+    chosen = {"clipping_mode": choice.facts()} if choice is not None else {}
+    on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw), chosen))
+    if ranks.is_main:
+        announce(run, ranks, engine_name, machine, choice)
+    outcome = fit(run)
+    if outcome == DONE:
+        ledger.close_run()
+    if ranks.is_main:
+        conclude(run, outcome)
+    return outcome
+
+
+def _checked_model(setup: _Setup) -> nn.Module:
+    """With fresh weights, after all that can be refused by looking at the model alone."""
+    config, machine, task = setup.config, setup.machine, setup.task
+    if machine.zero_init and config.init is not None:
+        raise ConfigError(
+            f"ds_config {machine.path}: zero_optimization.zero_init cannot be combined with [init]: remove one"
+        )
+    shard = sharder(setup.engine_name, machine, setup.device, config.train.micro_batch_size)
+    model = task.build(torch.Generator().manual_seed(config.train.seed), after=shard)
+    require_start(model, config)
+    if config.train.compile:
+        require_compilable(model, setup.engine_name, machine, setup.device)
+    whole = model if shard is None else task.build(torch.Generator().manual_seed(config.train.seed), one_block=True)
+    check_against_autograd(whole, task.synthetic_inputs(2))
+    return model
+
+
+def _already_finished(setup: _Setup, resumed: Checkpoint | None) -> int:
+    """A closed ledger: DONE where the last checkpoint is there.
+
+    Raises:
+        ConfigError: it is damaged or gone.
+    """
+    last, num_steps = resumed.step if resumed is not None else 0, setup.config.train.num_steps
+    if last < num_steps:
+        raise ConfigError(
+            f"{setup.folder.root} is finished and its budget is closed, but its last checkpoint is damaged or gone: what is "
+            f"left is that of step {last}; restore checkpoints/ from a copy"
+        )
+    if setup.ranks.is_main:
+        print(f"{setup.folder.root} is finished: all {num_steps} steps are done; nothing to do", flush=True)
+    return DONE
+
+
+def _build_run(
+    setup: _Setup,
+    model: nn.Module,
+    table: ExampleTable,
+    ledger: RunLedger,
+    resumed: Checkpoint | None,
+    heldout: Heldout | None,
+    model_facts: dict[str, Any],
+    noise: NoiseSource | None,
+) -> tuple[Run, ModeChoice | None]:
+    """Engine, clipper, loader and the rest of what steps need; from `start_session` on the ledger knows of this start."""
+    config, folder = setup.config, setup.folder
+    frozen = FrozenWeights(model)
+    engine = build_engine(
+        setup.engine_name, model, config.optimizer, setup.machine, setup.device, config.train.micro_batch_size
+    )
+    if resumed is not None:
+        resumed.restore(engine, moments(config.optimizer))
+    if config.train.compile:
+        compile_blocks(engine.module)
+    nonce = ledger.start_session()
+    clipped, choice = _clipped_sum(config, ledger.plan, setup.task, engine, resumed)
+    source = noise or noise_source(ledger.plan.noise_source)
+    sanity = SanityChecks(engine, source) if config.train.sanity_checks else None
+    first_step = resumed.step + 1 if resumed is not None else 1
+    known_variance = resumed.manifest["noise_variance"] if resumed is not None else 0.0
+    run = Run(
+        config=config,
+        folder=folder,
+        plan=ledger.plan,
+        ledger=ledger,
+        engine=engine,
+        frozen=frozen,
+        clipped=clipped,
+        noise=sanity.noise if sanity is not None else source,
+        sanity=sanity,
+        batches=LogicalBatches(
+            ledger.plan.sampler,
+            ledger.plan.expected_batch_size,
+            ledger.key,
+            nonce,
+            ledger.attempts,
+            config.train.micro_batch_size,
+            bucket_captions=config.data.bucket_captions,
+        ),
+        members=MembersLog(folder.private, ledger.key, nonce),
+        loader=_loader(setup, table, first_step),
+        heldout=heldout,
+        first_step=first_step,
+        checkpoints=CheckpointWriter(
+            folder.checkpoints,
+            Retention(config.train.keep_checkpoints, config.train.keep_every),
+            in_background=config.train.async_checkpoints,
+            published=ledger.checkpoint,
+        ),
+        average=WeightAverage(engine, config.train.ema_decay, resumed) if config.train.ema_decay else None,
+        noise_variance=NoiseVariance(config.optimizer.betas[1], known_variance),
+        model_facts=model_facts,
+    )
+    return run, choice
+
+
+def _loader(setup: _Setup, table: ExampleTable, first_step: int) -> Loader | StreamingLoader:
+    """Random access by the sampler's draw; public data may also stream in the order of their shards."""
+    config = setup.config
+    make_example, pin_memory = setup.task.make_example(train=True), setup.device.type == "cuda"
+    if config.data.streaming:
+        return StreamingLoader(
+            Stream(first_on_main(lambda: expand_shards(config.data.shards, setup.root)), seed=config.train.seed),
+            make_example,
+            micro_batch_size=config.train.micro_batch_size,
+            batch_size=config.privacy.expected_batch_size,
+            num_workers=config.data.num_workers,
+            rank=setup.ranks.rank,
+            world_size=setup.ranks.world_size,
+            start_step=first_step - 1,
+            pin_memory=pin_memory,
+        )
+    return Loader(
+        table,
+        make_example,
+        micro_batch_size=config.train.micro_batch_size,
+        num_workers=config.data.num_workers,
+        memory_limit_mib=config.data.memory_limit_mib,
+        pin_memory=pin_memory,
+        bucket_captions=config.data.bucket_captions,
+    )
+
+
+def _clipped_sum(
+    config: RunConfig, plan: PrivacyPlan, task: TrainingTask, engine: Engine, resumed: Checkpoint | None
+) -> tuple[ClippedSum, ModeChoice | None]:
+    """The clipper, and how its mode was chosen where the recipe leaves that to the memory. Collective."""
+    privacy, micro_batch_size = config.privacy, config.train.micro_batch_size
+    clipped = ClippedSum(
+        engine.module,
+        privacy.max_grad_norm if privacy.enabled else float("inf"),
+        shapes=engine.shapes,
+        mode="bookkeeping" if privacy.clipping_mode == "auto" else privacy.clipping_mode,
+        accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
+        device=engine.device,
+        function=FUNCTIONS[privacy.clipping_function if privacy.enabled else "flat"],
+        adaptive=plan.adaptive_clipping,
+    )
+    if plan.adaptive_clipping is not None and resumed is not None:
+        clipped.max_grad_norm = resumed_bound(resumed.manifest, plan.max_grad_norm)
+    choice = None
+    if privacy.clipping_mode == "auto":
+        rows = math.ceil(plan.max_batch_size / distributed.world_size())
+        choice = choose_mode(clipped, engine, task.synthetic_inputs, micro_batch_size, rows)
+    if clipped.mode == "two_pass" or _cuts_vocabulary(engine.module, micro_batch_size, config.data.num_tokens):
+        clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
+    return clipped, choice
+
+
+def _cuts_vocabulary(module: nn.Module, micro_batch_size: int, num_tokens: int) -> bool:
+    """Whether the scores of the vocabulary are computed again for norm and sum: that must repeat to the last bit too."""
+    hidden_BLD = torch.empty(micro_batch_size, num_tokens - 1, 1, device="meta")
+    return any(m.num_chunks(hidden_BLD) > 1 for m in module.modules() if isinstance(m, VocabularyHead))
+
+
+def _take(folder: RunFolder) -> None:
+    folder.create()
+    folder.lock()
+    folder.stop.unlink(missing_ok=True)
+
+
+def _heldout(setup: _Setup) -> Heldout | None:
+    config = setup.config
+    table = heldout_table(config, setup.folder, setup.root)
+    if table is None or config.heldout is None:
+        return None
+    return Heldout(
+        table, setup.task, num_examples=config.heldout.num_examples, micro_batch_size=config.train.micro_batch_size
+    )
+
+
+def _start(config: RunConfig, model: nn.Module, table: ExampleTable, root: Path, task: TrainingTask) -> dict[str, Any]:
+    """Sets the initial weights; returns what manifests say about them."""
+    init = config.init
+    if init is None:
+        return {"kind": "random", "seed": config.train.seed}
+    checkpoint = first_on_main(lambda: find_checkpoint(init, root))
+    facts = first_on_main(lambda: initialisation_facts(config, checkpoint, table))
+    return {**facts, "at_random": load_start(checkpoint, init, model, task.facts().get("tokenizer_sha256"))}
+
+
+def _load_weights(folder: RunFolder, ledger: RunLedger, model: nn.Module | None) -> Checkpoint | None:
+    """The newest whole checkpoint, its weights set; refuses one that knows more of the ledger than the ledger itself.
+
+    A model that was built in shards (None here) takes its weights with the engine's state, piece by piece.
+    """
+    checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
+    if checkpoint is not None and not checkpoint.manifest.get("ledger"):
+        raise PrivacyStateRefused(
+            f"{checkpoint.path} remembers no line of this run's ledger, so it was not written by this run: take it away; "
+            "weights from elsewhere are for [init]"
+        )
+    if checkpoint is not None and model is not None:
+        checkpoint.load_weights(model)
+    return checkpoint

@@ -1,0 +1,198 @@
+"""What the runs of a study show, from their public files: epsilon from the ledgers, held-out losses from evaluation/."""
+
+import functools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from privacy.accounting.accountants import ReleaseGroup, epsilon
+from privacy.card.report import read_snapshot
+from privacy.plan import PrivacyPlan
+from trainer.checkpoints.read import Checkpoint, newest_checkpoint
+from trainer.report import read_utility
+from trainer.run.batches import timings_are_public
+from trainer.studies.folder import Progress, StudyFolder
+from trainer.studies.grid import Label
+from trainer.studies.points import PlannedPoint
+
+
+def axis_columns(labels: Mapping[str, Label]) -> dict[str, Label]:
+    """Labels as columns of a table: an axis called epsilon is not the epsilon that was spent."""
+    return {f"axis/{name}": label for name, label in labels.items()}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One point.
+
+    Attributes:
+        labels: axis -> value.
+        plan: frozen in the run's ledger.
+        epsilon: of everything charged so far; None without a formal guarantee, whatever the recipe says.
+        losses: step -> held-out loss, as far as the held-out data are public.
+        parameters: of the model; None before the first checkpoint.
+        seconds: wall time over all attempts that this folder knows the end of; None where timings are private.
+    """
+
+    name: str
+    labels: dict[str, Label]
+    seed: int
+    progress: Progress
+    simulation: bool
+    plan: PrivacyPlan
+    charged: int
+    epsilon: float | None
+    losses: dict[int, float]
+    parameters: int | None
+    seconds: float | None
+
+    @property
+    def examples_per_step(self) -> int:
+        """Examples that a step puts through the model: it is padded to the capped batch."""
+        return self.plan.max_batch_size
+
+    @property
+    def final_loss(self) -> float | None:
+        """Held-out loss after the last step; None for a run that is not done."""
+        return self.losses.get(self.plan.num_steps) if self.progress == "finished" else None
+
+    @property
+    def examples(self) -> int:
+        """Examples through the model over the whole run as planned."""
+        return self.examples_per_step * self.plan.num_steps
+
+    def row(self) -> dict[str, Any]:
+        """For tables. Without a formal guarantee it holds neither epsilon nor delta."""
+        formal = self.plan.formal_guarantee
+        return {
+            "point": self.name,
+            **axis_columns(self.labels),
+            "seed": self.seed,
+            "status": self.progress,
+            "formal_guarantee": formal,
+            "epsilon": self.epsilon,
+            "delta": self.plan.target_delta if formal else None,
+            "why_no_guarantee": "; ".join(self.plan.reasons),
+            "num_examples": self.plan.num_examples,
+            "expected_batch_size": self.plan.expected_batch_size,
+            "noise_multiplier": self.plan.noise_multiplier,
+            "noise_over_batch": self.plan.noise_multiplier / self.plan.expected_batch_size,
+            "num_steps": self.plan.num_steps,
+            "parameters": self.parameters,
+            "examples_computed": self.examples,
+            "seconds": self.seconds,
+            "first_heldout_loss": self.losses.get(0),
+            "final_heldout_loss": self.final_loss,
+        }
+
+
+def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[Result], list[str]]:
+    """The results of all points that began, and the names of those that did not."""
+    seconds = folder.seconds()
+    results, missing = [], []
+    for one in planned:
+        progress = folder.progress(one.name)
+        if progress == "new":
+            missing.append(one.name)
+            continue
+        state = read_snapshot(folder.run(one.name) / "ledger.jsonl").state
+        plan = state.plan
+        value = _epsilon(tuple(state.charged_groups()), plan.accounted_delta) if plan.formal_guarantee else None
+        losses = read_utility(folder.run(one.name))["heldout_loss"]
+        results.append(
+            Result(
+                name=one.name,
+                labels=dict(one.point.labels),
+                seed=one.point.seed,
+                progress=progress,
+                simulation=one.is_simulation,
+                plan=plan,
+                charged=state.num_charged,
+                epsilon=value,
+                losses={entry["step"]: entry["loss"] for entry in losses if entry["loss"] is not None},
+                parameters=_parameters(folder.run(one.name)),
+                seconds=seconds.get(one.name) if _timings_are_public(one, plan) else None,
+            )
+        )
+    return results, missing
+
+
+def _timings_are_public(one: PlannedPoint, plan: PrivacyPlan) -> bool:
+    """Contract 12: of public data, or where every step has the shape of the capped batch."""
+    bucketed = one.config.data.bucket_captions
+    return not one.is_on_private_data or timings_are_public(
+        plan.expected_batch_size, plan.cap, bucket_captions=bucketed
+    )
+
+
+@functools.cache
+def _epsilon(groups: tuple[ReleaseGroup, ...], delta: float) -> float:
+    """Runs that differ by their seed alone have one epsilon, which takes seconds."""
+    return epsilon(list(groups), delta)
+
+
+def _parameters(run_dir: Path) -> int | None:
+    newest = newest_checkpoint(run_dir / "checkpoints")
+    if newest is None:
+        return None
+    return sum(shape.numel() for shape in Checkpoint(newest).shapes.values())
+
+
+@dataclass(frozen=True)
+class Group:
+    """All seeds of one combination of values."""
+
+    labels: dict[str, Label]
+    results: list[Result]
+
+    @property
+    def final_losses(self) -> list[float]:
+        return [loss for result in self.results if (loss := result.final_loss) is not None]
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether any of them is a TAN simulation: then nothing of the group is private."""
+        return any(result.simulation for result in self.results)
+
+    def curve(self) -> list[tuple[int, float, float, float]]:
+        """(step, mean, least, largest) of the held-out loss at the steps that every seed evaluated."""
+        shared = set.intersection(*(set(result.losses) for result in self.results))
+        found = []
+        for step in sorted(shared):
+            values = [result.losses[step] for result in self.results]
+            found.append((step, statistics.fmean(values), min(values), max(values)))
+        return found
+
+    def row(self) -> dict[str, Any]:
+        """For tables: mean and spread over the seeds; epsilon only where every seed has a guarantee."""
+        first, losses = self.results[0], self.final_losses
+        epsilons = [result.epsilon for result in self.results]
+        return {
+            **axis_columns(self.labels),
+            "seeds_done": len(losses),
+            "formal_guarantee": all(result.plan.formal_guarantee for result in self.results),
+            "epsilon": None if None in epsilons else max(value for value in epsilons if value is not None),
+            "simulation": self.is_simulated,
+            "num_examples": first.plan.num_examples,
+            "expected_batch_size": first.plan.expected_batch_size,
+            "num_steps": first.plan.num_steps,
+            "noise_multiplier": first.plan.noise_multiplier,
+            "noise_over_batch": first.plan.noise_multiplier / first.plan.expected_batch_size,
+            "parameters": first.parameters,
+            "examples_computed": first.examples,
+            "final_heldout_loss_mean": statistics.fmean(losses) if losses else None,
+            "final_heldout_loss_min": min(losses, default=None),
+            "final_heldout_loss_max": max(losses, default=None),
+            "final_heldout_loss_sd": statistics.stdev(losses) if len(losses) > 1 else None,
+        }
+
+
+def grouped(results: Sequence[Result]) -> list[Group]:
+    """Results that differ by their seed alone together, in the order of the grid."""
+    groups: dict[tuple[Label, ...], Group] = {}
+    for result in results:
+        key = tuple(result.labels.values())
+        groups.setdefault(key, Group(result.labels, [])).results.append(result)
+    return list(groups.values())

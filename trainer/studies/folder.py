@@ -1,0 +1,179 @@
+"""A study's folder, and how far each of its runs is.
+
+study_dir/  study.toml        the study as it was last run
+            recipes/          one resolved recipe per point, written once
+            runs/POINT/       an ordinary run folder each
+            private/ (0700)   consoles show training loss, and how long a run takes may depend on its data (contract 12)
+                logs/POINT.log    the console of its trainer
+                attempts.jsonl    every start of a trainer and how it ended
+            shared_ledger.jsonl   what the runs may spend together, where the study has a budget; and the grid as it began
+            report/           tables and plots
+"""
+
+import fcntl
+import json
+import os
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from privacy.ledger.records import read_ledger
+from trainer.config.recipe import to_toml
+from trainer.errors import ConfigError
+from trainer.run.files import write_durably
+from trainer.run.folder import RunFolder
+from trainer.studies.budget import LEDGER, fixed_in_advance, prepare_budget
+from trainer.studies.grid import StudyConfig
+from trainer.studies.points import PlannedPoint, changed_keys, with_privacy
+
+Progress = Literal["new", "begun", "finished", "budget spent"]
+
+
+class StudyFolder:
+    """Paths and records of one study; nothing is written before `prepare`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self.definition = self.root / "study.toml"
+        self.recipes = self.root / "recipes"
+        self.runs = self.root / "runs"
+        self.private = self.root / "private"
+        self.logs = self.private / "logs"
+        self.attempts = self.private / "attempts.jsonl"
+        self.shared_ledger = self.root / LEDGER
+        self.report = self.root / "report"
+
+    def recipe(self, name: str) -> Path:
+        return self.recipes / f"{name}.toml"
+
+    def run(self, name: str) -> Path:
+        return self.runs / name
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One study at a time works in the folder.
+
+        Raises:
+            ConfigError: another one does.
+        """
+        self._make(self.root)
+        lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError as error:
+            raise ConfigError(f"study folder {self.root} is in use by another study.py; wait for it") from error
+        finally:
+            os.close(lock)
+
+    def prepare(self, study: StudyConfig, definition: str, planned: Sequence[PlannedPoint]) -> list[str]:
+        """Writes the definition, the recipes of points that have not begun, and the shared ledger with the grid.
+
+        Returns:
+            the points that have not begun and, chosen after outputs of others could be seen, are charged by an RDP filter.
+
+        Raises:
+            ConfigError: a point that began has another recipe now, or the budget is another one (exit 2).
+            PrivacyStateRefused: the shared ledger does not hold what the runs rely on (exit 4).
+        """
+        for folder in (self.recipes, self.runs):
+            self._make(folder)
+        self._make_private()
+        for one in planned:
+            self._require_same_recipe(one)
+        prepare_budget(study, self.shared_ledger, self.recipes, self.runs)
+        new = {one.name for one in planned if self.progress(one.name) == "new"}
+        begun = len(new) < len(planned) or any(self.runs.glob("*/ledger.jsonl"))
+        fixed = fixed_in_advance(study, self.shared_ledger, planned, new, begun=begun)
+        late = []
+        for one in planned:
+            if one.name not in new:
+                continue
+            config = one.config
+            if config.privacy.fixed_in_advance and one.name not in fixed:
+                late.append(one.name)
+                config = with_privacy(config, {"fixed_in_advance": False})
+            write_durably(self.recipe(one.name), to_toml(config))
+        write_durably(self.definition, definition)
+        return late
+
+    def _make_private(self) -> None:
+        self._make(self.private)
+        self.private.chmod(0o700)
+        for old, now in ((self.root / "logs", self.logs), (self.root / "attempts.jsonl", self.attempts)):
+            if old.exists() and not now.exists():  # where earlier programs left them for everybody to read
+                old.rename(now)
+        self._make(self.logs)
+
+    def _require_same_recipe(self, one: PlannedPoint) -> None:
+        if self.progress(one.name) == "new":
+            return
+        try:
+            begun = self.recipe(one.name).read_text()
+        except OSError as error:
+            raise ConfigError(
+                f"{self.recipe(one.name)}: {error.strerror}; its run is there, but not its recipe"
+            ) from error
+        keys = changed_keys(begun, to_toml(one.config))
+        if not one.claims and tomllib.loads(begun)["privacy"].get("shared_ledger") is None:
+            # Earlier programs counted it by its name when they wrote the recipe.
+            keys = [key for key in keys if key != "privacy.shared_ledger"]
+        if keys:
+            raise ConfigError(
+                f"point {one.name} of {self.root} began with another {keys[0]}; set it back, or choose another --study_dir"
+            )
+
+    def progress(self, name: str) -> Progress:
+        """How far a run is, from its own ledger; PrivacyStateRefused when that is broken."""
+        ledger = self.run(name) / "ledger.jsonl"
+        if not ledger.exists():
+            return "new"
+        state = read_ledger(ledger)
+        if state.closed is not None:
+            return "finished"
+        return "budget spent" if state.num_charged >= state.plan.max_intents else "begun"
+
+    def in_use(self, name: str) -> bool:
+        """Whether a trainer has the run, e.g. one that outlived the study that started it."""
+        path = RunFolder(self.run(name)).private / "lock"
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
+    def record(self, **fields: Any) -> None:
+        """One line of attempts.jsonl; a line torn by a kill is skipped by whoever reads it."""
+        line = json.dumps({"time_unix": round(time.time(), 3), **fields})
+        with self.attempts.open("a") as file:
+            file.write(line + "\n")
+
+    def seconds(self) -> dict[str, float]:
+        """Wall seconds of every run over all attempts whose end is known."""
+        total: dict[str, float] = {}
+        for line in self.attempts.read_text().splitlines() if self.attempts.exists() else []:
+            try:
+                held = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(held, dict) and "seconds" in held:
+                total[held["point"]] = total.get(held["point"], 0.0) + held["seconds"]
+        return total
+
+    def _make(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"study folder {folder}: {error.strerror}") from error

@@ -1,0 +1,160 @@
+"""The report of a study: CSV, JSON, Markdown with plots, TensorBoard hparams."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from privacy.card.text import cell, rounded_up, table_of
+from trainer.errors import ConfigError
+from trainer.loop.metrics import write_hparams
+from trainer.run.files import write_durably
+from trainer.studies.collect import Group, Result, axis_columns, grouped
+from trainer.studies.folder import StudyFolder
+from trainer.studies.grid import StudyConfig
+from trainer.studies.plots import Picture, draw_all
+
+_HPARAMS = ("expected_batch_size", "noise_multiplier", "num_steps", "num_examples", "seed", "formal_guarantee")
+
+
+def write_report(folder: StudyFolder, study: StudyConfig, results: Sequence[Result], missing: Sequence[str]) -> Path:
+    """Writes study_dir/report/; returns its page.
+
+    Raises:
+        ConfigError: nothing was trained yet, or the folder cannot be written.
+    """
+    if not results:
+        raise ConfigError(f"study folder {folder.root}: no point has begun; start it with study.py run")
+    groups = grouped(results)
+    target = folder.report
+    try:
+        target.mkdir(exist_ok=True)
+        _write_csv(target / "points.csv", [result.row() for result in results])
+        _write_csv(target / "groups.csv", [group.row() for group in groups])
+        _write_csv(target / "curves.csv", _curve_rows(results))
+        held = {"study": study.name, "points": [r.row() for r in results], "groups": [g.row() for g in groups]}
+        write_durably(target / "study.json", json.dumps(held, indent=1) + "\n")
+        pictures = draw_all(groups, study.report, target)
+        page = target / "study.md"
+        write_durably(page, _page(study, results, groups, missing, pictures))
+        write_hparams(target / "tensorboard", [_hparams(result) for result in results])
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot write the report: {error.strerror or error}") from error
+    return page
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _curve_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    return [
+        {"point": result.name, **axis_columns(result.labels), "seed": result.seed, "step": step, "heldout_loss": loss}
+        for result in results
+        for step, loss in sorted(result.losses.items())
+    ]
+
+
+def _hparams(result: Result) -> tuple[str, dict[str, Any], dict[str, float]]:
+    row = result.row()
+    metrics = {"heldout/final_loss": result.final_loss, "privacy/epsilon": result.epsilon}
+    known = {name: value for name, value in metrics.items() if value is not None}
+    return result.name, {**axis_columns(result.labels), **{name: row[name] for name in _HPARAMS}}, known
+
+
+def _page(
+    study: StudyConfig,
+    results: Sequence[Result],
+    groups: Sequence[Group],
+    missing: Sequence[str],
+    pictures: Sequence[Picture],
+) -> str:
+    parts = [
+        f"# {cell(study.title or study.name)}",
+        f"Study `{study.name}`: {len(results) + len(missing)} points, {len(study.seeds)} seeds. {_state(results, missing)}",
+        _claims(study, results),
+        "## Results",
+        _group_table(study, groups),
+        *(f"![{picture.caption}]({picture.file})\n\n{picture.caption}" for picture in pictures),
+        "## Points",
+        _point_table(study, results),
+        "Held-out losses are those of the runs' `evaluation/heldout.jsonl`, over public held-out data; epsilon is computed from "
+        "each run's ledger. `points.csv`, `groups.csv` and `curves.csv` hold the same numbers in full.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _state(results: Sequence[Result], missing: Sequence[str]) -> str:
+    done = sum(result.progress == "finished" for result in results)
+    if done == len(results) and not missing:
+        return "All are done."
+    open_ = [result.name for result in results if result.progress != "finished"]
+    return f"{done} are done; not done: {', '.join([*open_, *missing])}."
+
+
+def _claims(study: StudyConfig, results: Sequence[Result]) -> str:
+    simulated = sum(result.simulation for result in results)
+    formal = sum(result.plan.formal_guarantee for result in results)
+    words = []
+    if simulated:
+        words.append(
+            f"**{simulated} of these runs are TAN simulations: they are not private.** Their noise over batch size is that of "
+            "the reference batch, which predicts its curve and protects nobody; no epsilon is claimed for them."
+        )
+    if formal:
+        words.append(
+            f"{formal} runs claim an epsilon each, of that run alone. Runs on the same data compose: whoever sees several of "
+            "them learns more than one epsilon says, and choosing the best one is not free either."
+        )
+    if study.budget is not None:
+        words.append("The runs on private data reserve their budgets in `shared_ledger.jsonl` before they begin.")
+    return "\n\n".join(words) or "No run claims a guarantee."
+
+
+def _group_table(study: StudyConfig, groups: Sequence[Group]) -> str:
+    head = [*study.axis, "B", "steps", "sigma", "sigma / B", "epsilon", "held-out loss", "least", "largest", "seeds"]
+    return table_of([cell(name) for name in head], [_group_cells(group.row(), group) for group in groups])
+
+
+def _group_cells(row: Mapping[str, Any], group: Group) -> list[str]:
+    return [
+        *(cell(label) for label in group.labels.values()),
+        str(row["expected_batch_size"]),
+        str(row["num_steps"]),
+        f"{row['noise_multiplier']:.4g}",
+        f"{row['noise_over_batch']:.3g}",
+        _epsilon_text(row["epsilon"], row["simulation"]),
+        *(_loss(row[f"final_heldout_loss_{which}"]) for which in ("mean", "min", "max")),
+        str(row["seeds_done"]),
+    ]
+
+
+def _point_table(study: StudyConfig, results: Sequence[Result]) -> str:
+    head = ["point", "status", "epsilon", "attempts charged", "first loss", "last loss", "seconds"]
+    rows = [
+        [
+            cell(result.name),
+            result.progress,
+            _epsilon_text(result.epsilon, result.simulation),
+            str(result.charged),
+            _loss(result.losses.get(0)),
+            _loss(result.final_loss),
+            "" if result.seconds is None else f"{result.seconds:.0f}",
+        ]
+        for result in results
+    ]
+    return table_of(head, rows)
+
+
+def _epsilon_text(value: float | None, simulation: bool) -> str:
+    if value is not None:
+        return rounded_up(value, 2)
+    return "none (simulation, not private)" if simulation else "none (no guarantee)"
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -1,0 +1,234 @@
+"""The plots of a study as PNG files: curves, final loss over an axis, epsilon and cost, always with the seeds' spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer.studies.collect import Group
+from trainer.studies.grid import Label, ReportSection
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito: told apart with any colour vision, and in print.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+_LINES = ("-", "--", ":", "-.")
+_STYLE: dict[Any, Any] = {
+    "font.size": 10.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+    "legend.fontsize": 9.0,
+    "figure.dpi": 120,
+}
+_LOSS = "held-out loss"
+_OTHER_EPSILON = 1.2  # below it epsilons differ by how much of the reserve was used, not by what was studied
+_WIDE_RANGE = 8.0  # from this ratio on an axis is logarithmic
+
+
+class Picture(NamedTuple):
+    """A file in the report's folder."""
+
+    file: str
+    caption: str
+
+
+class Axis(NamedTuple):
+    """How the groups are told apart: the values of `color`, those of `panels`, and what remains."""
+
+    color: str | None
+    panels: str | None
+
+    @classmethod
+    def of(cls, names: Sequence[str], report: ReportSection) -> Axis:
+        free = [name for name in names if name not in (report.color, report.panels)]
+        color = report.color or (free.pop(0) if free else None)
+        return cls(color, report.panels or (free.pop(0) if free else None))
+
+
+def draw_all(groups: Sequence[Group], report: ReportSection, folder: Path) -> list[Picture]:
+    """Writes what the results allow; returns what was written."""
+    import matplotlib
+
+    names = list(groups[0].labels) if groups else []
+    axis = Axis.of(names, report)
+    wanted: list[tuple[str, str, Callable[[Sequence[Group], Axis, ReportSection], Figure | None]]] = [
+        ("curves.png", f"Held-out loss against {_x_words(report)}: mean over the seeds, band from least to largest.", _curves),
+        ("final.png", "Held-out loss after the last step over the axis that colours the curves; each seed a dot.", _final),
+        ("epsilon.png", "Held-out loss after the last step against epsilon as spent, for runs with a guarantee.", _epsilon),
+        ("cost.png", "Cost against quality: one multiply-add per parameter and example counts as one.", _cost),
+    ]  # fmt: skip
+    written = []
+    with matplotlib.rc_context(_STYLE):
+        for file, caption, draw in wanted:
+            figure = draw(groups, axis, report)
+            if figure is None:
+                continue
+            figure.savefig(folder / file, bbox_inches="tight", metadata={"Software": None})
+            written.append(Picture(file, caption))
+    return written
+
+
+def _figure(num_panels: int) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure  # without pyplot: no display and no global state
+
+    figure = Figure(figsize=(5.2 * num_panels, 3.8), layout="constrained")
+    axes = figure.subplots(1, num_panels, squeeze=False, sharey=True)
+    return figure, list(axes[0])
+
+
+def _panels(groups: Sequence[Group], axis: Axis) -> list[tuple[str, list[Group]]]:
+    """(title, groups) for each panel."""
+    if axis.panels is None:
+        return [("", list(groups))]
+    found: dict[Label, list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.labels[axis.panels], []).append(group)
+    return [(f"{axis.panels}: {label}", members) for label, members in found.items()]
+
+
+def _rest(group: Group, axis: Axis) -> str:
+    """The values of the axes that have neither colour nor panel."""
+    return ", ".join(f"{name} {label}" for name, label in group.labels.items() if name not in (axis.color, axis.panels))
+
+
+def _color_value(group: Group, axis: Axis) -> Label:
+    return group.labels[axis.color] if axis.color else "all"
+
+
+def _style(groups: Sequence[Group], axis: Axis) -> Callable[[Group], dict[str, Any]]:
+    """Colour by the value of the colour axis, line by the remaining ones; equal in every panel."""
+    colors = list(dict.fromkeys(_color_value(group, axis) for group in groups))
+    rests = list(dict.fromkeys(_rest(group, axis) for group in groups))
+
+    def style(group: Group) -> dict[str, Any]:
+        value = _color_value(group, axis)
+        words = [axis.color or "", str(value), _rest(group, axis)]
+        if group.is_simulated:
+            words.append("(simulated, not private)")
+        return {
+            "color": _COLORS[colors.index(value) % len(_COLORS)],
+            "linestyle": _LINES[rests.index(_rest(group, axis)) % len(_LINES)],
+            "label": " ".join(filter(None, words)),
+        }
+
+    return style
+
+
+def _x_words(report: ReportSection) -> str:
+    return "steps" if report.x == "steps" else "examples seen"
+
+
+def _curves(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure | None:
+    if not any(len(group.curve()) > 1 for group in groups):
+        return None
+    panels, style = _panels(groups, axis), _style(groups, axis)
+    figure, axes = _figure(len(panels))
+    for ax, (title, members) in zip(axes, panels, strict=True):
+        for group in members:
+            curve, look = group.curve(), style(group)
+            scale = 1 if report.x == "steps" else group.results[0].plan.expected_batch_size
+            x = [step * scale for step, *_ in curve]
+            ax.plot(x, [mean for _, mean, *_ in curve], linewidth=1.6, **look)
+            low, high = [row[2] for row in curve], [row[3] for row in curve]
+            ax.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+        ax.set(title=title, xlabel=_x_words(report), ylabel=_LOSS if ax is axes[0] else "")
+        ax.legend()
+    return figure
+
+
+def _final(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure | None:
+    done = [group for group in groups if group.final_losses]
+    if axis.color is None or len({group.labels[axis.color] for group in done}) < 2:
+        return None
+    values = list(dict.fromkeys(group.labels[axis.color] for group in done))
+    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    lines: dict[str, list[Group]] = {}
+    for group in done:
+        panel = f"{axis.panels} {group.labels[axis.panels]}" if axis.panels else ""
+        lines.setdefault(", ".join(filter(None, [panel, _rest(group, axis)])) or "all", []).append(group)
+    figure, (ax,) = _figure(1)
+    for index, (name, members) in enumerate(lines.items()):
+        color = _COLORS[index % len(_COLORS)]
+        x = [
+            float(group.labels[axis.color]) if numeric else values.index(group.labels[axis.color]) for group in members
+        ]
+        _line_with_seeds(ax, x, members, color, name if len(lines) > 1 else None, joined=numeric)
+    if numeric:
+        _scale(ax, [float(value) for value in values])
+    else:
+        ax.set_xticks(range(len(values)), [str(value) for value in values])
+    ax.set(xlabel=axis.color, ylabel=_LOSS)
+    if len(lines) > 1:
+        ax.legend()
+    return figure
+
+
+def _epsilon(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure | None:
+    formal = [group for group in groups if group.final_losses and group.row()["epsilon"] is not None]
+    spent = [group.row()["epsilon"] for group in formal]
+    if not spent or max(spent) < _OTHER_EPSILON * min(spent):
+        return None
+    return _against(formal, axis, lambda group: group.row()["epsilon"], "epsilon")
+
+
+def _cost(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure | None:
+    known = [group for group in groups if group.final_losses and group.results[0].parameters]
+    if len({_compute(group) for group in known}) < 2:
+        return None
+    return _against(known, axis, _compute, "parameters times examples computed")
+
+
+def _compute(group: Group) -> float:
+    return float((group.results[0].parameters or 0) * group.results[0].examples)
+
+
+def _against(groups: Sequence[Group], axis: Axis, x: Callable[[Group], float], xlabel: str) -> Figure:
+    """Final loss of every group over `x`: mean and seeds, coloured as in the curves."""
+    style = _style(groups, axis)
+    figure, (ax,) = _figure(1)
+    lines: dict[tuple[str, str], list[Group]] = {}
+    for group in groups:
+        lines.setdefault((style(group)["label"], style(group)["color"]), []).append(group)
+    for (label, color), members in lines.items():
+        ordered = sorted(members, key=x)
+        _line_with_seeds(ax, [x(group) for group in ordered], ordered, color, label)
+    _scale(ax, [x(group) for group in groups])
+    ax.set(xlabel=xlabel, ylabel=_LOSS)
+    ax.legend()
+    return figure
+
+
+def _line_with_seeds(
+    ax: Axes, x: Sequence[float], groups: Sequence[Group], color: str, label: str | None, *, joined: bool = True
+) -> None:
+    """Mean and seeds; only numbers are joined by a line, names have nothing between them."""
+    means = [sum(group.final_losses) / len(group.final_losses) for group in groups]
+    line = "-" if joined else "none"
+    ax.plot(x, means, color=color, marker="_", markersize=12, linestyle=line, linewidth=1.2, label=label)
+    for at, group in zip(x, groups, strict=True):
+        look: dict[str, Any] = {"marker": "x", "linewidths": 1.2} if group.is_simulated else {"linewidths": 0}
+        ax.scatter([at] * len(group.final_losses), group.final_losses, color=color, s=14, alpha=0.6, **look)
+    if any(group.is_simulated for group in groups):
+        ax.set_title("x: simulated, not private", fontsize=9, loc="left")
+
+
+def _scale(ax: Axes, values: Sequence[float]) -> None:
+    """Logarithmic where the values span much; ticks at the values themselves where they are few."""
+    if min(values) > 0 and max(values) / min(values) >= _WIDE_RANGE:
+        ax.set_xscale("log")
+    distinct = sorted(set(values))
+    if len(distinct) <= 6:
+        ax.set_xticks(distinct, [_tick(value) for value in distinct])
+        ax.minorticks_off()
+
+
+def _tick(value: float) -> str:
+    if value >= 1e6:
+        return f"{value:.2g}"
+    return f"{value:,.0f}" if value == round(value) else f"{value:.3g}"

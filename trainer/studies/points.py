@@ -1,0 +1,176 @@
+"""A point's recipe: base recipe and overrides, its noise, and what its card has to say about the other points."""
+
+import functools
+import hashlib
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.recipe import PrivacySection, RunConfig, load_config, to_toml, validated
+from trainer.errors import ConfigError
+from trainer.run.ledger import recipe_plan
+from trainer.studies.grid import Point, StudyConfig, TanSection
+
+_OF_OTHERS = frozenset({"privacy.tuning", "privacy.fixed_in_advance"})
+"""Keys that depend on the other points; a point that began keeps those it began with."""
+
+
+@dataclass(frozen=True)
+class PlannedPoint:
+    """A point with the recipe that it trains."""
+
+    point: Point
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        return self.point.name
+
+    @property
+    def is_simulation(self) -> bool:
+        return self.config.privacy.simulation
+
+    @property
+    def claims(self) -> bool:
+        """Whether the run can have a guarantee; what the run's own plan says decides in the end."""
+        privacy = self.config.privacy
+        amplified = privacy.sampling == "poisson" or privacy.shuffle_as_gaussian
+        return privacy.enabled and not privacy.simulation and privacy.noise_multiplier != 0 and amplified
+
+    @property
+    def is_on_private_data(self) -> bool:
+        return self.config.data.provenance == "private"
+
+
+def plan_points(study: StudyConfig, points: Sequence[Point], root: Path, ledger: Path) -> list[PlannedPoint]:
+    """The recipes of all points.
+
+    Args:
+        root: the project's root, which the study's paths are relative to.
+        ledger: where the study's shared ledger is, should it have a budget.
+
+    Raises:
+        ConfigError: a point's recipe is wrong, or runs on private data are neither charged together nor permitted.
+    """
+    planned = [PlannedPoint(point, _resolved(study, point, root)) for point in points]
+    _require_charged_together(study, planned)
+    return [_with_statements(study, one, planned, ledger) for one in planned]
+
+
+def _resolved(study: StudyConfig, point: Point, root: Path) -> RunConfig:
+    recipe = root / study.recipe
+    noise = {"privacy.target_epsilon", "privacy.noise_multiplier", "privacy.simulation"} & point.overrides.keys()
+    if study.tan is not None and noise:
+        raise ConfigError(f"study {study.name}: {min(noise)} would be overwritten by [tan]; remove one of the two")
+    overrides = [*point.override_arguments(), f'name="{point.name}"']
+    try:
+        if study.tan is None:
+            return load_config(recipe, overrides)
+        return _with_reference_noise(study.tan, load_config(recipe, overrides))
+    except ConfigError as error:
+        raise ConfigError(f"point {point.name}: {error}") from error
+
+
+def _with_reference_noise(tan: TanSection, config: RunConfig) -> RunConfig:
+    """Sigma in proportion to the batch; a simulation unless the batch is the reference's own."""
+    privacy = config.privacy
+    if not privacy.enabled:
+        return config  # the curve without noise, beside the others
+    size, reference = privacy.expected_batch_size, tan.reference_batch_size
+    sigma = tan.reference_noise_multiplier or _calibrated(tan, config)
+    own = {
+        "noise_multiplier": sigma * size / reference,
+        "target_epsilon": None,
+        "simulation": size != reference,
+    }
+    return with_privacy(config, own)
+
+
+def _calibrated(tan: TanSection, config: RunConfig) -> float:
+    if config.data.num_examples is None:
+        raise ConfigError(
+            "tan.reference_epsilon needs data.num_examples in the recipe: sigma belongs to a number of examples"
+        )
+    changes = {
+        "expected_batch_size": tan.reference_batch_size,
+        "target_epsilon": tan.reference_epsilon,
+        "noise_multiplier": None,
+    }
+    privacy = with_privacy(config, changes).privacy
+    return _sigma(privacy, config.train.num_steps, config.data.num_examples)
+
+
+@functools.cache
+def _sigma(privacy: PrivacySection, num_steps: int, num_examples: int) -> float:
+    return recipe_plan(privacy, num_steps, num_examples).noise_multiplier
+
+
+def with_privacy(config: RunConfig, privacy: dict[str, Any]) -> RunConfig:
+    """`config` with other values in [privacy]; None removes a key."""
+    tree = tomllib.loads(to_toml(config))
+    merged = {**tree["privacy"], **privacy}
+    tree["privacy"] = {key: value for key, value in merged.items() if value is not None}
+    return validated(RunConfig, tree, "the recipe")
+
+
+def _require_charged_together(study: StudyConfig, planned: Sequence[PlannedPoint]) -> None:
+    """Runs on private data compose: their total is charged to one ledger, and what has no guarantee needs leave."""
+    for one in planned:
+        if not one.is_on_private_data:
+            continue
+        if study.budget is not None and one.config.privacy.shared_ledger is not None:
+            raise ConfigError(f"study {study.name}: give [budget] or privacy.shared_ledger, not both")
+        if one.claims and study.budget is None and one.config.privacy.shared_ledger is None:
+            raise ConfigError(
+                f"study {study.name}: its runs are on private data and compose. Say what they may spend together: [budget] "
+                "target_epsilon and target_delta, or the owner's privacy.shared_ledger; or declare data.provenance"
+            )
+        if not one.claims and not (study.budget and study.budget.informal_runs):
+            raise ConfigError(
+                f"study {study.name}: point {one.name} would see private data without any guarantee; that is the data owner's "
+                "to permit: [budget] informal_runs = true. Or declare data.provenance"
+            )
+
+
+def _with_statements(
+    study: StudyConfig, one: PlannedPoint, planned: Sequence[PlannedPoint], ledger: Path
+) -> PlannedPoint:
+    """What the privacy card needs to know: siblings and tuning on the same data, and the ledger that charges them."""
+    informal = sum(not other.claims for other in planned)
+    words = (
+        f"one of {len(planned)} runs of study {study.name}; {len(planned) - informal} claim a guarantee of their own, "
+        f"{informal} have none (TAN simulations, or privacy.enabled = false) and are charged nowhere; "
+        f"varied: {', '.join([*study.axis, 'seed'])}"
+    )
+    stated = one.config.privacy.tuning
+    own: dict[str, Any] = {"tuning": f"{stated}; {words}" if stated else words}
+    if study.budget is not None and one.is_on_private_data:
+        # A run without a guarantee is counted there; each time that it is trained anew.
+        own |= (
+            {"shared_ledger": str(ledger), "fixed_in_advance": True} if one.claims else {"shared_ledger": str(ledger)}
+        )
+    return PlannedPoint(one.point, with_privacy(one.config, own))
+
+
+def recipe_digest(config: RunConfig) -> str:
+    """SHA-256 of everything that a point trains, in hex; what its recipe says of other points is left out."""
+    leaves = _leaves(tomllib.loads(to_toml(config)))
+    own = {key: value for key, value in leaves.items() if key not in _OF_OTHERS}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def changed_keys(begun: str, now: str) -> list[str]:
+    """Dotted keys in which two resolved recipes differ, but for what they say of other points."""
+    trees = [_leaves(tomllib.loads(text)) for text in (begun, now)]
+    keys = (trees[0].keys() | trees[1].keys()) - _OF_OTHERS
+    return sorted(key for key in keys if trees[0].get(key) != trees[1].get(key))
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": json.dumps(value)}
+    return found

@@ -1,0 +1,153 @@
+"""A checkpoint for others: the folder of an exported model, its model card, and what may be said of its privacy.
+
+Reads the checkpoint, the ledger beside it and public files of the run folder; nothing under `private/` is opened. An epsilon
+is stated only where a whole ledger in the checkpoint's own run folder proves it.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
+from models.adapters import without_adapters
+from models.converters.huggingface import CONFIG, PROCESSOR, WEIGHTS, image_processor, to_vit_mae, to_vit_model
+from models.converters.native import save_model
+from models.converters.vip import to_timm
+from models.converters.weights import write_weights
+from models.masked_autoencoder import MaskedAutoencoder
+from models.vit import VisionTransformer
+from trainer.errors import ConfigError
+from trainer.run.files import new_folder
+from trainer.tasks.captioning import CaptioningTask
+from trainer.weights.attestation import Attestation, attest
+from trainer.weights.model_card import model_card
+from trainer.weights.open_model import ROOT, TOKENIZER, OpenedModel
+
+Format = Literal["hf", "safetensors", "timm"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+CARD, README = "privacy_card.json", "README.md"
+_MODELLING = "modeling_captioner.py"
+_AUTOMATIC = {
+    "model_type": "exported_captioner",
+    "architectures": ["ExportedCaptioner"],
+    "auto_map": {
+        "AutoConfig": "modeling_captioner.ExportedCaptionerConfig",
+        "AutoModel": "modeling_captioner.ExportedCaptioner",
+    },
+}
+"""By which transformers' `AutoModel` finds the code beside the weights."""
+
+_ABOUT = ("run", "step", "reasons", "initialisation", "training_data", "tokenizer_sha256")
+
+
+def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool = False) -> Attestation:
+    """Writes the folder `out`, whole or not at all.
+
+    Args:
+        form: "hf": the encoder as ViTModel in `out`, the whole model in a folder of its kind inside; "safetensors": our own
+            names; "timm": the encoder under timm's names.
+        encoder_only: leaves the rest of the model out.
+
+    Raises:
+        ConfigError: `out` is there and not empty.
+        WeightsError: the model cannot be represented exactly.
+    """
+    encoder = getattr(opened.model, "encoder", None)
+    if not isinstance(encoder, VisionTransformer):
+        raise ConfigError(f"{opened.path}: its model has no vision transformer as encoder, so nothing can be exported")
+    attestation = attest(opened.path, opened.manifest)
+    about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | attestation.facts()
+    with new_folder(out) as folder:
+        if form == "safetensors":
+            _write_own(folder, opened, about)
+        elif form == "timm":
+            _write_timm(folder, without_adapters(encoder), about)
+        else:
+            _write_huggingface(folder, opened, without_adapters(encoder), about, encoder_only)
+        (folder / README).write_text(model_card(opened, form, attestation.card, attestation.reason, encoder_only))
+        if attestation.card is not None:
+            (folder / CARD).write_text(json.dumps(attestation.card, indent=1, allow_nan=False) + "\n")
+    return attestation
+
+
+def _write_huggingface(
+    folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any], encoder_only: bool
+) -> None:
+    config, tensors = to_vit_model(encoder)
+    _write_json(folder / CONFIG, config | {"about": about})
+    write_weights(folder / WEIGHTS, tensors)
+    _write_processor(folder, encoder)
+    if encoder_only or opened.task.kind == "encoder":
+        return
+    inner = folder / opened.task.kind
+    inner.mkdir()
+    if not isinstance(opened.model, MaskedAutoencoder):
+        _write_own(inner, opened, about)
+        return
+    config, tensors = to_vit_mae(opened.model)
+    _write_json(inner / CONFIG, config | {"about": about})
+    write_weights(inner / WEIGHTS, tensors)
+    _write_processor(inner, encoder)
+
+
+def _write_own(folder: Path, opened: OpenedModel, about: dict[str, Any]) -> None:
+    """Our names, with the source that builds the model from them and, for captions, the tokenizer."""
+    automatic = _AUTOMATIC if isinstance(opened.task, CaptioningTask) else {}
+    save_model(folder, opened.model, opened.manifest["model"], about, automatic)
+    _write_processor(folder, opened.model.get_submodule("encoder"))
+    shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
+    if isinstance(opened.task, CaptioningTask):
+        _write_tokenizer(folder, opened.task)
+        shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
+
+
+def _write_timm(folder: Path, encoder: VisionTransformer, about: dict[str, Any]) -> None:
+    tensors = to_timm(encoder)
+    config = encoder.config
+    arguments = {
+        "img_size": config.image_size,
+        "patch_size": config.patch_size,
+        "in_chans": config.num_channels,
+        "num_classes": 0,
+        "embed_dim": config.width,
+        "depth": config.depth,
+        "num_heads": config.num_heads,
+        "mlp_ratio": config.mlp_ratio,
+        "qkv_bias": config.qkv_bias,
+        "global_pool": "token",
+    }
+    _write_json(folder / CONFIG, {"model_args": arguments, "norm_eps": config.norm_eps, "about": about})
+    write_weights(folder / WEIGHTS, tensors)
+    torch.save({"model": tensors}, folder / "model.pth")  # what detection and segmentation codes read
+    _write_processor(folder, encoder)
+
+
+def _write_tokenizer(folder: Path, task: CaptioningTask) -> None:
+    """tokenizer.json as it is, and what transformers' PreTrainedTokenizerFast wants beside it."""
+    shutil.copy(task.tokenizer_path, folder / TOKENIZER)
+    tokenizer, config = Tokenizer.from_file(str(task.tokenizer_path)), task.model_config
+    special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": config.num_tokens,
+            **{name: tokenizer.id_to_token(token) for name, token in special.items()},
+        },
+    )
+
+
+def _write_processor(folder: Path, encoder: nn.Module) -> None:
+    assert isinstance(encoder, VisionTransformer)
+    _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")

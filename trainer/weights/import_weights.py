@@ -1,0 +1,181 @@
+"""Weights of other projects as a checkpoint of ours: `[init] checkpoint` and evaluation open it like any other.
+
+Such a checkpoint is marked: no ledger attests what its authors claim, so it has no formal guarantee, and a private run starts
+from it only where whoever imported it declared the data behind it public or synthetic.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.examples.tokenizer import CaptionTokenizer
+from models.config import CaptionerConfig
+from models.converters import Foreign, Unstated, read_foreign
+from models.converters.native import CONFIG, model_facts, parameter_shapes, size_name
+from models.converters.weights import WeightsError
+from trainer.checkpoints.read import FORMAT, MANIFEST, file_digest, sealed
+from trainer.errors import ConfigError
+from trainer.run.files import new_folder
+from trainer.weights.open_model import TOKENIZER
+from trainer.weights.provenance import IMPORTED
+
+Provenance = Literal["private", "public", "synthetic"]
+PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
+UNATTESTED = "imported: what its authors claim of its privacy is not attested by a ledger"
+
+_WEIGHTS = "rank-00000-of-00001.safetensors"
+
+
+class Declared(NamedTuple):
+    """What whoever imports says of the weights; nobody can check it.
+
+    Attributes:
+        provenance: of the data behind them, with respect to the private data of later runs; None is what an exported folder
+            states, or else "private".
+        claim: what their authors claim of their privacy, in words.
+    """
+
+    provenance: Provenance | None = None
+    claim: str | None = None
+
+
+def import_weights(
+    kind: Foreign,
+    source: Path,
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    declared: Declared = Declared(),  # noqa: B008  (immutable)
+    unstated: Unstated = Unstated(),  # noqa: B008
+) -> dict[str, Any]:
+    """Writes the checkpoint folder `out`, whole or not at all; returns its manifest.
+
+    Args:
+        kind, source, unstated: as for `models.converters.read_foreign`.
+        tokenizer: of a captioner: the tokenizer.json that it was trained with; an exported folder has it.
+
+    Raises:
+        WeightsError, ModelConfigError, DataError: not such a file, or not of the expected structure.
+        ConfigError: `out` is there, no tokenizer or one of another size, or a declaration against an exported folder's own.
+    """
+    config, parameters = read_foreign(kind, source, unstated)
+    exported = _about_export(source)
+    facts: dict[str, Any] = {}
+    if isinstance(config, CaptionerConfig):
+        tokenizer = _tokenizer(tokenizer, source, exported, config)
+        config = _with_tokens(config, CaptionTokenizer.from_file(tokenizer), tokenizer)
+        facts["tokenizer_sha256"] = file_digest(tokenizer)
+    elif tokenizer is not None:
+        raise ConfigError("--tokenizer is for captioners; these weights are none")
+    manifest = {
+        "format": FORMAT,
+        "step": 0,
+        "run": f"imported-{kind}",
+        "formal_guarantee": False,
+        "reasons": [UNATTESTED],
+        "charged_attempts": 0,
+        "noise_variance": 0.0,
+        "model": model_facts(config, size_name(config)),
+        **facts,
+        "initialisation": {
+            "kind": IMPORTED,
+            "format": kind,
+            "file": source.resolve().name,
+            "sha256": _digest(source),
+            "claim": declared.claim,
+            **({"exported": exported} if exported else {}),
+        },
+        "training_data": _training_data(declared.provenance, exported, source),
+        "parameters": {name: list(shape) for name, shape in parameter_shapes(config).items()},
+    }
+    with new_folder(out) as folder:
+        if isinstance(config, CaptionerConfig) and tokenizer is not None:
+            shutil.copy(tokenizer, folder / TOKENIZER)
+        manifest = _write(folder, manifest, parameters)
+    return manifest
+
+
+def _write(folder: Path, manifest: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """One file as of a single rank; see trainer/checkpoints/read.py."""
+    assert parameters.keys() == manifest["parameters"].keys()
+    save_file({f"param|{name}|0": value.reshape(-1) for name, value in parameters.items()}, folder / _WEIGHTS)
+    whole = sealed({**manifest, "files": {_WEIGHTS: file_digest(folder / _WEIGHTS)}})
+    (folder / MANIFEST).write_text(json.dumps(whole, indent=1, sort_keys=True))
+    return whole
+
+
+def _about_export(source: Path) -> dict[str, Any]:
+    """What an exported folder, in whatever format, says of its origin: a claim, but not to be lost on the way."""
+    try:
+        content = json.loads(((source if source.is_dir() else source.parent) / CONFIG).read_text())
+    except (OSError, ValueError):
+        return {}
+    about = content.get("about") if isinstance(content, dict) else None
+    return about if isinstance(about, dict) else {}
+
+
+def _training_data(provenance: Provenance | None, exported: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """For the manifest. Shard hashes of public data survive, so that a later run still recognises its own data."""
+    stated = exported.get("training_data")
+    stated = stated if isinstance(stated, dict) else {}
+    known = "private" if _starts_private(exported.get("initialisation")) else stated.get("provenance")
+    if exported and known not in PROVENANCES:
+        known = "private"
+    if known not in PROVENANCES:
+        return {"provenance": provenance or "private"}
+    if provenance not in (None, known):
+        raise ConfigError(
+            f"{source} was exported from a run on {known} data, so --provenance {provenance} contradicts it"
+        )
+    return {"provenance": known} if known == "private" else dict(stated)
+
+
+def _starts_private(link: Any) -> bool:
+    """Whether the chain of starts meets private data: their guarantee, if there was one, is attested no more."""
+    while isinstance(link, dict):
+        if link.get("training_data") == "private":
+            return True
+        link = link.get("before_that")
+    return False
+
+
+def _tokenizer(given: Path | None, source: Path, exported: Mapping[str, Any], config: CaptionerConfig) -> Path:
+    beside = source / TOKENIZER
+    if given is None and not beside.is_file():
+        raise ConfigError(
+            f"{source} holds a captioner of {config.vocab_size:,} tokens: give its tokenizer.json with --tokenizer (DP-Cap's "
+            "is that of google-bert/bert-base-uncased)"
+        )
+    found = given or beside
+    if not found.is_file():
+        raise ConfigError(f"--tokenizer {found} does not exist")
+    wanted = exported.get("tokenizer_sha256")
+    if wanted is not None and file_digest(found) != wanted:
+        raise ConfigError(f"{found} is not the tokenizer that {source} was trained with: its SHA-256 differs")
+    return found
+
+
+def _with_tokens(config: CaptionerConfig, tokenizer: CaptionTokenizer, path: Path) -> CaptionerConfig:
+    if tokenizer.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"{path} has {tokenizer.vocab_size:,} tokens, but the weights {config.vocab_size:,}: give the tokenizer that "
+            "they were trained with"
+        )
+    return replace(config, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id)
+
+
+def _digest(source: Path) -> str:
+    """SHA-256 of a file; of a folder, over the names and digests of its weight files."""
+    if source.is_file():
+        return file_digest(source)
+    files = sorted(p for p in source.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin"))
+    if not files:
+        raise WeightsError(f"{source} holds no weight file")
+    return hashlib.sha256("".join(f"{p.name} {file_digest(p)}\n" for p in files).encode()).hexdigest()

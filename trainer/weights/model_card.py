@@ -1,0 +1,175 @@
+"""README.md of an exported model: what it is, what may be said of its privacy, where it comes from, how to load it."""
+
+import re
+from typing import Any
+
+from privacy.card.markdown import to_markdown
+from privacy.card.text import bullets, cell, rounded_up
+from trainer.weights.open_model import OpenedModel
+from trainer.weights.provenance import initialisation_statement
+
+_VIT = """\
+```python
+from transformers import AutoImageProcessor, ViTModel
+
+model = ViTModel.from_pretrained("{here}", add_pooling_layer=False)
+processor = AutoImageProcessor.from_pretrained("{here}")
+tokens = model(**processor(image, return_tensors="pt")).last_hidden_state  # class token, then patches in row order
+```
+The tokens are normalised by the encoder's last LayerNorm. ViTModel's pooler was never trained: leave it out."""
+
+_OWN = """\
+The folder `models` holds the source that builds the model; it needs torch and safetensors, and nothing else of the project.
+```python
+import sys
+from pathlib import Path
+
+sys.path.insert(0, "{here}")
+from models.converters.native import load_model
+
+model = load_model(Path("{here}"))
+{use}
+```"""
+
+_USES = {
+    "captioner": """loss_B = model(images_BCHW, tokens_BL, token_mask_BL)  # mean cross-entropy of each caption, in nats
+logits_BLV = model(images_BCHW, tokens_BL, output="logits")  # of the token after each of tokens_BL, from bos on""",
+    "masked_autoencoder": 'predicted_BPQ = model(images_BCHW, mask_BP, output="patches")  # mask_BP: True where hidden',
+    "classifier": 'logits_BK = model(images_BCHW, output="logits")',
+    "encoder": "tokens_BTD = model(images_BCHW)",
+}
+
+_MAE = """\
+```python
+from transformers import ViTMAEForPreTraining
+
+model = ViTMAEForPreTraining.from_pretrained("{here}/masked_autoencoder")
+```"""
+
+_TIMM = """\
+The names are those of timm and of the masked autoencoder's release, which ViTDet-style codes read; the positions are a tensor.
+`model.pth` holds the same tensors under the key `model`.
+```python
+import json
+from functools import partial
+
+import timm.models.vision_transformer as vit
+import torch
+from safetensors.torch import load_file
+
+config = json.load(open("{here}/config.json"))
+norm_layer = partial(torch.nn.LayerNorm, eps=config["norm_eps"])
+model = vit.VisionTransformer(**config["model_args"], norm_layer=norm_layer)
+model.load_state_dict(load_file("{here}/model.safetensors"))
+```"""
+
+_AUTO = """\
+In transformers, by the code beside the weights (`modeling_captioner.py`, which you agree to run):
+```python
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained("{here}", trust_remote_code=True)
+processor, tokenizer = AutoImageProcessor.from_pretrained("{here}"), AutoTokenizer.from_pretrained("{here}")
+tokens = model.generate(**processor(image, return_tensors="pt"))  # num_beams=4 for a beam search
+captions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+```"""
+
+_CAPTIONER = (
+    "A captioner is no VisionEncoderDecoderModel: no decoder of transformers has its post-norm blocks, whose memory is a "
+    "projection of the image tokens with positions and a type embedding of its own."
+)
+
+
+def model_card(opened: OpenedModel, form: str, card: dict[str, Any] | None, reason: str, encoder_only: bool) -> str:
+    """The page.
+
+    Args:
+        form: as in `trainer.export`.
+        card: the privacy card of the run, or None where nothing attests one.
+        reason: then why not.
+    """
+    manifest = opened.manifest
+    kind = opened.task.kind
+    name = cell(manifest.get("run", "model"))
+    what = kind.replace("_", " ") if form == "safetensors" else f"encoder of a {kind.replace('_', ' ')}"
+    parts = [
+        _front_matter(form, card),
+        f"# {name}, step {manifest['step']:,}",
+        f"The {what} ({cell(manifest['model']['size'])}) after step {manifest['step']:,} of run {name}.",
+        f"## Privacy\n\n{_privacy(manifest, card, reason)}",
+        f"## Where the weights come from\n\n{_provenance(manifest)}",
+        f"## Loading\n\n{_loading(form, kind, encoder_only)}",
+        f"## Images\n\n{_IMAGES}",
+    ]
+    if card is not None:
+        parts.append(re.sub(r"^#", "##", to_markdown(card), flags=re.MULTILINE))
+    return "\n\n".join(parts).rstrip() + "\n"
+
+
+_IMAGES = (
+    "`preprocessor_config.json` states the preprocessing of evaluation: the shorter side to the image size (bicubic), the "
+    "centre, ImageNet's mean and standard deviation. The project resizes the centred square in one step, so pictures that are "
+    "not square differ by rounding; it also turns pictures by their EXIF orientation and puts transparent ones on white."
+)
+
+
+def _front_matter(form: str, card: dict[str, Any] | None) -> str:
+    library = {"hf": "transformers", "timm": "timm"}.get(form, "safetensors")
+    formal = "true" if card is not None and card["formal_guarantee"] else "false"
+    attested = "false" if card is None else "true"
+    lines = [
+        f"library_name: {library}",
+        "tags: [vision, differential-privacy]" if formal == "true" else "tags: [vision]",
+        f"formal_guarantee: {formal}",
+        f"guarantee_attested: {attested}",
+    ]
+    return "---\n" + "\n".join(lines) + "\n---"
+
+
+def _privacy(manifest: dict[str, Any], card: dict[str, Any] | None, reason: str) -> str:
+    if card is None:
+        return (
+            f"**Not attested** (formal_guarantee: false): {cell(reason)}. Nothing here proves a guarantee, so no epsilon is "
+            "stated; treat the weights as if they were trained without privacy."
+        )
+    if not card["formal_guarantee"]:
+        reasons = bullets(cell(why) for why in card["reasons"])
+        return f"**formal_guarantee: false. No epsilon is claimed.** Reasons:\n\n{reasons}"
+    epsilon = "no finite epsilon" if card["epsilon"] is None else f"epsilon {rounded_up(card['epsilon'])}"
+    return (
+        f"**formal_guarantee: true, {epsilon} at delta {card['delta']:.6g}**, of every attempt that the run's ledger holds (so "
+        "at least that of this checkpoint). The card below says what that means and how to recheck it; `privacy_card.json` "
+        "holds it for programs."
+    )
+
+
+def _provenance(manifest: dict[str, Any]) -> str:
+    trained = manifest.get("training_data", {}).get("provenance", "unknown")
+    return bullets(
+        [
+            f"training data: declared {cell(trained)}",
+            f"before training: {cell(initialisation_statement(manifest))}",
+            f"tokenizer: SHA-256 {cell(manifest.get('tokenizer_sha256', 'none'))}",
+        ]
+    )
+
+
+def _loading(form: str, kind: str, encoder_only: bool) -> str:
+    here = "."
+    if form == "timm":
+        return _TIMM.format(here=here)
+    if form == "safetensors":
+        own = _OWN.format(here=here, use=_USES[kind])
+        return f"{own}\n\n{_captioner(here)}" if kind == "captioner" else own
+    parts = ["The encoder:", _VIT.format(here=here)]
+    if not encoder_only and kind == "masked_autoencoder":
+        parts += ["The whole masked autoencoder:", _MAE.format(here=here)]
+    elif not encoder_only and kind != "encoder":
+        parts += [f"The whole {kind}:", _OWN.format(here=f"{here}/{kind}", use=_USES[kind])]
+        if kind == "captioner":
+            parts += [_captioner(f"{here}/{kind}")]
+    return "\n\n".join(parts)
+
+
+def _captioner(here: str) -> str:
+    return f"{_AUTO.format(here=here)}\n\n{_CAPTIONER}"

@@ -1,0 +1,252 @@
+"""Initial weights from another run's checkpoint, and what is known of the data behind them.
+
+Both papers start from a model that was trained without privacy on synthetic images. Whether that costs privacy depends on
+the data behind it, so a checkpoint's manifest carries where its own data came from, and a private run refuses a start that
+would make its claim untrue.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.index.tar_index import ExampleTable
+from models.adapters import is_adapter
+from models.layers import resized_positions
+from privacy.card.report import read_snapshot
+from trainer.checkpoints.read import MANIFEST, Checkpoint, newest_checkpoint
+from trainer.config.recipe import InitSection, RunConfig
+from trainer.errors import ConfigError
+from trainer.weights.provenance import IMPORTED
+
+_HASH_DIGITS = 16
+
+
+def training_data_facts(config: RunConfig, table: ExampleTable, resumed: Checkpoint | None = None) -> dict[str, Any]:
+    """What a manifest says about the data. Hashes of private shards would describe private data, so there are none.
+
+    Raises:
+        ConfigError: data that were private before a resume are private no more.
+    """
+    provenance = config.data.provenance
+    if provenance == "private":
+        return {"provenance": provenance}
+    if resumed is not None and resumed.manifest.get("training_data", {}).get("provenance") == "private":
+        raise ConfigError(
+            f"data.provenance is {provenance}, but {resumed.path} was trained on the same data as private: set it back, or "
+            "start another run folder"
+        )
+    return {"provenance": provenance, "shards": sorted(entry.sha256[:_HASH_DIGITS] for entry in table.entries)}
+
+
+def find_checkpoint(config: InitSection, root: Path) -> Checkpoint:
+    """The checkpoint that `init.checkpoint` names: its folder, or a run folder, of which the newest is taken.
+
+    Raises:
+        ConfigError: nothing there, or damaged.
+    """
+    path = root / config.checkpoint
+    if (path / MANIFEST).is_file():
+        return Checkpoint(path)
+    newest = newest_checkpoint(path / "checkpoints")
+    if newest is None:
+        raise ConfigError(
+            f"init.checkpoint {path} is neither a checkpoint nor a run folder with one{_how_to_make(path, root)}"
+        )
+    return Checkpoint(newest)
+
+
+def _how_to_make(path: Path, root: Path) -> str:
+    """The command of the shipped recipe whose run has this name; recipes begin with their command."""
+    recipe = root / "recipes" / f"{path.name}.toml"
+    if not recipe.is_file():
+        return ""
+    command = recipe.read_text().partition("\n")[0].removeprefix("# ")
+    return f"; make it first: {command} (init.parts=none starts at random instead)"
+
+
+def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: ExampleTable) -> dict[str, Any]:
+    """What this run's manifests say about its start.
+
+    Raises:
+        ConfigError: a private run would start from weights that saw private data without noise, or its own data.
+    """
+    manifest = checkpoint.manifest
+    behind = manifest.get("training_data", {"provenance": "private"})
+    facts = {
+        "kind": "checkpoint",
+        "run": manifest.get("run"),
+        "step": checkpoint.step,
+        "training_data": behind["provenance"],
+        "before_that": manifest.get("initialisation"),
+    }
+    if behind["provenance"] == "private":
+        facts["guarantee"] = _guarantee(checkpoint)
+    else:
+        facts["shards"] = behind.get("shards", [])  # a run that starts from this one must recognise its data too
+    if config.privacy.enabled:
+        _refuse_unprotected(checkpoint, facts)
+        _refuse_own_data(checkpoint, facts, table)
+    return facts
+
+
+def _guarantee(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Epsilon and delta of the run behind a checkpoint, from the ledger in its run folder; None without a claim."""
+    ledger = checkpoint.path.parent.parent / "ledger.jsonl"
+    if not checkpoint.manifest.get("formal_guarantee") or not ledger.is_file():
+        return None
+    state = read_snapshot(ledger).state
+    position = checkpoint.manifest.get("ledger") or {}
+    seq, line_hash = position.get("seq"), position.get("hash")
+    if not isinstance(seq, int) or not 0 <= seq < len(state.hashes) or state.hashes[seq] != line_hash:
+        return None  # the ledger of another run, or one that was rolled back
+    epsilon = state.epsilon()
+    return None if epsilon is None else {"epsilon": epsilon, "delta": state.plan.target_delta}
+
+
+def _refuse_unprotected(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:
+    """Every link of the chain of starts: private data count only with a guarantee that a ledger proves."""
+    link: Any = facts
+    while isinstance(link, dict) and link.get("kind") == "checkpoint":
+        if link["training_data"] == "private" and not link.get("guarantee"):
+            before = link["before_that"]
+            if isinstance(before, dict) and before.get("kind") == IMPORTED:
+                raise ConfigError(
+                    f"init.checkpoint {checkpoint.path} goes back to weights imported from {before.get('file')}, and no "
+                    "ledger here proves what was done with their data; a private run cannot start from it. If those are "
+                    "public or synthetic with respect to this run's data, import it again with --provenance"
+                )
+            raise ConfigError(
+                f"init.checkpoint {checkpoint.path}: run {link['run']} trained on private data, and no ledger beside the "
+                "checkpoint proves a guarantee; a private run cannot start from it. If its data are public or synthetic, "
+                'train it with data.provenance = "public" or "synthetic"'
+            )
+        link = link["before_that"]
+    if not isinstance(link, dict) or link.get("kind") not in ("random", IMPORTED):
+        raise ConfigError(
+            f"init.checkpoint {checkpoint.path} does not say what its weights started from; a private run cannot start from it"
+        )
+
+
+def _refuse_own_data(checkpoint: Checkpoint, facts: Mapping[str, Any], table: ExampleTable) -> None:
+    """Shards are known by their bytes, whatever their names; every link of the chain of starts is looked at."""
+    own = {entry.sha256[:_HASH_DIGITS] for entry in table.entries}
+    if not own.isdisjoint(_stated_shards(facts)):
+        raise ConfigError(
+            f"init.checkpoint {checkpoint.path}, or a run behind it, was trained on shards of this run's private data, "
+            "which it declares public or synthetic; a private run cannot start from it"
+        )
+
+
+def _stated_shards(tree: Any) -> Iterator[str]:
+    """All hashes of shards that a checkpoint's origin names, also where it went through an export and an import."""
+    if isinstance(tree, Mapping):
+        for name, value in tree.items():
+            if name == "shards" and isinstance(value, list):
+                yield from (digest for digest in value if isinstance(digest, str))
+            else:
+                yield from _stated_shards(value)
+
+
+def load_start(
+    checkpoint: Checkpoint, config: InitSection, model: nn.Module, tokenizer_sha256: str | None = None
+) -> list[str]:
+    """Sets weights of a fresh model; returns the names of the parameters that keep their random start.
+
+    Args:
+        config: `parts = "encoder"` leaves the rest as it is, e.g. for another decoder or another kind of model.
+        tokenizer_sha256: of the tokenizer that the model will read; None where it reads no text.
+
+    Adapters that the checkpoint does not have start as the model made them.
+
+    Raises:
+        ConfigError: a parameter is missing or has another shape; learned positions of another image size are interpolated.
+            Or what is taken would mean something else in a way that no shape shows: another number of heads, another norm
+            placement, another vocabulary of the same size.
+    """
+    _require_same_encoder(checkpoint, model)
+    if config.parts == "all":
+        _require_same_rest(checkpoint, model, tokenizer_sha256)
+    fresh = []
+    for name, parameter in model.named_parameters():
+        is_new_adapter = is_adapter(name) and name not in checkpoint.shapes
+        if is_new_adapter or (config.parts == "encoder" and not name.startswith("encoder.")):
+            fresh.append(name)
+            continue
+        if name not in checkpoint.shapes:
+            raise ConfigError(f'{checkpoint.path} has no {name}; init.parts = "encoder" starts the rest at random')
+        value = checkpoint.full("param", name)
+        if value.shape != parameter.shape:
+            value = _resized(value, parameter.shape, f"{checkpoint.path}: {name}")
+        with torch.no_grad():
+            parameter.copy_(value)
+    return fresh
+
+
+def _require_same_encoder(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """The encoder's weights mean what they meant: nothing of it is left out, and only the image size may differ."""
+    names = {name for name, _ in model.named_parameters()}
+    left_out = sorted(name for name in checkpoint.shapes if name.startswith("encoder.") and name not in names)
+    if left_out:
+        raise ConfigError(
+            f"{checkpoint.path} has {left_out[0]}, for which the model has no place: its encoder is of another kind "
+            "(model.size, model.overrides)"
+        )
+    config: Any = model.config
+    different = _first_difference(checkpoint.manifest.get("model", {}).get("encoder", {}), asdict(config.encoder))
+    if different is not None:
+        name, theirs, ours = different
+        raise ConfigError(
+            f"{checkpoint.path}: the encoder's {name} is {theirs!r}, the model's is {ours!r}; set model.size and "
+            "model.overrides to the checkpoint's"
+        )
+
+
+def _require_same_rest(checkpoint: Checkpoint, model: nn.Module, tokenizer_sha256: str | None) -> None:
+    """The same of everything but the encoder."""
+    rest = 'set model.overrides to the checkpoint\'s, or init.parts = "encoder"'
+    config: Any = model.config
+    different = _first_difference(checkpoint.manifest.get("model", {}), asdict(config))
+    if different is not None:
+        name, theirs, ours = different
+        raise ConfigError(f"{checkpoint.path}: {name} is {theirs!r}, the model's is {ours!r}; {rest}")
+    theirs = checkpoint.manifest.get("tokenizer_sha256")
+    if tokenizer_sha256 is not None and theirs not in (None, tokenizer_sha256):
+        raise ConfigError(
+            f"{checkpoint.path} was trained with another tokenizer (SHA-256 {theirs[:16]}...) than data.tokenizer: its words "
+            'would be scrambled; set data.tokenizer to that one, or init.parts = "encoder"'
+        )
+
+
+_MAY_DIFFER = {
+    "image_size", "num_tokens",  # resized, or checked by shape
+    "mask_ratio", "parallel_share",  # of the training task
+    "embedding_std", "max_logits",  # of initial values and of memory
+}  # fmt: skip
+
+
+def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Name and both values of the first option that both state and that changes what equal weights compute."""
+    for name, value in ours.items():
+        other = theirs.get(name, value)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            found = _first_difference(other, value)
+            if found is not None:
+                return f"{name}.{found[0]}", found[1], found[2]
+        elif name not in _MAY_DIFFER and other != value:
+            return name, other, value
+    return None
+
+
+def _resized(table_1TD: Tensor, wanted: torch.Size, what: str) -> Tensor:
+    """Learned image positions for another grid: the class token's is kept, the others are interpolated (bicubic)."""
+    grids = [math.isqrt(max(shape[1] - 1, 0)) if len(shape) == 3 else 0 for shape in (table_1TD.shape, wanted)]
+    fits = what.endswith("position.table") and table_1TD.shape[-1] == wanted[-1]
+    if not fits or any(g**2 != s[1] - 1 for g, s in zip(grids, (table_1TD.shape, wanted), strict=True)):
+        raise ConfigError(f"{what} has shape {tuple(table_1TD.shape)}, but the model's is {tuple(wanted)}")
+    old, new = grids
+    return resized_positions(table_1TD, (old, old), (new, new))
