@@ -9,8 +9,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,11 +26,13 @@ from models.config import captioner_config  # noqa: E402
 from privacy.clipping import ClippedSum  # noqa: E402
 from privacy.clipping.accumulators import LocalSums  # noqa: E402
 from privacy.noise import noise_source  # noqa: E402
+from privacy.plan import make_plan  # noqa: E402
+from privacy.releases import Release  # noqa: E402
 from trainer.config.machine import load_machine_settings  # noqa: E402
-from trainer.config.recipe import OptimizerSection, ScheduleSection  # noqa: E402
+from trainer.config.optimizer import OptimizerSection  # noqa: E402
 from trainer.engines import build_engine  # noqa: E402
 from trainer.engines.sharded_sums import ShardedSums  # noqa: E402
-from trainer.loop.fit import train_step  # noqa: E402
+from trainer.loop.step import Mechanism, train_step  # noqa: E402
 from trainer.optimizers.adam_bc import NoiseVariance  # noqa: E402
 from trainer.ranks import distributed  # noqa: E402
 from trainer.ranks.discovery import discover_ranks  # noqa: E402
@@ -75,16 +77,18 @@ def _sent(name: str, sizes: list[int]) -> float:
     return sizes[0] * share if name.startswith(("broadcast", "reduce")) else 0.0
 
 
-class _Ledger:
-    def intent(self, step: int, **release: Any) -> None:
+class _NoLedger:
+    """A benchmark claims nothing, so it charges nothing."""
+
+    def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         pass
 
     def done(self, step: int) -> None:
         pass
 
 
-def _build(device: torch.device, case: dict[str, Any]) -> tuple[SimpleNamespace, list[Batch]]:
-    """A run without data, ledger and files."""
+def _build(device: torch.device, case: dict[str, Any]) -> tuple[Mechanism, list[Batch]]:
+    """A step without data, ledger and files."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(case["ds_config"], file)
         file.flush()
@@ -97,17 +101,18 @@ def _build(device: torch.device, case: dict[str, Any]) -> tuple[SimpleNamespace,
     clipped = ClippedSum(
         engine.module, 1.0, shapes=engine.shapes, mode=case["mode"], accumulator=accumulator, device=engine.device
     )
-    run = SimpleNamespace(
-        engine=engine, clipped=clipped, noise=noise_source("system"), ledger=_Ledger(),
-        plan=SimpleNamespace(noise_multiplier=1.0, expected_batch_size=MICRO_BATCH * case["micro_batches"]),
-        config=SimpleNamespace(
-            train=SimpleNamespace(num_steps=10**6, sanity_checks=False),
-            optimizer=optimizer,
-            schedule=ScheduleSection(decay="constant"),
-        ),
+    batch_size = MICRO_BATCH * case["micro_batches"]
+    plan = make_plan(num_examples=1000 * batch_size, expected_batch_size=batch_size, num_steps=1, noise_multiplier=1.0)
+    mechanism = Mechanism(
+        plan=plan,
+        clipped=clipped,
+        engine=engine,
+        ledger=_NoLedger(),
+        noise=noise_source("system"),
         noise_variance=NoiseVariance(optimizer.betas[1]),
-    )  # fmt: skip
-    return run, [_batch(i) for i in range(case["micro_batches"])]
+        learning_rate=lambda step: optimizer.peak_lr,
+    )
+    return mechanism, [_batch(i) for i in range(case["micro_batches"])]
 
 
 def _batch(seed: int) -> Batch:
@@ -128,23 +133,23 @@ def main() -> None:
     ranks = discover_ranks(os.environ)
     device = distributed.start(ranks)
     before = _peak_mib()
-    run, batches = _build(device, case)
+    mechanism, batches = _build(device, case)
     step = 0
-    _answer(out, {"ready": True, "parameters": sum(s.numel() for s in run.engine.shapes.values())})
+    _answer(out, {"ready": True, "parameters": sum(s.numel() for s in mechanism.engine.shapes.values())})
     for line in sys.stdin:
         step += 1
         started = time.perf_counter()
         order, _, count = line.strip().partition(" ")
         if order == "measure":
             with WireBytes() as wire:
-                record = train_step(run, step, iter(batches[: int(count)]))  # type: ignore[arg-type]
+                record = train_step(mechanism, step, iter(batches[: int(count)]))
             answer = {
                 "peak_mib": _peak_mib(), "rise_mib": _peak_mib() - before, "sums_bytes": record.communication_bytes,
                 "bytes": wire.bytes, "collectives": dict(distributed.traffic.collectives),
             }  # fmt: skip
             _answer(out, answer)
             continue
-        train_step(run, step, iter(batches))  # type: ignore[arg-type]
+        train_step(mechanism, step, iter(batches))
         _answer(out, {"seconds": time.perf_counter() - started})
     distributed.finish(0)
 

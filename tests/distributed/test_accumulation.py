@@ -25,7 +25,7 @@ from tests.distributed.test_engines import (
     MICRO_BATCHES,
     NUM_EXAMPLES,
     NoLedger,
-    a_run,
+    a_mechanism,
     build,
     micro_batches,
     pairs,
@@ -34,7 +34,7 @@ from tests.privacy.clipping import oracle
 from trainer.engines.base import GradShard, Piece, ShardLayout, even_layout
 from trainer.engines.reduction import reduce_to_owners
 from trainer.engines.sharded_sums import ShardedSums
-from trainer.loop.fit import train_step
+from trainer.loop.step import train_step
 from trainer.ranks import distributed
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
@@ -115,7 +115,7 @@ def _collectives(device: torch.device, name: str, stage: int, deal: tuple[int, .
         ("two_pass", sharded(), "two_pass"),
     ]:
         clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, accumulator=accumulator, mode=mode)  # type: ignore[arg-type]
-        run = a_run(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
+        run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
         run.ledger = StrictLedger()
         with Collectives() as seen:
             train_step(run, 1, iter(micro_batches(pairs(), deal)))

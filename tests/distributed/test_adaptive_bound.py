@@ -2,7 +2,7 @@
 
 import json
 import math
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,11 @@ from privacy.clipping.accumulators import LocalSums
 from privacy.noise import SystemNoise
 from privacy.releases import GRADIENT, UNCLIPPED, Release
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_engines import RecordedNoise, a_run, build, micro_batches, pairs
+from tests.distributed.test_engines import RecordedNoise, a_mechanism, build, micro_batches, pairs
 from trainer.engines.sharded_sums import ShardedSums
 from trainer.errors import ConfigError
 from trainer.loop.adaptive_bound import MANIFEST_KEY, resumed_bound
-from trainer.loop.fit import StepRecord, train_step
+from trainer.loop.step import StepRecord, train_step
 from trainer.ranks import distributed
 
 ADAPTIVE = AdaptiveClipping(0.5, 0.3, 1.7)
@@ -77,9 +77,9 @@ def adaptive_run(
     clipped = ClippedSum(engine.module, C, shapes=engine.shapes, adaptive=ADAPTIVE, accumulator=accumulator)
     if manifest is not None:
         clipped.max_grad_norm = resumed_bound(manifest, C)
-    run = a_run(engine, clipped, noise, SIGMA, BATCH_SIZE)
+    run = a_mechanism(engine, clipped, noise, SIGMA, BATCH_SIZE)
     run.ledger = ledger
-    run.plan = SimpleNamespace(noise_multiplier=SIGMA, expected_batch_size=BATCH_SIZE, max_grad_norm=C)
+    run.plan = replace(run.plan, max_grad_norm=C)
     return run, ledger, noise
 
 

@@ -16,7 +16,7 @@ from tests.distributed.test_engines import (
     MICRO_BATCH,
     NUM_EXAMPLES,
     OPTIMIZER,
-    a_run,
+    a_mechanism,
     machine_settings,
     micro_batches,
     pairs,
@@ -24,7 +24,7 @@ from tests.distributed.test_engines import (
 )
 from tests.privacy.clipping import oracle
 from trainer.engines import build_engine, sharder
-from trainer.loop.fit import train_step
+from trainer.loop.step import train_step
 
 BUILT_IN_SHARDS = "zero3 from the start"
 ENGINES = {**test_parity.ENGINES, BUILT_IN_SHARDS: ("deepspeed", 3, {"zero_init": True})}
@@ -56,7 +56,7 @@ def _two_steps(device: torch.device, engine_name: str) -> dict[str, Tensor]:
     assert EMBEDDING in engine.shapes and TIED not in engine.shapes
     mode: Any = "two_pass" if stage == 3 else "bookkeeping"
     clipped = ClippedSum(engine.module, 0.5, shapes=engine.shapes, mode=mode, device=engine.device)
-    run = a_run(engine, clipped, test_parity.NamedNoise(engine), 0.5, NUM_EXAMPLES)
+    run = a_mechanism(engine, clipped, test_parity.NamedNoise(engine), 0.5, NUM_EXAMPLES)
     for step, counts in enumerate([(5, 2), (7, 0)], start=1):
         train_step(run, step, iter(micro_batches(examples(), counts)))
     return whole_parameters(engine)

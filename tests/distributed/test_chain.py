@@ -12,7 +12,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
     NUM_EXAMPLES,
-    a_run,
+    a_mechanism,
     machine_settings,
     micro_batches,
     pairs,
@@ -24,7 +24,7 @@ from trainer.checkpoints.read import newest_whole
 from trainer.checkpoints.write import CheckpointWriter, Retention
 from trainer.engines import build_engine
 from trainer.engines.base import Engine
-from trainer.loop.fit import train_step
+from trainer.loop.step import train_step
 from trainer.optimizers import moments
 from trainer.ranks import distributed
 
@@ -58,7 +58,7 @@ def rank_link(device: torch.device, engine: str, optimizer: str, folder: Path, n
     done = checkpoint.step if checkpoint is not None else 0
     before = whole_state(wrapped)
     clipped = ClippedSum(wrapped.module, MAX_GRAD_NORM, shapes=wrapped.shapes)
-    run = a_run(wrapped, clipped, NamedNoise(wrapped, done + 1), SIGMA, NUM_EXAMPLES)
+    run = a_mechanism(wrapped, clipped, NamedNoise(wrapped, done + 1), SIGMA, NUM_EXAMPLES)
     deals = DEALS[distributed.world_size()]
     for step in range(done + 1, done + num_steps + 1):
         train_step(run, step, iter(micro_batches(pairs(), deals[step % 2])))

@@ -9,7 +9,6 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,16 +19,17 @@ from data.batch import Batch
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
-from privacy.noise import SystemNoise
+from privacy.noise import NoiseSource, SystemNoise
+from privacy.plan import make_plan
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import oracle
 from trainer.config.machine import ZERO_KEYS, MachineSettings, load_machine_settings
-from trainer.config.recipe import OptimizerSection, ScheduleSection
+from trainer.config.recipe import OptimizerSection
 from trainer.engines import build_engine, sharder
 from trainer.engines.base import Engine
 from trainer.engines.reduction import reduce_to_owners
 from trainer.errors import ConfigError
-from trainer.loop.fit import train_step
+from trainer.loop.step import Mechanism, train_step
 from trainer.optimizers import make_optimizer, parameter_groups
 from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.ranks import distributed
@@ -111,15 +111,25 @@ class RecordedNoise(SystemNoise):
         return draw
 
 
-def a_run(engine: Any, clipped: ClippedSum, noise: Any, sigma: float, expected_batch_size: int) -> Any:
-    config = SimpleNamespace(
-        train=SimpleNamespace(num_steps=100), optimizer=OPTIMIZER, schedule=ScheduleSection(decay="constant")
+def a_mechanism(
+    engine: Engine, clipped: ClippedSum, noise: NoiseSource, sigma: float, expected_batch_size: int
+) -> Mechanism:
+    plan = make_plan(
+        num_examples=1000 * expected_batch_size,
+        expected_batch_size=expected_batch_size,
+        num_steps=100,
+        noise_multiplier=sigma,
+        allow_small_noise=True,
     )
-    plan = SimpleNamespace(noise_multiplier=sigma, expected_batch_size=expected_batch_size)
-    return SimpleNamespace(
-        engine=engine, clipped=clipped, noise=noise, plan=plan, config=config, ledger=NoLedger(),
+    return Mechanism(
+        plan=plan,
+        clipped=clipped,
+        engine=engine,
+        ledger=NoLedger(),
+        noise=noise,
         noise_variance=NoiseVariance(OPTIMIZER.betas[1]),
-    )  # fmt: skip
+        learning_rate=lambda step: OPTIMIZER.peak_lr,
+    )
 
 
 def machine_settings(stage: int, **more: Any) -> MachineSettings:
@@ -174,7 +184,7 @@ def test_clipped_sums_are_as_good_as_a_float32_loop(name: str, stage: int, count
 
 def rank_three_steps(device: torch.device, name: str, stage: int, counts: tuple[int, ...]) -> Any:
     engine = build(device, name, stage)
-    run = a_run(engine, ClippedSum(engine.module, 1e9, shapes=engine.shapes), SystemNoise(), 0.0, NUM_EXAMPLES)
+    run = a_mechanism(engine, ClippedSum(engine.module, 1e9, shapes=engine.shapes), SystemNoise(), 0.0, NUM_EXAMPLES)
     for step in (1, 2, 3):
         train_step(run, step, iter(micro_batches(pairs(), counts)))
     # Raw replicas, compared without a collective that would hide a difference.
@@ -227,7 +237,7 @@ OPTIONS: dict[str, tuple[int, dict[str, Any], str]] = {
 
 
 def three_clipped_steps(engine: Engine, mode: Any = "bookkeeping") -> dict[str, Tensor]:
-    run = a_run(
+    run = a_mechanism(
         engine, ClippedSum(engine.module, 1.0, shapes=engine.shapes, mode=mode), SystemNoise(), 0.0, NUM_EXAMPLES
     )
     for step in (1, 2, 3):

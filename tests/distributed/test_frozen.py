@@ -15,7 +15,7 @@ from tests.distributed.test_engines import (
     MICRO_BATCH,
     NUM_EXAMPLES,
     OPTIMIZER,
-    a_run,
+    a_mechanism,
     machine_settings,
     micro_batches,
     whole_parameters,
@@ -25,7 +25,7 @@ from tests.models.test_classifier import K, tiny_classifier
 from tests.privacy.clipping import oracle
 from trainer.engines import build_engine
 from trainer.engines.base import Engine
-from trainer.loop.fit import train_step
+from trainer.loop.step import train_step
 from trainer.ranks import distributed
 
 Case = tuple[str, str]
@@ -53,7 +53,7 @@ def _steps(device: torch.device, engine_name: str, mode: str) -> dict[str, Any]:
     clipped = ClippedSum(
         engine.module, 1.0, shapes=engine.shapes, mode="two_pass" if engine_name == TWO_PASS else "bookkeeping"
     )
-    run = a_run(engine, clipped, NamedNoise(engine), SIGMA, NUM_EXAMPLES)
+    run = a_mechanism(engine, clipped, NamedNoise(engine), SIGMA, NUM_EXAMPLES)
     for step, counts in enumerate(DEALS[distributed.world_size()], start=1):
         train_step(run, step, iter(micro_batches(labelled(), counts)))
         with torch.no_grad():

@@ -14,12 +14,19 @@ from privacy.clipping import ClippedSum
 from privacy.noise import SystemNoise
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_chain import whole_state
-from tests.distributed.test_engines import MICRO_BATCH, a_run, machine_settings, micro_batches, pairs, tiny_captioner
+from tests.distributed.test_engines import (
+    MICRO_BATCH,
+    a_mechanism,
+    machine_settings,
+    micro_batches,
+    pairs,
+    tiny_captioner,
+)
 from tests.distributed.test_parity import CPU, MAX_GRAD_NORM, OPTIMIZERS, build
 from trainer.engines import build_engine
 from trainer.engines.base import Engine, Piece
 from trainer.errors import ConfigError
-from trainer.loop.fit import train_step
+from trainer.loop.step import train_step
 from trainer.ranks import distributed
 
 NUM_BLOCKS, NUM_MICRO_BATCHES = 4, 4
@@ -35,7 +42,7 @@ def raw_shards(engine: Engine) -> dict[str, Tensor]:
 
 
 def a_noisy_step(engine: Engine, step: int) -> None:
-    run = a_run(engine, ClippedSum(engine.module, 1.0, shapes=engine.shapes), SystemNoise(), 1.0, 7)
+    run = a_mechanism(engine, ClippedSum(engine.module, 1.0, shapes=engine.shapes), SystemNoise(), 1.0, 7)
     train_step(run, step, iter(micro_batches(pairs(), (5, 2))))
 
 

@@ -22,7 +22,7 @@ from tests.distributed.test_engines import (
     MICRO_BATCH,
     NUM_EXAMPLES,
     RecordedNoise,
-    a_run,
+    a_mechanism,
     machine_settings,
     micro_batches,
     pairs,
@@ -35,7 +35,7 @@ from trainer.engines import build_engine
 from trainer.engines.base import Engine, Piece, ShardLayout
 from trainer.engines.reduction import reduce_to_owners
 from trainer.engines.sharded_sums import ShardedSums
-from trainer.loop.fit import train_step
+from trainer.loop.step import train_step
 from trainer.ranks import distributed
 
 CPU = {"device": "cpu"}
@@ -121,7 +121,7 @@ def _three_steps(device: torch.device, case: Case) -> dict[str, Tensor]:
         mode="two_pass" if case.engine == TWO_PASS else "bookkeeping",
         accumulator=ACCUMULATORS[case.accumulation],
     )
-    run = a_run(engine, clipped, NamedNoise(engine), sigma, NUM_EXAMPLES)
+    run = a_mechanism(engine, clipped, NamedNoise(engine), sigma, NUM_EXAMPLES)
     for step, counts in enumerate(DEALS[distributed.world_size()], start=1):
         train_step(run, step, iter(micro_batches(pairs(), counts)))
     return whole_parameters(engine)
@@ -173,7 +173,7 @@ def rank_noise(
 def _noise(device: torch.device, name: str, num_steps: int) -> tuple[np.ndarray, Sequence[Piece]]:
     """What this rank draws on steps without any example, and which coordinates it owns."""
     engine, noise = build(device, name), RecordedNoise()
-    run = a_run(engine, ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes), noise, 2.0, 4)
+    run = a_mechanism(engine, ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes), noise, 2.0, 4)
     for step in range(1, num_steps + 1):
         train_step(run, step, iter(micro_batches(pairs(), (0, 0))[:1]))
     return torch.cat(noise.draws).numpy(), engine.layout.owned_by(distributed.rank())

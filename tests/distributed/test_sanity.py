@@ -1,7 +1,6 @@
 """Each sanity check fires for its own defect, on real ranks, and is silent in a run without one."""
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ from torch import Tensor
 from privacy.clipping import ClippedSum
 from privacy.noise import SystemNoise
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_engines import a_run, build, micro_batches, pairs
+from tests.distributed.test_engines import a_mechanism, build, micro_batches, pairs
 from trainer.errors import RemoteError
-from trainer.loop.fit import train_step
 from trainer.loop.sanity import SanityChecks, SanityError
+from trainer.loop.step import Mechanism, train_step
 from trainer.ranks import distributed
 
 
@@ -42,7 +41,7 @@ def rank_checks(device: torch.device, name: str, stage: int, defects: list[str])
         }.get(defect, SystemNoise)()
         checks = SanityChecks(engine, source)
         sigma = 0.0 if defect == "a parameter that does not move" else 1.0
-        run = a_run(engine, ClippedSum(engine.module, 0.5, shapes=engine.shapes), checks.noise, sigma, 4)
+        run = a_mechanism(engine, ClippedSum(engine.module, 0.5, shapes=engine.shapes), checks.noise, sigma, 4)
         said[defect] = ""
         try:
             for step in (1, 2):
@@ -52,12 +51,12 @@ def rank_checks(device: torch.device, name: str, stage: int, defects: list[str])
     return said
 
 
-def one_step(run: SimpleNamespace, step: int, checks: SanityChecks, defect: str) -> None:
+def one_step(run: Mechanism, step: int, checks: SanityChecks, defect: str) -> None:
     rank, batches = distributed.rank(), micro_batches(pairs(), (5, 2))
     planned = len(batches) + (rank if defect == "another plan" else 0)
     if defect == "a micro-batch less" and rank == 1:
         batches.pop()
-    train_step(run, step, checks.before_step(step, iter(batches), planned))  # type: ignore[arg-type]
+    train_step(run, step, checks.before_step(step, iter(batches), planned))
     if defect == "replicas differ" and rank == 1 and step == 2:
         with torch.no_grad():  # the last bit of one number
             next(p for p in run.engine.module.parameters() if p.dim() == 2).view(torch.int32)[1, 0] ^= 1

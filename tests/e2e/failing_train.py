@@ -24,6 +24,7 @@ from privacy.clipping import ClippedSum  # noqa: E402
 from privacy.noise import SystemNoise  # noqa: E402
 from trainer.checkpoints import write as checkpoint_writer  # noqa: E402
 from trainer.loop import fit as loop  # noqa: E402
+from trainer.loop import step as one_step  # noqa: E402
 
 given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # the launcher puts it first
 point, rank, when, seconds = given[0], int(given[1]), int(given[2]), float(given[3])
@@ -55,7 +56,7 @@ class SlowNoise(SystemNoise):
 
 
 def install() -> None:
-    step, add, intend, save = loop.train_step, ClippedSum.add_micro_batch, loop._intend, checkpoint_writer.save_file
+    step, add, intend, save = loop.train_step, ClippedSum.add_micro_batch, one_step._intend, checkpoint_writer.save_file
 
     def counted(run: Any, number: int, micro_batches: Any) -> Any:
         global step_now
@@ -77,7 +78,7 @@ def install() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return save(*arguments)
 
-    loop.train_step, loop._intend = counted, before_intending
+    loop.train_step, one_step._intend = counted, before_intending
     ClippedSum.add_micro_batch = before_adding  # type: ignore[method-assign]
     checkpoint_writer.save_file = on_a_full_disk
 

@@ -19,6 +19,7 @@ import torch  # noqa: E402
 from data.batch import Batch  # noqa: E402
 from launch_scripts import train  # noqa: E402
 from trainer.loop import fit as loop  # noqa: E402
+from trainer.loop import step as one_step  # noqa: E402
 
 
 def note(what: str, *tensors: torch.Tensor) -> None:
@@ -47,9 +48,9 @@ def recording(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 if __name__ == "__main__":
     secrets.token_bytes = lambda count=32: bytes(range(count))  # type: ignore[assignment,misc]
-    step, reduce = loop.train_step, loop.reduce_to_owners
+    step, reduce = loop.train_step, one_step.reduce_to_owners
 
-    def recording_step(run: Any, number: int, batches: Iterator[Batch]) -> loop.StepRecord:
+    def recording_step(run: Any, number: int, batches: Iterator[Batch]) -> one_step.StepRecord:
         return step(run, number, recording(batches))
 
     def recording_reduce(*arguments: Any) -> Any:
@@ -58,5 +59,5 @@ if __name__ == "__main__":
             note(f"sum {shard.name}", shard.values)
         return shards
 
-    loop.train_step, loop.reduce_to_owners = recording_step, recording_reduce
+    loop.train_step, one_step.reduce_to_owners = recording_step, recording_reduce
     train.main(sys.argv[1:], SeededNoise())

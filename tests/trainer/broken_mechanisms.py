@@ -15,8 +15,8 @@ from privacy.clipping.functions import ClippingFunction
 from privacy.noise import NoiseSource, SystemNoise, add_noise
 from trainer.audit import sandbox as audit_sandbox
 from trainer.engines.reduction import reduce_to_owners
-from trainer.loop import fit as loop
-from trainer.loop.fit import train_step
+from trainer.loop import step as loop
+from trainer.loop.step import train_step
 from trainer.ranks import distributed
 from trainer.run.batches import LogicalBatches
 

@@ -15,7 +15,7 @@ from privacy.noise import add_noise
 from tests.distributed.ranks import run_ranks
 from tests.trainer.test_audit_mechanism import audit
 from trainer.loop import adaptive_bound
-from trainer.loop import fit as loop
+from trainer.loop import step as loop
 
 ADAPTIVE = AdaptiveClipping(0.5, 0.2, 5.0)
 

@@ -13,10 +13,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,14 +32,15 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.noise import NoiseSource, noise_source
 from privacy.plan import PrivacyPlan, make_plan
+from privacy.releases import Release
 from privacy.sampling.keys import SamplingKey
 from trainer.audit.task import Canaries, CanaryModel, make_canaries
 from trainer.config.machine import load_machine_settings
-from trainer.config.optimizer import OptimizerSection, ScheduleSection
+from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
 from trainer.engines import build_engine
 from trainer.engines.base import Engine, holds_whole_weights
-from trainer.loop.fit import train_step
+from trainer.loop.step import Mechanism, train_step
 from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.ranks import distributed
 from trainer.ranks.discovery import discover_ranks
@@ -127,8 +127,8 @@ class _Killed:
     def __init__(self, ledger: RunLedger) -> None:
         self._ledger = ledger
 
-    def intent(self, step: int, **release: Any) -> None:
-        self._ledger.intent(step, **release)
+    def intent(self, step: int, *, releases: Sequence[Release]) -> None:
+        self._ledger.intent(step, releases=releases)
 
     def done(self, step: int) -> None:
         pass
@@ -219,20 +219,16 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
         for step_plan in batches.plans(first, last):
             step = step_plan.step
             noise.silent = step <= settings.silent_steps
-            run: Any = SimpleNamespace(
-                config=SimpleNamespace(
-                    train=SimpleNamespace(num_steps=plan.num_steps),
-                    optimizer=optimizer,
-                    schedule=ScheduleSection(decay="constant"),
-                ),
+            mechanism = Mechanism(
                 plan=plan,
-                ledger=_Killed(ledger) if step == killed_at else ledger,
-                engine=engine,
                 clipped=clipped,
+                engine=engine,
+                ledger=_Killed(ledger) if step == killed_at else ledger,
                 noise=noise,
                 noise_variance=NoiseVariance(optimizer.betas[1]),
+                learning_rate=lambda step: optimizer.peak_lr,
             )
-            record = train_step(run, step, _micro_batches(step_plan, canaries, present_N))
+            record = train_step(mechanism, step, _micro_batches(step_plan, canaries, present_N))
             fraction = record.public.get("privacy/noised_unclipped_fraction")
             tape.note(step_plan, None if fraction is None else (fraction - 0.5) * plan.expected_batch_size)
 

@@ -6,40 +6,44 @@ step's intent durable.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from privacy.adaptive_clipping import RANGE
-from privacy.clipping import MicroBatchStats
-from privacy.noise import add_noise
+from privacy.clipping import ClippedSum, MicroBatchStats
+from privacy.noise import NoiseSource, add_noise
+from privacy.plan import PrivacyPlan
 from privacy.releases import UNCLIPPED, Release
 from trainer.errors import ConfigError
 from trainer.ranks import distributed
 
-if TYPE_CHECKING:
-    from trainer.run.run import Run
-
 MANIFEST_KEY = "clipping_bound"
 
 
-def adapt_bound(run: "Run", stats: Sequence[MicroBatchStats], releases: Sequence[Release]) -> dict[str, float]:
+def adapt_bound(
+    clipped: ClippedSum,
+    plan: PrivacyPlan,
+    noise: NoiseSource,
+    stats: Sequence[MicroBatchStats],
+    releases: Sequence[Release],
+) -> dict[str, float]:
     """Moves C for the next step; returns what may be published about this one, nothing where C is constant. Collective."""
-    adaptive = run.clipped.adaptive
+    adaptive = clipped.adaptive
     if adaptive is None:
         return {}
-    used, batch_size = run.clipped.max_grad_norm, run.plan.expected_batch_size
+    used, batch_size = clipped.max_grad_norm, plan.expected_batch_size
     std = next(release["std"] for release in releases if release["name"] == UNCLIPPED)
     count = torch.stack([s.centred_unclipped for s in stats]).sum().double().cpu().view(1)
     dist.reduce(count, 0)
 
     def noised() -> float:
-        add_noise(count, std, run.noise)
+        add_noise(count, std, noise)
         return float(count)
 
     fraction = adaptive.noised_fraction(distributed.on_main(noised), batch_size)
-    run.clipped.max_grad_norm = adaptive.next_bound(used, fraction, run.plan.max_grad_norm)
+    clipped.max_grad_norm = adaptive.next_bound(used, fraction, plan.max_grad_norm)
     return {"privacy/clipping_bound": used, "privacy/noised_unclipped_fraction": fraction}
 
 

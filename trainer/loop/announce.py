@@ -14,8 +14,8 @@ from trainer.weights.provenance import initialisation_statement
 
 def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings, choice: ModeChoice | None) -> None:
     """What will be trained, from what, and what it claims; on the main rank, before the first step."""
-    plan = run.plan
-    count = sum(shape.numel() for shape in run.engine.shapes.values())
+    plan = run.mechanism.plan
+    count = sum(shape.numel() for shape in run.mechanism.engine.shapes.values())
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
     hosts = distributed.hosts()
     where = (
@@ -23,7 +23,7 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
     )
     print(
         f"{run.config.name}: {count / 1e6:.1f}M parameters, {ranks.world_size} ranks{where}, {sharding}, "
-        f"{run.engine.compute_dtype}"
+        f"{run.mechanism.engine.compute_dtype}"
     )
     print(
         f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q = {plan.sample_rate:.4g}), "
@@ -52,11 +52,13 @@ def conclude(run: Run, outcome: int) -> None:
     """How it ended, in one line; on the main rank."""
     epsilon = run.ledger.epsilon()
     claim = (
-        f"epsilon {epsilon:.4f} at delta {run.plan.target_delta:g}" if epsilon is not None else "no formal guarantee"
+        f"epsilon {epsilon:.4f} at delta {run.mechanism.plan.target_delta:g}"
+        if epsilon is not None
+        else "no formal guarantee"
     )
     said = {
-        DONE: f"done: {run.plan.num_steps} steps, {claim}",
-        BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {claim}",
+        DONE: f"done: {run.mechanism.plan.num_steps} steps, {claim}",
+        BUDGET_SPENT: f"stopped: the budget of {run.mechanism.plan.max_intents} attempts is spent and steps remain; {claim}",
         STOPPED_EARLY: f"stopped on request; the same command resumes; {claim}",
     }
     print(f"{said[outcome]}; run folder {run.folder.root}", flush=True)

@@ -16,7 +16,7 @@ from trainer.loop.progress import ProgressLine
 from trainer.run.files import write_durably
 
 if TYPE_CHECKING:
-    from trainer.loop.fit import StepRecord
+    from trainer.loop.step import StepRecord
     from trainer.run.run import Run
 
 
@@ -67,10 +67,10 @@ class StepReporter:
         # Rates come from the expected batch size, never from the realised one.
         return {
             "performance/step_seconds": seconds,
-            "performance/examples_per_second": self._run.plan.expected_batch_size / seconds,
+            "performance/examples_per_second": self._run.mechanism.plan.expected_batch_size / seconds,
             "performance/communication_bytes": record.communication_bytes,
             "performance/data_wait_fraction": self._run.loader.data_wait / seconds,
-            "performance/peak_memory_gib": _peak_memory_gib(self._run.engine.device),
+            "performance/peak_memory_gib": _peak_memory_gib(self._run.mechanism.engine.device),
         }
 
     def _console(self, epsilon: float | None, record: "StepRecord", timings: dict[str, float]) -> dict[str, str]:
@@ -90,12 +90,12 @@ class StepReporter:
         """
         run = self._run
         assert run.heldout is not None and run.config.heldout is not None
-        means = run.heldout.means(run.engine)
+        means = run.heldout.means(run.mechanism.engine)
         scalars = {f"heldout/{name}": value for name, value in means.items()}
-        if run.average is not None and holds_whole_weights(run.engine):
+        if run.average is not None and holds_whole_weights(run.mechanism.engine):
             with run.average.in_use():
-                scalars["heldout/loss_of_average"] = run.heldout.loss(run.engine)
-        samples = run.heldout.samples(run.engine, run.config.heldout.num_captions)
+                scalars["heldout/loss_of_average"] = run.heldout.loss(run.mechanism.engine)
+        samples = run.heldout.samples(run.mechanism.engine, run.config.heldout.num_captions)
         if not self._is_main:
             return
         is_public = run.config.heldout.is_public

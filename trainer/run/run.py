@@ -5,16 +5,12 @@ from typing import Any
 
 from data.reading.loader import Loader
 from data.reading.streaming import StreamingLoader
-from privacy.clipping import ClippedSum
-from privacy.noise import NoiseSource
-from privacy.plan import PrivacyPlan
 from trainer.checkpoints.write import CheckpointWriter
 from trainer.config.recipe import RunConfig
-from trainer.engines.base import Engine
 from trainer.loop.adaptive_bound import MANIFEST_KEY
 from trainer.loop.averaging import WeightAverage
 from trainer.loop.sanity import SanityChecks
-from trainer.optimizers.adam_bc import NoiseVariance
+from trainer.loop.step import Mechanism
 from trainer.ranks import distributed
 from trainer.run.batches import LogicalBatches
 from trainer.run.folder import RunFolder
@@ -35,12 +31,9 @@ class Run:
 
     config: RunConfig
     folder: RunFolder
-    plan: PrivacyPlan
+    mechanism: Mechanism
     ledger: RunLedger
-    engine: Engine
     frozen: FrozenWeights
-    clipped: ClippedSum
-    noise: NoiseSource
     batches: LogicalBatches
     members: MembersLog
     loader: Loader | StreamingLoader
@@ -49,7 +42,6 @@ class Run:
     checkpoints: CheckpointWriter
     average: WeightAverage | None
     sanity: SanityChecks | None
-    noise_variance: NoiseVariance
     model_facts: dict[str, Any]
 
     @property
@@ -59,18 +51,22 @@ class Run:
     @property
     def checkpoint_interval(self) -> int:
         """Steps between checkpoints; by default a twentieth of the reserve, so that it lasts for twenty crashes."""
-        return self.config.train.checkpoint_every or max(1, self.plan.reserved_attempts // 20)
+        return self.config.train.checkpoint_every or max(1, self.mechanism.plan.reserved_attempts // 20)
 
     def checkpoint_facts(self) -> dict[str, Any]:
         """What a manifest says beside the weights; a checkpoint without it would be a model without a guarantee."""
         return {
             "run": self.config.name,
-            "formal_guarantee": self.plan.formal_guarantee,
-            "reasons": list(self.plan.reasons),
+            "formal_guarantee": self.mechanism.plan.formal_guarantee,
+            "reasons": list(self.mechanism.plan.reasons),
             "ledger": self.ledger.position(),
             "charged_attempts": self.ledger.num_charged,
-            **({MANIFEST_KEY: self.clipped.max_grad_norm} if self.clipped.adaptive is not None else {}),
-            "noise_variance": self.noise_variance.average,
+            **(
+                {MANIFEST_KEY: self.mechanism.clipped.max_grad_norm}
+                if self.mechanism.clipped.adaptive is not None
+                else {}
+            ),
+            "noise_variance": self.mechanism.noise_variance.average,
             **self.frozen.facts(),
             **self.model_facts,
         }

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from trainer.loop.announce import announce, conclude
 from trainer.loop.averaging import WeightAverage
 from trainer.loop.fit import DONE, fit
 from trainer.loop.sanity import SanityChecks
+from trainer.loop.schedule import learning_rate
+from trainer.loop.step import Mechanism
 from trainer.optimizers import moments
 from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.ranks import distributed
@@ -182,12 +185,22 @@ def _build_run(
     run = Run(
         config=config,
         folder=folder,
-        plan=ledger.plan,
+        mechanism=Mechanism(
+            plan=ledger.plan,
+            clipped=clipped,
+            engine=engine,
+            ledger=ledger,
+            noise=sanity.noise if sanity is not None else source,
+            noise_variance=NoiseVariance(config.optimizer.betas[1], known_variance),
+            learning_rate=partial(
+                learning_rate,
+                num_steps=config.train.num_steps,
+                peak_lr=config.optimizer.peak_lr,
+                schedule=config.schedule,
+            ),
+        ),
         ledger=ledger,
-        engine=engine,
         frozen=frozen,
-        clipped=clipped,
-        noise=sanity.noise if sanity is not None else source,
         sanity=sanity,
         batches=LogicalBatches(
             ledger.plan.sampler,
@@ -209,7 +222,6 @@ def _build_run(
             published=ledger.checkpoint,
         ),
         average=WeightAverage(engine, config.train.ema_decay, resumed) if config.train.ema_decay else None,
-        noise_variance=NoiseVariance(config.optimizer.betas[1], known_variance),
         model_facts=model_facts,
     )
     return run, choice

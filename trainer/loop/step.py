@@ -1,0 +1,125 @@
+"""One DP-SGD step at scale, in the order in which it happens. Start here.
+
+`train_step` takes the clipped sums of all micro-batches, writes the intent into the ledger (before them, if sums are communicated
+with every micro-batch), reduces once, lets the owner of each shard add noise, divides by the public expected batch size, steps
+the optimizer and writes `done`. `trainer/loop/fit.py` repeats it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from data.batch import Batch
+from privacy.clipping import ClippedSum, MicroBatchStats
+from privacy.noise import NoiseSource, add_noise
+from privacy.plan import PrivacyPlan
+from privacy.releases import Release
+from trainer.engines.base import Engine, GradShard
+from trainer.engines.reduction import reduce_to_owners
+from trainer.loop.adaptive_bound import adapt_bound
+from trainer.optimizers.adam_bc import NoiseVariance
+from trainer.ranks import distributed
+from trainer.tasks.base import to_device
+
+
+class StepLedger(Protocol):
+    """The two records of a step; collective. `trainer.run.ledger.RunLedger` is the one that charges."""
+
+    def intent(self, step: int, *, releases: Sequence[Release]) -> None:
+        """Charges the attempt, durably, before anything that depends on a gradient leaves its process."""
+        ...
+
+    def done(self, step: int) -> None:
+        """The update of `step` is made."""
+        ...
+
+
+@dataclass
+class Mechanism:
+    """Everything that turns micro-batches into one private step; training, audits and benchmarks build the same.
+
+    Attributes:
+        clipped: the plan's clipper, on the engine's module.
+        noise: gives the owner of a shard its standard normals.
+        noise_variance: what DP-AdamBC subtracts from its second moment.
+        learning_rate: by step, from 1 on.
+    """
+
+    plan: PrivacyPlan
+    clipped: ClippedSum
+    engine: Engine
+    ledger: StepLedger
+    noise: NoiseSource
+    noise_variance: NoiseVariance
+    learning_rate: Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step leaves behind.
+
+    `private` holds sums over all ranks, computed without noise: MicroBatchStats' fields and the number of undecodable
+    examples. `noised_grad_norm` is post-processing of the noised gradient; `public` holds what else may be published.
+    `communication_bytes` is what this rank sent for the sums; it follows from the number of micro-batches.
+    """
+
+    lr: float
+    noised_grad_norm: float
+    private: dict[str, float]
+    public: dict[str, float]
+    communication_bytes: int
+
+
+def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) -> StepRecord:
+    """One DP-SGD step on one logical batch. Every rank passes the same number of micro-batches."""
+    plan, clipped, engine = mechanism.plan, mechanism.clipped, mechanism.engine
+    clipped.zero_()
+    distributed.traffic.reset()
+    releases = clipped.releases(plan.noise_multiplier)
+    noise_std = releases[0]["std"]
+    stats: list[MicroBatchStats] = []
+    num_undecodable = 0
+    if clipped.leaves_process:  # sharded accumulation sums over ranks with every micro-batch
+        _intend(mechanism, step, releases)
+    for batch in micro_batches:  # sum of clipped gradients: no noise, no division; locally also no communication
+        is_padding_B = batch.is_padding_B.to(engine.device)
+        stats.append(clipped.add_micro_batch(engine.module, to_device(batch.inputs, engine), is_padding_B))
+        num_undecodable += batch.num_undecodable
+    if not clipped.leaves_process:
+        _intend(mechanism, step, releases)
+
+    shards = reduce_to_owners(clipped, engine.layout)
+    for shard in shards:
+        add_noise(shard.values, noise_std, mechanism.noise)
+        shard.values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
+    lr = mechanism.learning_rate(step)
+    averaged_std = noise_std / plan.expected_batch_size if plan.noise_multiplier > 0 else 0.0
+    noise_variance = mechanism.noise_variance.after(step, averaged_std)
+    engine.step(shards, lr=lr, noise_variance=noise_variance)
+    public = adapt_bound(clipped, plan, mechanism.noise, stats, releases)
+    mechanism.ledger.done(step)
+    return StepRecord(lr, _norm(shards), _total(stats, num_undecodable), public, distributed.traffic.bytes.total())
+
+
+def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> None:
+    """The charge: durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process."""
+    distributed.note_progress(2 * step + 1)
+    distributed.agree(ready=True)  # a rank that failed until here, or ran out of time to stop, costs no charge
+    mechanism.ledger.intent(step, releases=releases)
+
+
+def _norm(shards: Sequence[GradShard]) -> float:
+    squared = torch.stack([s.values.square().sum() for s in shards]).sum() if shards else torch.zeros(())
+    return float(distributed.all_reduce_sum(squared.double().cpu().view(1)).sqrt())
+
+
+def _total(stats: Sequence[MicroBatchStats], num_undecodable: int) -> dict[str, float]:
+    """Sums of the micro-batch statistics over this step and all ranks; private."""
+    mine: list[Tensor] = [
+        torch.stack([value.double() for value in column]).sum().cpu() for column in zip(*stats, strict=True)
+    ]
+    totals = distributed.all_reduce_sum(torch.stack([*mine, torch.tensor(float(num_undecodable), dtype=torch.float64)]))
+    return dict(zip((*MicroBatchStats._fields, "num_undecodable"), totals.tolist(), strict=True))
