@@ -30,6 +30,22 @@ from torch import Tensor, nn
 
 from privacy.errors import PrivacyConfigError
 
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+HANDLERS: dict[Any, Handler] = {}
+"""What a stand-in can do, by torch function; raw_operations.py fills it."""
+METADATA: set[Any] = set()
+"""Functions that read no values: they run on the wrapper, which has shape, dtype and device but no data."""
+
+
+def handles(functions: Sequence[Any]) -> Callable[[Handler], Handler]:
+    """Registers the decorated handler for all `functions`."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -80,8 +96,6 @@ class PerExample(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from privacy.clipping.raw_operations import HANDLERS, METADATA
-
         kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():

@@ -13,34 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privacy.clipping.raw import PerExample, Scope, from_full, of_batch, refusal, stand_ins
-
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-HANDLERS: dict[Any, Handler] = {}
+from privacy.clipping.raw import METADATA, PerExample, Scope, from_full, handles, of_batch, refusal, stand_ins
 
 
 def _methods(names: str, *homes: Any) -> list[Any]:
     return [getattr(home, name) for name in names.split() for home in homes if hasattr(home, name)]
 
 
-def _handles(functions: Sequence[Any]) -> Callable[[Handler], Handler]:
-    def register(handler: Handler) -> Handler:
-        HANDLERS.update(dict.fromkeys(functions, handler))
-        return handler
-
-    return register
-
-
 _PROPERTIES = "shape dtype device ndim layout requires_grad is_leaf is_cuda is_meta is_sparse is_quantized grad_fn"
-METADATA = {
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
-    *_methods(
-        "size dim numel nelement ndimension __len__ __hash__ is_floating_point is_complex element_size get_device",
-        Tensor,
-    ),
-    *_methods("numel is_floating_point is_complex", torch),
-}
-"""Functions that read no values: they run on the wrapper, which has shape, dtype and device but no data."""
+_SIZES = "size dim numel nelement ndimension __len__ __hash__ is_floating_point is_complex element_size get_device"
+METADATA.update(getattr(Tensor, name).__get__ for name in _PROPERTIES.split())
+METADATA.update(_methods(_SIZES, Tensor))
+METADATA.update(_methods("numel is_floating_point is_complex", torch))
 
 _ARITHMETIC = (
     "add sub subtract rsub mul multiply div divide true_divide pow maximum minimum where lerp addcmul addcdiv atan2"
@@ -55,7 +39,7 @@ _UNARY = (
 _IN_PLACE = "add_ sub_ mul_ div_ multiply_ divide_ subtract_ lerp_ addcmul_ __iadd__ __isub__ __imul__ __itruediv__"
 
 
-@_handles(_methods(f"{_ARITHMETIC} {_DUNDERS} {_UNARY} {_IN_PLACE}", Tensor, torch, F))
+@handles(_methods(f"{_ARITHMETIC} {_DUNDERS} {_UNARY} {_IN_PLACE}", Tensor, torch, F))
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """f(x, y, ...) with broadcasting. Tensors in kwargs (other=, input=) are operands as well."""
     operands = [x for x in [*args, *kwargs.values()] if isinstance(x, Tensor)]
@@ -177,7 +161,7 @@ def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     return list(rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest)
 
 
-@_handles(_methods("view reshape", Tensor, torch))
+@handles(_methods("view reshape", Tensor, torch))
 def _view(func: Any, args: Any, kwargs: Any) -> PerExample:
     x, sizes = args[0], _numbers(args, kwargs)
     if not all(isinstance(s, int) for s in sizes):
@@ -195,7 +179,7 @@ def _resolved(numel: int, sizes: Sequence[int]) -> list[int]:
     return [numel // known if s == -1 else s for s in sizes]
 
 
-@_handles(_methods("flatten", Tensor, torch))
+@handles(_methods("flatten", Tensor, torch))
 def _flatten(func: Any, args: Any, kwargs: Any) -> PerExample:
     x = args[0]
     start = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
@@ -205,7 +189,7 @@ def _flatten(func: Any, args: Any, kwargs: Any) -> PerExample:
     return result
 
 
-@_handles(_methods("unsqueeze", Tensor, torch))
+@handles(_methods("unsqueeze", Tensor, torch))
 def _unsqueeze(func: Any, args: Any, kwargs: Any) -> PerExample:
     x, dim = args[0], _numbers(args, kwargs)[0]
     dim %= x.dim() + 1
@@ -214,7 +198,7 @@ def _unsqueeze(func: Any, args: Any, kwargs: Any) -> PerExample:
     return _reshaped(x, shape, lambda: x.full().unsqueeze(dim + 1), diagonal)
 
 
-@_handles(_methods("squeeze", Tensor, torch))
+@handles(_methods("squeeze", Tensor, torch))
 def _squeeze(func: Any, args: Any, kwargs: Any) -> PerExample:
     x, dims = args[0], _numbers(args, kwargs)
     gone = {d % max(x.dim(), 1) for d in dims} if dims else set(range(x.dim()))
@@ -222,7 +206,7 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> PerExample:
     return result
 
 
-@_handles(_methods("permute", Tensor, torch))
+@handles(_methods("permute", Tensor, torch))
 def _permute(func: Any, args: Any, kwargs: Any) -> PerExample:
     x = args[0]
     dims = [d % x.dim() for d in _numbers(args, kwargs)]
@@ -230,7 +214,7 @@ def _permute(func: Any, args: Any, kwargs: Any) -> PerExample:
     return _reshaped(x, [x.shape[d] for d in dims], lambda: x.full().permute(0, *[d + 1 for d in dims]), diagonal)
 
 
-@_handles([*_methods("transpose swapaxes swapdims", Tensor, torch)])
+@handles([*_methods("transpose swapaxes swapdims", Tensor, torch)])
 def _transpose(func: Any, args: Any, kwargs: Any) -> PerExample:
     x, (i, j) = args[0], _numbers(args, kwargs)
     dims = list(range(max(x.dim(), 1)))
@@ -239,7 +223,7 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> PerExample:
     return result
 
 
-@_handles([*_methods("t", Tensor, torch), Tensor.T.__get__, Tensor.mT.__get__])  # type: ignore[attr-defined]
+@handles([*_methods("t", Tensor, torch), Tensor.T.__get__, Tensor.mT.__get__])  # type: ignore[attr-defined]
 def _matrix_transpose(func: Any, args: Any, kwargs: Any) -> PerExample:
     x = args[0]
     if x.dim() != 2:
@@ -248,7 +232,7 @@ def _matrix_transpose(func: Any, args: Any, kwargs: Any) -> PerExample:
     return result
 
 
-@_handles(_methods("expand", Tensor))
+@handles(_methods("expand", Tensor))
 def _expand(func: Any, args: Any, kwargs: Any) -> PerExample:
     x, sizes = args[0], _numbers(args, kwargs)
     padded = [1] * (len(sizes) - x.dim()) + list(x.shape)
@@ -261,7 +245,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> PerExample:
     return _reshaped(x, shape, full, (lambda: x._diagonal.expand(shape)) if len(sizes) == x.dim() else None)
 
 
-@_handles(_methods("expand_as broadcast_to", Tensor, torch))
+@handles(_methods("expand_as broadcast_to", Tensor, torch))
 def _expand_as(func: Any, args: Any, kwargs: Any) -> Tensor:
     sizes = _numbers(args, kwargs)
     if not isinstance(args[0], PerExample) or not all(isinstance(s, int) for s in sizes):
@@ -269,7 +253,7 @@ def _expand_as(func: Any, args: Any, kwargs: Any) -> Tensor:
     return args[0].expand(sizes)
 
 
-@_handles(_methods("repeat", Tensor))
+@handles(_methods("repeat", Tensor))
 def _repeat(func: Any, args: Any, kwargs: Any) -> PerExample:
     x, times = args[0], _numbers(args, kwargs)
     padded = [1] * (len(times) - x.dim()) + list(x.shape)
@@ -283,7 +267,7 @@ def _repeat(func: Any, args: Any, kwargs: Any) -> PerExample:
     return _reshaped(x, shape, full, (lambda: x._diagonal.repeat(times)) if keeps else None)
 
 
-@_handles([Tensor.__getitem__])
+@handles([Tensor.__getitem__])
 def _getitem(func: Any, args: Any, kwargs: Any) -> PerExample:
     """Integers, slices, None, ..., and at most one tensor of indices that is the same for all examples."""
     x, index = args
@@ -306,7 +290,7 @@ def _is_simple(index: tuple[Any, ...]) -> bool:
     return known and not any(isinstance(i, bool) for i in numbers) and len(tensors) <= (0 if numbers else 1)
 
 
-@_handles(_methods("to type_as", Tensor))
+@handles(_methods("to type_as", Tensor))
 def _convert(func: Any, args: Any, kwargs: Any) -> Any:
     """A type comes from an example value of that type, so a stand-in to the right may be any tensor."""
     x = args[0]
@@ -319,19 +303,19 @@ def _convert(func: Any, args: Any, kwargs: Any) -> Any:
     return _reshaped(x, x.shape, lambda: x.full().to(like), lambda: x.diagonal_part().to(like))
 
 
-@_handles([*_methods("contiguous", Tensor)])
+@handles([*_methods("contiguous", Tensor)])
 def _same(func: Any, args: Any, kwargs: Any) -> PerExample:
     x: PerExample = args[0]
     return x
 
 
-@_handles(_methods("detach", Tensor, torch))
+@handles(_methods("detach", Tensor, torch))
 def _detach(func: Any, args: Any, kwargs: Any) -> Tensor:
     x: PerExample = args[0]
     return x.full().detach()[0]
 
 
-@_handles([F.dropout, torch.dropout])
+@handles([F.dropout, torch.dropout])
 def _dropout(func: Any, args: Any, kwargs: Any) -> PerExample:
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", args[2] if len(args) > 2 else True)
@@ -341,7 +325,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> PerExample:
     return x
 
 
-@_handles(_methods("cat concat concatenate", torch))
+@handles(_methods("cat concat concatenate", torch))
 def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     tensors: list[Tensor] = list(args[0] if args else kwargs["tensors"])
     dim: int = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
@@ -373,7 +357,7 @@ def _with_hidden(x: Tensor, size: int) -> Tensor:
     return x.full() if isinstance(x, PerExample) else x.expand(size, *x.shape)
 
 
-@_handles([torch.stack])
+@handles([torch.stack])
 def _stack(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = args[0] if args else kwargs["tensors"]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)

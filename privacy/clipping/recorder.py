@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+import privacy.clipping.raw_operations  # noqa: F401  # fills the table of what a stand-in can do
 from privacy.clipping import compiled
 from privacy.clipping.contributions import Contribution, Dense, OuterProducts
 from privacy.clipping.coverage import Claim, refuse_unsupported

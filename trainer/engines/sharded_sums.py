@@ -17,7 +17,7 @@ and one fp64 sum of 1/world_size of the coordinates is cheaper than an fp32 one 
 Every rank issues the same collectives in the same order, whatever its examples are: buckets are reduced strictly one after the
 other, and those that a micro-batch leaves incomplete (parameters without a gradient) when it ends. Nothing depends on data.
 
-Sums leave the process with every micro-batch, so the ledger's intent comes before the first (contract 9, `trainer/loop/fit.py`).
+Sums leave the process with every micro-batch, so the ledger's intent comes before the first (contract 9, `trainer/loop/step.py`).
 """
 
 import itertools
