@@ -20,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.progress import track
 
+from data.errors import DataError
 from data.importers.command import add_import
 from data.index.build import build_index
-from data.index.shards import find_shards
+from data.index.shards import find_shards, read_shard_list
 from data.index.tar_index import ExampleTable
 from data.index.verify import STATES, verify_hashes, verify_sample
 from data.reading.pool import available_cores, worker_pool
@@ -36,8 +37,14 @@ _STDERR = Console(stderr=True)
 def index(arguments: argparse.Namespace) -> int:
     """Builds the index of a set of shards, or brings it up to date: shards that it knows are not read again.
 
-    A build that was stopped goes on where it was. Under `mpirun -n N` the other ranks are the workers.
+    A build that was stopped goes on where it was. Under `mpirun -n N` the other ranks are the workers. Bad shards are listed
+    in DIR/bad-shards.txt, which --exclude takes.
     """
+    output = arguments.output or Path(arguments.shards) / "index"
+    if arguments.output is None and not Path(arguments.shards).is_dir():
+        raise DataError(
+            f"--output is missing; only where SHARDS is one folder, which {arguments.shards} is not, has it a default"
+        )
     with worker_pool(arguments.workers) as pool:
         if not pool.is_main:
             return 0
@@ -45,15 +52,16 @@ def index(arguments: argparse.Namespace) -> int:
         start = time.perf_counter()
         table = build_index(
             shards,
-            arguments.output,
+            output,
+            exclude=read_shard_list(arguments.exclude, shards) if arguments.exclude else (),
             remote=_remote(arguments),
             executor=pool.executor,
             progress=_STDERR.is_terminal,
         )
         seconds = time.perf_counter() - start
-    print(
-        f"{len(table)} examples in {len(shards.names)} shards, {len(table) / seconds:.0f} examples/s: {arguments.output}"
-    )
+    print(f"{len(table)} examples in {len(table.entries)} shards, {len(table) / seconds:.0f} examples/s: {output}")
+    if table.excluded:
+        print(f"{len(table.excluded)} shards are excluded", file=sys.stderr)
     repeated, skipped = (sum(getattr(entry, what) for entry in table.entries) for what in ("repeated_keys", "skipped"))
     if repeated or skipped:
         print(
@@ -130,7 +138,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
     sub = commands.add_parser("index", help="index tar shards for random access", description=index.__doc__)
     sub.add_argument("shards", metavar="SHARDS", help=shards_help)
-    sub.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the index (private)")
+    sub.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder for the index, private (default: SHARDS/index of a folder)"
+    )
+    sub.add_argument("--exclude", type=Path, metavar="FILE", help="shards that stay out of the index, one per line")
     _add_reading(sub)
     sub.set_defaults(run=index)
 

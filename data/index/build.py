@@ -10,12 +10,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 from rich.console import Console
@@ -24,17 +24,28 @@ from rich.progress import Progress
 from data.errors import DataError
 from data.index.shard import ROW, index_file
 from data.index.shards import ShardSet
-from data.index.tar_index import ExampleTable, manifest_digest, write_manifest, write_private
+from data.index.tar_index import FORMAT_VERSION, ExampleTable, manifest_digest, write_manifest, write_private
 from data.reading.pool import run_all
 from data.reading.storage import RemoteOptions, ShardEntry, ShardStatus, open_storage
 
+BAD_SHARDS = "bad-shards.txt"
+"""Lists in the folder of the index what a build refused."""
 _PARTS = "parts"
+_NAMED = 10  # bad shards in one error; the list has them all
+
+
+class BadShard(NamedTuple):
+    """A shard that cannot be indexed, and why: one line that says how to mend it."""
+
+    name: str
+    reason: str
 
 
 def build_index(
     shards: ShardSet | Sequence[Path],
     index_dir: Path,
     *,
+    exclude: Collection[str] = (),
     remote: RemoteOptions | None = None,
     executor: Executor | None = None,
     progress: bool = False,
@@ -44,43 +55,83 @@ def build_index(
     Args:
         shards: of `find_shards`, or local tar files; their order does not matter.
         index_dir: created when missing.
+        exclude: names of shards that stay out of the index; it remembers them.
         remote: how remote shards are read.
         executor: works on many shards at once (`data.reading.pool.worker_pool`); None works in this process.
         progress: show a bar on stderr.
 
     Raises:
-        DataError: no shards, one that is no whole tar archive, none with an example, a folder that cannot be written or
-            in which another build is at work.
+        DataError: no shards, bad ones (all are read first, and listed in `BAD_SHARDS`), none with an example, a folder
+            that cannot be written or in which another build is at work.
         ReadError: remote shards cannot be read, or a worker died. What is done stays done.
     """
     shards = shards if isinstance(shards, ShardSet) else ShardSet.of_files(shards)
+    shards = replace(shards, names=tuple(name for name in shards.names if name not in exclude))
+    if not shards.names:
+        raise DataError("every shard is excluded, so there is nothing to index; exclude fewer")
     remote = remote or RemoteOptions()
     index_dir = Path(index_dir)
     with _working_in(index_dir) as parts:
         storage = open_storage(shards.root, remote)
-        statuses = dict(zip(shards.names, storage.status(shards.names), strict=True))
+        statuses: dict[str, ShardStatus] = {}
+        bad: dict[str, str] = {}
+        for name, status in zip(shards.names, storage.status(shards.names), strict=True):
+            if isinstance(status, DataError):
+                bad[name] = str(status)
+            else:
+                statuses[name] = status
         storage.close()
         _keep_known(index_dir, shards, statuses, parts)
-        missing = [name for name in shards.names if not _is_part_of(statuses[name], parts / _part_name(name))]
+        missing = [name for name in statuses if not _is_part_of(statuses[name], parts / _part_name(name))]
         jobs = [(shards.root, name, statuses[name], remote) for name in missing]
         with _bar(progress, [statuses[name].size for name in missing]) as advance:
-            for entry, rows in run_all(executor, index_one, jobs):
+            for result in run_all(executor, index_one, jobs):
+                if isinstance(result, BadShard):
+                    bad[result.name] = result.reason
+                    advance(statuses[result.name].size)
+                    continue
+                entry, rows = result
                 _write_part(parts / _part_name(entry.name), entry, rows)
                 advance(entry.size)
-        _assemble(index_dir, shards, parts)
+        if bad:
+            _refuse(index_dir, shards, bad, exclude)
+        _assemble(index_dir, shards, parts, exclude)
         shutil.rmtree(parts)
+        if not exclude:
+            (index_dir / BAD_SHARDS).unlink(missing_ok=True)
     return ExampleTable.open(index_dir, shards.root, remote=remote)
 
 
-def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) -> tuple[ShardEntry, bytes]:
-    """One job: a shard's entry and rows (as bytes, which travel well)."""
+def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) -> tuple[ShardEntry, bytes] | BadShard:
+    """One job: a shard's entry and rows (as bytes, which travel well), or why it cannot be indexed."""
     storage = open_storage(root, remote)
-    with storage.local_copy(name) as path:
-        entry, rows_K = index_file(path, name, f"{root}/{name}", status.version)
-    storage.close()
-    if entry.size != status.size:
-        raise DataError(f"the shard {root}/{name} changed while it was indexed; try again when its writer is done")
+    try:
+        with storage.local_copy(name) as path:
+            entry, rows_K = index_file(path, name, f"{root}/{name}", status.version)
+        if entry.size != status.size:
+            raise DataError(f"the shard {root}/{name} changed while it was indexed; try again when its writer is done")
+    except DataError as error:
+        return BadShard(name, str(error))
+    finally:
+        storage.close()
     return entry, rows_K.tobytes()
+
+
+def _refuse(index_dir: Path, shards: ShardSet, bad: Mapping[str, str], exclude: Collection[str]) -> NoReturn:
+    """Says why the first bad shard is refused and names the others; where good ones are left, writes a list that excludes
+    all bad ones, and those that were excluded already."""
+    first, *others = sorted(bad)
+    said = bad[first]
+    if others:
+        more = ", ".join(others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+        said += f" (and {len(others)} more bad shards: {more})"
+    if len(bad) < len(shards.names):
+        reasons = dict.fromkeys(exclude, "This shard was excluded already.") | bad
+        lines = [f"# {' '.join(reasons[name].split())}\n{name}\n" for name in sorted(reasons)]
+        content = "".join(lines).encode("utf-8", "surrogateescape")
+        write_private(index_dir / BAD_SHARDS, lambda file: file.write(content))
+        said += f"; {index_dir / BAD_SHARDS} lists every bad shard: mend them, or exclude them by prepare.py index --exclude"
+    raise DataError(said)
 
 
 @contextmanager
@@ -128,13 +179,16 @@ def _part_name(name: str) -> str:
 
 
 def _write_part(path: Path, entry: ShardEntry, rows: bytes) -> None:
-    header = json.dumps(asdict(entry)).encode() + b"\n"
+    header = json.dumps({"format_version": FORMAT_VERSION, "entry": asdict(entry)}).encode() + b"\n"
     write_private(path, lambda file: file.write(header + rows))
 
 
 def _read_part(path: Path) -> tuple[ShardEntry, bytes]:
     header, _, rows = path.read_bytes().partition(b"\n")
-    return ShardEntry(**json.loads(header)), rows
+    facts = json.loads(header)
+    if facts.get("format_version") != FORMAT_VERSION:
+        raise ValueError(f"{path} is of another format")
+    return ShardEntry(**facts["entry"]), rows
 
 
 def _is_part_of(status: ShardStatus, path: Path) -> bool:
@@ -148,7 +202,7 @@ def _is_part_of(status: ShardStatus, path: Path) -> bool:
     return len(rows) == entry.count * ROW.itemsize and bool(status.version) and status == (entry.size, entry.version)
 
 
-def _assemble(index_dir: Path, shards: ShardSet, parts: Path) -> None:
+def _assemble(index_dir: Path, shards: ShardSet, parts: Path, exclude: Collection[str]) -> None:
     """Joins the parts in the order of the names, one in memory at a time."""
     entries = [_read_part(parts / _part_name(name))[0] for name in shards.names]
     count = sum(entry.count for entry in entries)
@@ -165,7 +219,7 @@ def _assemble(index_dir: Path, shards: ShardSet, parts: Path) -> None:
             file.write(_read_part(parts / _part_name(shard))[1])
 
     write_private(index_dir / name, write)
-    write_manifest(index_dir, name, entries)
+    write_manifest(index_dir, name, entries, sorted(exclude))
     for old in index_dir.glob("extents-*.npy"):
         if old.name != name:
             old.unlink()

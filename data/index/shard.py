@@ -8,14 +8,16 @@ in the page cache.
 import hashlib
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from data.errors import DataError
-from data.index.tar_format import BLOCK, TarFormatError, iter_members, split_key
+from data.index.tar_format import BLOCK, CutOffError, Member, TarFormatError, iter_members, split_key
 from data.reading.storage import ShardEntry
 
 ROW = np.dtype([("first_block", "<u4"), ("crc32", "<u4"), ("low", "<u2"), ("high", "u1")])
@@ -50,7 +52,7 @@ def index_file(path: Path, name: str, location: str, version: str) -> tuple[Shar
         Its manifest entry and its rows, ROW (count,).
 
     Raises:
-        DataError: it cannot be read, is no tar archive, is cut off, or changes meanwhile.
+        DataError: it cannot be read, is no whole tar archive, keeps members of an example apart, or changes meanwhile.
     """
     try:
         before = path.stat()
@@ -81,7 +83,8 @@ def walk_shard(path: Path, location: str) -> Extents:
     """Extents of all examples of a shard, from its headers alone.
 
     Raises:
-        DataError: empty, compressed, no tar archive, or cut off.
+        DataError: empty, compressed, no tar archive, cut off, with more than padding behind its end marker, or with the
+            members of an example in two places.
         OSError: it cannot be read.
     """
     with open(path, "rb", buffering=0) as file:
@@ -90,9 +93,10 @@ def walk_shard(path: Path, location: str) -> Extents:
             raise DataError(f"missing or empty shards: {location} is empty; fetch it again")
         _refuse_compressed(os.pread(descriptor, 6, 0), location)
         try:
-            return _walk(_windowed(descriptor), size)
+            return _walk(_windowed(descriptor), size, location)
         except TarFormatError as error:
-            raise DataError(f"{location} is no tar archive or is damaged: {error}; write or fetch it again") from error
+            what = "is cut off" if isinstance(error, CutOffError) else "is no tar archive or is damaged"
+            raise DataError(f"{location} {what}: {error}; write or fetch it again") from error
 
 
 def hash_file(path: Path) -> str:
@@ -100,29 +104,42 @@ def hash_file(path: Path) -> str:
     return _checksums(path, np.empty((0, 2), dtype=np.int64))[1]
 
 
-def _walk(read_at: Callable[[int, int], bytes], size: int) -> Extents:
-    starts: list[int] = []
-    ends: list[int] = []
+def _walk(read_at: Callable[[int, int], bytes], size: int, location: str) -> Extents:
+    bounds: list[tuple[int, int]] = []
     caption_bytes: list[int] = []
     keys: list[bytes] = []
-    current: bytes | None = None
     skipped = 0
-    for member in iter_members(read_at, size, needs_end=True):
-        split = split_key(member.name) if member.is_regular else None
-        if split is None:
-            skipped += 1
-            continue
-        key, extension = split
-        if key != current:
-            current = key
-            keys.append(key)
-            starts.append(member.header_offset)
-            ends.append(member.end_offset)
-            caption_bytes.append(0)
-        ends[-1] = member.end_offset
-        if caption_bytes[-1] == 0 and (extension.endswith("txt") or extension.endswith("json")):
-            caption_bytes[-1] = member.size
-    bounds_K2 = np.array([starts, ends], dtype=np.int64).T.reshape(-1, 2)
+    extensions_of: dict[bytes, frozenset[str]] = {}  # equal sets are one object, so that a shard's keys stay small
+    one_of: dict[frozenset[str], frozenset[str]] = {}
+
+    def parts() -> Iterator[tuple[bytes, str, Member]]:
+        nonlocal skipped
+        for member in iter_members(read_at, size, needs_end=True):
+            split = split_key(member.name) if member.is_regular else None
+            if split is None:
+                skipped += 1
+            else:
+                yield *split, member
+
+    for key, run in groupby(parts(), key=itemgetter(0)):
+        extensions: set[str] = set()
+        start = end = caption = 0
+        for _, extension, member in run:
+            start, end = start if extensions else member.header_offset, member.end_offset
+            extensions.add(extension)
+            if caption == 0 and (extension.endswith("txt") or extension.endswith("json")):
+                caption = member.size
+        same = one_of.setdefault(frozenset(extensions), frozenset(extensions))
+        if extensions_of.setdefault(key, same) != same:
+            raise DataError(
+                f"{location} has members of the key {key.decode('utf-8', 'backslashreplace')[:100]!r} in two places: others "
+                f"than before come back at byte {start}; unpack it and write it with each key's members together, as "
+                "tar --sort=name does"
+            )
+        keys.append(key)
+        bounds.append((start, end))
+        caption_bytes.append(caption)
+    bounds_K2 = np.array(bounds, dtype=np.int64).reshape(-1, 2)
     return Extents(bounds_K2, np.array(caption_bytes, dtype=np.int64), keys, skipped)
 
 

@@ -63,11 +63,12 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
         root: what relative local items are relative to.
 
     Raises:
-        DataError: nothing found, local and remote shards mixed, or a URL that is none of a shard.
+        DataError: nothing found, local and remote shards mixed, or a URL that is none of a shard. That each shard is
+            there is for its storage to say (`data.reading.storage.Storage.status`).
     """
     urls = [item for item in _items(pattern) if is_url(item)]
     if not urls:
-        return ShardSet.of_files(expand_shards(pattern, root))
+        return ShardSet.of_files(_expand_items(pattern, root))
     if len(urls) != len(list(_items(pattern))):
         raise DataError(f"{pattern} mixes URLs and local files; one data set lies in one place")
     return _of_urls(sorted(set(urls)))
@@ -87,14 +88,35 @@ def expand_shards(pattern: str, root: Path) -> list[Path]:
     Raises:
         DataError: nothing found, or a file missing or empty.
     """
-    found: set[Path] = set()
-    for item in _items(pattern):
-        if is_url(item):
-            raise DataError(f"{item} is a URL; only local shards can be used here")
-        found.update(_expand_item(item, root))
-    shards = sorted(found)
+    shards = _expand_items(pattern, root)
     _check_files(shards)
     return shards
+
+
+def read_shard_list(path: Path, shards: ShardSet) -> frozenset[str]:
+    """Names of the shards that a text file lists.
+
+    Args:
+        path: one shard per line: its name in the index, its path or its URL. Empty lines and lines that begin with # do not
+            count.
+        shards: the data set that they belong to.
+
+    Raises:
+        DataError: the file cannot be read, or names a shard that the data set has not.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the list of shards {path}: {error}") from error
+    names_of = {f"{shards.root}/{name}": name for name in shards.names} | {name: name for name in shards.names}
+    found: set[str] = set()
+    for line in lines:
+        if line and not line.startswith("#"):
+            name = names_of.get(line) or names_of.get(os.path.abspath(line))
+            if name is None:
+                raise DataError(f"{path} lists {line}, which is none of the shards at {shards.root}; correct that line")
+            found.add(name)
+    return frozenset(found)
 
 
 def is_url(text: str) -> bool:
@@ -130,6 +152,16 @@ def _items(pattern: str) -> Iterator[str]:
     if not items:
         raise DataError("no shards given; name tar files, a folder of them or a pattern such as train-{000..012}.tar")
     return itertools.chain.from_iterable(_expand_braces(item) for item in items)
+
+
+def _expand_items(pattern: str, root: Path) -> list[Path]:
+    """The files that a local pattern names, each once, sorted; those that it names one by one need not exist."""
+    found: set[Path] = set()
+    for item in _items(pattern):
+        if is_url(item):
+            raise DataError(f"{item} is a URL; only local shards can be used here")
+        found.update(_expand_item(item, root))
+    return sorted(found)
 
 
 def _expand_item(item: str, root: Path) -> list[Path]:

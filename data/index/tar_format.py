@@ -17,12 +17,19 @@ MAX_NAME_BYTES = 1 << 20
 _REGULAR = frozenset(b"\x000" + b"7")
 _NO_PAYLOAD = frozenset(b"123456")
 _ZERO_BLOCK = bytes(BLOCK)
+_MOST_RECORD_BLOCKS = 20
+"""tar and its kin pad an archive to whole records of at most this many blocks, unless they are told otherwise."""
+_SCAN_BYTES = 1 << 16
 
 ReadAt = Callable[[int, int], bytes]
 
 
 class TarFormatError(ValueError):
     """The bytes are not a well-formed tar archive."""
+
+
+class CutOffError(TarFormatError):
+    """Bytes at the end of the archive are missing."""
 
 
 class Member(NamedTuple):
@@ -49,11 +56,12 @@ def split_key(name: bytes) -> tuple[bytes, str] | None:
     Returns:
         (key, extension): the key is the path up to the first dot of its last part; the extension what follows, in
         lower case. None for names that belong to no example: without a dot, hidden (`.name`, also macOS `._name`), or
-        webdataset's own `__name__` entries.
+        webdataset's own entries `__name__` and what lies in such a folder.
     """
-    folder, _, base = name.rpartition(b"/")
+    base = name.rpartition(b"/")[2]
     stem, dot, extension = base.partition(b".")
-    if not dot or not stem or (not folder and base.startswith(b"__") and base.endswith(b"__")):
+    top = name.partition(b"/")[0]
+    if not dot or not stem or (len(top) >= 4 and top.startswith(b"__") and top.endswith(b"__")):
         return None
     return name[: len(name) - len(base)] + stem, extension.decode("utf-8", "replace").lower()
 
@@ -64,14 +72,15 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
     Args:
         read_at: `read_at(offset, length)` returns exactly `length` bytes.
         total_bytes: length of the archive, or of the piece of it.
-        needs_end: True for a whole archive: a missing end marker (a zero block) means that it was cut off. False for
-            an extent cut out of one.
+        needs_end: True for a whole archive: it has an end marker (a zero block), and only padding follows. False for an
+            extent cut out of one, which holds members to its last byte.
 
     Yields:
         All members in their order.
 
     Raises:
-        TarFormatError: a bad checksum, a member that reaches past the end, a missing end, a sparse member.
+        CutOffError: a member that reaches past the end, no end marker, or zeros where members should be.
+        TarFormatError: a bad checksum, other bytes behind the end marker, a sparse member.
     """
     position = 0
     start: int | None = None
@@ -80,6 +89,9 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
     while position + BLOCK <= total_bytes:
         header = read_at(position, BLOCK)
         if header == _ZERO_BLOCK:
+            if start is not None or not needs_end:
+                raise TarFormatError(f"zeros at byte {position} stand where a member should begin")
+            _require_padding(read_at, position, total_bytes)
             return
         kind = _check_header(header, position)
         size = int(pax[b"size"]) if b"size" in pax else _number(header[124:136], position)
@@ -87,11 +99,13 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
         start = position if start is None else start
         position = payload if kind in _NO_PAYLOAD else payload + _round_up(size)
         if position > total_bytes:
-            raise TarFormatError(f"the member at byte {start} reaches past the end of the file: it is cut off")
+            raise CutOffError(f"the member at byte {start} reaches past the end at byte {total_bytes}")
         if kind in b"LKxg":
             body = _read_extended(read_at, payload, size)
             if kind == ord("L"):
                 long_name = body.split(b"\0", 1)[0]
+                if not long_name:
+                    raise TarFormatError(f"the long name at byte {start} is empty")
             elif kind in b"xg":
                 records = _parse_pax(body, start)
                 _refuse_global(kind, records)
@@ -102,9 +116,32 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
         yield Member(name, start, payload, 0 if kind in _NO_PAYLOAD else size, kind in _REGULAR)
         start, long_name, pax = None, None, {}
     if needs_end:
-        raise TarFormatError("there is no end marker: it is cut off")
-    if position != total_bytes:
-        raise TarFormatError("the piece does not end at a block")
+        raise CutOffError(f"there is no end marker before its end at byte {total_bytes}")
+    if position != total_bytes or start is not None:
+        raise TarFormatError("the piece does not end with a whole member")
+
+
+def _require_padding(read_at: ReadAt, end: int, total_bytes: int) -> None:
+    """Accepts an end marker of one or two zero blocks, and zeros up to a whole record behind one of two blocks.
+
+    A longer run of zeros is what a download leaves that took its place on the disk before its bytes came. Within the last
+    record the two look the same.
+    """
+    for at in range(end, total_bytes, _SCAN_BYTES):
+        piece = read_at(at, min(_SCAN_BYTES, total_bytes - at))
+        if rest := piece.lstrip(b"\0"):
+            raise TarFormatError(
+                f"a zero block at byte {end} ends it, but other bytes follow from byte {at + len(piece) - len(rest)}: a "
+                "header was overwritten, or archives were joined by cat, which tar --concatenate does rightly"
+            )
+    padding = total_bytes - end - 2 * BLOCK
+    records = (blocks * BLOCK for blocks in range(1, _MOST_RECORD_BLOCKS + 1))
+    if padding != -BLOCK and not any(0 <= padding < size and total_bytes % size == 0 for size in records):
+        raise CutOffError(
+            f"the zeros from byte {end} to its end at byte {total_bytes} are no padding to a record of at most "
+            f"{_MOST_RECORD_BLOCKS} blocks, so members may be missing (if tar -t lists all of them, then "
+            f"truncate -s {end + 2 * BLOCK} mends it)"
+        )
 
 
 def _check_header(header: bytes, position: int) -> int:
@@ -152,7 +189,7 @@ def _parse_pax(body: bytes, position: int) -> dict[bytes, bytes]:
     """Records `length key=value newline`, where the length counts the whole record."""
     records: dict[bytes, bytes] = {}
     at = 0
-    while at < len(body) and body[at] != 0:
+    while at < len(body):
         digits, space, _ = body[at : at + 24].partition(b" ")
         length = int(digits) if space and digits.isdigit() else 0
         key, equals, value = body[at + len(digits) + 1 : at + length - 1].partition(b"=")

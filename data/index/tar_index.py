@@ -2,7 +2,8 @@
 
 Poisson sampling needs random access to any example of any shard, which tar lacks. An example is a run of neighbouring
 members that share a key (`tar_format.split_key`); it is one contiguous extent, so one read fetches it whole. A key that
-comes back later in the shard starts a new example. An example without an image or a caption stays an example: the
+comes back later in the shard with the same extensions is a copy, and an example of its own; with others the shard is
+refused, because an example was taken apart. An example without an image or a caption stays an example: the
 number of examples n is an input of the privacy accounting and may not depend on what can be decoded.
 
 On disk: `extents-DIGEST.npy` (rows of `index_shard.ROW`) and `manifest.json`, which names it and is renamed into place
@@ -24,9 +25,18 @@ from data.errors import DataError
 from data.index.shard import ROW
 from data.index.shards import ShardSet
 from data.index.tar_format import BLOCK
-from data.reading.storage import ReadRequest, RemoteOptions, ShardEntry, ShardStatus, Storage, open_storage
+from data.reading.storage import (
+    ReadRequest,
+    RemoteOptions,
+    ShardEntry,
+    ShardStatus,
+    Storage,
+    open_storage,
+    require_present,
+)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+"""It changes whenever shards that were accepted are no longer, so that no index of such a shard is used."""
 MANIFEST = "manifest.json"
 _LOCAL = RemoteOptions()
 
@@ -50,10 +60,11 @@ class ExampleTable:
         entries: Sequence[ShardEntry],
         rows_N: np.ndarray,
         remote: RemoteOptions = _LOCAL,
+        excluded: Sequence[str] = (),
     ):
         """Use `open` or `index_build.build_index`."""
         self.index_dir, self.shard_root, self.entries = index_dir, shard_root, tuple(entries)
-        self.remote = remote
+        self.remote, self.excluded = remote, tuple(excluded)
         self._rows_N = rows_N
         self._last_S = np.cumsum([entry.count for entry in self.entries], dtype=np.int64)
 
@@ -82,12 +93,13 @@ class ExampleTable:
         manifest = _load_manifest(index_dir)
         try:
             entries = [ShardEntry(**entry) for entry in manifest["shards"]]
+            excluded = [str(name) for name in manifest["excluded"]]
             rows_N = np.load(index_dir / manifest["extents"], mmap_mode="r", allow_pickle=False)
         except (KeyError, TypeError, OSError, ValueError) as error:
             raise DataError(f"the index {index_dir} is damaged ({error}); build it again") from error
         if rows_N.shape != (sum(entry.count for entry in entries),) or rows_N.dtype != ROW:
             raise DataError(f"the index {index_dir} is damaged (sizes do not fit its manifest); build it again")
-        table = cls(index_dir, str(shard_root), entries, rows_N, remote)
+        table = cls(index_dir, str(shard_root), entries, rows_N, remote, excluded)
         if check_shards:
             table.check_shards()
         return table
@@ -145,9 +157,11 @@ class ExampleTable:
         """Refuses an index of other shards: a changed pattern must never train on yesterday's files.
 
         Raises:
-            DataError: the index has a shard that `shards` has not, or the other way round.
+            DataError: the index has a shard that `shards` has not, or the other way round; shards that whoever built it
+                excluded may be missing from it.
         """
-        difference = set(shards.names) ^ {entry.name for entry in self.entries}
+        indexed = {entry.name for entry in self.entries}
+        difference = (set(shards.names) - set(self.excluded)) ^ indexed
         if difference:
             raise DataError(
                 f"the index {self.index_dir} is of other shards than those asked for (first difference: "
@@ -157,7 +171,8 @@ class ExampleTable:
     def check_shards(self) -> None:
         """Compares size and version of every shard with the manifest; see `open`."""
         storage = self.storage()
-        for entry, status in zip(self.entries, storage.status([e.name for e in self.entries]), strict=True):
+        statuses = require_present(storage.status([entry.name for entry in self.entries]))
+        for entry, status in zip(self.entries, statuses, strict=True):
             location = f"{self.shard_root}/{entry.name}"
             if status.size != entry.size:
                 raise DataError(
@@ -178,7 +193,7 @@ class ExampleTable:
         """
         entries = [replace(entry, version=status.version) for entry, status in zip(self.entries, statuses, strict=True)]
         if entries != list(self.entries):
-            write_manifest(self.index_dir, _load_manifest(self.index_dir)["extents"], entries)
+            write_manifest(self.index_dir, _load_manifest(self.index_dir)["extents"], entries, self.excluded)
             self.entries = tuple(entries)
 
     def shard_rows(self, shard: int) -> np.ndarray:
@@ -203,8 +218,14 @@ def manifest_digest(entries: Sequence[ShardEntry]) -> bytes:
     return hashlib.sha256(json.dumps([FORMAT_VERSION, rows], separators=(",", ":")).encode()).digest()
 
 
-def write_manifest(index_dir: Path, extents: str, entries: Sequence[ShardEntry]) -> None:
+def write_manifest(index_dir: Path, extents: str, entries: Sequence[ShardEntry], excluded: Sequence[str]) -> None:
     """Writes manifest.json, which makes an index whole.
+
+    Args:
+        index_dir: the folder of the index.
+        extents: name of the file with the rows.
+        entries: the shards that are in the index.
+        excluded: names of the shards that were left out on request.
 
     Raises:
         DataError: it cannot be written.
@@ -213,6 +234,7 @@ def write_manifest(index_dir: Path, extents: str, entries: Sequence[ShardEntry])
         "format_version": FORMAT_VERSION,
         "num_examples": sum(entry.count for entry in entries),
         "extents": extents,
+        "excluded": list(excluded),
         "shards": [asdict(entry) for entry in entries],
     }
     content = json.dumps(manifest, indent=1).encode()

@@ -13,7 +13,7 @@ from data.index.shard import hash_file
 from data.index.tar_index import ExampleTable
 from data.reading.pool import run_all
 from data.reading.reader import MAX_EXAMPLE_BYTES, RawExample, TarReader
-from data.reading.storage import RemoteOptions, open_storage
+from data.reading.storage import RemoteOptions, open_storage, require_present
 
 STATES = (
     "usable", "without image", "undecodable image", "labelled without caption", "without caption or label", "too large",
@@ -31,13 +31,14 @@ def verify_hashes(table: ExampleTable, executor: Executor | None, track: Track) 
         ReadError: remote shards cannot be read.
     """
     storage = table.storage()
-    before = list(storage.status([entry.name for entry in table.entries]))
+    names = [entry.name for entry in table.entries]
+    before = list(require_present(storage.status(names)))
     jobs = [(table.shard_root, entry.name, table.remote) for entry in table.entries]
     expected = {entry.name: entry.sha256 for entry in table.entries}
     for name, sha256 in track(run_all(executor, hash_one, jobs)):
         if sha256 != expected[name]:
             raise DataError(f"{table.shard_root}/{name} is not what was indexed; restore it or index again")
-    if list(storage.status([entry.name for entry in table.entries])) != before:
+    if list(storage.status(names)) != before:
         raise DataError("shards changed while they were hashed; verify again when their writer is done")
     storage.close()
     table.accept(before)

@@ -22,16 +22,18 @@ class LocalStorage:
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._owner = os.getpid()
 
-    def status(self, names: Sequence[str]) -> Iterator[ShardStatus]:
+    def status(self, names: Sequence[str]) -> Iterator[ShardStatus | DataError]:
         for name in names:
             path = self._path(name)
             try:
                 status = path.stat()
             except OSError as error:
-                raise DataError(f"missing or empty shards: {path}: {error.strerror or error}") from error
+                yield DataError(f"missing or empty shards: {path}: {error.strerror or error}")
+                continue
             if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
-                raise DataError(f"missing or empty shards: {path} is empty or no file; fetch it again")
-            yield ShardStatus(status.st_size, f"mtime_ns:{status.st_mtime_ns}")
+                yield DataError(f"missing or empty shards: {path} is empty or no file; fetch it again")
+            else:
+                yield ShardStatus(status.st_size, f"mtime_ns:{status.st_mtime_ns}")
 
     @contextmanager
     def local_copy(self, name: str) -> Iterator[Path]:

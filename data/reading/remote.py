@@ -5,6 +5,7 @@ boundary (docs/data.md). What fails for good is a ReadError and ends the run bef
 kind never become a zero gradient.
 """
 
+import functools
 import os
 import random
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -23,6 +24,9 @@ from fsspec.asyn import AsyncFileSystem
 from data.errors import DataError, ReadError
 from data.reading.block_cache import BlockCache
 from data.reading.storage import ReadRequest, RemoteOptions, ShardStatus, check_crc
+
+if TYPE_CHECKING:
+    from aiohttp import TraceConfig, TraceRequestRedirectParams
 
 T = TypeVar("T")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -61,8 +65,14 @@ class RemoteStorage:
         self._threads: ThreadPoolExecutor | None = None
         self._owner = os.getpid()
 
-    def status(self, names: Sequence[str]) -> Iterator[ShardStatus]:
-        return self._ahead(names, self._status, lambda _name: 0)
+    def status(self, names: Sequence[str]) -> Iterator[ShardStatus | DataError]:
+        def status_or_error(name: str) -> ShardStatus | DataError:
+            try:
+                return self._status(name)
+            except DataError as error:
+                return error
+
+        return self._ahead(names, status_or_error, lambda _name: 0)
 
     @contextmanager
     def local_copy(self, name: str) -> Iterator[Path]:
@@ -190,10 +200,16 @@ class _FinalError(ReadError):
     """An answer that another try would not change."""
 
 
+class _RefusedRedirectError(Exception):
+    """A redirect that is not followed, and why."""
+
+
 def _final_reason(error: BaseException | None) -> str | None:
     """Why another try is of no use, or None."""
     # fsspec reports every failed HEAD as a missing file; the cause says why.
     for link in (error, error.__cause__ if error else None):
+        if isinstance(link, _RefusedRedirectError):
+            return str(link)
         status = getattr(link, "status", None)
         if isinstance(status, int):
             return _FINAL.get(status)
@@ -210,9 +226,45 @@ def _said(error: Exception) -> str:
     return f"{type(link).__name__} {str(link).partition(chr(10))[0][:200]}".strip()
 
 
+def _is_exposed(scheme: str, host: str | None, allow_plain_http: bool) -> bool:
+    """Whether the network sees what is asked for at an address, and nobody has said that it may."""
+    return scheme == "http" and host not in _LOOPBACK and not allow_plain_http
+
+
+@functools.cache
+def _redirect_rule(allow_plain_http: bool) -> "TraceConfig":
+    """Looks at each redirect before it is followed: the next address must be one that could have been given at first.
+
+    Whoever is on the way can write an answer over plain http, so a redirect there is never followed.
+    """
+    import aiohttp
+    from yarl import URL  # what aiohttp itself reads the next address with
+
+    async def check(_session: object, _context: object, redirect: "TraceRequestRedirectParams") -> None:
+        headers = redirect.response.headers
+        target = redirect.url.join(URL(headers.get("Location") or headers.get("URI") or ""))
+        place = f"{target.scheme}://{target.host}"  # the rest may hold a signature
+        if redirect.url.scheme != "https":
+            redirect.response.close()
+            raise _RefusedRedirectError(
+                f"it redirects to {place}, and a redirect over plain http is not followed; give the address of the shards "
+                "themselves"
+            )
+        if _is_exposed(target.scheme, target.host, allow_plain_http):
+            redirect.response.close()
+            raise _RefusedRedirectError(
+                f"it redirects to {place}, which is not encrypted: whoever sees the requests knows who is in every batch; "
+                "give an address that leads over https all the way"
+            )
+
+    rule = aiohttp.TraceConfig()
+    rule.on_request_redirect.append(check)
+    return rule
+
+
 def _refuse_plain_http(root: str, options: RemoteOptions) -> None:
     parts = urlsplit(root)
-    if parts.scheme == "http" and parts.hostname not in _LOOPBACK and not options.allow_plain_http:
+    if _is_exposed(parts.scheme, parts.hostname, options.allow_plain_http):
         raise DataError(
             f"{root} is not encrypted: whoever sees the requests knows who is in every batch; use https, or set "
             "data.remote.allow_plain_http = true where the whole network may know"
@@ -230,7 +282,8 @@ def _filesystem(root: str, options: RemoteOptions) -> Any:
         settings["client_kwargs"] = {
             "timeout": aiohttp.ClientTimeout(
                 total=None, sock_read=options.timeout_seconds, sock_connect=options.timeout_seconds
-            )
+            ),
+            "trace_configs": [_redirect_rule(options.allow_plain_http)],
         }
         settings["use_listings_cache"] = False
     try:

@@ -5,13 +5,13 @@ the checksum in the index before anything else sees it, wherever it came from.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from data.errors import ReadError
+from data.errors import DataError, ReadError
 from data.index.shards import is_url
 
 
@@ -92,11 +92,10 @@ class Storage(Protocol):
 
     root: str
 
-    def status(self, names: Sequence[str]) -> Iterator[ShardStatus]:
-        """Size and version of each shard, in this order.
+    def status(self, names: Sequence[str]) -> Iterator[ShardStatus | DataError]:
+        """Size and version of each shard, in this order; an error that says so where a shard is missing or empty.
 
         Raises:
-            DataError: a shard is missing or empty.
             ReadError: the place does not answer.
         """
 
@@ -112,6 +111,18 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Releases files and connections; the next read opens them again."""
+
+
+def require_present(statuses: Iterable[ShardStatus | DataError]) -> Iterator[ShardStatus]:
+    """Passes on what `Storage.status` says.
+
+    Raises:
+        DataError: a shard is missing or empty.
+    """
+    for status in statuses:
+        if isinstance(status, DataError):
+            raise status
+        yield status
 
 
 def open_storage(root: str, remote: RemoteOptions) -> Storage:

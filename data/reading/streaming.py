@@ -8,7 +8,6 @@ consumed without decoding it.
 
 import hashlib
 import itertools
-import os
 import random
 import tarfile
 import time
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples.examples import MakeExample
-from data.index.tar_format import BLOCK
+from data.index.shard import walk_shard
 from data.reading.loader import Failure, StepPlan, as_is, end_with_parent, stack_examples, worker_context
 from data.reading.reader import IMAGE_EXTENSIONS, RawExample
 
@@ -54,7 +53,7 @@ class Stream:
         """Examples with their keys for augmentation.
 
         Raises:
-            DataError: a shard is no whole tar archive, or no shard holds an example.
+            DataError: a shard is no whole tar archive, keeps members of an example apart, or no shard holds an example.
             ReadError: a shard cannot be read.
         """
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):
@@ -73,15 +72,14 @@ class Stream:
             random.Random(f"{self.seed} {epoch}").shuffle(shards)
         by_shard = len(shards) >= self.num_readers
         mine = shards[self.reader :: self.num_readers] if by_shard else shards
-        samples = iter(webdataset.DataPipeline(webdataset.SimpleShardList(mine), webdataset.tarfile_to_samples()))
+        stages = webdataset.SimpleShardList(mine), _walked, webdataset.tarfile_to_samples()
+        samples = iter(webdataset.DataPipeline(*stages))
         if not by_shard:
             samples = itertools.islice(samples, self.reader, None, self.num_readers)
         if self.shuffle_buffer:
             rng = random.Random(f"{self.seed} {epoch} {self.reader}")
             samples = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(samples)
         try:
-            for path in mine:
-                _require_end(path)
             yield from samples
         except DataError:
             raise
@@ -251,13 +249,12 @@ class _MicroBatchStream(IterableDataset):
                 yield stack_examples(rows, self._make_example, self._shape.micro_batch_size)
 
 
-def _require_end(path: str) -> None:
-    """webdataset takes an archive that was cut off for a short one; a whole one ends with a block of zeros."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - BLOCK))
-        if size < BLOCK or any(file.read(BLOCK)):
-            raise DataError(f"the shard {path} is cut off or no tar archive; fetch it again")
+def _walked(shards: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Walks each shard as the index does before it is read: webdataset takes any end for the end of the archive, and parts
+    of an example that come back for another example."""
+    for shard in shards:
+        walk_shard(Path(shard["url"]), shard["url"])
+        yield shard
 
 
 def _one_line(error: BaseException) -> str:
