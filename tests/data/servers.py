@@ -4,6 +4,7 @@ import hashlib
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -17,13 +18,19 @@ NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/loca
 
 
 class RangeServer(ThreadingHTTPServer):
-    """Serves `folder`. Each GET first takes one of `faults`: a status, "hang", "cut", "whole", "garbage" or None."""
+    """Serves `folder`. Each GET first takes one of `faults`: a status, "hang", "cut", "whole", "garbage" or None.
+
+    What lies below a key of `redirects` is answered by a redirect to the same path below its value.
+    """
 
     daemon_threads = True
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder = folder
+    def __init__(self, folder: Path, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
+        super().__init__((host, 0), _Handler)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
+        self.folder, self.host, self.scheme = folder, host, "http" if tls is None else "https"
+        self.redirects: dict[str, str] = {}
         self.faults: deque[int | str | None] = deque()
         self.requests: list[tuple[str, str | None]] = []
         self.num_now = self.most_at_once = 0
@@ -32,7 +39,7 @@ class RangeServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"{self.scheme}://{self.host}:{self.server_address[1]}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -42,7 +49,19 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Silent."""
 
+    def _redirected(self) -> bool:
+        for start, target in self.server.redirects.items():
+            if self.path.startswith(start):
+                self.send_response(302)
+                self.send_header("Location", target + self.path.removeprefix(start))
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return True
+        return False
+
     def do_HEAD(self) -> None:
+        if self._redirected():
+            return
         path = self.server.folder / self.path.lstrip("/")
         if not path.is_file():
             self._answer(404, b"", send=False)
@@ -56,7 +75,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.most_at_once = max(self.server.most_at_once, self.server.num_now)
             fault = self.server.faults.popleft() if self.server.faults else None
         try:
-            self._get(fault)
+            if not self._redirected():
+                self._get(fault)
         finally:
             with self.server.lock:
                 self.server.num_now -= 1
@@ -106,8 +126,8 @@ def _etag(body: bytes) -> str:
 
 
 @contextmanager
-def range_server(folder: Path) -> Iterator[RangeServer]:
-    server = RangeServer(folder)
+def range_server(folder: Path, *, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> Iterator[RangeServer]:
+    server = RangeServer(folder, host, tls)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

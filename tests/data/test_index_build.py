@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -15,9 +16,10 @@ import pytest
 from benchmarks.synthetic_shards import write_tiny_shards
 from data.errors import DataError, ReadError
 from data.index import build as index_build
-from data.index.build import build_index
+from data.index.build import BAD_SHARDS, build_index
 from data.index.shard import ROW
-from data.index.tar_index import MANIFEST, ExampleTable
+from data.index.shards import find_shards, read_shard_list
+from data.index.tar_index import FORMAT_VERSION, MANIFEST, ExampleTable
 from data.index.verify import verify_hashes
 from data.reading.pool import worker_pool
 from data.reading.reader import TarReader
@@ -81,6 +83,87 @@ def test_mpi_ranks_give_the_same_bytes(tmp_path: Path) -> None:
     shards[3].write_bytes(b"no tar" * 100)
     done = mpirun(2, "index", tmp_path / "shards", "--output", tmp_path / "three", expected=2)
     assert done.stderr.count("error: ") == 1 and "train-003.tar is no tar archive" in done.stderr
+    said = spoil(shards)
+    done = mpirun(2, "index", tmp_path / "shards", "--output", tmp_path / "four", expected=2)
+    assert done.stderr.count("error: ") == 1 and all(name in done.stderr for name in said)
+    listed = tmp_path / "four" / BAD_SHARDS
+    done = mpirun(2, "index", tmp_path / "shards", "--output", tmp_path / "four", "--exclude", listed)
+    assert done.stdout.startswith("8 examples in 3 shards") and "4 shards are excluded" in done.stderr
+
+
+def spoil(shards: list[Path]) -> dict[str, str]:
+    """Makes four of five shards bad, each in its way; returns what is said about each."""
+    content = shards[0].read_bytes()
+    shards[0].write_bytes(content + content)
+    shards[1].write_bytes(shards[1].read_bytes()[:3000])
+    write_shard(shards[2], [{"__key__": key, part: b"x"} for key, part in (("a", "jpg"), ("b", "jpg"), ("a", "txt"))])
+    shards[3].write_bytes(b"")
+    return dict(zip([path.name for path in shards], ["cat", "is cut off", "two places", "empty"], strict=False))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_all_bad_shards_are_said_at_once_and_may_be_excluded(num_workers: int, tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "shards", 6)
+    said = spoil(shards[:5])
+    index, pattern = tmp_path / "index", f"{tmp_path}/shards/train-{{000..006}}.tar"  # 006 is missing
+    found = find_shards(pattern, tmp_path)
+    with worker_pool(num_workers) as pool, pytest.raises(DataError, match=said["train-000.tar"]) as caught:
+        build_index(found, index, executor=pool.executor)
+    message = str(caught.value)
+    assert "\n" not in message and all(name in message for name in [*said, "train-006.tar", BAD_SHARDS])
+    lines = (index / BAD_SHARDS).read_text().splitlines()
+    assert lines[1::2] == [*said, "train-006.tar"] and stat.S_IMODE((index / BAD_SHARDS).stat().st_mode) == 0o600
+    for name, reason in zip(lines[1::2], lines[::2], strict=True):
+        assert reason.startswith("# ") and name in reason and said.get(name, "missing") in reason
+    exclude = read_shard_list(index / BAD_SHARDS, found)
+    table = build_index(found, index, exclude=exclude)
+    assert [entry.name for entry in table.entries] == ["train-004.tar", "train-005.tar"] and table.excluded == (
+        *said,
+        "train-006.tar",
+    )
+    assert table.manifest_digest() == build_index(shards[4:], tmp_path / "good").manifest_digest()
+    # The data set may still be called by its whole pattern; a shard that nobody excluded must be there.
+    table.require_shards(found)
+    make_shards(tmp_path / "shards", 1, first=7)
+    with pytest.raises(DataError, match="is of other shards"):
+        table.require_shards(find_shards(f"{tmp_path}/shards/train-{{000..007}}.tar", tmp_path))
+    # Mended shards come in by the same command without the list, which goes when it is of no more use.
+    make_shards(tmp_path / "shards", 7)
+    assert [entry.count for entry in build_index(found, index).entries] == [1, 2, 3, 4, 5, 1, 2]
+    assert not (index / BAD_SHARDS).exists()
+
+
+def test_a_list_of_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_shards(tmp_path / "shards", 4)
+    found, listed = find_shards(f"{tmp_path}/shards", tmp_path), tmp_path / "list"
+    monkeypatch.chdir(tmp_path)
+    for names in (["train-001.tar"], ["shards/train-001.tar"], [f"{tmp_path}/shards/train-001.tar", "", "# no shard"]):
+        listed.write_text("\n".join(names))
+        assert read_shard_list(listed, found) == {"train-001.tar"}
+    listed.write_text("train-001.tar\ntrain-100.tar\n")
+    with pytest.raises(DataError, match=r"lists train-100\.tar, which is none"):
+        read_shard_list(listed, found)
+    with pytest.raises(DataError, match="cannot read the list"):
+        read_shard_list(tmp_path / "nowhere", found)
+    with pytest.raises(DataError, match="every shard is excluded"):
+        build_index(found, tmp_path / "index", exclude=found.names)
+
+
+def test_an_index_and_parts_of_an_older_format_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be of shards that are refused now."""
+    shards = make_shards(tmp_path / "shards", 3)
+    spoil_last = shards[2].read_bytes()
+    shards[2].write_bytes(b"no tar" * 100)
+    with pytest.raises(DataError, match="no tar archive"):
+        build_index(shards, tmp_path / "index")  # its parts stay
+    shards[2].write_bytes(spoil_last)
+    build_index(shards, tmp_path / "whole")
+    monkeypatch.setattr("data.index.tar_index.FORMAT_VERSION", FORMAT_VERSION + 1)
+    monkeypatch.setattr("data.index.build.FORMAT_VERSION", FORMAT_VERSION + 1)
+    read = count_reads(monkeypatch)
+    for folder in ("index", "whole"):
+        build_index(shards, tmp_path / folder)
+    assert read == [path.name for path in shards] * 2
 
 
 KILLED = """

@@ -1,5 +1,8 @@
 """The prepare command as a user runs it."""
 
+import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -40,6 +43,26 @@ def test_shards_on_a_server(tmp_path: Path) -> None:
         assert done.returncode == 2 and "missing or empty shards" in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_folder_holds_its_own_index(tmp_path: Path) -> None:
+    """Without --output; also under the name that another command gives."""
+    shutil.copytree(ROOT / "data" / "demo", tmp_path / "shards")
+    done = prepare("index", "shards", "--workers", 1, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith(": shards/index"), done.stderr
+    assert (tmp_path / "shards" / "index" / "manifest.json").is_file()
+    done = prepare("verify", "shards", "--index", "shards/index", "--workers", 1, cwd=tmp_path)
+    assert done.returncode == 0 and "are what was indexed" in done.stdout
+    # Bad shards are listed there, and the list is what --exclude takes.
+    for name in ("train-00001.tar", "heldout-00000.tar"):
+        os.truncate(tmp_path / "shards" / name, 20_000)
+    done = prepare("index", "shards", "--workers", 1, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "train-00001.tar" in done.stderr and "heldout-00000.tar is cut off" in done.stderr
+    [listed] = re.findall(r"(\S*bad-shards\.txt)", done.stderr)
+    done = prepare("index", "shards", "--workers", 1, "--exclude", listed, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("2000 examples in 2 shards")
+    assert done.stderr == "2 shards are excluded\n"
+
+
 def test_what_the_index_passed_over_is_said(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "s.tar", "w") as tar:
         for name in ("a.txt", "b.txt", "a.txt", "README"):
@@ -64,6 +87,10 @@ def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["index", "nothing.tar", "--output", "x"], "missing or empty shards"),
+        (["index", "data/demo/a.tar"], "--output"),
+        (["index", "data/demo/*.tar"], "--output"),
+        (["index", "https://host/a.tar"], "--output"),
+        (["index", "data/demo", "--output", "x", "--exclude", "nowhere"], "cannot read the list of shards nowhere"),
         (["index", "README.md,LICENSE", "--output", "x"], "no tar archive"),
         (["verify", "data/demo", "--index", "nowhere"], "there is no index in nowhere"),
         (["demo", "--source", "nowhere", "--output", "x"], "openclipart-png"),

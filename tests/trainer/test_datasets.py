@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.index.build import build_index
+from data.index.build import BAD_SHARDS, build_index
+from data.index.shards import find_shards, read_shard_list
 from data.index.tar_index import MANIFEST
 from privacy.errors import PrivacyConfigError
 from tests.data.conftest import picture, write_shard
@@ -87,6 +88,24 @@ def test_an_index_of_the_run_is_built_once_and_stays_private(folder: RunFolder, 
     before = (folder.index / MANIFEST).stat().st_mtime_ns
     assert training_table(chosen, folder, ROOT).manifest_digest() == first.manifest_digest()
     assert (folder.index / MANIFEST).stat().st_mtime_ns == before
+
+
+def test_a_first_start_refuses_what_an_index_refuses(folder: RunFolder, tmp_path: Path) -> None:
+    """The run's own index: pairs in directory order, joined archives and preallocated downloads."""
+    whole = shard(tmp_path / "data" / "a.tar", 30)
+    torn = [{"__key__": str(i % 20), ("jpg", "txt")[i // 20]: picture(i)} for i in range(40)]
+    write_shard(tmp_path / "data" / "b.tar", torn)
+    (tmp_path / "data" / "c.tar").write_bytes(whole.read_bytes() * 2)
+    (tmp_path / "data" / "d.tar").write_bytes(whole.read_bytes()[:20_000] + bytes(40_000))
+    chosen = config(f"data.shards={tmp_path}/data")
+    with pytest.raises(DataError, match=r"b\.tar has members of the key '0' in two places.* c\.tar, d\.tar"):
+        training_table(chosen, folder, ROOT)
+    assert not (folder.index / MANIFEST).exists()
+    # What was excluded on purpose may be missing from an index that the recipe names.
+    shards = find_shards(f"{tmp_path}/data", ROOT)
+    build_index(shards, tmp_path / "index", exclude=read_shard_list(folder.index / BAD_SHARDS, shards))
+    chosen = config(f"data.shards={tmp_path}/data", f"data.index={tmp_path / 'index'}")
+    assert len(training_table(chosen, folder, ROOT)) == 30
 
 
 def test_training_shards_are_no_public_heldout_shards(folder: RunFolder, tmp_path: Path) -> None:
