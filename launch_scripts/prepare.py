@@ -40,8 +40,9 @@ def index(arguments: argparse.Namespace) -> int:
     A build that was stopped goes on where it was. Under `mpirun -n N` the other ranks are the workers. Bad shards are listed
     in DIR/bad-shards.txt, which --exclude takes.
     """
-    output = arguments.output or Path(arguments.shards) / "index"
-    if arguments.output is None and not Path(arguments.shards).is_dir():
+    folder = Path(arguments.shards).expanduser()
+    output = arguments.output or folder / "index"
+    if arguments.output is None and not folder.is_dir():
         raise DataError(
             f"--output is missing; only where SHARDS is one folder, which {arguments.shards} is not, has it a default"
         )

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -117,7 +117,7 @@ def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) 
     return entry, rows_K.tobytes()
 
 
-def _refuse(index_dir: Path, shards: ShardSet, bad: Mapping[str, str], exclude: Collection[str]) -> NoReturn:
+def _refuse(index_dir: Path, shards: ShardSet, bad: dict[str, str], exclude: Collection[str]) -> NoReturn:
     """Says why the first bad shard is refused and names the others; where good ones are left, writes a list that excludes
     all bad ones, and those that were excluded already."""
     first, *others = sorted(bad)
