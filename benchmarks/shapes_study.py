@@ -54,13 +54,7 @@ def commands() -> list[list[str]]:
     """Data, then both runs; held-out pairs of another seed show their progress."""
 
     def pairs(count: int, seed: int, output: Path) -> list[str]:
-        options = {
-            "content": "shapes",
-            "num_examples": count,
-            "image_size": PICTURE_SIZE,
-            "seed": seed,
-            "backend": "numpy",
-        }
+        options = {"content": "shapes", "num_examples": count, "image_size": PICTURE_SIZE, "seed": seed}
         told = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         return ["launch_scripts/prepare.py", "synthetic", *told, "--output", str(output.relative_to(ROOT))]
 
@@ -83,7 +77,7 @@ def train() -> None:
 
 def asked(model: Captioner, tokenizer: CaptionTokenizer, seed: int, count: int) -> dict[str, Any]:
     """All tests of one model on pictures of this seed: accuracy, chance, p."""
-    data, size = SyntheticData(seed, PICTURE_SIZE, "numpy", "shapes"), model.config.encoder.image_size
+    data, size = SyntheticData(seed, PICTURE_SIZE, "shapes"), model.config.encoder.image_size
     found: dict[str, Any] = {}
     images, labels_N = shape_images(data, 2 * count)
     batches = [
@@ -168,7 +162,8 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
 
 def grid(model: Captioner, tokenizer: CaptionTokenizer, seed: int, path: Path) -> None:
     """Greedy captions of the first test pictures."""
-    examples = SyntheticData(seed, PICTURE_SIZE, "numpy", "shapes").examples(range(24))
+    data = SyntheticData(seed, PICTURE_SIZE, "shapes")
+    examples = [data.example(index) for index in range(24)]
     images = np.stack([eval_image(encode(example, "png"), model.config.encoder.image_size) for example in examples])
     captions = CaptionWriter(model, tokenizer, CaptionOptions())(images)
     picture_grid(list(images), [caption.text for caption in captions]).save(path)

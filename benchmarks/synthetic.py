@@ -1,9 +1,9 @@
 """Images per second of the synthetic generator: composing, rendering and encoding, apart.
 
-    python benchmarks/synthetic.py [--json] [--backend glsl] [--num_examples 2048]
+    python benchmarks/synthetic.py [--json] [--image_size 224] [--num_examples 2048]
 
 Per wall-clock second and per second of processor time of this process (all threads), which a busy machine changes less.
-With --json one JSON object on stdout. Set LP_NUM_THREADS to limit Mesa's software renderer.
+With --json one JSON object on stdout.
 """
 
 import argparse
@@ -16,13 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.synthetic.generate import SyntheticData
-from data.synthetic.scene import BACKENDS, FORMATS
+from data.synthetic.render import draw
+from data.synthetic.scene import FORMATS
 from data.synthetic.write import encode
-
-BATCH = 64
 
 
 def rates(work: Callable[[], Any], count: int, repeats: int) -> dict[str, float]:
@@ -38,14 +40,12 @@ def rates(work: Callable[[], Any], count: int, repeats: int) -> dict[str, float]
 
 def measure(data: SyntheticData, count: int, repeats: int) -> dict[str, dict[str, float]]:
     """Rates of every stage."""
-    batches = [range(start, min(start + BATCH, count)) for start in range(0, count, BATCH)]
-    scenes = [[data.composition(index)[0].scene for index in batch] for batch in batches]
-    data.renderer.render(scenes[0])  # compiles the shaders
-    examples = data.examples(range(min(count, 256)))
+    scenes = [data.composition(index)[0].scene for index in range(count)]
+    examples = [data.example(index) for index in range(min(count, 256))]
     found = {
         "compose": rates(lambda: [data.composition(index) for index in range(count)], count, repeats),
-        "render": rates(lambda: [data.renderer.render(batch) for batch in scenes], count, repeats),
-        "compose_and_render": rates(lambda: [data.examples(batch) for batch in batches], count, repeats),
+        "render": rates(lambda: [draw(scene, data.image_size) for scene in scenes], count, repeats),
+        "compose_and_render": rates(lambda: [data.example(index) for index in range(count)], count, repeats),
     }
     for image_format in FORMATS:
         found[f"encode_{image_format}"] = rates(
@@ -54,7 +54,7 @@ def measure(data: SyntheticData, count: int, repeats: int) -> dict[str, dict[str
             repeats,
         )
     found["all_with_jpg"] = rates(
-        lambda: [encode(example, "jpg") for batch in batches for example in data.examples(batch)], count, repeats
+        lambda: [encode(data.example(index), "jpg") for index in range(count)], count, repeats
     )
     return found
 
@@ -62,29 +62,26 @@ def measure(data: SyntheticData, count: int, repeats: int) -> dict[str, dict[str
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description="Images per second of the synthetic generator.")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto")
     parser.add_argument("--num_examples", type=int, default=1024)
     parser.add_argument("--image_size", type=int, default=224)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()
-    data = SyntheticData(0, args.image_size, args.backend)
+    data = SyntheticData(0, args.image_size)
     found = measure(data, args.num_examples, args.repeats)
     result = {
         "benchmark": "synthetic",
-        "backend": data.renderer.name,
-        "renderer": data.renderer.description,
+        "libraries": f"numpy {np.__version__}, Pillow {PIL.__version__}",
         "image_size": args.image_size,
         "num_examples": args.num_examples,
         "stages": found,
         "processors": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
-        "lp_num_threads": os.environ.get("LP_NUM_THREADS"),
     }
     if args.json:
         print(json.dumps(result))
         return
-    print(f"{result['renderer']}, {args.image_size} pixels, {result['processors']} processors")
+    print(f"{result['libraries']}, {args.image_size} pixels, {result['processors']} processors")
     for stage, rate in found.items():
         print(f"{stage:20} {rate['per_second']:9.0f}/s {rate['per_processor_second']:9.0f}/processor second")
 

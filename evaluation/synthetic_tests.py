@@ -7,7 +7,8 @@ about pictures of every kind. Test pictures come from seeds of their own: choose
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import count as count_from
+from itertools import islice, permutations
 
 import numpy as np
 
@@ -49,21 +50,16 @@ def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE
 def scene_choices(data: SyntheticData, count: int) -> list[Choice]:
     """Two-way tests on `count` pictures of every kind, by what is wrong with the false caption (swapped_order, ...)."""
     found = []
-    for test in data.relation_tests(range(count)):
+    for test in map(data.relation_test, range(count)):
         image = encode(SyntheticExample(test.image_HWC, "", None, None), "png")  # type: ignore[arg-type]
         found += [Choice(image, (test.caption, wrong), kind) for kind, wrong in test.wrong.items()]
     return found
 
 
 def _with_number(data: SyntheticData, number: int, count: int) -> list[SyntheticExample]:
-    """The first `count` examples of so many shapes."""
-    chosen: list[int] = []
-    index = 0
-    while len(chosen) < count:
-        if len(data.composition(index)[0].statement.groups) == number:
-            chosen.append(index)
-        index += 1
-    return [example for start in range(0, count, 64) for example in data.examples(chosen[start : start + 64])]
+    """The first `count` examples that show `number` shapes."""
+    found = (index for index in count_from() if len(data.composition(index)[0].statement.groups) == number)
+    return [data.example(index) for index in islice(found, count)]
 
 
 def _wrong(said: Statement, group: str, number: int) -> list[str]:

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Debian packages that tests use and do without: what a cluster has (ssh, pdsh, Open MPI, Slurm), a browser that looks at the privacy
-# card, Mesa's software renderer for synthetic pictures, and nginx to read shards from. Installs what is missing when it can;
-# otherwise says so, and the tests that need it skip. `install_packages.sh cluster`: the first of these only (20 s).
+# card, and nginx to read shards from. Installs what is missing when it can; otherwise says so, and the tests that need it skip.
+# `install_packages.sh cluster`: the first of these only (20 s).
 set -eu
 
 missing=""
@@ -20,8 +20,6 @@ want sbatch slurm-client
 if [ "${1:-}" != cluster ]; then
     want chromium chromium
     want nginx nginx-light
-    .venv/bin/python -c 'import moderngl; moderngl.create_context(standalone=True, backend="egl", require=330)' >/dev/null 2>&1 ||
-        missing="$missing libegl1 libgl1-mesa-dri"
 fi
 if [ -z "$missing" ]; then
     exit 0

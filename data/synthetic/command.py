@@ -3,17 +3,13 @@
 import argparse
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress
 
 from data.errors import DataError
 from data.reading.pool import available_cores, worker_pool
-from data.synthetic.scene import BACKENDS, CONTENTS, FORMATS
-
-if TYPE_CHECKING:
-    from data.synthetic.generate import SyntheticData
+from data.synthetic.scene import CONTENTS, FORMATS
 
 _STDERR = Console(stderr=True)
 
@@ -25,7 +21,6 @@ def add_synthetic(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     sub.add_argument("--num_examples", type=int, metavar="N", help="how many (default with --preview: 36)")
     sub.add_argument("--image_size", type=int, default=224, metavar="PIXELS", help="side of a picture (default: 224)")
     sub.add_argument("--seed", type=int, default=0, help="of the generator (default: 0)")
-    sub.add_argument("--backend", choices=BACKENDS, default="auto", help="auto: glsl where OpenGL works, else numpy")
     sub.add_argument("--content", choices=CONTENTS, default="all", help="shapes: plain ones only (default: all)")
     sub.add_argument("--format", choices=FORMATS, default="jpg", help="of the pictures (default: jpg)")
     sub.add_argument("--shard_examples", type=int, default=5000, metavar="K", help="examples per shard (default: 5000)")
@@ -51,20 +46,17 @@ def _preview(arguments: argparse.Namespace) -> None:
     from data.synthetic.sheet import contact_sheet
 
     count = min(arguments.num_examples or 36, 120)
-    data = SyntheticData(arguments.seed, arguments.image_size, arguments.backend, arguments.content)
-    examples = data.examples(range(max(count, 1)))
-    _say_fallback(data)
+    data = SyntheticData(arguments.seed, arguments.image_size, arguments.content)
+    examples = [data.example(index) for index in range(max(count, 1))]
     sheet = contact_sheet([e.image_HWC for e in examples], [e.caption for e in examples])
     try:
         sheet.save(arguments.preview, "PNG")
     except OSError as error:
         raise DataError(f"cannot write {arguments.preview}: {error.strerror or error}") from error
-    print(f"{len(examples)} examples drawn by {data.renderer.description}: {arguments.preview}")
-    data.close()
+    print(f"{len(examples)} examples: {arguments.preview}")
 
 
 def _shards(arguments: argparse.Namespace) -> None:
-    from data.synthetic.generate import SyntheticData
     from data.synthetic.write import Settings, write_synthetic
 
     if arguments.num_examples is None:
@@ -73,14 +65,10 @@ def _shards(arguments: argparse.Namespace) -> None:
         arguments.num_examples,
         arguments.image_size,
         arguments.seed,
-        arguments.backend,
         arguments.format,
         arguments.shard_examples,
         arguments.content,
     )
-    probe = SyntheticData(arguments.seed, arguments.image_size, arguments.backend)
-    _say_fallback(probe)
-    probe.close()
     with worker_pool(arguments.workers) as pool:
         if not pool.is_main:
             return
@@ -91,8 +79,3 @@ def _shards(arguments: argparse.Namespace) -> None:
     print(
         f"{settings.num_examples} examples in {settings.num_shards} shards, {provenance.name} beside: {arguments.output}"
     )
-
-
-def _say_fallback(data: "SyntheticData") -> None:
-    if data.fallback_reason is not None:
-        _STDERR.print(f"drawing with numpy: {data.fallback_reason}", markup=False)

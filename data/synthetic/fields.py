@@ -1,7 +1,7 @@
-"""Texture programs in numpy: the fallback of `shaders/fields.glsl`, formula by formula under the same names.
+"""Texture programs: formulas that give every pixel a number in [0, 1], which picks its colour.
 
-Each takes x, y (float32 (H, W), in image sides, origin top left, y down), its eight parameters and the size of a pixel,
-and returns a number in [0, 1] per pixel that picks the colour.
+Each takes x (float32 (W,)) and y (float32 (H, 1)) in image sides, origin top left, y down; its eight parameters; and the size of
+a pixel. It returns float32 (H, W), or less where an axis does not matter.
 """
 
 from collections.abc import Callable
@@ -10,20 +10,42 @@ from functools import cache
 import numpy as np
 
 TAU = np.float32(2 * np.pi)
-TABLE_SIZE = 256
 Array = np.ndarray
 Field = Callable[[Array, Array, Array, float], Array]
 
 
 @cache
 def noise_table() -> Array:
-    """Two independent uniform numbers per texel, float32 (256, 256, 2); part of the generator's version."""
+    """Two independent uniform numbers per cell, float32 (2, 256 * 256), row by row; part of the generator's version."""
     rng = np.random.Generator(np.random.Philox(key=20240229))
-    return rng.random((TABLE_SIZE, TABLE_SIZE, 2), dtype=np.float32)
+    return np.ascontiguousarray(rng.random((256 * 256, 2), dtype=np.float32).T)
+
+
+def cell_index(i: Array, j: Array) -> Array:
+    """Place of an integer cell (i across, j down) in the noise table, which repeats."""
+    return (j.astype(np.intp) & 255) << 8 | i.astype(np.intp) & 255
+
+
+def sin(u: Array) -> Array:
+    """Rounded from double precision, because numpy's sine in float32 differs by kind of processor; so do `cos` and `atan2`."""
+    return np.sin(u, dtype=np.float64).astype(np.float32)
+
+
+def cos(u: Array) -> Array:
+    return np.cos(u, dtype=np.float64).astype(np.float32)
+
+
+def atan2(y: Array, x: Array) -> Array:
+    return np.arctan2(y, x, dtype=np.float64).astype(np.float32)
+
+
+def length(x: Array, y: Array) -> Array:
+    """Square roots, sums and products are rounded correctly everywhere; `np.hypot` is as good as the system's C library."""
+    return np.sqrt(x * x + y * y)
 
 
 def edge(d: Array, width: float | Array) -> Array:
-    return np.clip(d / width + 0.5, 0, 1)
+    return np.minimum(np.maximum(d / width + 0.5, 0), 1)
 
 
 def fract(u: Array) -> Array:
@@ -31,29 +53,24 @@ def fract(u: Array) -> Array:
 
 
 def rotated(x: Array, y: Array, angle: float) -> tuple[Array, Array]:
-    c, s = np.cos(angle), np.sin(angle)
+    c, s = cos(np.asarray(angle)), sin(np.asarray(angle))
     return c * x + s * y, c * y - s * x
-
-
-def hashed(i: Array, j: Array) -> Array:
-    """Two uniform numbers of an integer cell (i across, j down)."""
-    return noise_table()[j.astype(np.int64) & 255, i.astype(np.int64) & 255]
 
 
 def noise(x: Array, y: Array) -> Array:
     i, j = np.floor(x), np.floor(y)
     u, v = x - i, y - j
     u, v = u * u * (3 - 2 * u), v * v * (3 - 2 * v)
-    column, row = i.astype(np.int64) & 255, j.astype(np.int64) & 255
-    table = noise_table()[:, :, 0]
-    right, down = (column + 1) & 255, (row + 1) & 255
-    top = table[row, column] * (1 - u) + table[row, right] * u
-    bottom = table[down, column] * (1 - u) + table[down, right] * u
+    column, row = i.astype(np.intp) & 255, (j.astype(np.intp) & 255) << 8
+    right, down = (column + 1) & 255, (row + 256) & 0xFFFF
+    table = noise_table()[0]
+    top = table.take(row | column) * (1 - u) + table.take(row | right) * u
+    bottom = table.take(down | column) * (1 - u) + table.take(down | right) * u
     return top * (1 - v) + bottom * v
 
 
 def fbm(x: Array, y: Array) -> Array:
-    total, weight = np.zeros_like(x), 0.5
+    total, weight = np.float32(0), 0.5
     for _ in range(5):
         total = total + weight * noise(x, y)
         x, y = 1.6 * x + 1.2 * y + 17, 1.6 * y - 1.2 * x + 17
@@ -62,18 +79,21 @@ def fbm(x: Array, y: Array) -> Array:
 
 
 def voronoi(x: Array, y: Array) -> tuple[Array, Array, Array]:
+    """Distances to the two nearest feature points of jittered cells, and the nearest one's place in the noise table."""
     i0, j0 = np.floor(x), np.floor(y)
-    first, second, number = np.full_like(x, 9), np.full_like(x, 9), np.zeros_like(x)
+    first, second = np.full((2, len(y), len(x)), 9, dtype=np.float32)
+    nearest = np.zeros(first.shape, dtype=np.intp)
+    across, down = noise_table()
     for dj in (-1, 0, 1):
         for di in (-1, 0, 1):
             i, j = i0 + di, j0 + dj
-            h = hashed(i, j)
-            d = np.hypot(x - i - h[..., 0], y - j - h[..., 1])
+            cell = cell_index(i, j)
+            d = length(x - i - across.take(cell), y - j - down.take(cell))
             nearer = d < first
             second = np.where(nearer, first, np.minimum(second, d))
-            number = np.where(nearer, hashed(i + 101, j + 101)[..., 0], number)
-            first = np.where(nearer, d, first)
-    return first, second, number
+            np.copyto(nearest, cell, where=nearer)
+            np.minimum(first, d, out=first)
+    return first, second, nearest
 
 
 def bands(u: Array, width: float | Array) -> Array:
@@ -87,7 +107,7 @@ def smooth(low: float, high: float, u: Array) -> Array:
 
 def stripes(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = rotated(x, y, a[1])
-    u = (u + a[2] * np.sin(TAU * a[3] * v)) * a[0]
+    u = (u + a[2] * sin(TAU * a[3] * v)) * a[0]
     return bands(u, a[0] * px) if a[4] < 2.5 else np.floor(fract(u) * 3) * 0.5
 
 
@@ -100,27 +120,28 @@ def dots(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = rotated(x, y, a[3])
     u, v = u * a[0], v * a[0]
     u = u + a[2] * (np.floor(v) % 2)
-    return edge(a[1] - np.hypot(fract(u) - 0.5, fract(v) - 0.5), a[0] * px)
+    return edge(a[1] - length(fract(u) - 0.5, fract(v) - 0.5), a[0] * px)
 
 
 def rings(x: Array, y: Array, a: Array, px: float) -> Array:
-    return bands(np.hypot(x - a[1], y - a[2]) * a[0], a[0] * px)
+    return bands(length(x - a[1], y - a[2]) * a[0], a[0] * px)
 
 
 def spiral(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = x - a[2], y - a[3]
-    r = np.maximum(np.hypot(u, v), 1e-4)
-    return bands(np.arctan2(v, u) / TAU * a[0] + r * a[1], (a[0] / (TAU * r) + abs(a[1])) * px)
+    r = np.maximum(length(u, v), 1e-4)
+    return bands(atan2(v, u) / TAU * a[0] + r * a[1], (a[0] / (TAU * r) + abs(a[1])) * px)
 
 
 def rays(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = x - a[2], y - a[3]
-    r = np.maximum(np.hypot(u, v), 1e-4)
-    return bands(np.arctan2(v, u) / TAU * a[0] + a[1], a[0] / (TAU * r) * px)
+    r = np.maximum(length(u, v), 1e-4)
+    return bands(atan2(v, u) / TAU * a[0] + a[1], a[0] / (TAU * r) * px)
 
 
 def mosaic(x: Array, y: Array, a: Array, px: float) -> Array:
-    number = voronoi(x * a[0] + a[6], y * a[0] + a[7])[2]
+    nearest = voronoi(x * a[0] + a[6], y * a[0] + a[7])[2]
+    number = noise_table()[0].take(cell_index((nearest & 255) + 101, (nearest >> 8) + 101))
     return np.floor(np.minimum(number, 0.999) * a[1]) / (a[1] - 1)
 
 
@@ -141,26 +162,29 @@ def marble(x: Array, y: Array, a: Array, px: float) -> Array:
 def swirls(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = x * a[0], y * a[0]
     for k in range(1, 5):
-        u = u + a[1] / k * np.sin(k * v + a[2])
-        v = v + a[1] / k * np.sin(k * u + a[3])
-    return 0.5 + 0.5 * np.sin(u + v)
+        u = u + a[1] / k * sin(k * v + a[2])
+        v = v + a[1] / k * sin(k * u + a[3])
+    return 0.5 + 0.5 * sin(u + v)
 
 
 def kaleidoscope(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = x - 0.5, y - 0.5
-    r, wedge = np.hypot(u, v), TAU / a[0]
-    angle = np.abs((np.arctan2(v, u) + TAU) % wedge - 0.5 * wedge)
-    n = fbm(r * a[1] * np.cos(angle) + a[6], r * a[1] * np.sin(angle) + a[7])
-    return 0.5 + 0.5 * np.sin(TAU * (a[2] * n + a[3] * r))
+    r, wedge = length(u, v), TAU / a[0]
+    angle = np.abs((atan2(v, u) + TAU) % wedge - 0.5 * wedge)
+    n = fbm(r * a[1] * cos(angle) + a[6], r * a[1] * sin(angle) + a[7])
+    return 0.5 + 0.5 * sin(TAU * (a[2] * n + a[3] * r))
 
 
 def escape(x: Array, y: Array, cx: Array | float, cy: Array | float, scale: float) -> Array:
-    n, alive = np.zeros_like(x), np.ones(x.shape, dtype=bool)
-    for _ in range(48):
-        x, y = np.where(alive, x * x - y * y + cx, x), np.where(alive, 2 * x * y + cy, y)
-        alive = alive & (x * x + y * y <= 16)
-        n = n + alive
-    return np.where(alive, 1, 0.5 - 0.5 * np.cos(scale * np.sqrt(n)))
+    """Bands of the number of steps after which a point leaves the circle of radius 4, which it never enters again."""
+    steps = np.zeros(x.shape, dtype=np.uint8)
+    with np.errstate(over="ignore", invalid="ignore"):  # points outside grow without limit
+        for _ in range(48):
+            x, y = x * x - y * y + cx, 2 * x * y + cy
+            steps += x * x + y * y <= 16
+    brightness = 0.5 - 0.5 * cos(scale * np.sqrt(np.arange(49, dtype=np.float32)))
+    brightness[48] = 1
+    return brightness.take(steps)
 
 
 def julia(x: Array, y: Array, a: Array, px: float) -> Array:
@@ -170,12 +194,12 @@ def julia(x: Array, y: Array, a: Array, px: float) -> Array:
 
 def mandelbrot(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = rotated(x - 0.5, y - 0.5, a[3])
-    return escape(np.zeros_like(x), np.zeros_like(y), u * a[2] + a[0], v * a[2] + a[1], a[4])
+    return escape(np.zeros_like(u), np.zeros_like(v), u * a[2] + a[0], v * a[2] + a[1], a[4])
 
 
 def carpet(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = fract(x * a[1] + a[2]), fract(y * a[1] + a[3])
-    hole = np.zeros(x.shape, dtype=bool)
+    hole = np.zeros((len(y), len(x)), dtype=bool)
     for _ in range(int(a[0])):
         u, v = fract(u) * 3, fract(v) * 3
         hole |= (np.floor(u) == 1) & (np.floor(v) == 1)
@@ -209,20 +233,20 @@ def plaid(x: Array, y: Array, a: Array, px: float) -> Array:
 
 
 def gradient(x: Array, y: Array, a: Array, px: float) -> Array:
-    u = np.hypot(x - 0.5, y - 0.5) * 1.4 if a[0] > 8 else rotated(x - 0.5, y - 0.5, a[0])[0] + 0.5
+    u = length(x - 0.5, y - 0.5) * 1.4 if a[0] > 8 else rotated(x - 0.5, y - 0.5, a[0])[0] + 0.5
     return np.clip((u - a[1]) / a[2], 0, 1)
 
 
 def ripples(x: Array, y: Array, a: Array, px: float) -> Array:
-    return edge(np.sin(np.hypot(x - a[0], y - a[1]) * a[4]) + np.sin(np.hypot(x - a[2], y - a[3]) * a[4]), 0.6)
+    return edge(sin(length(x - a[0], y - a[1]) * a[4]) + sin(length(x - a[2], y - a[3]) * a[4]), 0.6)
 
 
 def loops(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = x * a[0] + a[6], y * a[0] + a[7]
     i, j = np.floor(u), np.floor(v)
     f, g = u - i, v - j
-    f = np.where(hashed(i, j)[..., 0] > 0.5, 1 - f, f)
-    d = np.minimum(np.abs(np.hypot(f, g) - 0.5), np.abs(np.hypot(f - 1, g - 1) - 0.5))
+    f = np.where(noise_table()[0].take(cell_index(i, j)) > 0.5, 1 - f, f)
+    d = np.minimum(np.abs(length(f, g) - 0.5), np.abs(length(f - 1, g - 1) - 0.5))
     return edge(a[1] - d, a[0] * px)
 
 
@@ -238,10 +262,10 @@ def wood(x: Array, y: Array, a: Array, px: float) -> Array:
 
 def scales(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = x * a[0], y * a[0] * 2
-    best, row = np.zeros_like(x), np.floor(v)
+    best, row = np.float32(0), np.floor(v)
     for k in (1, 0):
         r = row - k
-        d = np.hypot(fract(u + 0.5 * (r % 2)) - 0.5, (v - r) * 0.5) - 0.5
+        d = length(fract(u + 0.5 * (r % 2)) - 0.5, (v - r) * 0.5) - 0.5
         cover = edge(-d, a[0] * px)
         best = best * (1 - cover) + edge(a[1] - np.abs(d + a[1]), a[0] * px) * cover
     return best
@@ -259,7 +283,7 @@ def triangles(x: Array, y: Array, a: Array, px: float) -> Array:
 
 def rosette(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = x - 0.5, y - 0.5
-    r = np.hypot(u, v) / (1 + a[2] * np.cos(a[0] * np.arctan2(v, u) + a[3]))
+    r = length(u, v) / (1 + a[2] * cos(a[0] * atan2(v, u) + a[3]))
     return bands(r * a[1], 1.6 * a[1] * px)
 
 
@@ -272,8 +296,8 @@ def basket(x: Array, y: Array, a: Array, px: float) -> Array:
 def specks(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = x * a[0] + a[6], y * a[0] + a[7]
     i, j = np.floor(u), np.floor(v)
-    h = (hashed(i, j) - 0.5) * (1 - 2 * a[1])
-    return edge(a[1] - np.hypot(u - i - 0.5 - h[..., 0], v - j - 0.5 - h[..., 1]), a[0] * px)
+    across, down = (noise_table().take(cell_index(i, j), axis=1) - 0.5) * (1 - 2 * a[1])
+    return edge(a[1] - length(u - i - 0.5 - across, v - j - 0.5 - down), a[0] * px)
 
 
 FIELDS: tuple[Field, ...] = (

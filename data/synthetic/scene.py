@@ -1,8 +1,7 @@
-"""What a picture consists of: texture programs in boxes, shapes on top. Both renderers draw exactly this."""
+"""What a picture consists of: texture programs in boxes, shapes on top."""
 
 from dataclasses import dataclass
 
-BACKENDS = ("auto", "glsl", "numpy")
 FORMATS = ("jpg", "webp", "png")
 CONTENTS = ("all", "shapes")
 FILLS = ("solid", "hollow", "striped", "dotted", "checkered")

@@ -1,7 +1,7 @@
 """The outlines of drawn shapes as signed distances: negative inside, in units of the shape's radius.
 
 A shape is built from polygons and discs by union (min) and difference (max); it fits the unit circle, y points down.
-Both renderers look the distance up in one table, so that they draw the same outline.
+`render` looks the distance up in one table.
 """
 
 import math

@@ -9,10 +9,12 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL
 from PIL import Image
 
 from data.errors import DataError, ReadError
@@ -23,7 +25,6 @@ from data.synthetic.scene import FORMATS
 
 PROVENANCE = "provenance.json"
 QUALITY = 90
-_BATCH = 64
 _STATEMENT = (
     "Pictures and captions were computed from a seed by programs of this project. No photograph, no person and no other "
     "data set was used, so training on them costs no privacy."
@@ -38,7 +39,6 @@ class Settings:
         num_examples: in all shards.
         image_size: side in pixels.
         seed: of the generator.
-        backend: glsl or numpy.
         image_format: one of FORMATS.
         shard_examples: examples per shard.
         content: one of CONTENTS.
@@ -47,7 +47,6 @@ class Settings:
     num_examples: int
     image_size: int
     seed: int
-    backend: str
     image_format: str = "jpg"
     shard_examples: int = 5000
     content: str = "all"
@@ -82,7 +81,7 @@ def write_synthetic(
 
     Args:
         output: folder of the shards; a folder with other content is refused.
-        settings: backend "auto" is resolved here.
+        settings: what the shards are a function of.
         executor: workers of `pool.worker_pool`; None works in this process.
         advance: told of the examples of every shard that is done.
 
@@ -90,17 +89,16 @@ def write_synthetic(
         The path of the provenance.
 
     Raises:
-        DataError: the folder holds something else or cannot be written; the renderer is missing.
+        DataError: a setting is out of range, or the folder holds something else or cannot be written.
     """
-    probe = SyntheticData(settings.seed, settings.image_size, settings.backend, settings.content)
-    settings = replace(settings, backend=probe.renderer.name)
-    record = _provenance(settings, probe.renderer.description)
-    probe.close()
+    SyntheticData(
+        settings.seed, settings.image_size, settings.content
+    )  # refuses bad settings before the folder is made
     try:
-        _claim(output, record)
+        _claim(output, _provenance(settings))
         missing = [shard for shard in range(settings.num_shards) if not (output / settings.shard_name(shard)).exists()]
         advance(settings.num_examples - sum(len(settings.indices(shard)) for shard in missing))
-        jobs = [(output, settings, shard, executor is not None) for shard in missing]
+        jobs = [(output, settings, shard) for shard in missing]
         for count in run_all(executor, _write_one, jobs):
             advance(count)
     except OSError as error:
@@ -110,25 +108,16 @@ def write_synthetic(
     return output / PROVENANCE
 
 
-_OPEN: dict[tuple[Any, ...], SyntheticData] = {}
+def _write_one(output: Path, settings: Settings, shard: int) -> int:
+    return write_shard(output / settings.shard_name(shard), _encoded(settings, shard))
 
 
-def _write_one(output: Path, settings: Settings, shard: int, is_worker: bool) -> int:
-    if is_worker:  # Mesa's software renderer otherwise starts a thread per processor in every process
-        os.environ.setdefault("LP_NUM_THREADS", "1")
-    source = (settings.seed, settings.image_size, settings.backend, settings.content)
-    if source not in _OPEN:  # a context takes longer to open than a small shard to draw
-        _OPEN[source] = SyntheticData(*source)
-    return write_shard(output / settings.shard_name(shard), _encoded(_OPEN[source], settings, shard))
-
-
-def _encoded(data: SyntheticData, settings: Settings, shard: int) -> Iterator[Example]:
-    indices = settings.indices(shard)
-    for start in range(0, len(indices), _BATCH):
-        batch = indices[start : start + _BATCH]
-        for index, example in zip(batch, data.examples(batch), strict=True):
-            image = encode(example, settings.image_format)
-            yield f"{index:012d}", {settings.image_format: image, "txt": example.caption.encode()}
+def _encoded(settings: Settings, shard: int) -> Iterator[Example]:
+    data = SyntheticData(settings.seed, settings.image_size, settings.content)
+    for index in settings.indices(shard):
+        example = data.example(index)
+        image = encode(example, settings.image_format)
+        yield f"{index:012d}", {settings.image_format: image, "txt": example.caption.encode()}
 
 
 def encode(example: SyntheticExample, image_format: str) -> bytes:
@@ -144,12 +133,12 @@ def encode(example: SyntheticExample, image_format: str) -> bytes:
     return buffer.getvalue()
 
 
-def _provenance(settings: Settings, renderer: str) -> dict[str, Any]:
+def _provenance(settings: Settings) -> dict[str, Any]:
     return {
         "kind": "synthetic",
         "generator_version": GENERATOR_VERSION,
         **asdict(settings),
-        "renderer": renderer,
+        "libraries": f"numpy {np.__version__}, Pillow {PIL.__version__}",
         "statement": _STATEMENT,
     }
 
@@ -163,7 +152,7 @@ def _claim(output: Path, record: dict[str, Any]) -> None:
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise DataError(f"{path} is damaged ({error}); choose an empty folder") from error
-        before = {"content": "all"} | found if isinstance(found, dict) else {}  # older records name no content
+        before = found if isinstance(found, dict) else {}
         differing = [key for key in record if before.get(key) != record[key]]
         if differing:
             raise DataError(f"{output} holds other data (it differs in {', '.join(differing)}); choose an empty folder")

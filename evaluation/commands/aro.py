@@ -84,7 +84,7 @@ def _tests(args: argparse.Namespace, image_size: int) -> "tuple[str, list[Choice
         if args.synthetic_tests < 1:
             raise ConfigError(f"--synthetic_tests must be at least 1, got {args.synthetic_tests}")
         content = "shapes" if args.synthetic == "shapes" else "all"
-        data = SyntheticData(args.synthetic_seed, max(image_size, 16), "numpy", content)
+        data = SyntheticData(args.synthetic_seed, max(image_size, 16), content)
         make = shape_choices if args.synthetic == "shapes" else scene_choices
         return f"synthetic {args.synthetic}, seed {args.synthetic_seed}", make(data, args.synthetic_tests)
     kind, _, file = args.test.partition(":")

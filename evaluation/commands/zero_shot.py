@@ -162,7 +162,7 @@ class _SyntheticShapes:
 
         self.name = f"{count} synthetic shapes, seed {seed}"
         self.class_names: tuple[str, ...] = SHAPE_CLASSES
-        self._images, self._labels_N = shape_images(SyntheticData(seed, 64, "numpy", "shapes"), count)
+        self._images, self._labels_N = shape_images(SyntheticData(seed, 64, "shapes"), count)
 
     def identity(self) -> str:
         return self.name

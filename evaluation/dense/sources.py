@@ -19,7 +19,7 @@ from PIL import Image
 
 from data.errors import DataError
 from data.synthetic.generate import SyntheticData
-from data.synthetic.render_numpy import NumpyRenderer
+from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Shape, Texture
 from data.synthetic.shapes import SIMPLE
 from evaluation.sources import bytes_of, encode_png
@@ -69,8 +69,8 @@ class SyntheticShapes:
         self.name = f"synthetic:{seed}:{count}"
         self.mask_classes: tuple[str, ...] = ("background", *SIMPLE)
         self.object_classes: tuple[str, ...] = SIMPLE
-        self._data = SyntheticData(seed, image_size, backend="numpy", content="shapes")
-        self._alone, self._count = NumpyRenderer(image_size), count
+        self._data = SyntheticData(seed, image_size, content="shapes")
+        self._count = count
 
     def __len__(self) -> int:
         return self._count
@@ -91,7 +91,7 @@ class SyntheticShapes:
     def _cover(self, shape: Shape) -> np.ndarray:
         """(H, W) bool: pixels of which the shape covers more than half."""
         white = replace(shape, colour="white", fill="solid", second=None)
-        return self._alone.render([Scene((Texture("plain", ("black",)),), (white,))])[0, :, :, 0] > 127
+        return draw(Scene((Texture("plain", ("black",)),), (white,)), self._data.image_size)[:, :, 0] > 127
 
 
 class Ade20k:

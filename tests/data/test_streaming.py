@@ -26,7 +26,7 @@ MAKE = CaptionExample(16, 12, EMBEDDED_TOKENIZER, train=False)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five shards of 10, the last of 4."""
     root = tmp_path_factory.mktemp("synthetic")
-    write_synthetic(root, Settings(44, 16, 0, "numpy", "png", shard_examples=10))
+    write_synthetic(root, Settings(44, 16, 0, "png", shard_examples=10))
     return root
 
 

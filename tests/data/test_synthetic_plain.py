@@ -16,7 +16,7 @@ from data.synthetic.plain import compose_shapes
 from data.synthetic.words import SHAPES_TOKENIZER, shapes_tokenizer
 from data.synthetic.write import PROVENANCE, Settings, encode, write_synthetic
 
-DATA = SyntheticData(3, 64, "numpy", "shapes")
+DATA = SyntheticData(3, 64, "shapes")
 SIGN = {"left": (0, -1), "right": (0, 1), "above": (1, -1), "below": (1, 1)}
 
 
@@ -45,24 +45,21 @@ def test_shapes_neither_touch_nor_leave_the_picture() -> None:
 
 
 def test_captions_are_plain() -> None:
-    captions = [example.caption for example in DATA.examples(range(60))]
+    captions = [example.caption for example in map(DATA.example, range(60))]
     assert all(caption.startswith(("a ", "an ")) for caption in captions)
     assert any(" left of " in caption for caption in captions)
     assert any(caption.endswith("from left to right") for caption in captions)
 
 
 def test_another_content_is_another_folder(tmp_path: Path) -> None:
-    settings = Settings(4, 16, 0, "numpy", "png", content="shapes")
+    settings = Settings(4, 16, 0, "png", content="shapes")
     write_synthetic(tmp_path / "a", settings)
     record = json.loads((tmp_path / "a" / PROVENANCE).read_text())
     assert record["content"] == "shapes"
     with pytest.raises(DataError, match="differs in content"):
-        write_synthetic(tmp_path / "a", Settings(4, 16, 0, "numpy", "png"))
-    del record["content"]  # as records were written before there was a choice
-    (tmp_path / "a" / PROVENANCE).write_text(json.dumps(record))
-    write_synthetic(tmp_path / "a", Settings(4, 16, 0, "numpy", "png"))
+        write_synthetic(tmp_path / "a", Settings(4, 16, 0, "png"))
     with pytest.raises(DataError, match="choose one of all, shapes"):
-        SyntheticData(0, 16, "numpy", "animals")
+        SyntheticData(0, 16, "animals")
 
 
 def test_training_without_augmentation_sees_the_picture_as_it_is() -> None:

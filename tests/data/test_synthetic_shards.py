@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
 from PIL import Image
 
 from data.errors import DataError
 from data.examples.transforms import denormalize, eval_image
 from data.reading.pool import worker_pool
-from data.synthetic.generate import SyntheticData
+from data.synthetic.generate import GENERATOR_VERSION, SyntheticData
 from data.synthetic.write import PROVENANCE, Settings, write_synthetic
 from tests.data.conftest import ROOT
 
-SETTINGS = Settings(num_examples=25, image_size=32, seed=5, backend="numpy", shard_examples=10)
+SETTINGS = Settings(num_examples=25, image_size=32, seed=5, shard_examples=10)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -51,7 +52,7 @@ def test_shards_hold_the_examples(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "synthetic-00002.tar") as tar:
         members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
     assert list(members)[:2] == ["000000000020.jpg", "000000000020.txt"] and len(members) == 10
-    example = SyntheticData(5, 32, "numpy").example(20)
+    example = SyntheticData(5, 32).example(20)
     assert members["000000000020.txt"].decode() == example.caption
     decoded = denormalize(eval_image(members["000000000020.jpg"], 32))
     assert np.abs(decoded.astype(int) - example.image_HWC).mean() < 6
@@ -59,7 +60,8 @@ def test_shards_hold_the_examples(tmp_path: Path) -> None:
 
 def test_provenance_says_where_they_come_from(tmp_path: Path) -> None:
     record = json.loads(write_synthetic(tmp_path, SETTINGS).read_text())
-    assert (record["seed"], record["backend"], record["generator_version"]) == (5, "numpy", 1)
+    assert (record["seed"], record["image_size"], record["generator_version"]) == (5, 32, GENERATOR_VERSION)
+    assert record["libraries"] == f"numpy {np.__version__}, Pillow {PIL.__version__}"
     assert "No photograph" in record["statement"]
 
 
@@ -88,7 +90,7 @@ def prepare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_command_writes_shards_that_can_be_indexed(tmp_path: Path) -> None:
     shards = ("synthetic", "--output", tmp_path / "s", "--num_examples", "12", "--image_size", "24", "--workers", "1")
-    done = prepare(*shards, "--backend", "numpy", "--preview", tmp_path / "sheet.png")
+    done = prepare(*shards, "--preview", tmp_path / "sheet.png")
     assert done.returncode == 0, done.stderr
     assert "12 examples in 1 shards" in done.stdout
     with Image.open(tmp_path / "sheet.png") as sheet:
@@ -109,6 +111,6 @@ def test_command_writes_shards_that_can_be_indexed(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_2(arguments: tuple[str, ...], message: str) -> None:
-    done = prepare("synthetic", *arguments, "--backend", "numpy")
+    done = prepare("synthetic", *arguments)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

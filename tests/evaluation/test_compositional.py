@@ -25,7 +25,7 @@ from models.captioner import Captioner, build_captioner
 from tests.models.tiny import tiny_config
 
 TOKENIZER = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
-SHAPES = SyntheticData(8, 32, "numpy", "shapes")
+SHAPES = SyntheticData(8, 32, "shapes")
 
 
 def captioner() -> Captioner:
@@ -197,5 +197,5 @@ def test_single_shapes_have_their_class() -> None:
 
 
 def test_scenes_of_every_kind() -> None:
-    tests = scene_choices(SyntheticData(8, 32, "numpy"), 6)
+    tests = scene_choices(SyntheticData(8, 32), 6)
     assert {len(test.captions) for test in tests} == {2} and "swapped_order" in {test.group for test in tests}
