@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from data.demo_words import TRANSLATIONS
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from evaluation.scoring import PrefixTree, encoded_captions, own_log_probs, tree_log_probs
 from models.captioner import Captioner, build_captioner
 from models.config import captioner_config
+from tools.demo_words import TRANSLATIONS
 
 TEMPLATE = "a photo of a {}"
 

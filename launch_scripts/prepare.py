@@ -1,12 +1,10 @@
-"""Prepares data: the tar index and its check, imports, synthetic shards, the embedded demo and the embedded tokenizer.
+"""Prepares data: the tar index and its check, imports, and synthetic shards.
 
 python launch_scripts/prepare.py index 'shards/train-{000..127}.tar' --output index/
 mpirun -n 16 python launch_scripts/prepare.py index 'https://host/train-{000..127}.tar' --output index/
 python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/ --sample 1000
 python launch_scripts/prepare.py import --from coco captions_train2017.json --image_root train2017/ --output coco/
 python launch_scripts/prepare.py synthetic --output synthetic/ --num_examples 1000000
-python launch_scripts/prepare.py demo --source /usr/share/openclipart --output data/demo
-python launch_scripts/prepare.py tokenizer --words /usr/share/dict/words --output data/tokenizer/tokenizer.json
 """
 
 import argparse
@@ -100,34 +98,10 @@ def _remote(arguments: argparse.Namespace) -> RemoteOptions:
     return RemoteOptions(allow_plain_http=arguments.allow_plain_http)
 
 
-def demo(arguments: argparse.Namespace) -> int:
-    """Builds the embedded demo from Debian's openclipart."""
-    from data.demo_build import build_demo
-
-    num_train, num_heldout = build_demo(
-        arguments.source, arguments.words, arguments.output, lambda line: print(line, file=sys.stderr)
-    )
-    print(f"{num_train} training and {num_heldout} held-out examples: {arguments.output}")
-    return 0
-
-
-def tokenizer(arguments: argparse.Namespace) -> int:
-    """Trains the embedded tokenizer on public words."""
-    from data.tokenizer_build import train_tokenizer
-
-    print(f"{train_tokenizer(arguments.words, arguments.output)} tokens: {arguments.output}")
-    return 0
-
-
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     cores = available_cores()
     parser.add_argument("--workers", type=int, default=cores, metavar="N", help=f"processes (default: {cores} cores)")
     parser.add_argument("--allow_plain_http", action="store_true", help="see data.remote.allow_plain_http")
-
-
-def _add_words(parser: argparse.ArgumentParser, what: str) -> None:
-    default = Path("/usr/share/dict/words")
-    parser.add_argument("--words", type=Path, default=default, metavar="FILE", help=f"{what} (default: {default})")
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -157,17 +131,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
     add_import(commands)
     add_synthetic(commands)
-
-    sub = commands.add_parser("demo", help="build the embedded demo shards", description=demo.__doc__)
-    sub.add_argument("--source", type=Path, default=Path("/usr/share/openclipart"), metavar="DIR", help="png/ and svg/")
-    _add_words(sub, "English words, one per line")
-    sub.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the shards")
-    sub.set_defaults(run=demo)
-
-    sub = commands.add_parser("tokenizer", help="train the embedded tokenizer", description=tokenizer.__doc__)
-    _add_words(sub, "public words, one per line")
-    sub.add_argument("--output", type=Path, required=True, metavar="FILE", help="tokenizer.json to write")
-    sub.set_defaults(run=tokenizer)
     return parser.parse_args(arguments)
 
 

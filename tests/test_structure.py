@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "trainer": LOWER,
     "evaluation": LOWER | {"trainer"},
     "launch_scripts": LOWER | {"trainer", "evaluation"},
-    "benchmarks": LOWER | {"trainer", "evaluation"},
+    "tools": LOWER | {"trainer"},
+    "benchmarks": LOWER | {"trainer", "evaluation", "tools"},
 }
 """Our packages that a package may import, beside itself. Type-only imports are free."""
 PACKAGES = [name for name in MAY_IMPORT if any((ROOT / name).rglob("*.py"))]

@@ -2,5 +2,5 @@
 
 `generate.SyntheticData` gives the example of any index: picture, caption and the scene behind both. The way:
 `compose` (seed and index -> scene and statement), `caption` (statement -> true text, and false variants of it),
-`render_glsl` or `render_numpy` (scene -> pixels), `write` (tar shards with provenance), `sheet` (a look at it).
+`render` (scene -> pixels), `write` (tar shards with provenance), `sheet` (a look at it).
 """

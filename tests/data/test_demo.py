@@ -3,12 +3,10 @@
 import re
 import tarfile
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data.demo_captions import Captioner, Metadata
 from data.errors import DecodeError
 from data.examples.examples import CaptionExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
@@ -72,50 +70,14 @@ def test_every_example_decodes_to_something(raws: dict[str, list[RawExample]]) -
 
 def test_readmes_give_provenance_and_licence() -> None:
     text = (DEMO / "README.md").read_text()
-    assert "openclipart" in text and "public domain" in text.lower() and "prepare.py demo" in text
+    assert "openclipart" in text and "public domain" in text.lower() and "tools/demo_build.py" in text
     text = (EMBEDDED_TOKENIZER.parent / "README.md").read_text()
-    assert "wamerican" in text and "Copyright 2000-2011 by Kevin Atkinson" in text and "prepare.py tokenizer" in text
+    assert (
+        "wamerican" in text and "Copyright 2000-2011 by Kevin Atkinson" in text and "tools/tokenizer_build.py" in text
+    )
 
 
 def test_shards_are_plain_and_reproducible() -> None:
     for path in DEMO.glob("*.tar"):
         with tarfile.open(path) as tar:
             assert all(member.isreg() and member.mtime == 0 and member.uname == "" for member in tar)
-
-
-@pytest.mark.parametrize(
-    ("path", "title", "keywords", "caption"),
-    [
-        ("food/fruit/apple_01", "red apple", ("food", "fruit", "hash"), "red apple, food, fruit"),
-        ("signs_and_symbols/flags/africa/algeria", "algeria", ("africa", "flag"), "flag of algeria, africa"),
-        ("computer/icons/flat-theme/folder_blue", "Part of the Flat Icon Collection", ("theme",), "blue folder, icon"),
-        ("recreation/games/cards/white/white_h_9", "card", (), "nine of hearts, white playing card"),
-        ("shapes/stars/star_07pt03step", "gramastar", (), "star with seven points, geometry, shape"),
-        ("shapes/stars/star_70pt03step", "gramastar", (), None),
-        ("animals/cavallo_architetto_01", "Cavallo", ("animal",), "horse, animal"),
-        ("unsorted/0x8b754fc", "", ("hash(0x8b754fc)",), None),
-    ],
-)
-def test_caption_rules(path: str, title: str, keywords: tuple[str, ...], caption: str | None) -> None:
-    file = Metadata(path, title, keywords, "PublicDomain")
-    words = frozenset(["red", "apple", "blue", "folder", "horse", "animal", "food", "fruit", "africa", "flag", "icon"])
-    assert Captioner([file] * 3, words).caption(file) == caption
-
-
-def test_the_demo_builder_from_a_small_source(tmp_path: Path) -> None:
-    from data.demo_build import build_demo
-    from tests.data.conftest import picture
-
-    (tmp_path / "words").write_text("red\napple\n")
-    template = (
-        '<svg xmlns="http://www.w3.org/2000/svg"><metadata xmlns:dc="d"><Work><dc:title>{}</dc:title></Work>'
-        '<License resource="{}"/></metadata></svg>'
-    )
-    for name, licence in (("red_apple", "PublicDomain"), ("apple", "GPL"), ("apple_copy", "PublicDomain")):
-        for kind in ("svg", "png"):
-            (tmp_path / kind).mkdir(exist_ok=True)
-        (tmp_path / "svg" / f"{name}.svg").write_text(template.format(name, licence))
-        (tmp_path / "png" / f"{name}.png").write_bytes(picture(1, fmt="PNG"))
-    lines: list[str] = []
-    assert sum(build_demo(tmp_path, tmp_path / "words", tmp_path / "out", lines.append)) == 1
-    assert lines[0] == "3 files, 2 of them tagged public domain"

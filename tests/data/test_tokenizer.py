@@ -8,7 +8,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data.errors import DataError
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from data.tokenizer_build import train_tokenizer
 
 WORDS = ["a", "dog", "cat", "red", "on", "the", "mat", "##s"]
 
@@ -82,12 +81,3 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="has no start token"):
         CaptionTokenizer.from_file(word_piece(tmp_path / "nameless.json", ("[START]",)))
-
-
-def test_training_is_deterministic(tmp_path: Path) -> None:
-    words = tmp_path / "words"
-    words.write_text("apple\nbanana\ncherry's\n")
-    assert train_tokenizer(words, tmp_path / "a.json") == train_tokenizer(words, tmp_path / "b.json")
-    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
-    with pytest.raises(DataError, match="no word list"):
-        train_tokenizer(tmp_path / "none", tmp_path / "c.json")

@@ -11,7 +11,7 @@ from tests.docs.pages import GUIDES, PAGES, ROOT, anchors, project_files, prose,
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _URL = re.compile(r"https?://[^\s>)`'\"]+")
 _WELL_FORMED = re.compile(r"https://[a-z0-9-]+(\.[a-z0-9-]+)*\.[a-z]{2,}(/[\w.~%/#?=&+@:-]*)?")
-SUFFIXES = "safetensors|pth|py|md|toml|json|jsonl|sh|sbatch|txt|html|png|npz|npy|glsl|csv|example"
+SUFFIXES = "safetensors|pth|py|md|toml|json|jsonl|sh|sbatch|txt|html|png|npz|npy|csv|example"
 _FILE = re.compile(rf"[\w*{{}}.,-]+\.({SUFFIXES})(::\w+)?")
 _PATH = re.compile(r"[\w.*{},-]+(/[\w.*{},-]+)+(::\w+)?/?")
 MADE_UP = (

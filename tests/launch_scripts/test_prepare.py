@@ -93,9 +93,7 @@ def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:
         (["index", "data/demo", "--output", "x", "--exclude", "nowhere"], "cannot read the list of shards nowhere"),
         (["index", "README.md,LICENSE", "--output", "x"], "no tar archive"),
         (["verify", "data/demo", "--index", "nowhere"], "there is no index in nowhere"),
-        (["demo", "--source", "nowhere", "--output", "x"], "openclipart-png"),
-        (["tokenizer", "--words", "nowhere", "--output", "x"], "no word list"),
-        (["tokenizer", "--word", "nowhere"], "--output"),
+        (["index", "--outputs", "x"], "required: --output"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -111,4 +109,4 @@ def test_errors_are_one_line(arguments: list[str], message: str, tmp_path: Path)
 
 def test_help_names_every_command() -> None:
     done = prepare("--help")
-    assert done.returncode == 0 and all(word in done.stdout for word in ("index", "verify", "demo", "tokenizer"))
+    assert done.returncode == 0 and all(word in done.stdout for word in ("index", "verify", "import", "synthetic"))

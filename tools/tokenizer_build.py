@@ -1,14 +1,21 @@
 """Trains the embedded tokenizer: byte-level BPE on public words and our own caption templates, never on captions.
 
+    python tools/tokenizer_build.py --words /usr/share/dict/words --output data/tokenizer/tokenizer.json
+
 A vocabulary learned from private captions would release facts about them without any accounting.
 """
 
+import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from data.errors import DataError
+from trainer.config.cli import Parser, run_command
 
 VOCAB_SIZE = 4096
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
@@ -101,3 +108,22 @@ def _corpus(words: list[str]) -> Iterator[str]:
     templates = list(caption_templates())
     for _ in range(_TEMPLATE_REPEATS):
         yield from templates
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; a bad argument is a ConfigError (exit 2)."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = Path("/usr/share/dict/words")
+    parser.add_argument("--words", type=Path, default=words, metavar="FILE", help=f"one a line (default: {words})")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="tokenizer.json to write")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Trains the tokenizer."""
+    arguments = parse_args()
+    print(f"{train_tokenizer(arguments.words, arguments.output)} tokens: {arguments.output}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,12 +1,16 @@
 """Builds the embedded demo: about 3,500 small clip-art pictures with captions, as webdataset tar shards.
 
+    python tools/demo_build.py --source /usr/share/openclipart --output data/demo
+
 Deterministic: the same source gives the same members in the same order (order and held-out choice come from hashes of
 the file names). Pictures that look alike or read alike stay together on one side of the split.
 """
 
+import argparse
 import hashlib
 import io
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -16,10 +20,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageChops
 
-from data.demo_captions import Captioner, Metadata, read_metadata
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from data.errors import DataError
 from data.examples.transforms import to_rgb
 from data.index.tar_writer import write_shard
+from tools.demo_captions import Captioner, Metadata, read_metadata
+from trainer.config.cli import Parser, run_command
 
 IMAGE_SIZE = 96
 MAX_IMAGE_BYTES = 1536  # three tar blocks
@@ -199,3 +206,26 @@ def _is_theme_icon(picture: Picture) -> bool:
 
 def _write_shard(path: Path, pictures: Iterable[Picture]) -> None:
     write_shard(path, ((picture.key, {"webp": picture.image, "txt": picture.caption.encode()}) for picture in pictures))
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; a bad argument is a ConfigError (exit 2)."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source, words = Path("/usr/share/openclipart"), Path("/usr/share/dict/words")
+    parser.add_argument("--source", type=Path, default=source, metavar="DIR", help=f"png/ and svg/ (default: {source})")
+    parser.add_argument("--words", type=Path, default=words, metavar="FILE", help=f"one a line (default: {words})")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the shards")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Builds the demo."""
+    arguments = parse_args()
+    num_train, num_heldout = build_demo(
+        arguments.source, arguments.words, arguments.output, lambda line: print(line, file=sys.stderr)
+    )
+    print(f"{num_train} training and {num_heldout} held-out examples: {arguments.output}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.demo_words import COLORS, COMPOUNDS, DROPPED_KEYWORDS, DROPPED_WORDS, KEPT_WORDS, SHORT_WORDS, TRANSLATIONS
+from tools.demo_words import COLORS, COMPOUNDS, DROPPED_KEYWORDS, DROPPED_WORDS, KEPT_WORDS, SHORT_WORDS, TRANSLATIONS
 
 MAX_TITLE_WORDS = 6
 MAX_KEYWORDS = 3
