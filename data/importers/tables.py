@@ -103,7 +103,12 @@ def _csv_rows(path: Path, columns: Columns) -> Iterator[Mapping[str, Any]]:
         reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         try:
             require_columns(list(reader.fieldnames or []), columns, path)
-            yield from reader
+            for row in reader:
+                if None in row:  # otherwise a caption with a comma and without quotes would be cut there
+                    raise DataError(
+                        f"{path}, line {reader.line_num} has more fields than the header; quote texts that hold the separator"
+                    )
+                yield row
         except csv.Error as error:
             raise DataError(f"{path}, line {reader.line_num}: {error}") from error
 

@@ -70,7 +70,8 @@ def noise(x: Array, y: Array) -> Array:
 
 
 def fbm(x: Array, y: Array) -> Array:
-    total, weight = np.float32(0), 0.5
+    total: Array = np.zeros((1, 1), dtype=np.float32)
+    weight = 0.5
     for _ in range(5):
         total = total + weight * noise(x, y)
         x, y = 1.6 * x + 1.2 * y + 17, 1.6 * y - 1.2 * x + 17
@@ -262,7 +263,8 @@ def wood(x: Array, y: Array, a: Array, px: float) -> Array:
 
 def scales(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = x * a[0], y * a[0] * 2
-    best, row = np.float32(0), np.floor(v)
+    row = np.floor(v)
+    best: Array = np.zeros((1, 1), dtype=np.float32)
     for k in (1, 0):
         r = row - k
         d = length(fract(u + 0.5 * (r % 2)) - 0.5, (v - r) * 0.5) - 0.5

@@ -325,3 +325,14 @@ def test_bad_parquet(tmp_path: Path) -> None:
     (tmp_path / "t.parquet").unlink()
     with pytest.raises(DataError, match="holds no"):
         parquet_source(tmp_path, COLUMNS, None)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_row_with_more_fields_than_the_header_is_refused(suffix: str, tmp_path: Path) -> None:
+    """Its caption holds the separator without quotes and would otherwise be cut there."""
+    comma = {".csv": ",", ".tsv": "\t"}[suffix]
+    rows = [["image", "caption"], ["a.png", "a red circle"], ["b.png", "a black star", " a purple oval"]]
+    table = tmp_path / f"t{suffix}"
+    table.write_text("".join(comma.join(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=f"t{suffix}, line 3 has more fields than the header"):
+        table_source(table, COLUMNS, None)
