@@ -4,7 +4,7 @@
     python launch_scripts/export.py --checkpoint runs/vip --format safetensors OUT      our own names
     python launch_scripts/export.py --checkpoint runs/vip --format timm OUT      encoder for ViTDet-style codes
     python launch_scripts/export.py --import vip FILE OUT      a checkpoint of ours, for [init] checkpoint and evaluation
-    python launch_scripts/export.py --import dpcap FILE OUT --tokenizer bert-base-uncased.json
+    python launch_scripts/export.py --import dpcap FILE OUT --tokenizer data/tokenizer/bert-base-uncased.json
     python launch_scripts/export.py --import hf DIR OUT      a ViTModel or ViTMAE that transformers saved
 
 Exit codes: 0 done, 2 bad input.
@@ -14,11 +14,12 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from models.config import Activation  # noqa: E402
 from models.converters import FOREIGN, Unstated  # noqa: E402
 from privacy.card.text import rounded_up  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
@@ -29,7 +30,8 @@ from trainer.weights.import_weights import PROVENANCES, Declared, import_weights
 from trainer.weights.open_model import open_model  # noqa: E402
 
 _FOR_EXPORT = ("format", "use_average", "parts")
-_FOR_IMPORT = ("provenance", "claim", "num_heads", "decoder_heads", "normalise_pixels")
+_UNSTATED = ("num_heads", "decoder_heads", "decoder_activation", "norm_eps", "normalise_pixels")
+_FOR_IMPORT = ("provenance", "claim", *_UNSTATED)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,7 +47,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="a captioner's tokenizer.json, where it is not found by itself")
     out = parser.add_argument_group("export")
     out.add_argument("--format", choices=FORMATS, help="what to write")
-    out.add_argument("--use_average", action="store_true", help="the moving average of the weights (train.ema_decay)")
+    out.add_argument(
+        "--use_average", action="store_true", default=None, help="the moving average of the weights (train.ema_decay)"
+    )
     out.add_argument("--parts", choices=("all", "encoder"), help="encoder leaves the rest out; for --format hf")
     into = parser.add_argument_group("import")
     into.add_argument(
@@ -54,9 +58,21 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         "which no private run starts",
     )  # fmt: skip
     into.add_argument("--claim", help="what its authors claim of its privacy, in words; never attested")
-    into.add_argument("--num_heads", type=int, help="of the encoder, where its sizes are none of the published ones")
-    into.add_argument("--decoder_heads", type=int, help="of the decoder")
-    into.add_argument("--normalise_pixels", action="store_true", help="vip: it predicts normalised pixels")
+    told = parser.add_argument_group(
+        "import of vip and dpcap: what no tensor tells, where the shapes are of no published model"
+    )
+    told.add_argument("--num_heads", type=int, help="attention heads of the encoder")
+    told.add_argument("--decoder_heads", type=int, help="attention heads of the decoder")
+    told.add_argument(
+        "--decoder_activation", choices=get_args(Activation), help="dpcap: of the decoder's MLP; the release's: gelu without "
+        "biases, relu with them"
+    )  # fmt: skip
+    told.add_argument(
+        "--norm_eps", type=float, help="epsilon of the encoder's norms (vip: of all); the releases': 1e-6"
+    )
+    told.add_argument(
+        "--normalise_pixels", action=argparse.BooleanOptionalAction, help="vip: whether it predicts normalised pixels"
+    )
     options = parser.parse_args(arguments)
     _check(options)
     return options
@@ -70,7 +86,7 @@ def _check(options: argparse.Namespace) -> None:
     if len(options.paths) != len(wanted):
         raise ConfigError(f"{' and '.join(wanted)} expected, got {len(options.paths)} paths")
     for name in _FOR_IMPORT if exporting else _FOR_EXPORT:
-        if getattr(options, name):
+        if getattr(options, name) is not None:
             raise ConfigError(f"--{name} is for {'--import' if exporting else '--checkpoint'}")
     if options.parts and options.format != "hf":
         raise ConfigError("--parts is for --format hf")
@@ -93,7 +109,7 @@ def main() -> int:
 
 def _export(options: argparse.Namespace) -> dict[str, Any]:
     (out,) = options.paths
-    opened = open_model(options.checkpoint, use_average=options.use_average, tokenizer=options.tokenizer)
+    opened = open_model(options.checkpoint, use_average=bool(options.use_average), tokenizer=options.tokenizer)
     attestation = export(opened, options.format, out, encoder_only=options.parts == "encoder")
     return {
         "out": str(out),
@@ -122,7 +138,7 @@ def _import(options: argparse.Namespace) -> dict[str, Any]:
         out,
         tokenizer=options.tokenizer,
         declared=Declared(options.provenance, options.claim),
-        unstated=Unstated(options.num_heads, options.decoder_heads, options.normalise_pixels),
+        unstated=Unstated(**{name: getattr(options, name) for name in _UNSTATED}),
     )
     model, provenance = manifest["model"], manifest["training_data"]["provenance"]
     starts = "no private run starts from it" if provenance == "private" else "private runs may start from it"

@@ -11,7 +11,7 @@ small sizes for tests and the quickstart.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from models.errors import ModelConfigError
 
@@ -19,6 +19,7 @@ Config = TypeVar("Config", bound=Any)
 
 PositionKind = Literal["sincos", "learned"]
 NormPosition = Literal["pre", "post"]
+Activation = Literal["gelu", "relu"]
 
 
 def check_types(config: Any) -> None:
@@ -112,6 +113,7 @@ class DecoderConfig:
             branch. The head has a LayerNorm of its own in both.
         position: kind of the text positions and of the image positions that the decoder adds to its memory.
         bias: whether the blocks' Linear layers have biases (DP-Cap: no). The memory projection and the head always do.
+        activation: between the two Linear layers of the blocks' MLP; "gelu" is the exact one.
         embedding_std: standard deviation of the token embedding's initial values. DP-Cap: 1.
     """
 
@@ -122,6 +124,7 @@ class DecoderConfig:
     norm_position: NormPosition = "post"
     position: PositionKind = "sincos"
     bias: bool = False
+    activation: Activation = "gelu"
     embedding_std: float = 0.02
     norm_eps: float = 1e-5
 
@@ -129,6 +132,7 @@ class DecoderConfig:
         _check_transformer(self, "decoder")
         check_positive(self, "embedding_std")
         _check_choice("norm_position", self.norm_position, ("pre", "post"))
+        _check_choice("activation", self.activation, get_args(Activation))
 
 
 @dataclass(frozen=True, kw_only=True)

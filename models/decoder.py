@@ -57,7 +57,7 @@ class DecoderBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
         self.cross_attention = CrossAttention(width, heads, bias=bias)
         self.norm2 = nn.LayerNorm(width, eps=config.norm_eps)
-        self.mlp = Mlp(width, int(width * config.mlp_ratio), bias=bias)
+        self.mlp = Mlp(width, int(width * config.mlp_ratio), bias=bias, activation=config.activation)
         self.norm3 = nn.LayerNorm(width, eps=config.norm_eps)
 
     def forward(self, x_BLD: Tensor, memory_BTD: Tensor, visible_BLL: Tensor | None = None) -> Tensor:

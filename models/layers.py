@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.config import PositionKind
+from models.config import Activation, PositionKind
 
 
 def _split_heads(x_BLD: Tensor, num_heads: int) -> Tensor:
@@ -78,15 +78,17 @@ class CrossAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, exact GELU, Linear."""
+    """Linear, exact GELU or ReLU, Linear."""
 
-    def __init__(self, width: int, hidden_width: int, *, bias: bool) -> None:
+    def __init__(self, width: int, hidden_width: int, *, bias: bool, activation: Activation = "gelu") -> None:
         super().__init__()
+        self.activation = activation
         self.up = nn.Linear(width, hidden_width, bias=bias)
         self.down = nn.Linear(hidden_width, width, bias=bias)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BLD)))
+        hidden_BLD = self.up(x_BLD)
+        return self.down(F.gelu(hidden_BLD) if self.activation == "gelu" else F.relu(hidden_BLD))
 
 
 class PositionEmbedding(nn.Module):

@@ -10,25 +10,30 @@ and the order of operations are used here. Where a parameter goes that has no co
 
 The release's captioning does not use text positions and text type at encoder width, nor the mask tokens (of masked images, and
 of a parallel mode that was not trained); and its buffers with the causal mask are no weights.
+
+No tensor tells the activation of the decoder's MLP: the release's models without biases, which are those of the publication,
+have GELU; its models with biases, and its class by default, have ReLU.
 """
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.captioner import Captioner
-from models.config import SIZES, CaptionerConfig, DecoderConfig, PositionKind
+from models.config import SIZES, CaptionerConfig, DecoderConfig, PositionKind, VitConfig
 from models.converters.vip import (
     POSITION_TOLERANCE,
-    encoder_config,
     encoder_renamings,
+    encoder_shape,
     position_kind,
+    same_shape,
     with_tables,
     without_fixed_tables,
 )
-from models.converters.weights import Renaming, WeightsError, count_blocks, mlp_ratio, rename, shape_of
+from models.converters.weights import Renaming, Unstated, WeightsError, count_blocks, mlp_ratio, rename, shape_of
 from models.layers import text_sincos_table
 
 _ENCODER_TYPE = "encoder_image_type_embedding"
@@ -62,25 +67,24 @@ _BLOCK = {
 def from_dpcap(
     state: Mapping[str, Tensor],
     what: str = "DP-Cap checkpoint",
-    *,
-    encoder_heads: int | None = None,
-    decoder_heads: int | None = None,
+    unstated: Unstated = Unstated(),  # noqa: B008  (immutable)
 ) -> tuple[CaptionerConfig, dict[str, Tensor]]:
     """Configuration and parameters of a released checkpoint.
 
     Args:
         state: tensors by name, what the file holds under `model`.
         what: the file, for errors.
-        encoder_heads, decoder_heads: attention heads, which no weight tells; by default those of DP-Cap's size of this width.
+        unstated: heads, the decoder's activation, and the epsilon of the encoder's norms (the decoder's is 1e-5 in all of the
+            release). A captioner with the shapes and biases of one of DP-Cap's sizes has that one's.
 
     Returns:
         The parameters by our names ("encoder.class_token", ...), in fp32. Token ids are those of BERT's vocabulary, which the
         release uses.
 
     Raises:
-        WeightsError: missing or unknown names, shapes that do not fit together, or an unknown number of heads.
+        WeightsError: missing or unknown names, shapes that do not fit together, or something is not stated.
     """
-    config = _config(state, what, encoder_heads, decoder_heads)
+    config = _config(state, what, unstated)
     with torch.device("meta"):
         shapes = {name: value.shape for name, value in with_tables(Captioner(config)).items()}
     unused = [*_UNUSED, _ENCODER_TYPE, *(name for name in state if _CAUSAL_MASK.fullmatch(name))]
@@ -124,27 +128,27 @@ def _layer(ours: str, theirs: str, has_bias: bool) -> Iterator[Renaming]:
         yield Renaming(f"{ours}.{tensor}", (f"{theirs}.{tensor}",))
 
 
-def _config(
-    state: Mapping[str, Tensor], what: str, encoder_heads: int | None, decoder_heads: int | None
-) -> CaptionerConfig:
-    encoder = encoder_config(
-        state,
-        what,
-        encoder_heads,
-        lambda width, _, said: _published_heads("encoder", width, said),
-        qkv_bias="blocks.0.attn.qkv.bias" in state,
-    )
+def _config(state: Mapping[str, Tensor], what: str, unstated: Unstated) -> CaptionerConfig:
     vocab_size, width = shape_of(state, "text_embedding_layer_SimVLM.weight", 2, what)
     hidden, _ = shape_of(state, "decoder.layers.0.linear1.weight", 2, what)
     _, num_tokens, _ = shape_of(state, "text_decoder_pos_embed", 3, what)
+    image = {**encoder_shape(state, what), "qkv_bias": "blocks.0.attn.qkv.bias" in state}
+    text = {
+        "width": width,
+        "depth": count_blocks(state, "decoder.layers.", what),
+        "mlp_ratio": mlp_ratio(hidden, width),
+        "bias": "decoder.layers.0.linear1.bias" in state,
+    }
+    told = unstated.decided(
+        ("num_heads", "decoder_heads", "decoder_activation", "norm_eps"), _published(image, text), what
+    )
+    encoder = VitConfig(**image, num_heads=told["num_heads"], norm_eps=told["norm_eps"])
     decoder = DecoderConfig(
-        width=width,
-        depth=count_blocks(state, "decoder.layers.", what),
-        num_heads=decoder_heads or _published_heads("decoder", width, what),
-        mlp_ratio=mlp_ratio(hidden, width),
+        **text,
+        num_heads=told["decoder_heads"],
+        activation=told["decoder_activation"],
         norm_position="post",
         position=_decoder_position_kind(state, encoder.grid_size, width, num_tokens, what),
-        bias="decoder.layers.0.linear1.bias" in state,  # the release's models without "nobias" in their name
         norm_eps=1e-5,
     )
     return CaptionerConfig(encoder=encoder, decoder=decoder, vocab_size=vocab_size, num_tokens=num_tokens)
@@ -162,13 +166,14 @@ def _decoder_position_kind(
     return position_kind(state, "decoder_pos_embed", grid_size, width, what)
 
 
-def _published_heads(part: str, width: int, what: str) -> int:
-    """The heads of DP-Cap's size of this width."""
-    sizes = [getattr(config, part) for name, config in SIZES.items() if name.startswith("dpcap_")]
-    known = {size.width: size.num_heads for size in sizes}
-    if width not in known:
-        published = ", ".join(map(str, sorted(known)))
-        raise WeightsError(
-            f"{what}: DP-Cap's {part}s are {published} wide, not {width}; state its heads ({part}_heads)"
-        )
-    return known[width]
+def _published(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> Unstated | None:
+    """What the size of DP-Cap with these shapes and biases has."""
+    for name, size in SIZES.items():
+        if name.startswith("dpcap_") and same_shape(size.encoder, encoder) and same_shape(size.decoder, decoder):
+            return Unstated(
+                num_heads=size.encoder.num_heads,
+                decoder_heads=size.decoder.num_heads,
+                decoder_activation=size.decoder.activation,
+                norm_eps=size.encoder.norm_eps,
+            )
+    return None

@@ -5,13 +5,23 @@ https://arxiv.org/abs/2306.08842) shares. ViP's script leaves the sin-cos tables
 if it is the sin-cos one, else learned.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.config import PositionKind, VitConfig
-from models.converters.weights import Renaming, WeightsError, count_blocks, mlp_ratio, rename, rename_back, shape_of
+from models.converters.weights import (
+    Renaming,
+    Unstated,
+    WeightsError,
+    count_blocks,
+    mlp_ratio,
+    rename,
+    rename_back,
+    shape_of,
+)
 from models.image_encoder import EncoderConfig
 from models.layers import image_sincos_table
 from models.mae_config import MAE_SIZES, MaskedAutoencoderConfig, PixelDecoderConfig
@@ -20,8 +30,6 @@ from models.vit import VisionTransformer
 
 POSITION_TOLERANCE = 1e-6
 """A table this close to the sin-cos one is it: other programs compute it in other orders."""
-
-PUBLISHED_DECODER_HEADS = PixelDecoderConfig().num_heads
 
 _BLOCK = {
     "norm1": "norm1",
@@ -41,40 +49,45 @@ _DECODER_PREFIXES = ("decoder_", "mask_token")
 def from_vip(
     state: Mapping[str, Tensor],
     what: str,
-    *,
-    num_heads: int | None = None,
-    decoder_heads: int = PUBLISHED_DECODER_HEADS,
-    normalise_pixels: bool = False,
+    unstated: Unstated = Unstated(),  # noqa: B008  (immutable)
 ) -> tuple[MaskedAutoencoderConfig | EncoderConfig, dict[str, Tensor]]:
     """Configuration and parameters of a released checkpoint: the whole masked autoencoder, or the encoder where no name of
     the decoder is there.
 
     Args:
         what: the file, for errors.
-        num_heads: of the encoder, which no weight tells; by default that of ViP's size of this width and depth.
-        decoder_heads: of the decoder.
-        normalise_pixels: whether it was trained to predict normalised pixels; ViP's were not.
+        unstated: heads, the epsilon of all norms, and whether normalised pixels are predicted. A whole masked autoencoder of
+            the shapes of one of ViP's sizes has that one's; an encoder alone may come from any project under timm's names.
 
     Returns:
         The parameters by our names ("encoder.class_token", ...), in fp32.
 
     Raises:
-        WeightsError: missing or unknown names, shapes that do not fit together, or an unknown number of heads.
+        WeightsError: missing or unknown names, shapes that do not fit together, or something is not stated.
     """
-    encoder = encoder_config(state, what, num_heads, published_heads, qkv_bias=True)
+    shape = encoder_shape(state, what)
     if not any(name.startswith(_DECODER_PREFIXES) for name in state):
+        encoder = VitConfig(**shape, qkv_bias=True, **unstated.decided(("num_heads", "norm_eps"), None, what))
         renamed = rename(state, encoder_renamings(encoder), encoder_shapes(encoder), what)
         return EncoderConfig(encoder=encoder), without_fixed_tables(renamed, {"encoder.": encoder.position})
     width, _ = shape_of(state, "decoder_embed.weight", 2, what)
     hidden, _ = shape_of(state, "decoder_blocks.0.mlp.fc1.weight", 2, what)
+    pixels = {
+        "width": width,
+        "depth": count_blocks(state, "decoder_blocks.", what),
+        "mlp_ratio": mlp_ratio(hidden, width),
+    }
+    told = unstated.decided(
+        ("num_heads", "decoder_heads", "norm_eps", "normalise_pixels"), _published(shape, pixels), what
+    )
+    encoder = VitConfig(**shape, qkv_bias=True, num_heads=told["num_heads"], norm_eps=told["norm_eps"])
     decoder = PixelDecoderConfig(
-        width=width,
-        depth=count_blocks(state, "decoder_blocks.", what),
-        num_heads=decoder_heads,
-        mlp_ratio=mlp_ratio(hidden, width),
+        **pixels,
+        num_heads=told["decoder_heads"],
+        norm_eps=told["norm_eps"],
         position=position_kind(state, "decoder_pos_embed", encoder.grid_size, width, what),
     )
-    config = MaskedAutoencoderConfig(encoder=encoder, decoder=decoder, normalise_pixels=normalise_pixels)
+    config = MaskedAutoencoderConfig(encoder=encoder, decoder=decoder, normalise_pixels=told["normalise_pixels"])
     renamed = rename(state, autoencoder_renamings(config), autoencoder_shapes(config), what)
     kinds = {"encoder.": encoder.position, "decoder.": decoder.position}
     return config, without_fixed_tables(renamed, kinds)
@@ -146,21 +159,11 @@ def position_kind(state: Mapping[str, Tensor], name: str, grid_size: int, width:
     return "sincos" if bool((state[name][0].double() - table).abs().max() <= POSITION_TOLERANCE) else "learned"
 
 
-def encoder_config(
-    state: Mapping[str, Tensor],
-    what: str,
-    num_heads: int | None,
-    published: Callable[[int, int, str], int],
-    *,
-    qkv_bias: bool,
-) -> VitConfig:
-    """Shapes of an encoder under timm's names.
-
-    Args:
-        num_heads: None takes what `published` says of this width and depth.
+def encoder_shape(state: Mapping[str, Tensor], what: str) -> dict[str, Any]:
+    """What the tensors of an encoder under timm's names tell of its `VitConfig`: everything but heads, biases and epsilon.
 
     Raises:
-        WeightsError: missing names, shapes that do not fit together, or an unknown number of heads.
+        WeightsError: missing names, or shapes that do not fit together.
     """
     width, channels, patch, _ = shape_of(state, "patch_embed.proj.weight", 4, what)
     _, num_tokens, _ = shape_of(state, "pos_embed", 3, what)
@@ -170,25 +173,32 @@ def encoder_config(
         raise WeightsError(
             f"{what}: pos_embed has {num_tokens} rows, but a class token and a square of patches are expected"
         )
-    return VitConfig(
-        image_size=grid * patch,
-        patch_size=patch,
-        num_channels=channels,
-        width=width,
-        depth=depth,
-        num_heads=num_heads or published(width, depth, what),
-        mlp_ratio=mlp_ratio(hidden, width),
-        position=position_kind(state, "pos_embed", grid, width, what),
-        qkv_bias=qkv_bias,
-        norm_eps=1e-6,
+    return {
+        "image_size": grid * patch,
+        "patch_size": patch,
+        "num_channels": channels,
+        "width": width,
+        "depth": depth,
+        "mlp_ratio": mlp_ratio(hidden, width),
+        "position": position_kind(state, "pos_embed", grid, width, what),
+    }
+
+
+def same_shape(config: Any, shape: Mapping[str, Any]) -> bool:
+    """Whether a part of a published model has these sizes; images and positions may differ, which heads do not depend on."""
+    return all(
+        getattr(config, name) == value for name, value in shape.items() if name not in ("image_size", "position")
     )
 
 
-def published_heads(width: int, depth: int, what: str) -> int:
-    """The heads of ViP's size of this width and depth."""
+def _published(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> Unstated | None:
+    """What the size of ViP with these shapes has."""
     for name, size in MAE_SIZES.items():
-        if name.startswith("vip_") and (size.encoder.width, size.encoder.depth) == (width, depth):
-            return size.encoder.num_heads
-    raise WeightsError(
-        f"{what}: {depth} blocks of width {width} are none of ViP's sizes; state its heads by --num_heads"
-    )
+        if name.startswith("vip_") and same_shape(size.encoder, encoder) and same_shape(size.decoder, decoder):
+            return Unstated(
+                num_heads=size.encoder.num_heads,
+                decoder_heads=size.decoder.num_heads,
+                norm_eps=size.encoder.norm_eps,
+                normalise_pixels=size.normalise_pixels,
+            )
+    return None

@@ -8,12 +8,14 @@ import argparse
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from models.config import Activation
 
 _MOST_NAMES = 16
 
@@ -22,6 +24,39 @@ class WeightsError(ValueError):
     """A weight file is not what it should be; the message says which file, what and how to mend it."""
 
     exit_code = 2
+
+
+class Unstated(NamedTuple):
+    """What no tensor tells, under the name of the option that states it; None is not stated."""
+
+    num_heads: int | None = None
+    decoder_heads: int | None = None
+    decoder_activation: Activation | None = None
+    norm_eps: float | None = None
+    normalise_pixels: bool | None = None
+
+    def decided(self, asked: Iterable[str], published: "Unstated | None", what: str) -> dict[str, Any]:
+        """The values of `asked`: as stated, or else as in the published model that has exactly these shapes and biases.
+
+        Args:
+            published: None where there is no such model.
+            what: the file, for errors.
+
+        Raises:
+            WeightsError: one of them is neither stated nor published, or another is stated, which nothing would use.
+        """
+        asked, stated = list(asked), {name: value for name, value in self._asdict().items() if value is not None}
+        idle = sorted(stated.keys() - set(asked))
+        if idle:
+            raise WeightsError(f"{what}: --{idle[0]} decides nothing here: leave it out")
+        values = {**(published._asdict() if published is not None else {}), **stated}
+        missing = [f"--{name}" for name in asked if values.get(name) is None]
+        if missing:
+            raise WeightsError(
+                f"{what}: no tensor tells {', '.join(missing)}, and its shapes and biases are those of no published model: "
+                "state them as in the code that trained it (docs/exchange.md)"
+            )
+        return {name: values[name] for name in asked}
 
 
 class Renaming(NamedTuple):

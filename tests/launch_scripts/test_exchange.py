@@ -26,13 +26,11 @@ from evaluation.captions import CaptionOptions, CaptionWriter
 from evaluation.sources import encode_png
 from privacy.plan import make_plan
 from tests.launch_scripts.conftest import Run
-from tests.launch_scripts.test_export import EPSILON, statements
+from tests.launch_scripts.test_export import DPCAP, EPSILON, VIP, statements
 from tests.models import test_convert_dpcap as dpcap
-from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Payload, published
+from tests.models.test_convert_vip import Payload, published
 from tests.trainer.trained_runs import recipe, trained
 from trainer.weights.open_model import open_model
-
-VIP = ("--num_heads", HEADS, "--decoder_heads", DECODER_HEADS)
 
 
 def words(folder: Path) -> Path:
@@ -75,7 +73,7 @@ def test_official_files_as_they_may_come(way: str, command: Run, tmp_path: Path)
     """Buffers, optimizer states and wrappers' prefixes change nothing in what the imported models compute."""
     images_BCHW, tokens_BL = dpcap.pairs()
     torch.save(COMING[way](dpcap.checkpoint()), tmp_path / "dpcap.pth")
-    told = ("--num_heads", dpcap.HEADS, "--decoder_heads", dpcap.DECODER_HEADS, "--tokenizer", words(tmp_path))
+    told = (*DPCAP, "--tokenizer", words(tmp_path))
     command("--import", "dpcap", tmp_path / "dpcap.pth", tmp_path / "captioner", *told)
     opened = open_model(tmp_path / "captioner", dtype=torch.float64)
     released = dpcap.Released(dpcap.checkpoint())
@@ -127,7 +125,7 @@ def test_other_structures_are_one_line(
     change: Callable[[dict[str, Tensor]], dict[str, Any]], line: str, command: Run, tmp_path: Path
 ) -> None:
     torch.save(change(dpcap.checkpoint()), tmp_path / "x.pth")
-    told = ("--num_heads", dpcap.HEADS, "--decoder_heads", dpcap.DECODER_HEADS, "--tokenizer", words(tmp_path))
+    told = (*DPCAP, "--tokenizer", words(tmp_path))
     assert line in command("--import", "dpcap", tmp_path / "x.pth", tmp_path / "out", *told, code=2)
     assert not (tmp_path / "out").exists()
 

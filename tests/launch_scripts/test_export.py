@@ -31,6 +31,11 @@ from trainer.weights.open_model import open_model
 from trainer.weights.start import find_checkpoint, initialisation_facts, load_start
 
 ROOT = Path(__file__).resolve().parents[2]
+VIP = ("--num_heads", HEADS, "--decoder_heads", DECODER_HEADS, "--norm_eps", "1e-6", "--no-normalise_pixels")
+"""What no tensor of the made-up files tells."""
+DPCAP = (
+    "--num_heads", dpcap.HEADS, "--decoder_heads", dpcap.DECODER_HEADS, "--decoder_activation", "gelu", "--norm_eps", "1e-6",
+)  # fmt: skip
 EPSILON = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)
 
 
@@ -201,8 +206,7 @@ def test_adapters_are_merged(command: Run, tmp_path: Path) -> None:
 def test_an_official_checkpoint_becomes_one_of_ours(command: Run, tmp_path: Path) -> None:
     state = published()
     torch.save({"model": state}, tmp_path / "vip.pth")
-    heads = ("--num_heads", HEADS, "--decoder_heads", DECODER_HEADS)
-    said = command("--import", "vip", tmp_path / "vip.pth", tmp_path / "start", *heads, "--claim", "eps 8, they say")
+    said = command("--import", "vip", tmp_path / "vip.pth", tmp_path / "start", *VIP, "--claim", "eps 8, they say")
     assert "not attested by a ledger" in said and "no private run starts from it" in said
     opened = open_model(tmp_path / "start")
     images_BCHW, mask_BP = examples()
@@ -217,7 +221,7 @@ def test_an_official_checkpoint_becomes_one_of_ours(command: Run, tmp_path: Path
     table: Any = type("Table", (), {"entries": []})
     with pytest.raises(ConfigError, match=r"imported from vip.pth.*import it again with --provenance"):
         initialisation_facts(config, find_checkpoint(section, ROOT), table)
-    command("--import", "vip", tmp_path / "vip.pth", tmp_path / "public", *heads, "--provenance", "public")
+    command("--import", "vip", tmp_path / "vip.pth", tmp_path / "public", *VIP, "--provenance", "public")
     checkpoint = find_checkpoint(InitSection(checkpoint=str(tmp_path / "public")), ROOT)
     facts = initialisation_facts(config, checkpoint, table)
     assert facts["training_data"] == "public" and facts["before_that"]["kind"] == "imported"
@@ -238,7 +242,7 @@ def test_an_official_captioner_needs_its_tokenizer(command: Run, tmp_path: Path)
     tokenizer = tmp_path / "words.json"
     Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, "[PAD]")).save(str(tokenizer))
     arguments = ("--import", "dpcap", tmp_path / "dpcap.pth", tmp_path / "start")
-    arguments += ("--num_heads", dpcap.HEADS, "--decoder_heads", dpcap.DECODER_HEADS)
+    arguments += DPCAP
     assert "give its tokenizer.json with --tokenizer" in command(*arguments, code=2)
     line = command(*arguments, "--tokenizer", ROOT / "data/tokenizer/tokenizer.json", code=2)
     assert "tokens, but the weights 110" in line
@@ -258,7 +262,7 @@ def test_an_encoder_alone(command: Run, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     state = published(decoder=False)
     torch.save(state, tmp_path / "vip.pth")
-    command("--import", "vip", tmp_path / "vip.pth", tmp_path / "start", "--num_heads", HEADS)
+    command("--import", "vip", tmp_path / "vip.pth", tmp_path / "start", "--num_heads", HEADS, "--norm_eps", "1e-6")
     opened = open_model(tmp_path / "start")
     inputs = opened.task.synthetic_inputs(2)
     tokens_BTD = opened.model(**inputs)
@@ -297,8 +301,13 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
         "there is no weight file": ("--import", "vip", tmp_path / "none", out),
         "is no folder that transformers saved": ("--import", "hf", tmp_path / "full", out),
         "is no exported model": ("--import", "safetensors", tmp_path / "full", out),
-        "lacks norm.bias": ("--import", "vip", broken, out, "--num_heads", HEADS, "--decoder_heads", DECODER_HEADS),
-        "are none of ViP's sizes": ("--import", "vip", broken, out),
+        "lacks norm.bias": ("--import", "vip", broken, out, *VIP),
+        "no tensor tells --num_heads, --decoder_heads, --norm_eps, --normalise_pixels": (
+            "--import",
+            "vip",
+            broken,
+            out,
+        ),
     }.items():
         assert line in command(*arguments, code=2)
     assert not out.exists() and [p.name for p in (tmp_path / "full").iterdir()] == ["kept"]

@@ -10,7 +10,7 @@ from tests.models.tiny import VOCAB, tiny_batch, tiny_captioner, tiny_config
 
 VARIANTS = [
     {},
-    {"decoder_norm_position": "pre", "decoder_bias": True},
+    {"decoder_norm_position": "pre", "decoder_bias": True, "decoder_activation": "relu"},
     {"encoder_position": "learned", "decoder_position": "learned", "encoder_qkv_bias": True},
 ]
 LEAVES = (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.Embedding)

@@ -91,6 +91,7 @@ def test_overrides_reach_every_part() -> None:
         ("pico", {"decoder_depth": 0}, "depth must be positive"),
         ("pico", {"decoder_mlp_ratio": float("nan")}, "mlp_ratio must be positive"),
         ("pico", {"decoder_norm_position": "middle"}, "one of pre, post"),
+        ("pico", {"decoder_activation": "swish"}, "one of gelu, relu"),
         ("pico", {"encoder_position": "rotary"}, "one of sincos, learned"),
         ("pico", {"num_tokens": 1}, "num_tokens must be at least 2"),
         ("pico", {"vocab_size": 2}, "eos_id 2 is outside the vocabulary of 2 tokens"),

@@ -1,8 +1,10 @@
 """Checkpoints with the structure of DP-Cap's release, against a plain re-computation from their own tensors."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,17 +14,22 @@ from torch.nn import functional as F
 
 from models.captioner import Captioner
 from models.config import SIZES
+from models.converters import Unstated, read_foreign
 from models.converters.dpcap import from_dpcap
 from models.converters.weights import WeightsError
 
 D, E, V, L, PATCH, GRID = 16, 24, 110, 9, 4, 3
 T = GRID**2 + 1
 DEPTH, LAYERS, HEADS, DECODER_HEADS = 2, 3, 4, 3
+TOLD = Unstated(num_heads=HEADS, decoder_heads=DECODER_HEADS, decoder_activation="gelu", norm_eps=1e-6)
 
 
-def checkpoint(*, width: int = D, decoder_width: int = E, seed: int = 0, sincos: bool = False) -> dict[str, Tensor]:
+def checkpoint(
+    *, width: int = D, decoder_width: int = E, sincos: bool = False, depth: int = DEPTH, layers: int = LAYERS,
+    patch: int = PATCH,
+) -> dict[str, Tensor]:  # fmt: skip
     """Random tensors under the published names, biases, masks and unused ones included."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     state: dict[str, Tensor] = {}
 
     def add(name: str, *shape: int) -> None:
@@ -41,8 +48,8 @@ def checkpoint(*, width: int = D, decoder_width: int = E, seed: int = 0, sincos:
 
     add("cls_token", 1, 1, width)
     add("pos_embed", 1, T, width)
-    add_layer("patch_embed.proj", width, 3, PATCH, PATCH)
-    for i in range(DEPTH):
+    add_layer("patch_embed.proj", width, 3, patch, patch)
+    for i in range(depth):
         add_norm(f"blocks.{i}.norm1", width)
         add_layer(f"blocks.{i}.attn.qkv", 3 * width, width, bias=False)
         add_layer(f"blocks.{i}.attn.proj", width, width)
@@ -54,7 +61,7 @@ def checkpoint(*, width: int = D, decoder_width: int = E, seed: int = 0, sincos:
     add("decoder_pos_embed", 1, T, decoder_width)
     add("text_decoder_pos_embed", 1, L, decoder_width)
     add("text_embedding_layer_SimVLM.weight", V, decoder_width)
-    for i in range(LAYERS):
+    for i in range(layers):
         layer = f"decoder.layers.{i}"
         add_layer(f"{layer}.self_attn.c_attn", 3 * decoder_width, decoder_width, bias=False)
         add_layer(f"{layer}.self_attn.c_proj", decoder_width, decoder_width, bias=False)
@@ -107,8 +114,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, heads: int, *, causal: 
 class Released:
     """The forward pass of the released model, from its tensors by name."""
 
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, state: Mapping[str, Tensor], activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
         self.state = {name: value.double() for name, value in state.items()}
+        self.activation = activation
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.state[f"{name}.weight"], self.state.get(f"{name}.bias"))
@@ -147,7 +155,8 @@ class Released:
             query = self.linear(f"{d}.multihead_attn.q_proj", x)
             seen = attention(query, key, value, DECODER_HEADS, causal=False)
             x = self.norm(f"{d}.norm2", x + self.linear(f"{d}.multihead_attn.c_proj", seen), 1e-5)
-            x = self.norm(f"{d}.norm3", x + self.linear(f"{d}.linear2", F.gelu(self.linear(f"{d}.linear1", x))), 1e-5)
+            hidden = self.activation(self.linear(f"{d}.linear1", x))
+            x = self.norm(f"{d}.norm3", x + self.linear(f"{d}.linear2", hidden), 1e-5)
         return self.linear("decoder_pred_text.1", self.norm("decoder_pred_text.0", x, 1e-5))
 
     def loss(self, images: Tensor, tokens: Tensor) -> Tensor:
@@ -158,8 +167,8 @@ class Released:
         return losses.sum(1) / (labels != 0).sum(1)
 
 
-def imported(state: Mapping[str, Tensor]) -> Captioner:
-    config, weights = from_dpcap(state, encoder_heads=HEADS, decoder_heads=DECODER_HEADS)
+def imported(state: Mapping[str, Tensor], told: Unstated = TOLD) -> Captioner:
+    config, weights = from_dpcap(state, "x", told)
     model = Captioner(config).double()
     model.load_state_dict(weights)
     return model
@@ -259,33 +268,71 @@ def test_another_shape_is_refused_by_name(name: str, shape: tuple[int, ...]) -> 
         imported(checkpoint() | {name: torch.zeros(shape)})
 
 
-@pytest.mark.parametrize("part", ["encoder", "decoder"])
-def test_heads_of_an_unknown_width_must_be_stated(part: str) -> None:
-    heads: dict[str, Any] = {"encoder_heads": HEADS, "decoder_heads": DECODER_HEADS}
-    del heads[f"{part}_heads"]
-    with pytest.raises(WeightsError, match=f"{part}_heads"):
-        from_dpcap(checkpoint(), **heads)
-
-
-def test_heads_of_the_published_sizes_are_known() -> None:
-    for name in ("dpcap_tiny", "dpcap_base", "dpcap_large"):
-        size = SIZES[name]
-        state = checkpoint(width=size.encoder.width, decoder_width=size.decoder.width, sincos=True)
-        config, _ = from_dpcap(state)
-        assert (config.encoder.num_heads, config.decoder.num_heads) == (size.encoder.num_heads, size.decoder.num_heads)
-        assert (config.decoder.bias, config.encoder.qkv_bias, config.decoder.norm_position) == (False, False, "post")
-        assert (config.encoder.norm_eps, config.decoder.norm_eps) == (1e-6, 1e-5)
-        assert (config.pad_id, config.bos_id, config.eos_id) == (0, 101, 102)
-
-
-@torch.no_grad()
-def test_models_with_biases_are_taken_too() -> None:
-    state, (images, tokens) = checkpoint(), pairs()
+def with_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The release's models without "nobias" in their name have a bias wherever a matrix is."""
     generator = torch.Generator().manual_seed(7)
+    state = dict(state)
     for name in [n for n in state if n.endswith(".weight") and n.startswith(("decoder.layers.", "blocks."))]:
         bias = name.removesuffix("weight") + "bias"
         if bias not in state:
             state[bias] = 0.3 * torch.randn(len(state[name]), generator=generator)
-    model = imported(state)
-    assert model.config.decoder.bias and model.config.encoder.qkv_bias
-    assert (model.logits(images, tokens) - Released(state).logits(images, tokens)).abs().max() < 1e-5
+    return state
+
+
+@pytest.mark.parametrize("state", [checkpoint(), with_biases(checkpoint())], ids=["no biases", "biases"])
+@pytest.mark.parametrize("left_out", ["num_heads", "decoder_heads", "decoder_activation", "norm_eps"])
+def test_what_no_tensor_tells_is_asked_for(left_out: str, state: dict[str, Tensor]) -> None:
+    """For shapes that nobody published, biases or not."""
+    with pytest.raises(WeightsError, match=f"^x: no tensor tells --{left_out}, and its shapes") as refused:
+        from_dpcap(state, "x", TOLD._replace(**{left_out: None}))
+    assert "\n" not in str(refused.value)
+
+
+def test_what_decides_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="--normalise_pixels decides nothing here"):
+        from_dpcap(checkpoint(), "x", TOLD._replace(normalise_pixels=False))
+    for kind in ("hf", "safetensors"):
+        with pytest.raises(
+            WeightsError, match=r"whose config.json states its model: --decoder_heads decides nothing here"
+        ):
+            read_foreign(kind, tmp_path, Unstated(decoder_heads=2))  # type: ignore[arg-type]
+
+
+SIZE_NAMES = [
+    "dpcap_nano",
+    *(pytest.param(f"dpcap_{n}", marks=pytest.mark.full) for n in ("tiny", "small", "base", "large")),
+]
+
+
+@pytest.mark.parametrize("name", SIZE_NAMES)
+def test_the_published_sizes_are_known(name: str) -> None:
+    """By all of their shapes and biases: the same widths with another depth, or with biases, are asked for."""
+    size = SIZES[name]
+    shape: Any = {"width": size.encoder.width, "decoder_width": size.decoder.width, "sincos": True, "patch": 16}
+    state = checkpoint(**shape, depth=size.encoder.depth, layers=size.decoder.depth)
+    config, _ = from_dpcap(state)
+    assert config.encoder == replace(size.encoder, image_size=16 * GRID)
+    assert config.decoder == size.decoder and config.decoder.activation == "gelu"
+    assert (config.pad_id, config.bos_id, config.eos_id) == (0, 101, 102)
+    for other in (
+        checkpoint(**shape, depth=1, layers=size.decoder.depth), checkpoint(**shape, depth=size.encoder.depth, layers=1),
+        with_biases(state),
+    ):  # fmt: skip
+        with pytest.raises(
+            WeightsError, match="no tensor tells --num_heads, --decoder_heads, --decoder_activation, --norm_eps"
+        ):
+            from_dpcap(other)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@torch.no_grad()
+def test_models_with_biases_are_taken_too(activation: Literal["relu", "gelu"]) -> None:
+    """The release's compute ReLU; ours computes what it is told, to rounding, and the other one is far away."""
+    state, (images, tokens) = with_biases(checkpoint()), pairs()
+    model = imported(state, TOLD._replace(decoder_activation=activation))
+    assert model.config.decoder.bias and model.config.encoder.qkv_bias and model.config.decoder.activation == activation
+    for name, function in (("relu", F.relu), ("gelu", F.gelu)):
+        released = Released(state, function)
+        logits = (model.logits(images, tokens) - released.logits(images, tokens)).abs().max()
+        losses = (model(images, tokens, tokens != 0) - released.loss(images, tokens)).abs().max()
+        assert (logits < 1e-5 and losses < 1e-5) if name == activation else (logits > 1e-2 and losses > 1e-3)

@@ -2,6 +2,7 @@
 
 import argparse
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 from torch import Tensor
 
 from models.converters import Unstated, read_foreign
-from models.converters.vip import from_vip, published_heads, to_timm
-from models.converters.weights import WeightsError, count_blocks, mlp_ratio, read_weights
+from models.converters.vip import autoencoder_renamings, from_vip, to_timm, with_tables
+from models.converters.weights import WeightsError, count_blocks, mlp_ratio, read_weights, rename_back
 from models.image_encoder import EncoderConfig, ImageEncoder
+from models.mae_config import MAE_SIZES, MaskedAutoencoderConfig
 from models.masked_autoencoder import MaskedAutoencoder
 
 WIDTH, DEPTH, HEADS, PATCH, GRID = 48, 2, 4, 4, 4
 DECODER_WIDTH, DECODER_HEADS = 32, 2
-HEADS_OF = Unstated(num_heads=HEADS, decoder_heads=DECODER_HEADS)
+TOLD = Unstated(num_heads=HEADS, decoder_heads=DECODER_HEADS, norm_eps=1e-6, normalise_pixels=False)
+OF_AN_ENCODER = Unstated(num_heads=HEADS, norm_eps=1e-6)
 
 
 def block_shapes(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
@@ -132,7 +135,7 @@ def examples() -> tuple[Tensor, Tensor]:
 def test_features_and_losses_are_those_of_a_plain_computation(tmp_path: Path) -> None:
     state = published()
     path = saved(tmp_path / "vip.pth", state, epoch=3, args=argparse.Namespace(lr=0.1))
-    model, plain = model_of(*read_foreign("vip", path, HEADS_OF)), Plain(state)
+    model, plain = model_of(*read_foreign("vip", path, TOLD)), Plain(state)
     images_BCHW, mask_BP = examples()
     every = np.arange(GRID**2)
     features = np.stack([plain.encode(image.double().numpy(), every) for image in images_BCHW])
@@ -146,7 +149,7 @@ def test_features_and_losses_are_those_of_a_plain_computation(tmp_path: Path) ->
 @torch.no_grad()
 def test_an_encoder_alone_and_its_way_back(tmp_path: Path) -> None:
     state = published(decoder=False)
-    config, parameters = read_foreign("vip", saved(tmp_path / "vip.pth", state), HEADS_OF)
+    config, parameters = read_foreign("vip", saved(tmp_path / "vip.pth", state), OF_AN_ENCODER)
     model = model_of(config, parameters)
     assert isinstance(config, EncoderConfig) and all(name.startswith("encoder.") for name in parameters)
     images_BCHW, _ = examples()
@@ -171,20 +174,53 @@ def published_table(width: int) -> Tensor:
 
 def test_fixed_positions_are_recognised() -> None:
     state = published() | {"pos_embed": published_table(WIDTH), "decoder_pos_embed": published_table(DECODER_WIDTH)}
-    config, parameters = from_vip(state, "x", num_heads=HEADS, decoder_heads=DECODER_HEADS)
+    config, parameters = from_vip(state, "x", TOLD)
     assert (config.encoder.position, config.decoder.position) == ("sincos", "sincos")  # type: ignore[union-attr]
     assert not any(name.endswith("position.table") for name in parameters)
     state["pos_embed"] = state["pos_embed"] + 1e-5  # trained, as the release leaves them
-    config, parameters = from_vip(state, "x", num_heads=HEADS, decoder_heads=DECODER_HEADS)
+    config, parameters = from_vip(state, "x", TOLD)
     assert config.encoder.position == "learned"
     assert torch.equal(parameters["encoder.position.table"], state["pos_embed"])
 
 
-def test_heads_are_those_of_the_published_sizes() -> None:
-    found = [published_heads(width, 24 if width == 1024 else 12, "x") for width in (192, 384, 576, 768, 1024)]
-    assert found == [12, 12, 12, 12, 16]
-    with pytest.raises(WeightsError, match="2 blocks of width 48 are none of ViP's sizes; state its heads"):
-        from_vip(published(), "x")
+@pytest.mark.parametrize("left_out", ["num_heads", "decoder_heads", "norm_eps", "normalise_pixels"])
+def test_what_no_tensor_tells_is_asked_for(left_out: str) -> None:
+    """For shapes that are none of ViP's; of an encoder alone always, since timm's names may come from anywhere."""
+    with pytest.raises(WeightsError, match=f"^x: no tensor tells --{left_out}, and its shapes"):
+        from_vip(published(), "x", TOLD._replace(**{left_out: None}))
+    encoder, line = (
+        published(decoder=False),
+        "no tensor tells" if left_out in ("num_heads", "norm_eps") else "decides nothing",
+    )
+    changed = OF_AN_ENCODER._replace(**{left_out: None if "tells" in line else getattr(TOLD, left_out)})
+    with pytest.raises(WeightsError, match=line):
+        from_vip(encoder, "x", changed)
+
+
+SIZE_NAMES = [
+    "vip_nano",
+    *(pytest.param(f"vip_{n}", marks=pytest.mark.full) for n in ("tiny", "small", "base", "large")),
+]
+
+
+@pytest.mark.parametrize("name", SIZE_NAMES)
+def test_the_published_sizes_are_known(name: str) -> None:
+    """By all of their shapes; what is stated goes first."""
+    size = MAE_SIZES[name]
+    small = replace(size, encoder=replace(size.encoder, image_size=64))
+    with torch.device("meta"):
+        named = with_tables(MaskedAutoencoder(small))
+    state = rename_back({n: torch.zeros(value.shape) for n, value in named.items()}, autoencoder_renamings(small))
+    config, _ = from_vip(state, "x")
+    assert isinstance(config, MaskedAutoencoderConfig) and not config.normalise_pixels
+    assert replace(config.encoder, position="sincos") == small.encoder
+    assert replace(config.decoder, position="sincos") == small.decoder
+    assert from_vip(state, "x", Unstated(num_heads=6, normalise_pixels=True))[0].encoder.num_heads == 6
+    shorter = {name: value for name, value in state.items() if not name.startswith("decoder_blocks.3.")}
+    with pytest.raises(
+        WeightsError, match="no tensor tells --num_heads, --decoder_heads, --norm_eps, --normalise_pixels"
+    ):
+        from_vip(shorter, "x")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +248,7 @@ def test_other_structures_are_refused(name: str, value: Tensor | None, line: str
     if value is not None:
         state[name] = value
     with pytest.raises(WeightsError, match=line) as error:
-        from_vip(state, "x", num_heads=HEADS, decoder_heads=DECODER_HEADS)
+        from_vip(state, "x", TOLD)
     assert "\n" not in str(error.value)
 
 

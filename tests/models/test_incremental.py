@@ -15,7 +15,7 @@ from tests.models.tiny import VOCAB, tiny_captioner
 
 VARIANTS = [
     {},
-    {"decoder_norm_position": "pre", "decoder_bias": True, "decoder_position": "learned"},
+    {"decoder_norm_position": "pre", "decoder_bias": True, "decoder_position": "learned", "decoder_activation": "relu"},
     {"tied_head": True, "parallel_share": 0.5},
 ]
 PARENTS = (-1, 0, 0, 1, 1, 2, 3, 5, 6)

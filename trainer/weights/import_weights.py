@@ -151,7 +151,7 @@ def _tokenizer(given: Path | None, source: Path, exported: Mapping[str, Any], co
     if given is None and not beside.is_file():
         raise ConfigError(
             f"{source} holds a captioner of {config.vocab_size:,} tokens: give its tokenizer.json with --tokenizer (DP-Cap's "
-            "is that of google-bert/bert-base-uncased)"
+            "is data/tokenizer/bert-base-uncased.json)"
         )
     found = given or beside
     if not found.is_file():
