@@ -1,8 +1,9 @@
-"""Trains the embedded tokenizer: byte-level BPE on public words and our own caption templates, never on captions.
+"""Makes the embedded tokenizers: byte-level BPE on public words and our own caption templates, and BERT's word list.
 
     python tools/tokenizer_build.py --words /usr/share/dict/words --output data/tokenizer/tokenizer.json
+    python tools/tokenizer_build.py --vocab vocab.txt --output data/tokenizer/bert-base-uncased.json
 
-A vocabulary learned from private captions would release facts about them without any accounting.
+No vocabulary is trained on captions: one learned from private captions would release facts about them without any accounting.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -19,6 +20,7 @@ from trainer.config.cli import Parser, run_command
 
 VOCAB_SIZE = 4096
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _TEMPLATE_REPEATS = 20
 
 
@@ -91,6 +93,45 @@ def train_tokenizer(words_file: Path, output: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
+def build_word_pieces(vocabulary: Path, output: Path) -> int:
+    """Writes tokenizer.json of a BERT word list without capitals: its text is cleaned, lower-cased and cut into word pieces.
+
+    Source: Devlin et al. 2019 (https://arxiv.org/abs/1810.04805) and its release's `vocab.txt`.
+
+    Args:
+        vocabulary: one token a line; the line's number, from 0, is the token's id.
+        output: the file to write.
+
+    Returns:
+        The size of the vocabulary.
+
+    Raises:
+        DataError: no such file, or no such word list.
+    """
+    try:
+        words = vocabulary.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{vocabulary} cannot be read as a word list: {error}") from error
+    missing = [token for token in BERT_TOKENS if token not in words]
+    if missing:
+        raise DataError(f"{vocabulary} is no word list of BERT: it lacks {' '.join(missing)}")
+    if "" in words or len(set(words)) < len(words):
+        raise DataError(f"{vocabulary} is no word list of BERT: a line is empty or stands there twice")
+    capital = next((word for word in words if word != word.lower() and word[0] != "["), None)
+    if capital is not None:
+        raise DataError(f"{vocabulary} has capitals ({capital}), but only lists of lower-case words are taken")
+    tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    start, end = (("[CLS]", words.index("[CLS]")), ("[SEP]", words.index("[SEP]")))
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[start, end])
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(BERT_TOKENS))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(output), pretty=False)
+    return len(words)
+
+
 def caption_templates() -> Iterator[str]:
     """Made-up captions over a small public vocabulary."""
     for index, thing in enumerate(_THINGS):
@@ -114,15 +155,21 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; a bad argument is a ConfigError (exit 2)."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words = Path("/usr/share/dict/words")
-    parser.add_argument("--words", type=Path, default=words, metavar="FILE", help=f"one a line (default: {words})")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--words", type=Path, default=words, metavar="FILE", help=f"one a line (default: {words})")
+    source.add_argument("--vocab", type=Path, metavar="FILE", help="vocab.txt of an uncased BERT, instead of words")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="tokenizer.json to write")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    """Trains the tokenizer."""
+    """Makes the tokenizer."""
     arguments = parse_args()
-    print(f"{train_tokenizer(arguments.words, arguments.output)} tokens: {arguments.output}")
+    if arguments.vocab is not None:
+        count = build_word_pieces(arguments.vocab, arguments.output)
+    else:
+        count = train_tokenizer(arguments.words, arguments.output)
+    print(f"{count} tokens: {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -8,17 +8,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from data.errors import DataError
 from models.captioner import Captioner
 from models.config import captioner_config
 from privacy.accounting.accountants import COARSE_INTERVAL, epsilon_pld, epsilon_rdp
 from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.plan import PrivacyPlan, make_plan
+from tests.docs.pages import shell_commands
 from tests.e2e.launch import alone, train_arguments
+from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
 from trainer.loop.schedule import learning_rate
 from trainer.planner.padding import Batches
+from trainer.ranks.discovery import Ranks
+from trainer.run import start as training
 from trainer.run.ledger import recipe_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +125,32 @@ def test_two_small_steps_of_every_recipe(path: Path, tmp_path: Path) -> None:
     assert claim in result.stdout.splitlines()[-1]
 
 
+MISSING = "missing or empty shards: {} is missing; mend the path or fetch it again"
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_starts_up_to_its_missing_shards(path: Path, tmp_path: Path) -> None:
+    """All else that a start reads lies in the repository; weights to start from are looked for once there are data."""
+    config = load_config(path, [f"data.shards={tmp_path}/none.tar"])
+    machine = load_machine_settings(ROOT / "ds_configs/zero3.json")
+    with pytest.raises(DataError) as refused:
+        training.train(config, machine, "local", tmp_path / "run", ROOT, Ranks(), torch.device("cpu"))
+    assert str(refused.value) == MISSING.format(tmp_path / "none.tar")
+
+
+def test_the_clusters_example_starts_up_to_its_missing_shards(tmp_path: Path) -> None:
+    """The command of the README, on one machine and with a run folder of its own."""
+    (command,) = [
+        c for c in shell_commands("README.md") if "recipes/dpcap_base.toml" in c.words and "deepspeed" in c.words
+    ]
+    arguments = command.words[command.words.index("launch_scripts/train.py") + 1 :]
+    assert "data.shards=/shared/laion" in arguments
+    result = alone([*arguments, "--engine", "local", "--run_dir", str(tmp_path / "run")])
+    assert result.returncode == 2 and result.stderr == f"error: {MISSING.format('/shared/laion')}\n"
+    assert not (tmp_path / "run/ledger.jsonl").exists()
+
+
 def initialised(path: Path) -> str:
     """The run that a recipe starts from."""
     config = load_config(path)
@@ -165,8 +197,6 @@ def test_published_hyper_parameters(path: Path) -> None:
 @pytest.mark.parametrize("path", DPCAP, ids=lambda p: p.stem)
 def test_the_model_fits_its_data(path: Path) -> None:
     """BERT's vocabulary is the configuration's default; the parameters are those of the table."""
-    import torch
-
     config = load_config(path)
     shape = captioner_config(
         config.model.size,

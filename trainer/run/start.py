@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.index.shards import expand_shards
+from data.index.shards import expand_shards, find_shards
 from data.index.tar_index import ExampleTable
 from data.reading.loader import Loader
 from data.reading.streaming import Stream, StreamingLoader
@@ -93,10 +93,11 @@ def train(
     folder = RunFolder(run_dir)
     on_main(lambda: _take(folder))
     require_shared(folder)
+    task = first_on_main(lambda: make_task(config, root))
+    first_on_main(lambda: find_shards(config.data.shards, root))  # before anything that takes long
     init = config.init
     if init is not None:  # before data are hashed; a resumed run does not look at it
         first_on_main(lambda: newest_checkpoint(folder.checkpoints) or find_checkpoint(init, root))
-    task = first_on_main(lambda: make_task(config, root))
     setup = _Setup(config, machine, engine_name, folder, root, ranks, device, task)
     model = _checked_model(setup)
     heldout = _heldout(setup)
