@@ -33,7 +33,7 @@ from trainer.ranks import distributed
 from trainer.run.files import fsync_path, write_durably
 from trainer.weights.open_model import OpenedModel
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         "--norm_eps", type=float, help="epsilon of the encoder's norms (vip: of all); the releases': 1e-6"
     )
     told.add_argument(
-        "--normalise_pixels", action=argparse.BooleanOptionalAction, help="vip: whether it predicts normalised pixels"
+        "--normalise_pixels",
+        action=argparse.BooleanOptionalAction,
+        help="vip: whether it predicts normalised pixels, or (--no-normalise_pixels) plain ones",
     )
     options = parser.parse_args(arguments)
     _check(options)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from data.examples.tokenizer import from_start_to_end
 from data.synthetic import shapes
 from data.synthetic.vocabulary import BASIC
 
@@ -32,6 +33,7 @@ def shapes_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece(cleanup=True)  # no space before a comma
     tokenizer.add_special_tokens(list(_SPECIAL))
+    tokenizer.post_processor = from_start_to_end(tokenizer, "<bos>", "<eos>")
     return tokenizer
 
 

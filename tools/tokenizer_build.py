@@ -11,11 +11,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.errors import DataError
+from data.examples.tokenizer import from_start_to_end
 from trainer.config.cli import Parser, run_command
 
 VOCAB_SIZE = 4096
@@ -78,9 +79,13 @@ def train_tokenizer(words_file: Path, output: Path) -> int:
         raise DataError(f"there is no word list {words_file}; install Debian's wamerican or name one with --words")
     words = [word.strip() for word in words_file.read_text(encoding="utf-8").splitlines()]
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    one_space = [
+        normalizers.Replace(Regex(r"\s+"), " "),
+        normalizers.Strip(),
+    ]  # as examples are read (data/examples/examples.py)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), *one_space])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])  # without the prefix space
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=list(SPECIAL_TOKENS),
@@ -88,6 +93,7 @@ def train_tokenizer(words_file: Path, output: Path) -> int:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_corpus(words), trainer)
+    tokenizer.post_processor = from_start_to_end(tokenizer, "<bos>", "<eos>")
     output.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(output))
     return tokenizer.get_vocab_size()
@@ -123,10 +129,9 @@ def build_word_pieces(vocabulary: Path, output: Path) -> int:
     tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    start, end = (("[CLS]", words.index("[CLS]")), ("[SEP]", words.index("[SEP]")))
-    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[start, end])
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(list(BERT_TOKENS))
+    tokenizer.post_processor = from_start_to_end(tokenizer, "[CLS]", "[SEP]")
     output.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(output), pretty=False)
     return len(words)

@@ -53,11 +53,14 @@ def train_image(data: bytes, image_size: int, key: int) -> np.ndarray:
         DecodeError: the bytes are no usable image.
     """
     rng = np.random.Generator(np.random.Philox(key=int(key)))
-    return _transform(data, image_size, rng)
+    return _normalize(decode(data, lambda image: _random_crop(image, image_size, rng)))
 
 
 def eval_image(data: bytes, image_size: int) -> np.ndarray:
-    """The centred square, resized; what "resize the shorter side, then crop the centre" gives, in one resampling.
+    """The largest centred square of whole pixels, then resized (bicubic).
+
+    These are the steps of transformers' PerceiverImageProcessor, by which exported models read pictures, so JPEGs are decoded
+    at their full size.
 
     Args:
         data: an encoded image.
@@ -69,7 +72,7 @@ def eval_image(data: bytes, image_size: int) -> np.ndarray:
     Raises:
         DecodeError: the bytes are no usable image.
     """
-    return _transform(data, image_size, None)
+    return _normalize(decode(data, lambda image: _centre_square(image, image_size)))
 
 
 def denormalize(images_CHW: np.ndarray) -> np.ndarray:
@@ -94,10 +97,7 @@ def random_crop_box(width: int, height: int, rng: np.random.Generator) -> CropBo
         left, top = rng.uniform(), rng.uniform()
         if crop_width <= width and crop_height <= height:
             return CropBox(left * (width - crop_width), top * (height - crop_height), crop_width, crop_height)
-    return _centred(width, height, min(width, height * CROP_RATIO[1]), min(height, width / CROP_RATIO[0]))
-
-
-def _centred(width: int, height: int, crop_width: float, crop_height: float) -> CropBox:
+    crop_width, crop_height = min(width, height * CROP_RATIO[1]), min(height, width / CROP_RATIO[0])
     return CropBox((width - crop_width) / 2, (height - crop_height) / 2, crop_width, crop_height)
 
 
@@ -122,16 +122,19 @@ def decode(data: bytes, work: Callable[[Image.Image], Image.Image]) -> Image.Ima
         raise DecodeError(f"the image cannot be decoded: {type(error).__name__}") from error
 
 
-def _transform(data: bytes, image_size: int, rng: np.random.Generator | None) -> np.ndarray:
-    return _normalize(decode(data, lambda image: _decode_and_crop(image, image_size, rng)))
+def _centre_square(image: Image.Image, image_size: int) -> Image.Image:
+    """RGB, upright, image_size by image_size."""
+    rgb = to_rgb(ImageOps.exif_transpose(image))
+    side = min(rgb.size)
+    left, top = (rgb.width - side) // 2, (rgb.height - side) // 2
+    return rgb.crop((left, top, left + side, top + side)).resize((image_size, image_size), Image.Resampling.BICUBIC)
 
 
-def _decode_and_crop(image: Image.Image, image_size: int, rng: np.random.Generator | None) -> Image.Image:
+def _random_crop(image: Image.Image, image_size: int, rng: np.random.Generator) -> Image.Image:
     """RGB, upright, image_size by image_size."""
     is_turned = image.getexif().get(_ORIENTATION_TAG, 1) in (5, 6, 7, 8)
     width, height = (image.height, image.width) if is_turned else image.size
-    side = min(width, height)
-    box = _centred(width, height, side, side) if rng is None else random_crop_box(width, height, rng)
+    box = random_crop_box(width, height, rng)
     if image.format == "JPEG":
         # The decoder halves the size as long as the crop keeps at least image_size pixels on both sides.
         shrink = image_size / min(box.width, box.height)
@@ -142,7 +145,7 @@ def _decode_and_crop(image: Image.Image, image_size: int, rng: np.random.Generat
     right = min(float(rgb.width), (box.left + box.width) * scale_x)
     bottom = min(float(rgb.height), (box.top + box.height) * scale_y)
     cropped = rgb.resize((image_size, image_size), Image.Resampling.BICUBIC, box=(left, top, right, bottom))
-    if rng is not None and rng.random() < 0.5:
+    if rng.random() < 0.5:
         return cropped.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return cropped
 

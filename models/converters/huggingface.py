@@ -152,15 +152,20 @@ def _vit_config(config: VitConfig, model_type: str, architecture: str) -> dict[s
 
 
 def image_processor(image_size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:
-    """preprocessor_config.json: shorter side to `image_size` (bicubic), centre, normalisation."""
+    """preprocessor_config.json: the largest centred square, to `image_size` (bicubic), normalisation.
+
+    A PerceiverImageProcessor cuts before it resizes; a CLIPImageProcessor resizes first, to whole pixels of the longer side
+    too, which moves and stretches pictures that are not square; a ViTImageProcessor squeezes them.
+    """
+    square = {"height": image_size, "width": image_size}
     return {
-        "image_processor_type": "CLIPImageProcessor",  # a ViTImageProcessor squeezes pictures into a square
+        "image_processor_type": "PerceiverImageProcessor",
         "do_convert_rgb": True,
-        "do_resize": True,
-        "size": {"shortest_edge": image_size},
-        "resample": 3,  # bicubic
         "do_center_crop": True,
-        "crop_size": {"height": image_size, "width": image_size},
+        "crop_size": square,  # equal to `size`: the whole centred square
+        "do_resize": True,
+        "size": square,
+        "resample": 3,  # bicubic
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

@@ -1,9 +1,11 @@
 """An exported captioner as a model of transformers. This file lies beside its weights, where `AutoModel` finds it:
 
     model = AutoModel.from_pretrained(FOLDER, trust_remote_code=True)
-    processor, tokenizer = AutoImageProcessor.from_pretrained(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
-    tokens = model.generate(**processor(image, return_tensors="pt"))
-    captions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=False)  # needs none, and does not ask
+    pixels = AutoImageProcessor.from_pretrained(FOLDER)("picture.jpg", return_tensors="pt")
+    captions = tokenizer.batch_decode(model.generate(**pixels), skip_special_tokens=True)
+    texts = tokenizer(["a red circle"], return_tensors="pt", padding=True, truncation=True)
+    loss_B = model(**pixels, **texts).loss
 
 The model itself is built by the source in the folder's `models`, under the names that it has there; nothing else is needed.
 """
@@ -30,7 +32,7 @@ class ExportedCaptionerConfig(PretrainedConfig):
 
 @dataclass
 class CaptionerOutput(ModelOutput):
-    """`logits` (B, L, V) of the token after each given one; `loss` (B,), each caption's mean cross-entropy, with a mask."""
+    """`logits` (B, L, V) of the token after each given one; `loss` (B,), each caption's mean cross-entropy in nats."""
 
     logits: Tensor | None = None
     loss: Tensor | None = None
@@ -74,13 +76,24 @@ class ExportedCaptioner(PreTrainedModel):
 
         Args:
             pixel_values: (B, 3, H, W), from the processor.
-            input_ids: (B, L) from the start token on.
-            attention_mask: (B, L), 1 up to the end token; then there is a loss.
+            input_ids: (B, L) from the start token on, as the tokenizer writes them; padding on the right has no part in the
+                loss, with or without a mask.
+            attention_mask: (B, L), 0 for tokens that shall have no part in the loss either.
+
+        Raises:
+            ValueError: a row does not begin with the start token.
         """
+        config: Any = self.captioner.config
+        if not bool((input_ids[:, 0] == config.bos_id).all()):
+            raise ValueError(
+                f"every row of input_ids must begin with the start token ({config.bos_id}), as the tokenizer beside these "
+                "weights writes it (with its special tokens, padded on the right)"
+            )
+        mask = input_ids != config.pad_id
+        if attention_mask is not None:
+            mask = mask & attention_mask.bool()
         logits = self.captioner(pixel_values, input_ids, output="logits")
-        if attention_mask is None:
-            return CaptionerOutput(logits=logits)
-        return CaptionerOutput(logits=logits, loss=self.captioner(pixel_values, input_ids, attention_mask.bool()))
+        return CaptionerOutput(logits=logits, loss=self.captioner(pixel_values, input_ids, mask))
 
     def generate(
         self, pixel_values: Tensor, max_new_tokens: int | None = None, num_beams: int = 1, length_penalty: float = 1.0

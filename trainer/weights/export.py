@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from data.examples.tokenizer import from_start_to_end
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.adapters import without_adapters
 from models.converters.huggingface import CONFIG, PROCESSOR, WEIGHTS, image_processor, to_vit_mae, to_vit_model
@@ -22,6 +23,7 @@ from models.converters.vip import to_timm
 from models.converters.weights import write_weights
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
+from trainer.checkpoints.read import file_digest
 from trainer.errors import ConfigError
 from trainer.run.files import new_folder
 from trainer.tasks.captioning import CaptioningTask
@@ -98,14 +100,15 @@ def _write_huggingface(
 
 def _write_own(folder: Path, opened: OpenedModel, about: dict[str, Any]) -> None:
     """Our names, with the source that builds the model from them and, for captions, the tokenizer."""
-    automatic = _AUTOMATIC if isinstance(opened.task, CaptioningTask) else {}
+    automatic: dict[str, Any] = {}
+    if isinstance(opened.task, CaptioningTask):
+        _write_tokenizer(folder, opened.task)
+        shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
+        automatic, about = _AUTOMATIC, about | {"tokenizer_sha256": file_digest(folder / TOKENIZER)}
     save_model(folder, opened.model, opened.manifest["model"], about, automatic)
     _write_processor(folder, opened.model.get_submodule("encoder"))
     shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
-    if isinstance(opened.task, CaptioningTask):
-        _write_tokenizer(folder, opened.task)
-        shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
 
 
 def _write_timm(folder: Path, encoder: VisionTransformer, about: dict[str, Any]) -> None:
@@ -130,16 +133,32 @@ def _write_timm(folder: Path, encoder: VisionTransformer, about: dict[str, Any])
 
 
 def _write_tokenizer(folder: Path, task: CaptioningTask) -> None:
-    """tokenizer.json as it is, and what transformers' PreTrainedTokenizerFast wants beside it."""
-    shutil.copy(task.tokenizer_path, folder / TOKENIZER)
+    """tokenizer.json, and what transformers wants beside it to write texts and captions as evaluation does.
+
+    A file that leaves out start and end, or cuts and pads by itself, is changed in that alone; any other is copied.
+    """
     tokenizer, config = Tokenizer.from_file(str(task.tokenizer_path)), task.model_config
     special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
+    names = {name: tokenizer.id_to_token(token) for name, token in special.items()}
+    before = tokenizer.to_str()
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if tokenizer.encode("").ids != [config.bos_id, config.eos_id]:
+        tokenizer.post_processor = from_start_to_end(tokenizer, names["bos_token"], names["eos_token"])
+    if tokenizer.to_str() == before:
+        shutil.copy(task.tokenizer_path, folder / TOKENIZER)
+    else:
+        tokenizer.save(str(folder / TOKENIZER))
     _write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": config.num_tokens,
-            **{name: tokenizer.id_to_token(token) for name, token in special.items()},
+            "model_input_names": ["input_ids", "attention_mask"],
+            "padding_side": "right",
+            "truncation_side": "right",
+            "clean_up_tokenization_spaces": False,
+            **names,
         },
     )
 

@@ -13,8 +13,8 @@ _VIT = """\
 from transformers import AutoImageProcessor, ViTModel
 
 model = ViTModel.from_pretrained("{here}", add_pooling_layer=False)
-processor = AutoImageProcessor.from_pretrained("{here}")
-tokens = model(**processor(image, return_tensors="pt")).last_hidden_state  # class token, then patches in row order
+pixels = AutoImageProcessor.from_pretrained("{here}")("picture.jpg", return_tensors="pt")
+tokens = model(**pixels).last_hidden_state  # class token, then patches in row order
 ```
 The tokens are normalised by the encoder's last LayerNorm. ViTModel's pooler was never trained: leave it out."""
 
@@ -64,14 +64,20 @@ model.load_state_dict(load_file("{here}/model.safetensors"))
 ```"""
 
 _AUTO = """\
-In transformers, by the code beside the weights (`modeling_captioner.py`, which you agree to run):
+From a picture to its caption in transformers, by the code beside the weights (`modeling_captioner.py`, which the first
+`from_pretrained` agrees to run; the others need no code):
 ```python
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 model = AutoModel.from_pretrained("{here}", trust_remote_code=True)
-processor, tokenizer = AutoImageProcessor.from_pretrained("{here}"), AutoTokenizer.from_pretrained("{here}")
-tokens = model.generate(**processor(image, return_tensors="pt"))  # num_beams=4 for a beam search
-captions = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+tokenizer = AutoTokenizer.from_pretrained("{here}", trust_remote_code=False)
+pixels = AutoImageProcessor.from_pretrained("{here}")("picture.jpg", return_tensors="pt")
+print(tokenizer.batch_decode(model.generate(**pixels), skip_special_tokens=True))  # num_beams=4 for a beam search
+```
+The loss of captions that are given, one mean over the tokens of each, in nats:
+```python
+texts = tokenizer(["a picture"], return_tensors="pt", padding=True, truncation=True)
+print(model(**pixels, **texts).loss)
 ```"""
 
 _CAPTIONER = (
@@ -107,9 +113,11 @@ def model_card(opened: OpenedModel, form: str, card: dict[str, Any] | None, reas
 
 
 _IMAGES = (
-    "`preprocessor_config.json` states the preprocessing of evaluation: the shorter side to the image size (bicubic), the "
-    "centre, ImageNet's mean and standard deviation. The project resizes the centred square in one step, so pictures that are "
-    "not square differ by rounding; it also turns pictures by their EXIF orientation and puts transparent ones on white."
+    "`preprocessor_config.json` states the preprocessing of evaluation: the largest centred square, resized to the image size "
+    "(bicubic), ImageNet's mean and standard deviation. With Pillow it gives the project's pixels; with torchvision installed, "
+    'transformers resizes by that instead, and pixels differ by rounding (`backend="pil"` avoids it). A picture that is named '
+    "by its path is turned by its EXIF orientation, as in the project. Put transparent pictures on white first, as the project "
+    "does, and bring pictures of 16 bits a channel to 8."
 )
 
 

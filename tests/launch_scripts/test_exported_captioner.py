@@ -1,0 +1,181 @@
+"""An exported captioner with transformers' own classes does what evaluation does with the run."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.reading.reader import RawExample
+from evaluation.captions import CaptionOptions, CaptionWriter
+from tests.data.test_tokenizer import word_piece
+from tests.trainer.trained_runs import recipe, trained
+from trainer.config.recipe import RunConfig
+from trainer.weights.export import export
+from trainer.weights.import_weights import import_weights
+from trainer.weights.open_model import OpenedModel, open_model
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_TOKENS = 8
+WORDS = "a red circle above the blue square , dog photo of two unaffordable \u00e9t\u00e9s DOGS 7"
+
+
+class Exported(NamedTuple):
+    folder: Path
+    opened: OpenedModel
+    model: Any
+    processor: Any
+    tokenizer: Any
+
+
+def with_tokenizer(path: Path | str) -> RunConfig:
+    config = recipe()
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(path)})})
+
+
+@pytest.fixture(scope="module", params=["tokenizer", "shapes", "bert-base-uncased", "foreign"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """The foreign tokenizer has no start and end tokens of its own, cuts after three tokens and pads to fifty."""
+    place = tmp_path_factory.mktemp(request.param)
+    path = ROOT / f"data/tokenizer/{request.param}.json"
+    if request.param == "foreign":
+        path = word_piece(place / "words.json", ("[PAD]", "[CLS]", "[SEP]"))
+    trained(place / "run", with_tokenizer(path))
+    opened = open_model(place / "run")
+    export(opened, "hf", place / "out")
+    folder = place / "out/captioner"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(place / "modules"))
+        patched.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+        return Exported(
+            folder,
+            opened,
+            transformers.AutoModel.from_pretrained(folder, trust_remote_code=True),
+            transformers.AutoImageProcessor.from_pretrained(folder),
+            transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
+        )
+
+
+def picture(width: int, height: int, form: str = "PNG", **options: Any) -> bytes:
+    pixels = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, form, **options)
+    return file.getvalue()
+
+
+def pictures(folder: Path) -> list[Path]:
+    """Square and other ones; JPEGs of many times the model's size, and one that lies on its side."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    made = {
+        "square.png": picture(20, 20), "wide.png": picture(41, 16), "tall.png": picture(17, 60), "small.png": picture(5, 9),
+        "large.jpg": picture(400, 301, "JPEG"), "turned.jpg": picture(90, 33, "JPEG", exif=exif),
+    }  # fmt: skip
+    for name, data in made.items():
+        (folder / name).write_bytes(data)
+    return [folder / name for name in made]
+
+
+def captions(count: int) -> list[str]:
+    """Short and too long ones, with spaces and ends of lines as files have them."""
+    rng = np.random.default_rng(0)
+    found = ["a red circle", "dog\n", "  a   red\tdog ", "word " * 40]
+    while len(found) < count:
+        found.append(str(rng.choice([" ", "  ", "\n"])).join(rng.choice(WORDS.split(), rng.integers(1, 12))))
+    return found
+
+
+@torch.no_grad()
+def test_losses_are_those_of_evaluation(exported: Exported, tmp_path: Path) -> None:
+    """Any caption with any picture: the tokens to the last one, the loss to rounding, whatever is said of the padding."""
+    make_example: Any = exported.opened.task.make_example(train=False)
+    paths, texts = pictures(tmp_path), captions(24)
+    chosen = [paths[row % len(paths)] for row in range(len(texts))]
+    rows = [
+        make_example(RawExample(path.read_bytes(), {"txt": text.encode()}), 0)
+        for path, text in zip(chosen, texts, strict=True)
+    ]
+    ours = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+    pixels = exported.processor([str(path) for path in chosen], return_tensors="pt")
+    assert (pixels["pixel_values"] - ours["images_CHW"]).abs().max() < 1e-5
+    inputs = exported.tokenizer(texts, return_tensors="pt", padding=True, truncation=True)
+    length = inputs["input_ids"].shape[1]
+    assert length <= NUM_TOKENS and torch.equal(inputs["input_ids"], ours["tokens_L"][:, :length])
+    assert torch.equal(inputs["attention_mask"].bool(), ours["token_mask_L"][:, :length])
+    expected = exported.opened.model(*(ours[name] for name in ("images_CHW", "tokens_L", "token_mask_L")))
+    everything = torch.ones_like(inputs["attention_mask"])
+    for told in (inputs, {"input_ids": inputs["input_ids"]}, {**inputs, "attention_mask": everything}):
+        torch.testing.assert_close(exported.model(**pixels, **told).loss, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_captions_are_those_of_evaluation(exported: Exported, tmp_path: Path) -> None:
+    make_example: Any = exported.opened.task.make_example(train=False)
+    paths = pictures(tmp_path)
+    rows = [make_example(RawExample(p.read_bytes(), {"txt": b"a"}), 0)["images_CHW"] for p in paths]
+    expected = CaptionWriter(exported.opened.model, make_example.tokenizer, CaptionOptions())(np.stack(rows))
+    tokens = exported.model.generate(**exported.processor([str(path) for path in paths], return_tensors="pt"))
+    found = exported.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    assert found == [caption.text for caption in expected] and (any(found) or "foreign" in str(exported.folder))
+
+
+def test_captions_without_their_start_are_refused(exported: Exported) -> None:
+    pixels = exported.processor(Image.new("RGB", (20, 30)), return_tensors="pt")
+    bare = exported.tokenizer(["a red dog"], return_tensors="pt", add_special_tokens=False)
+    left = {
+        "input_ids": torch.tensor([[exported.model.captioner.config.pad_id, exported.model.captioner.config.bos_id]])
+    }
+    for told in (bare, left):
+        with pytest.raises(ValueError, match="must begin with the start token"):
+            exported.model(**pixels, **told)
+
+
+def test_the_tokenizer_comes_back(exported: Exported, tmp_path: Path) -> None:
+    """Where it had start and end, with the very bytes, so that a run may start from the import; else with these added."""
+    back = open_model(import_weights_to(exported.folder, tmp_path / "back"))
+    before, after = (
+        opened.task.make_example(train=False).tokenizer
+        for opened in (exported.opened, back)  # type: ignore[attr-defined]
+    )
+    for text in captions(20):
+        assert before.encode(text, 12)[0].tolist() == after.encode(text, 12)[0].tolist()
+    same = exported.opened.manifest["tokenizer_sha256"] == back.manifest["tokenizer_sha256"]
+    assert same == ("foreign" not in str(exported.folder))
+
+
+def import_weights_to(folder: Path, out: Path) -> Path:
+    import_weights("safetensors", folder, out)
+    return out
+
+
+@pytest.mark.parametrize("exported", ["tokenizer"], indirect=True)
+def test_the_page_runs_without_a_question(exported: Exported, tmp_path: Path) -> None:
+    """The exported README from a picture to its caption: at most five lines, no prompt, nothing of the project."""
+    out = exported.folder.parent
+    found = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
+    (place,) = [number for number, text in enumerate(found) if "AutoModel" in text]
+    block, losses = found[place : place + 2]
+    assert len([line for line in block.splitlines() if line.strip()]) <= 5
+    (out / "picture.jpg").write_bytes(picture(50, 33, "JPEG"))
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", block + losses], cwd=out, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        env=environment | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "custom code" not in done.stdout + done.stderr
+    make_example: Any = exported.opened.task.make_example(train=False)
+    raw = RawExample((out / "picture.jpg").read_bytes(), {"txt": b"a"})
+    images_BCHW = make_example(raw, 0)["images_CHW"][None]
+    (expected,) = CaptionWriter(exported.opened.model, make_example.tokenizer, CaptionOptions())(images_BCHW)
+    caption, loss = done.stdout.splitlines()
+    assert caption == repr([expected.text]) and re.fullmatch(r"tensor\(\[\d+\.\d+\].*\)", loss)
