@@ -133,7 +133,7 @@ def _config(state: Mapping[str, Tensor], what: str, unstated: Unstated) -> Capti
     hidden, _ = shape_of(state, "decoder.layers.0.linear1.weight", 2, what)
     _, num_tokens, _ = shape_of(state, "text_decoder_pos_embed", 3, what)
     image = {**encoder_shape(state, what), "qkv_bias": "blocks.0.attn.qkv.bias" in state}
-    text = {
+    text: dict[str, Any] = {
         "width": width,
         "depth": count_blocks(state, "decoder.layers.", what),
         "mlp_ratio": mlp_ratio(hidden, width),

@@ -72,7 +72,7 @@ def from_vip(
         return EncoderConfig(encoder=encoder), without_fixed_tables(renamed, {"encoder.": encoder.position})
     width, _ = shape_of(state, "decoder_embed.weight", 2, what)
     hidden, _ = shape_of(state, "decoder_blocks.0.mlp.fc1.weight", 2, what)
-    pixels = {
+    pixels: dict[str, Any] = {
         "width": width,
         "depth": count_blocks(state, "decoder_blocks.", what),
         "mlp_ratio": mlp_ratio(hidden, width),

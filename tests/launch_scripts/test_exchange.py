@@ -89,6 +89,22 @@ def test_official_files_as_they_may_come(way: str, command: Run, tmp_path: Path)
     assert torch.equal(own["encoder.blocks.1.mlp.up.weight"], expected)
 
 
+@torch.no_grad()
+def test_decoders_with_biases_say_their_activation(command: Run, tmp_path: Path) -> None:
+    """The release's have ReLU, and no tensor tells: without a word nothing is written."""
+    images_BCHW, tokens_BL = dpcap.pairs()
+    state = dpcap.with_biases(dpcap.checkpoint())
+    torch.save({"model": state}, tmp_path / "dpcap.pth")
+    source = ("--import", "dpcap", tmp_path / "dpcap.pth", tmp_path / "captioner", "--tokenizer", words(tmp_path))
+    told = [word for word in DPCAP if word not in ("--decoder_activation", "gelu")]
+    assert "no tensor tells --decoder_activation, and its shapes" in command(*source, *told, code=2)
+    assert not (tmp_path / "captioner").exists()
+    command(*source, *told, "--decoder_activation", "relu")
+    model = open_model(tmp_path / "captioner", dtype=torch.float64).model
+    expected = dpcap.Released(state, torch.relu).loss(images_BCHW, tokens_BL)
+    assert (model(images_BCHW, tokens_BL, tokens_BL != 0) - expected).abs().max() < 1e-5
+
+
 def test_a_prefix_of_some_names_is_none() -> None:
     """Only what all names share is a wrapper's."""
     from models.converters.weights import without_wrappers

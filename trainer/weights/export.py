@@ -139,7 +139,7 @@ def _write_tokenizer(folder: Path, task: CaptioningTask) -> None:
     """
     tokenizer, config = Tokenizer.from_file(str(task.tokenizer_path)), task.model_config
     special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
-    names = {name: tokenizer.id_to_token(token) for name, token in special.items()}
+    names = {name: str(tokenizer.id_to_token(token)) for name, token in special.items()}
     before = tokenizer.to_str()
     tokenizer.no_truncation()
     tokenizer.no_padding()
