@@ -215,7 +215,7 @@ def test_the_published_sizes_are_known(name: str) -> None:
     assert isinstance(config, MaskedAutoencoderConfig) and not config.normalise_pixels
     assert replace(config.encoder, position="sincos") == small.encoder
     assert replace(config.decoder, position="sincos") == small.decoder
-    assert from_vip(state, "x", Unstated(num_heads=6, normalise_pixels=True))[0].encoder.num_heads == 6
+    assert from_vip(state, "x", Unstated(num_heads=8, normalise_pixels=True))[0].encoder.num_heads == 8
     shorter = {name: value for name, value in state.items() if not name.startswith("decoder_blocks.3.")}
     with pytest.raises(
         WeightsError, match="no tensor tells --num_heads, --decoder_heads, --norm_eps, --normalise_pixels"
