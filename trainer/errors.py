@@ -7,6 +7,12 @@ class ConfigError(ValueError):
     exit_code = 2
 
 
+class HostError(RuntimeError):
+    """A host lacks what the others have; its ranks say so themselves, since nobody else knows."""
+
+    exit_code = 2
+
+
 class StepDropped(RuntimeError):
     """All ranks agreed to drop a step before its intent: nothing of it left its process, and it costs nothing."""
 

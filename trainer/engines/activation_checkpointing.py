@@ -14,7 +14,7 @@ import contextlib
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -30,8 +30,8 @@ class _Checkpointed(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
-        place = save_on_cpu(pin_memory=torch.cuda.is_available()) if self.inputs_on_cpu else contextlib.nullcontext()
-        with place:
+        pin = any(isinstance(value, Tensor) and value.is_cuda for value in args)
+        with save_on_cpu(pin_memory=pin) if self.inputs_on_cpu else contextlib.nullcontext():
             return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
@@ -179,11 +180,16 @@ def _start() -> None:
 
 
 def _skip_shared_memory_op() -> None:
-    """DeepSpeed compiles this op at start on CPU; training never uses it, it needs a compiler and can hang on a stale lock."""
+    """DeepSpeed compiles this op at start on CPU; training never uses it, it needs a compiler and can hang on a stale lock.
+
+    Other accelerators have no such op, and there nothing asks for the list of ops, which takes compilers to make.
+    """
     import deepspeed.ops
 
-    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None:
+        assert builder.NAME in deepspeed.ops.__compatible_ops__
+        deepspeed.ops.__compatible_ops__[builder.NAME] = False
 
 
 def _read_back(engine: Any, machine: MachineSettings, micro_batch_size: int) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import RemoteError, StepDropped
+from trainer.errors import ConfigError, HostError, RemoteError, StepDropped
 from trainer.ranks.discovery import Ranks
 from trainer.ranks.heartbeat import Heartbeat, end_process
 from trainer.ranks.rendezvous import RENDEZVOUS_SECONDS, Introduction, connect, meet, place_of
@@ -35,7 +35,7 @@ _hosts: list[str] = []
 def start(
     ranks: Ranks, rendezvous_seconds: float = RENDEZVOUS_SECONDS, introduction: Introduction | None = None
 ) -> torch.device:
-    """Joins the process group (nccl beside gloo with GPUs, gloo without) and returns this rank's device.
+    """Joins the process group (nccl beside gloo on GPUs, gloo on CPUs) and returns this rank's device.
 
     One process alone also gets a group, so that there is a single code path. From here on a rank that dies ends all ranks
     (trainer/ranks/heartbeat.py).
@@ -45,25 +45,50 @@ def start(
 
     Raises:
         RendezvousError: naming who or what is missing after `rendezvous_seconds`.
-        ConfigError: the ranks do not fit together; on rank 0, RemoteError elsewhere.
+        ConfigError: there is no such accelerator as DS_ACCELERATOR names; the ranks do not fit together (on rank 0,
+            RemoteError elsewhere).
     """
-    use_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", ranks.local_rank % max(torch.cuda.device_count(), 1)) if use_cuda else None
-    if device is not None:
+    device = choose_device(ranks.local_rank)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision(
         "highest"
     )  # fp32 norms and sums are fp32 (contract 6), whatever the image's defaults
-    store = _meet(ranks, rendezvous_seconds, introduction or Introduction())
-    _export(ranks)
+    introduction = introduction or Introduction()
+    introduction = introduction._replace(settings={**introduction.settings, "accelerator": device.type})
+    store = _meet(ranks, rendezvous_seconds, introduction)
+    export_ranks(ranks, device)
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    return device or torch.device("cpu")
+    return device
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """This rank's GPU where torch finds one, the CPU elsewhere. DS_ACCELERATOR chooses for us as it does for DeepSpeed.
+
+    Raises:
+        ConfigError: DS_ACCELERATOR names another accelerator than cuda and cpu, or cuda where torch is built without it.
+        HostError: it names cuda, and torch finds no GPU here.
+    """
+    wanted = os.environ.get("DS_ACCELERATOR")
+    if wanted not in (None, "cpu", "cuda"):
+        raise ConfigError(f"DS_ACCELERATOR={wanted}: training runs on cuda or cpu; name one of them, or unset it")
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not torch.backends.cuda.is_built():
+        raise ConfigError(
+            f"DS_ACCELERATOR=cuda, but torch {torch.__version__} has no CUDA: install a build that has, or unset it to train "
+            "on the CPU"
+        )
+    if wanted == "cuda" and not has_cuda:
+        raise HostError(f"DS_ACCELERATOR=cuda, but torch {torch.__version__} finds no usable GPU on host {host_name()}")
+    if wanted == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def _meet(ranks: Ranks, seconds: float, introduction: Introduction) -> dist.Store:
@@ -84,15 +109,22 @@ def _meet(ranks: Ranks, seconds: float, introduction: Introduction) -> dist.Stor
     return store
 
 
-def _export(ranks: Ranks) -> None:
-    """Engines look for the usual variables, whatever launcher there was."""
+def export_ranks(ranks: Ranks, device: torch.device) -> None:
+    """Engines look for the usual variables, whatever launcher there was, and for the accelerator that was chosen.
+
+    DeepSpeed computes on the GPU whose number is LOCAL_RANK. Where a rank sees one GPU alone, that number is 0 on each of them.
+    """
+    local_rank = ranks.local_rank if device.index is None else device.index
     os.environ.update(
         RANK=str(ranks.rank),
-        LOCAL_RANK=str(ranks.local_rank),
+        LOCAL_RANK=str(local_rank),
         WORLD_SIZE=str(ranks.world_size),
         MASTER_ADDR=ranks.address,
         MASTER_PORT=str(ranks.port),
+        DS_ACCELERATOR=device.type,
     )
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed wants the two to be equal
+        os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(local_rank)
 
 
 def note_progress(position: int) -> None:

@@ -1,0 +1,109 @@
+"""The way to a GPU, as far as a machine without one can tell: what is chosen, what is refused, and what runs up to CUDA."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tests.distributed.ranks import ROOT, quiet_environment
+from tests.e2e.launch import alone, train_arguments
+from trainer.config.recipe import EngineName
+from trainer.errors import ConfigError, HostError
+from trainer.ranks import distributed
+
+DS_CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").glob("*.json"))
+REFUSED = {
+    "fairscale": {name for name in DS_CONFIGS if name.startswith("zero3")},
+    "local": {"zero3_init_bf16.json", "zero3_offload.json", "zero3_offload_bf16.json"},
+    "fsdp": {"zero3_init_bf16.json"},
+    "deepspeed": set(),
+}
+"""What ds_configs/README.md says that an engine cannot do."""
+without_cuda = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch is built with CUDA: it would be used")
+
+
+@without_cuda
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("cuda", "has no CUDA"), ("npu", "training runs on cuda or cpu"), ("", "training runs on cuda or cpu")],
+)
+def test_an_accelerator_that_is_not_there_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    result = alone(train_arguments(tmp_path / "run"), DS_ACCELERATOR=name)
+    errors = [line for line in result.stderr.splitlines() if line]
+    assert result.returncode == 2 and len(errors) == 1, result.stderr
+    assert errors[0].startswith(f"error: DS_ACCELERATOR={name}") and said in errors[0]
+    assert not (tmp_path / "run").exists()
+
+
+@without_cuda
+def test_every_ds_config_and_engine_comes_as_far_as_cuda() -> None:
+    """With CUDA's list of DeepSpeed's ops and the CPU's arithmetic they take steps; on a CUDA device torch itself stops them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.distributed.cuda_walk"], cwd=ROOT, timeout=240, capture_output=True, text=True, check=False,
+        env=quiet_environment(DS_ACCELERATOR="cuda"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("accelerator") == "cuda"
+    assert {"trainer.run.start", "privacy.noise", "evaluation.scoring", "launch_scripts.train"} <= set(
+        found.pop("modules")
+    )
+    assert len(found) == 2 * len(DS_CONFIGS) * len(get_args(EngineName))
+    for case, outcome in found.items():
+        how, engine, ds_config = case.split(", ")
+        expected = "refused" if ds_config in REFUSED[engine] else "reached CUDA" if how == "cuda" else "done"
+        assert outcome.startswith(expected), f"{case}: {outcome}"
+
+
+class TestChoice:
+    @pytest.fixture
+    def two_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    @pytest.mark.parametrize("name", [None, "cuda"])
+    def test_a_gpu_where_there_is_one(self, two_gpus: None, monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+        monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+        if name is not None:
+            monkeypatch.setenv("DS_ACCELERATOR", name)
+        assert [str(distributed.choose_device(local_rank)) for local_rank in (0, 1)] == ["cuda:0", "cuda:1"]
+
+    def test_the_cpu_where_it_is_wanted(self, two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """DeepSpeed computes on the CPU then, so the trainer must not put its tensors elsewhere."""
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+        assert str(distributed.choose_device(1)) == "cpu"
+
+    def test_a_host_without_its_gpu_says_so_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(HostError, match="no usable GPU on host"):
+            distributed.choose_device(0)
+
+    @without_cuda
+    def test_all_ranks_have_a_torch_without_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Rank 0 speaks for all."""
+        monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+        with pytest.raises(ConfigError, match="install a build that has"):
+            distributed.choose_device(0)
+
+
+def test_deepspeed_finds_the_gpu_and_the_accelerator_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each rank of a host sees one GPU alone, the third rank's GPU is number 0, and DeepSpeed goes by LOCAL_RANK."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "before")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
+    ranks = distributed.Ranks(rank=2, local_rank=2, world_size=4)
+    distributed.export_ranks(ranks, torch.device("cuda", 0))
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]) == ("2", "0", "cuda")
+    assert os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "0", (
+        "DeepSpeed refuses a LOCAL_RANK that differs from Open MPI's"
+    )
+    distributed.export_ranks(ranks, torch.device("cpu"))
+    assert (os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]) == ("2", "cpu")
