@@ -24,6 +24,10 @@ sys.path.insert(0, str(ROOT))
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+from trainer.ranks.launcher import launcher_processes, watch  # noqa: E402
+
+LAUNCHER = launcher_processes()  # before torch is imported, which takes seconds in which a launcher may go
+
 from privacy.noise import NoiseSource  # noqa: E402
 from trainer.config.cli import Parser  # noqa: E402
 from trainer.config.machine import load_machine_settings  # noqa: E402
@@ -70,6 +74,7 @@ def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
     try:
         # Everything that needs no other rank comes first, so that a wrong key costs no rendezvous.
         ranks = discover_ranks(os.environ)
+        watch(LAUNCHER, speaks=ranks.local_rank == 0)
         options = parse_args(arguments)
         config = load_config(options.recipe, options.overrides)
         machine = load_machine_settings(options.ds_config)

@@ -8,9 +8,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from tests.distributed.ranks import free_port
 from trainer.errors import RemoteError
 from trainer.ranks.heartbeat import Heartbeat
-from trainer.ranks.rendezvous import Place, RendezvousError, connect, meet, place_of
+from trainer.ranks.rendezvous import Place, RendezvousError, connect, find_store, meet
 
 FAST = {"interval": 0.05, "dead_after": 0.6, "suspect_after": 0.25, "slow_after": 0.3}
 
@@ -186,12 +187,58 @@ class TestRendezvous:
         assert str(found[0]).startswith("rank 1, 3 of 4 did not come")
         assert isinstance(found[2], RemoteError) and found[2].exit_code == 2
 
-    def test_who_keeps_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_all(self, port: int, world_size: int) -> list[tuple[dist.Store, Place]]:
+        """What every rank finds; rank 0 looks last."""
+        found: dict[int, tuple[dist.Store, Place]] = {}
+
+        def one(rank: int) -> None:
+            found[rank] = find_store("127.0.0.1", port, rank, world_size, 10)
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in reversed(range(world_size))]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        for thread in threads:
+            thread.join(20)
+        return [found[rank] for rank in range(world_size)]
+
+    @pytest.fixture(autouse=True)
+    def no_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
             monkeypatch.delenv(name, raising=False)
-        assert place_of("a", 1, 0).is_host and not place_of("a", 1, 1).is_host
-        before = place_of("a", 1, 0).prefix
+
+    def test_rank_0_keeps_the_store_where_the_launcher_says(self) -> None:
+        port = free_port()
+        (store, place), (other, guest) = self.find_all(port, 2)
+        assert (place.port, place.is_host, guest.port, guest.is_host) == (port, True, port, False)
+        store.set("key", "value")
+        assert other.get("key") == b"value"
+
+    def test_rank_0_keeps_a_store_of_its_own_under_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The agent's may go, and the ranks still talk."""
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-        assert not place_of("a", 1, 0).is_host
-        assert place_of("a", 1, 0).prefix != before, "a restarted attempt does not meet the keys of the one before"
+        agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        agents.set("attempt-1/store", '["127.0.0.1", 1]')  # an attempt that failed
+        found = self.find_all(agents.port, 3)
+        assert {place.port for _, place in found} != {agents.port} and len({place.port for _, place in found}) == 1
+        assert [place.is_host for _, place in found] == [True, False, False]
+        del agents
+        found[2][0].set("key", "value")
+        assert found[1][0].get("key") == found[0][0].get("key") == b"value"
+        again = connect(found[1][1], 5)
+        assert again.get("key") == b"value", "the heartbeat's own connection"
+
+    @pytest.mark.parametrize("agent", [False, True])
+    def test_one_process_needs_no_port(self, monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
+        if agent:
+            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        store, place = find_store("127.0.0.1", 1, 0, 1, 5)
+        store.set("key", "value")
+        assert place.is_host and store.get("key") == b"value"
+
+    def test_rank_0_is_missed_under_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with pytest.raises(RendezvousError, match="rank 0 did not come"):
+            find_store("127.0.0.1", agents.port, 1, 2, 0.5)

@@ -5,6 +5,8 @@ schedulers kill half a minute later: a step that has not ended within the grace 
 has left its process, so it is dropped, costs nothing, and the state of the step before is saved. After its intent the step is
 abandoned: it stays charged, and the newest checkpoint is what resumes. Before training there is nothing to save: a signal ends
 all ranks at once, with exit 7 too.
+
+A rank whose launcher is gone sends SIGUSR1 to itself (trainer/ranks/launcher.py).
 """
 
 import contextlib

@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer.errors import ConfigError, HostError, RemoteError, StepDropped
 from trainer.ranks.discovery import Ranks
 from trainer.ranks.heartbeat import Heartbeat, end_process
-from trainer.ranks.rendezvous import RENDEZVOUS_SECONDS, Introduction, connect, meet, place_of
+from trainer.ranks.rendezvous import RENDEZVOUS_SECONDS, Introduction, connect, find_store, meet
 
 T = TypeVar("T")
 
@@ -94,8 +94,7 @@ def choose_device(local_rank: int) -> torch.device:
 def _meet(ranks: Ranks, seconds: float, introduction: Introduction) -> dist.Store:
     """The store, once all ranks are at it; starts the heartbeat where there is more than one."""
     global _heartbeat, _hosts
-    place = place_of(ranks.address, ranks.port if ranks.world_size > 1 else 0, ranks.rank)
-    store = connect(place, seconds)
+    store, place = find_store(ranks.address, ranks.port, ranks.rank, ranks.world_size, seconds)
     if ranks.world_size == 1:
         _hosts = [host_name()]
         introduction.judge([introduction.settings], _hosts)

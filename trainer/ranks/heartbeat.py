@@ -178,7 +178,7 @@ class Heartbeat:
             if self._verdict is not None:
                 self._obey(self._verdict)
             elif self._lost is not None:
-                self._store_is_lost(f"the store that rank 0 or the launcher keeps is gone: {self._lost}")
+                self._store_is_lost(f"the store that rank 0 keeps is gone: {self._lost}")
             elif now - self._contact > self._dead_after:
                 self._store_is_lost(f"no answer from the store for {self._dead_after:.0f} s")
             else:

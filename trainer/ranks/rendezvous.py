@@ -1,4 +1,4 @@
-"""How ranks meet: rank 0 (or the launcher) keeps a store, all come to it, and who does not come is named."""
+"""How ranks meet: rank 0 keeps a store, all come to it, and who does not come is named."""
 
 import json
 import os
@@ -53,11 +53,47 @@ class Place(NamedTuple):
         return f"{self.address}:{self.port} (MASTER_ADDR, MASTER_PORT)"
 
 
-def place_of(address: str, port: int, rank: int) -> Place:
-    """Rank 0 is the host, but for torchrun, whose agent is."""
-    launcher_is_host = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Place(address, port, rank == 0 and not launcher_is_host, f"attempt-{attempt}")
+def find_store(address: str, port: int, rank: int, world_size: int, seconds: float) -> tuple[dist.Store, Place]:
+    """The store that rank 0 keeps for all, and where it is: at `address` and `port`, but under torchrun.
+
+    There torchrun's agent keeps a store, which is gone with it. Ranks use it only to hear where that of rank 0 is, so that they
+    can still agree on a last step and save when the agent is killed.
+
+    Raises:
+        RendezvousError: no store, or no rank 0, within `seconds`.
+    """
+    prefix = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if world_size == 1:
+        place = Place(address, 0, True, prefix)
+        return connect(place, seconds), place
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        place = Place(address, port, rank == 0, prefix)
+        return connect(place, seconds), place
+    agents_place = Place(address, port, False, prefix)
+    agents = connect(agents_place, seconds)
+    if rank == 0:
+        place = Place(_own_address(agents_place, seconds), 0, True, prefix)
+        store = connect(place, seconds)
+        place = place._replace(port=store.underlying_store.port)
+        agents.set("store", json.dumps([place.address, place.port]))
+        return store, place
+    deadline = time.monotonic() + seconds
+    while not agents.check(["store"]):
+        if time.monotonic() > deadline:
+            raise RendezvousError(f"rank 0 did not come to {agents_place} within {seconds:.0f} s; see its own output")
+        time.sleep(_POLL)
+    place = Place(*json.loads(agents.get("store")), False, prefix)
+    return connect(place, seconds), place
+
+
+def _own_address(place: Place, seconds: float) -> str:
+    """This host's address, as others that reach `place` reach it."""
+    try:
+        with socket.create_connection((place.address, place.port), timeout=seconds) as probe:
+            mine, theirs = probe.getsockname()[0], probe.getpeername()[0]
+    except OSError as error:
+        raise RendezvousError(f"no rendezvous at {place}: {error.strerror}") from error
+    return place.address if mine == theirs else str(mine)
 
 
 def connect(place: Place, seconds: float) -> dist.Store:

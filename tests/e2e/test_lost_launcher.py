@@ -1,0 +1,153 @@
+"""A launcher that is killed leaves no rank behind: the ranks finish their step, save, and end; the same command resumes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from privacy.ledger.records import read_ledger
+from tests.distributed.ranks import ROOT, free_port, quiet_environment
+from tests.e2e.launch import TRAIN, alone, count, kill_group, train_arguments
+
+BIN = Path(sys.executable).parent
+WITHIN = 30
+MORE_STEPS = 12
+"""Steps of some tenths of a second that ranks may begin until they have looked for their launcher, every half second."""
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def arguments(run_dir: Path, *more: str) -> list[str]:
+    settings = ("train.num_steps=4000", "train.checkpoint_every=1000", "heldout.num_captions=0", *more)
+    return train_arguments(run_dir, "--engine", "local", *settings, ds_config="ds_configs/zero1.json")
+
+
+def command(launcher: str, run_dir: Path, *more: str) -> list[str]:
+    options = {
+        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port())],
+        "torchrun": [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())],
+        "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u"],
+    }
+    return [*options[launcher], TRAIN, *arguments(run_dir, *more)]
+
+
+def processes(run_dir: Path) -> dict[int, list[str]]:
+    """Command lines of all that has to do with this run, by process; those that have ended but were not waited for left out."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if str(run_dir) in words:
+            found[int(folder.name)] = words
+    return found
+
+
+def ranks_of(run_dir: Path) -> set[int]:
+    """Their scripts follow Python's own options; a launcher's arguments hold the script further behind."""
+    return {pid for pid, words in processes(run_dir).items() if TRAIN in words[1:3]}
+
+
+@contextmanager
+def launched(run_dir: Path, started: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Until two steps are done; kills everything of it in the end."""
+    environment = quiet_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    with log_of(run_dir).open("ab") as log:
+        process = subprocess.Popen(started, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_for(lambda: count(run_dir, "done") >= 2, run_dir, within=180)
+        assert len(ranks_of(run_dir)) == 2
+        yield process
+    finally:
+        kill_group(process)
+        for pid in processes(run_dir):
+            os.kill(pid, signal.SIGKILL)
+
+
+def log_of(run_dir: Path) -> Path:
+    return run_dir.with_suffix(".log")
+
+
+def wait_for(condition: object, run_dir: Path, within: float) -> None:
+    deadline = time.monotonic() + within
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, log_of(run_dir).read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def stops_and_resumes(run_dir: Path, victim: int, number: signal.Signals) -> None:
+    before = count(run_dir, "done")
+    os.kill(victim, number)
+    wait_for(lambda: not ranks_of(run_dir), run_dir, WITHIN)
+    said = log_of(run_dir).read_text()
+    assert "stopped on request; the same command resumes" in said and "Traceback" not in said, said[-3000:]
+    done = count(run_dir, "done")
+    assert before <= done <= before + MORE_STEPS
+    assert count(run_dir, "intent") == done, "the running step was finished"
+    assert read_ledger(run_dir / "ledger.jsonl").num_charged == done
+    assert (run_dir / "checkpoints" / "LATEST").read_text() == f"step-{done:08d}\n", "and saved"
+
+
+def above(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize(
+    ("launcher", "levels", "number"),
+    [
+        ("deepspeed", 2, signal.SIGKILL),
+        ("torchrun", 1, signal.SIGKILL),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("deepspeed", 2, signal.SIGTERM),
+                ("deepspeed", 1, signal.SIGKILL),
+                ("deepspeed", 1, signal.SIGTERM),
+                ("torchrun", 1, signal.SIGTERM),
+            ]
+        ),
+    ],
+)
+def test_a_lost_launcher(tmp_path: Path, launcher: str, levels: int, number: signal.Signals) -> None:
+    """DeepSpeed has two processes above a rank, torchrun one."""
+    run_dir = tmp_path / "run"
+    with launched(run_dir, command(launcher, run_dir)):
+        victim = min(ranks_of(run_dir))
+        for _ in range(levels):
+            victim = above(victim)
+        stops_and_resumes(run_dir, victim, number)
+    done = count(run_dir, "done")
+    again = alone([*arguments(run_dir), "train.max_minutes=1e-6"])  # ends at its first step boundary
+    assert again.returncode == 7, again.stderr
+    assert f"resuming after step {done}; {done} attempts are charged" in again.stdout
+
+
+@pytest.mark.full
+def test_a_lost_mpirun(tmp_path: Path) -> None:
+    """Its proxies kill the ranks by themselves, perhaps within a step; what was charged stays charged."""
+    run_dir = tmp_path / "run"
+    with launched(run_dir, command("mpirun", run_dir, "train.checkpoint_every=1")) as mpirun:
+        mpirun.kill()
+        wait_for(lambda: not ranks_of(run_dir), run_dir, WITHIN)
+    assert read_ledger(run_dir / "ledger.jsonl").num_charged == count(run_dir, "intent") <= count(run_dir, "done") + 1
+
+
+@pytest.mark.full
+def test_a_shell_that_ends_is_no_launcher(tmp_path: Path) -> None:
+    """`nohup deepspeed ... &`, and the terminal is closed."""
+    run_dir = tmp_path / "run"
+    background = ["bash", "-c", 'nohup "$@" & sleep 600', "bash", *command("deepspeed", run_dir)]
+    with launched(run_dir, background) as shell:
+        os.killpg(shell.pid, signal.SIGHUP)
+        assert shell.wait(10) == -signal.SIGHUP
+        done = count(run_dir, "done")
+        time.sleep(5)
+        wait_for(lambda: count(run_dir, "done") >= done + 5, run_dir, WITHIN)
+        assert len(ranks_of(run_dir)) == 2 and "the launcher is gone" not in log_of(run_dir).read_text()
