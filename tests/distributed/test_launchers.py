@@ -66,7 +66,9 @@ def test_sbatch_with_srun(slurm: Slurm, tmp_path: Path, measured: Callable[..., 
         secret = key.read_bytes()
         assert key.stat().st_mode & 0o777 == 0o600
         spooled = [p.read_bytes() for p in slurm.folder.rglob("*") if p.is_file()]
-        assert any(b"SLURM_PROCID" in e for e in environments), "ranks were running when we looked"
+        ranks = [set(e.split(b"\0")) for e in environments if b"SLURM_PROCID" in e and b"SLURM_STEP_ID" in e]
+        assert ranks, "ranks were running when we looked"
+        assert all(b"SLURM_CPUS_PER_TASK=8" in rank for rank in ranks), "as many as the shipped recipes have workers"
         for content in (*environments, *spooled, log.read_bytes()):
             assert secret not in content and secret.hex().encode() not in content
         check(run_dir, said, 0)

@@ -43,7 +43,7 @@ KillWait=30
 SchedulerParameters=sched_interval=1,sched_min_interval=200000,batch_sched_delay=0,bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName={nodes} CPUs=2 State=UNKNOWN
+NodeName={nodes} CPUs=8 State=UNKNOWN
 PartitionName=train Nodes={nodes} Default=YES PriorityTier=1 OverSubscribe=EXCLUSIVE GraceTime=60 MaxTime=INFINITE
 PartitionName=urgent Nodes={nodes} PriorityTier=10 OverSubscribe=EXCLUSIVE PreemptMode=OFF MaxTime=INFINITE
 """

@@ -185,13 +185,14 @@ def test_a_slurm_array_gets_the_points_that_are_not_done(
     sbatch.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/arguments\necho Submitted batch job 7\n')
     sbatch.chmod(0o755)
     study, folder = written(tmp_path, seeds=[0], batches=[24, 8]), tmp_path / "study"
+    study.write_text(study.read_text().replace("data.num_workers = 0", "data.num_workers = 3"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     arguments = ["run", str(study), "--study_dir", str(folder), "--executor", "slurm-array", "--workers", "3"]
     assert main(arguments) == 0
     assert "Submitted batch job 7" in capsys.readouterr().out
     given = (tmp_path / "arguments").read_text().split("\n")
-    assert given[:2] == ["--array=1,2%3", f"--output={folder}/private/logs/slurm-%A_%a.log"]
-    assert given[2:5] == ["launch_scripts/cluster/slurm_array.sbatch", str(folder / "points.txt"), str(folder / "runs")]
+    assert given[:3] == ["--cpus-per-task=3", "--array=1,2%3", f"--output={folder}/private/logs/slurm-%A_%a.log"]
+    assert given[3:6] == ["launch_scripts/cluster/slurm_array.sbatch", str(folder / "points.txt"), str(folder / "runs")]
     lines = (folder / "points.txt").read_text().splitlines()
     name = "batch-8_seed-0"
     assert lines[1].split() == ["--recipe", f"{folder}/recipes/{name}.toml", "--run_dir", f"{folder}/runs/{name}"]

@@ -1,6 +1,8 @@
 """The trainer's first and last words on the console."""
 
+import os
 import sys
+from collections.abc import Sequence
 
 from trainer.config.machine import MachineSettings
 from trainer.loop.fit import BUDGET_SPENT, DONE
@@ -46,6 +48,37 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
     if choice is not None:
         print(choice.sentence)
     sys.stdout.flush()
+
+
+def warn_of_few_cpus(num_workers: int) -> None:
+    """Warns on rank 0 where a rank may use fewer CPUs than it has data workers. Collective."""
+    found = distributed.gather_objects((_available_cpus(), distributed.host_name()))
+    warning = few_cpus([cpus for cpus, _ in found], [host for _, host in found], num_workers)
+    if warning is not None and distributed.rank() == 0:
+        print(warning, flush=True)
+
+
+def few_cpus(cpus: Sequence[int], hosts: Sequence[str], num_workers: int) -> str | None:
+    """The warning, if one is due.
+
+    Args:
+        cpus, hosts: by rank, the number of CPUs that it may use and where it runs.
+    """
+    short = [rank for rank, count in enumerate(cpus) if count < num_workers]
+    if not short:
+        return None
+    worst = min(short, key=lambda rank: cpus[rank])
+    others = f" ({len(short)} ranks have too few)" if len(short) > 1 else ""
+    return (
+        f"warning: rank {worst} on {hosts[worst]} may use {cpus[worst]} CPU{'s' if cpus[worst] > 1 else ''} for its "
+        f"{num_workers} data workers{others}: give each rank {num_workers} CPUs (Slurm: --cpus-per-task={num_workers}), or "
+        "lower data.num_workers"
+    )
+
+
+def _available_cpus() -> int:
+    """Those of this process's affinity, which launchers and schedulers set, where the system knows such a thing."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def conclude(run: Run, outcome: int) -> None:

@@ -31,7 +31,7 @@ from trainer.engines.compilation import compile_blocks, require_compilable
 from trainer.engines.sharded_sums import ShardedSums
 from trainer.errors import ConfigError
 from trainer.loop.adaptive_bound import resumed_bound
-from trainer.loop.announce import announce, conclude
+from trainer.loop.announce import announce, conclude, warn_of_few_cpus
 from trainer.loop.averaging import WeightAverage
 from trainer.loop.fit import DONE, fit
 from trainer.loop.sanity import SanityChecks
@@ -113,6 +113,7 @@ def train(
     run, choice = _build_run(setup, model, table, ledger, resumed, heldout, facts, noise)
     chosen = {"clipping_mode": choice.facts()} if choice is not None else {}
     on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw), chosen))
+    warn_of_few_cpus(config.data.num_workers)
     if ranks.is_main:
         announce(run, ranks, engine_name, machine, choice)
     outcome = fit(run)

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.run.files import write_durably
 from trainer.studies.executors import Trainer
@@ -60,8 +61,9 @@ def write_script(folder: StudyFolder, trainer: Trainer, study: str, names: Seque
 def submit_array(folder: StudyFolder, trainer: Trainer, names: Sequence[str], at_once: int) -> str:
     """Submits a Slurm array job over the points that are not done; returns what sbatch said.
 
-    Partition, devices and time limit come from sbatch's own environment variables (SBATCH_PARTITION, ...). A task that is
-    preempted goes back to the queue by itself; the same call submits again what is left.
+    A task gets as many CPUs as its recipe has data workers. Partition, devices and time limit come from sbatch's own
+    environment variables (SBATCH_PARTITION, ...). A task that is preempted goes back to the queue by itself; the same call
+    submits again what is left.
 
     Raises:
         ConfigError: there is no sbatch, or it refuses.
@@ -73,8 +75,10 @@ def submit_array(folder: StudyFolder, trainer: Trainer, names: Sequence[str], at
     left = [str(number) for number, name in enumerate(names, start=1) if folder.progress(name) in ("new", "begun")]
     if not left:
         return "all points are done; nothing to submit"
+    workers = max(load_config(folder.recipe(name)).data.num_workers for name in names)
     command = [
-        "sbatch", f"--array={','.join(left)}%{at_once}", f"--output={folder.logs}/slurm-%A_%a.log",
+        "sbatch", f"--cpus-per-task={max(workers, 1)}", f"--array={','.join(left)}%{at_once}",
+        f"--output={folder.logs}/slurm-%A_%a.log",
         _ARRAY_JOB, str(points), str(folder.runs), "--ds_config", trainer.ds_config, "--engine", trainer.engine,
     ]  # fmt: skip
     try:

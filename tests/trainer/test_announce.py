@@ -1,0 +1,38 @@
+"""Warnings at the start."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import ROOT, quiet_environment
+from tests.e2e.launch import TRAIN, train_arguments
+from trainer.loop.announce import few_cpus
+
+
+@pytest.mark.parametrize("cpus", [[8, 8], [8, 16, 9], [64]])
+def test_enough_cpus(cpus: list[int]) -> None:
+    assert few_cpus(cpus, ["a"] * len(cpus), 8) is None
+    assert few_cpus([1], ["a"], 0) is None, "no workers at all"
+
+
+def test_too_few_name_the_worst_rank_and_both_numbers() -> None:
+    found = few_cpus([8, 4, 1, 8], ["a", "a", "b", "b"], 8)
+    assert found is not None
+    assert "rank 2 on b may use 1 CPU for its 8 data workers (2 ranks have too few): give" in found
+    assert "--cpus-per-task=8" in found
+
+
+def test_the_affinity_counts(tmp_path: Path) -> None:
+    """What Slurm sets with one CPU for each task."""
+    command = [sys.executable, TRAIN, *train_arguments(tmp_path / "run", "data.num_workers=2", "train.num_steps=1")]
+    first = min(os.sched_getaffinity(0))
+    done = subprocess.run(
+        [*command, "heldout.num_captions=0"], cwd=ROOT, env=quiet_environment(), capture_output=True, text=True, timeout=240,
+        check=False, preexec_fn=lambda: os.sched_setaffinity(0, {first}),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: rank")]
+    assert len(warnings) == 1 and "may use 1 CPU for its 2 data workers:" in warnings[0], done.stdout
