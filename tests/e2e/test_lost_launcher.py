@@ -23,18 +23,18 @@ MORE_STEPS = 12
 pytestmark = pytest.mark.timeout(400)
 
 
-def arguments(run_dir: Path, *more: str) -> list[str]:
-    settings = ("train.num_steps=4000", "train.checkpoint_every=1000", "heldout.num_captions=0", *more)
+def arguments(run_dir: Path, *more: str, checkpoint_every: int = 1000) -> list[str]:
+    settings = ("train.num_steps=4000", f"train.checkpoint_every={checkpoint_every}", "heldout.num_captions=0", *more)
     return train_arguments(run_dir, "--engine", "local", *settings, ds_config="ds_configs/zero1.json")
 
 
-def command(launcher: str, run_dir: Path, *more: str) -> list[str]:
+def command(launcher: str, run_dir: Path, checkpoint_every: int = 1000) -> list[str]:
     options = {
         "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port())],
         "torchrun": [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())],
         "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u"],
     }
-    return [*options[launcher], TRAIN, *arguments(run_dir, *more)]
+    return [*options[launcher], TRAIN, *arguments(run_dir, checkpoint_every=checkpoint_every)]
 
 
 def processes(run_dir: Path) -> dict[int, list[str]]:
@@ -62,8 +62,8 @@ def launched(run_dir: Path, started: list[str]) -> Iterator["subprocess.Popen[by
     with log_of(run_dir).open("ab") as log:
         process = subprocess.Popen(started, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_for(lambda: count(run_dir, "done") >= 2, run_dir, within=180)
-        assert len(ranks_of(run_dir)) == 2
+        wait_for(lambda: count(run_dir, "done") >= 2 or process.poll() is not None, run_dir, within=180)
+        assert len(ranks_of(run_dir)) == 2, log_of(run_dir).read_text()[-3000:]
         yield process
     finally:
         kill_group(process)
@@ -124,7 +124,7 @@ def test_a_lost_launcher(tmp_path: Path, launcher: str, levels: int, number: sig
             victim = above(victim)
         stops_and_resumes(run_dir, victim, number)
     done = count(run_dir, "done")
-    again = alone([*arguments(run_dir), "train.max_minutes=1e-6"])  # ends at its first step boundary
+    again = alone(arguments(run_dir, "train.max_minutes=1e-6"))  # ends at its first step boundary
     assert again.returncode == 7, again.stderr
     assert f"resuming after step {done}; {done} attempts are charged" in again.stdout
 
@@ -133,7 +133,7 @@ def test_a_lost_launcher(tmp_path: Path, launcher: str, levels: int, number: sig
 def test_a_lost_mpirun(tmp_path: Path) -> None:
     """Its proxies kill the ranks by themselves, perhaps within a step; what was charged stays charged."""
     run_dir = tmp_path / "run"
-    with launched(run_dir, command("mpirun", run_dir, "train.checkpoint_every=1")) as mpirun:
+    with launched(run_dir, command("mpirun", run_dir, checkpoint_every=1)) as mpirun:
         mpirun.kill()
         wait_for(lambda: not ranks_of(run_dir), run_dir, WITHIN)
     assert read_ledger(run_dir / "ledger.jsonl").num_charged == count(run_dir, "intent") <= count(run_dir, "done") + 1
