@@ -74,15 +74,17 @@ def find_store(address: str, port: int, rank: int, world_size: int, seconds: flo
     if rank == 0:
         place = Place(_own_address(agents_place, seconds), 0, True, prefix)
         store = connect(place, seconds)
-        place = place._replace(port=store.underlying_store.port)
-        agents.set("store", json.dumps([place.address, place.port]))
-        return store, place
+        own = store.underlying_store
+        assert isinstance(own, dist.TCPStore)
+        agents.set("store", json.dumps([place.address, own.port]))
+        return store, place._replace(port=own.port)
     deadline = time.monotonic() + seconds
     while not agents.check(["store"]):
         if time.monotonic() > deadline:
             raise RendezvousError(f"rank 0 did not come to {agents_place} within {seconds:.0f} s; see its own output")
         time.sleep(_POLL)
-    place = Place(*json.loads(agents.get("store")), False, prefix)
+    host, chosen = json.loads(agents.get("store"))
+    place = Place(host, chosen, False, prefix)
     return connect(place, seconds), place
 
 
@@ -96,7 +98,7 @@ def _own_address(place: Place, seconds: float) -> str:
     return place.address if mine == theirs else str(mine)
 
 
-def connect(place: Place, seconds: float) -> dist.Store:
+def connect(place: Place, seconds: float) -> dist.PrefixStore:
     """A new connection to the store.
 
     Raises:
