@@ -232,7 +232,7 @@ def ranks_of(run_dir: Path) -> list[int]:
 def test_an_array_of_runs(slurm: Slurm, tmp_path: Path) -> None:
     points, log = tmp_path / "points.txt", tmp_path / "array-%a.log"
     points.write_text("# two learning rates\noptimizer.peak_lr=1e-3\n\noptimizer.peak_lr=2e-3 train.num_steps=3\n")
-    common = ["--ds_config", "ds_configs/zero1.json", "--recipe", "tests/e2e/tiny.toml", "heldout.num_captions=0"]
+    common = ["--ds_config", "ds_configs/zero1.json", "--recipe", "recipes/tiny.toml", "heldout.num_captions=0"]
     array = slurm.submit("--array=1-2", f"--output={log}", ARRAY, str(points), str(tmp_path / "sweep"), *common)
     for task, steps in (("1", 4), ("2", 3)):
         said = tmp_path / f"array-{task}.log"
@@ -246,7 +246,7 @@ def test_a_study_as_an_array(slurm: Slurm, tmp_path: Path) -> None:
     """`study.py` writes the points, submits the array, and reports what it trained; the same command submits nothing more."""
     study, folder = tmp_path / "two.toml", tmp_path / "study"
     study.write_text(
-        'name = "two"\nrecipe = "tests/e2e/tiny.toml"\nengine = "deepspeed"\nseeds = [0]\n'
+        'name = "two"\nrecipe = "recipes/tiny.toml"\nengine = "deepspeed"\nseeds = [0]\n'
         '[base]\ndata.provenance = "public"\nheldout.num_captions = 0\n'
         "[axis.rate]\noptimizer.peak_lr = [1e-3, 2e-3]\n"
     )

@@ -122,13 +122,13 @@ def small_study(project: Path) -> None:
 
 def trained(folder: Path) -> Path:
     """Runs of one step: captioners as dpcap_base and synthetic_shapes, a masked autoencoder of twelve blocks as vip_base."""
-    tiny = (ROOT / "tests/e2e/tiny.toml").read_text()
+    tiny = (ROOT / "recipes/tiny.toml").read_text()
     model = tiny[tiny.index("[model]") : tiny.index("[data]")]
     recipe = folder / "vip.toml"
     recipe.write_text(
         tiny.replace(model, f'[model]\nkind = "masked_autoencoder"\nsize = "pico"\noverrides = {_PICO}\n\n')
     )
-    for name, source in (("dpcap_base", "tests/e2e/tiny.toml"), ("vip_base", str(recipe))):
+    for name, source in (("dpcap_base", "recipes/tiny.toml"), ("vip_base", str(recipe))):
         done = alone(
             ["--engine", "local", "--ds_config", "ds_configs/zero1.json", "--recipe", source, "--run_dir", str(folder / name),
              "train.num_steps=1", "heldout.num_captions=0", "data.num_tokens=24"]

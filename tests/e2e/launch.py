@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tests.distributed.ranks import ROOT, free_port, quiet_environment
 
-RECIPE = "tests/e2e/tiny.toml"
+RECIPE = "recipes/tiny.toml"
 TRAIN = "launch_scripts/train.py"
 
 

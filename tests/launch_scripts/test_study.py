@@ -26,7 +26,7 @@ from trainer.studies.folder import StudyFolder
 STUDY = "launch_scripts/study.py"
 TINY = """
 name = "tiny"
-recipe = "tests/e2e/tiny.toml"
+recipe = "recipes/tiny.toml"
 seeds = {seeds}
 [base]
 data.provenance = "public"
@@ -218,14 +218,14 @@ def test_the_script_trains_a_point_by_its_number(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_runs_on_private_data_stop_where_their_shared_budget_ends(tmp_path: Path) -> None:
     """Room for two of three runs: the third never touches the data, and the cards of the others name their sibling."""
-    config = load_config(ROOT / "tests/e2e/tiny.toml", ["train.num_steps=2"])
+    config = load_config(ROOT / "recipes/tiny.toml", ["train.num_steps=2"])
     group = (plan := recipe_plan(config.privacy, 2, 3000)).release_group(plan.max_intents)
     two, three = (epsilon([group.times(runs * group.count)], 1e-4) for runs in (2, 3))
     study, folder = tmp_path / "private.toml", StudyFolder(tmp_path / "study")
     study.write_text(
         f"""
 name = "private"
-recipe = "tests/e2e/tiny.toml"
+recipe = "recipes/tiny.toml"
 seeds = [0, 1, 2]
 [budget]
 target_epsilon = {(two + three) / 2}

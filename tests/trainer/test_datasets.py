@@ -25,7 +25,7 @@ def shard(path: Path, count: int, seed: int = 0) -> Path:
 
 
 def config(*overrides: str) -> RunConfig:
-    return load_config(ROOT / "tests" / "e2e" / "tiny.toml", overrides)
+    return load_config(ROOT / "recipes" / "tiny.toml", overrides)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ SETTINGS = {"torch": "2.13.0", "the ds_config": "a1", "$NCCL_ALGO": "Ring", "$NC
 
 
 def introduced(environ: dict[str, str], *overrides: str, **options: Any) -> Introduction:
-    config = load_config(ROOT / "tests/e2e/tiny.toml", list(overrides))
+    config = load_config(ROOT / "recipes/tiny.toml", list(overrides))
     machine = load_machine_settings(ROOT / "ds_configs/zero3.json")
     return introduction(environ, ROOT, config, machine, {"--engine": "deepspeed"}, **options)
 
@@ -102,7 +102,7 @@ def test_another_recipe_and_other_code(tmp_path: Path) -> None:
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "loop.py").write_text("pass")
     config, machine = (
-        load_config(ROOT / "tests/e2e/tiny.toml", []),
+        load_config(ROOT / "recipes/tiny.toml", []),
         load_machine_settings(ROOT / "ds_configs/zero3.json"),
     )
     found = introduction({}, tmp_path, config, machine, {}).settings["the code in trainer/"]

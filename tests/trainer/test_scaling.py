@@ -28,7 +28,7 @@ STUDIES = sorted((ROOT / "studies").glob("*.toml"))
 
 STUDY = """
 name = "tiny"
-recipe = "tests/e2e/tiny.toml"
+recipe = "recipes/tiny.toml"
 seeds = [0, 1]
 [base]
 data.provenance = "public"
@@ -74,7 +74,7 @@ def test_axes_are_crossed_and_their_lists_go_together(tmp_path: Path) -> None:
 def test_a_point_trains_what_its_overrides_say(tmp_path: Path) -> None:
     by_name = {one.name: one.config for one in planned_of(tmp_path, STUDY)}
     wanted = load_config(
-        ROOT / "tests/e2e/tiny.toml",
+        ROOT / "recipes/tiny.toml",
         [
             "name=batch-24_start-large_seed-1", "data.provenance=public", "privacy.expected_batch_size=24",
             "train.num_steps=2", "model.overrides.encoder_depth=2", "train.seed=1",
@@ -97,7 +97,7 @@ def test_a_point_trains_what_its_overrides_say(tmp_path: Path) -> None:
         (("[base]", "[base]\ntrain.seed = 3"), "list it in seeds"),
         (("[base]", "[base]\ntraining.seed = 3"), "training.seed is no key of a recipe"),
         (("[axis.start.large]\nmodel.overrides.encoder_depth", "[axis.start.large]\ntrain.num_steps"), "and so does an axis"),
-        (("tests/e2e/tiny.toml", "tests/e2e/none.toml"), "No such file"),
+        (("recipes/tiny.toml", "recipes/none.toml"), "No such file"),
         (("[base]", "[report]\ncolor = 'start '\n[base]"), "names no axis"),
         (("[base]", "[tan]\nreference_batch_size = 24\n[base]"), "exactly one of reference_noise_multiplier"),
         (("[base]", "[tan]\nreference_batch_size = 24\nreference_epsilon = 8.0\n[base]"), "needs data.num_examples"),
@@ -153,7 +153,7 @@ def test_tan_is_calibrated_at_the_reference_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", ["target_epsilon=8.0", "enabled=false"])
 def test_a_simulation_aims_at_no_epsilon(more: str) -> None:
-    recipe = ROOT / ("recipes/quickstart.toml" if "epsilon" in more else "tests/e2e/tiny.toml")
+    recipe = ROOT / ("recipes/quickstart.toml" if "epsilon" in more else "recipes/tiny.toml")
     with pytest.raises(ConfigError, match="a simulation has no epsilon"):
         load_config(recipe, ["privacy.simulation=true", f"privacy.{more}"])
 
