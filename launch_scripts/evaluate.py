@@ -8,9 +8,9 @@ Exit codes: 0 done, 2 bad input, 3 a private head's budget is spent, 4 its priva
 """
 
 import argparse
+import functools
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +21,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from evaluation.commands import COMMANDS, Command  # noqa: E402
 from evaluation.commands.common import add_output, output_of  # noqa: E402
-from trainer.config.cli import Parser, run_command  # noqa: E402
+from trainer.config.cli import Parser, explain, run_command  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 
 
@@ -65,22 +65,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def _on_ranks(options: argparse.Namespace, arguments: list[str]) -> NoReturn:
-    from trainer.errors import RemoteError
     from trainer.ranks.discovery import discover_ranks
     from trainer.ranks.distributed import fail, finish, quit_now, start
 
     ranks = discover_ranks(os.environ)
-
-    def explain(error: Exception) -> bool:
-        if isinstance(error, RemoteError):
-            return True  # the other rank has said it
-        if not hasattr(error, "exit_code"):
-            traceback.print_exception(error)
-        elif ranks.is_main or not isinstance(error, ConfigError):
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        else:
-            return False
-        return True
 
     try:
         if not getattr(options.command, "RANKS", False):
@@ -89,9 +77,8 @@ def _on_ranks(options: argparse.Namespace, arguments: list[str]) -> NoReturn:
         _run(options, arguments)
     except KeyboardInterrupt:
         quit_now(130)
-    except Exception as caught:
-        error = caught
-        fail(error, lambda: explain(error))
+    except Exception as error:
+        fail(error, functools.partial(explain, error, ranks.rank))
     finish(0)
 
 

@@ -11,7 +11,6 @@ import functools
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import get_args
 
@@ -29,16 +28,15 @@ from trainer.ranks.launcher import launcher_processes, watch  # noqa: E402
 LAUNCHER = launcher_processes()  # before torch is imported, which takes seconds in which a launcher may go
 
 from privacy.noise import NoiseSource  # noqa: E402
-from trainer.config.cli import Parser  # noqa: E402
+from trainer.config.cli import Parser, explain, print_anything  # noqa: E402
 from trainer.config.machine import load_machine_settings  # noqa: E402
 from trainer.config.recipe import EngineName, load_config  # noqa: E402
 from trainer.engines.refusals import require_supported  # noqa: E402
-from trainer.errors import ConfigError, RemoteError  # noqa: E402
 from trainer.loop.stopping import end_on_signals  # noqa: E402
 from trainer.ranks.agreement import introduction  # noqa: E402
 from trainer.ranks.discovery import Ranks, discover_ranks  # noqa: E402
 from trainer.ranks.distributed import fail, finish, quit_now, start  # noqa: E402
-from trainer.ranks.rendezvous import RENDEZVOUS_SECONDS  # noqa: E402
+from trainer.ranks.rendezvous import LONGEST_RENDEZVOUS_SECONDS, RENDEZVOUS_SECONDS  # noqa: E402
 
 
 def parse_args(arguments: list[str]) -> argparse.Namespace:
@@ -49,7 +47,10 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--engine", choices=get_args(EngineName), default="deepspeed", help="how to shard")
     parser.add_argument("--run_dir", type=Path, help="run folder; default runs/RECIPE")
     parser.add_argument(
-        "--rendezvous_seconds", type=float, default=RENDEZVOUS_SECONDS, help="how long to wait for all ranks to come up"
+        "--rendezvous_seconds",
+        type=_seconds,
+        default=RENDEZVOUS_SECONDS,
+        help="how long to wait for all ranks to come up",
     )
     for option, meaning in (
         ("--require_env", "environment variables that every rank must have"),
@@ -63,12 +64,21 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _seconds(text: str) -> float:
+    if not 0 < float(text) <= LONGEST_RENDEZVOUS_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"must be above 0 and at most {LONGEST_RENDEZVOUS_SECONDS:g}, a day, not {text}"
+        )
+    return float(text)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
     """Never returns: see `trainer.ranks.distributed.finish`. Only tests pass a noise source."""
+    print_anything()
     end_on_signals()
     ranks = Ranks()
     try:
@@ -90,23 +100,8 @@ def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
     except KeyboardInterrupt:
         quit_now(130)
     except Exception as error:
-        fail(error, functools.partial(_explain, error, ranks))
+        fail(error, functools.partial(explain, error, ranks.rank))
     finish(code)
-
-
-def _explain(error: Exception, ranks: Ranks) -> bool:
-    """One line for what the user can mend, said once; a traceback for a defect. Whether this rank said it."""
-    if isinstance(error, RemoteError):
-        return True  # the other rank has
-    if not hasattr(error, "exit_code"):
-        print(f"error on rank {ranks.rank}:", file=sys.stderr)
-        traceback.print_exception(error)
-    elif ranks.is_main or not isinstance(error, ConfigError):  # those come from the command line: every rank has them
-        where = "" if ranks.is_main and error.exit_code != 1 else f" on rank {ranks.rank}"
-        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    else:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ Features = Literal["class_token", "pooled"]
 Trainable = Literal["all", "last_layer", "adapters"]
 AdapterLayers = Literal["attention", "all"]
 
+MAX_CLASSES = 2**24
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierConfig:
@@ -49,8 +51,10 @@ class ClassifierConfig:
             choices, value = get_args(kind), getattr(self, name)
             if value not in choices:
                 raise ModelConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-        if self.num_classes < 2:
-            raise ModelConfigError(f"num_classes must be at least 2, got {self.num_classes}")
+        if not 2 <= self.num_classes <= MAX_CLASSES:
+            raise ModelConfigError(
+                f"num_classes must be at least 2 and at most {MAX_CLASSES:,}, got {self.num_classes}"
+            )
         if self.adapter_rank > self.encoder.width:
             raise ModelConfigError(
                 f"adapter_rank {self.adapter_rank} is more than the encoder's width {self.encoder.width}: train everything"

@@ -22,6 +22,26 @@ NormPosition = Literal["pre", "post"]
 Activation = Literal["gelu", "relu"]
 
 
+MAX_IMAGE_SIZE = 8192
+MAX_TOKENS = 2**16
+LIMITS: Mapping[str, float] = {
+    "image_size": MAX_IMAGE_SIZE,
+    "patch_size": MAX_IMAGE_SIZE,
+    "num_channels": 1024,
+    "vocab_size": 2**24,
+    "width": 2**17,
+    "depth": 1024,
+    "num_heads": 2**17,
+    "mlp_ratio": 1024,
+    "norm_eps": 1,
+    "embedding_std": 1e6,
+    "max_logits": 2**40,
+    "adapter_rank": 2**17,
+    "adapter_alpha": 1e6,
+}
+"""More than any machine holds: what is above is a slip of the pen."""
+
+
 def check_types(config: Any) -> None:
     """Refuse values of another type than the field's, so that a quoted number in a recipe gives one clear line."""
     for field in fields(config):
@@ -41,8 +61,8 @@ def check_types(config: Any) -> None:
 def check_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if not 0 < value < float("inf"):
-            raise ModelConfigError(f"{name} must be positive, got {value}")
+        if not 0 < value <= LIMITS[name]:
+            raise ModelConfigError(f"{name} must be positive and at most {LIMITS[name]:,}, got {value}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -167,8 +187,10 @@ class CaptionerConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_positive(self, "vocab_size", "max_logits")
-        if self.num_tokens < 2:
-            raise ModelConfigError(f"num_tokens must be at least 2 (first and last token), got {self.num_tokens}")
+        if not 2 <= self.num_tokens <= MAX_TOKENS:
+            raise ModelConfigError(
+                f"num_tokens must be at least 2 (first and last token) and at most {MAX_TOKENS:,}, got {self.num_tokens}"
+            )
         if not 0 <= self.parallel_share <= 1:
             raise ModelConfigError(f"parallel_share must be between 0 and 1, got {self.parallel_share}")
         special = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}

@@ -9,12 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from privacy.accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon
+from privacy.accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.accounting.noise_tail import NOISE_SOURCES, noise_tail_delta
 from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
 from privacy.errors import PrivacyConfigError
+from privacy.limits import MAX_COUNT, MAX_EPSILON, MAX_NOISE_MULTIPLIER
 from privacy.sampling.alternatives import BallsInBinsSampler, ShuffleSampler, shuffle_participations
 from privacy.sampling.poisson import PoissonSampler, Sampler, default_cap
 
@@ -286,9 +287,11 @@ def make_plan(
     own = {field.name: getattr(draft, field.name) for field in fields(draft)}
     # Only now: how much noise the count must have at least depends on the calibrated sigma.
     adaptive = adaptive_clipping if enabled else None
-    return PrivacyPlan(
+    plan = PrivacyPlan(
         **own | {"noise_multiplier": sigma, "adaptive_clipping": adaptive, "warnings": tuple(notes)},
     )
+    _refuse_no_protection(plan)
+    return plan
 
 
 def require_equal(recorded: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
@@ -328,6 +331,18 @@ def _check_noise_request(sigma: float | None, target: float | None, allow_small_
         )
 
 
+def _refuse_no_protection(plan: PrivacyPlan) -> None:
+    """An epsilon in the thousands takes minutes and all memory to compute, and says nothing."""
+    if not plan.formal_guarantee:
+        return
+    most = epsilon_rdp([plan.release_group(plan.max_intents)], plan.accounted_delta)
+    if most > MAX_EPSILON:
+        raise PrivacyConfigError(
+            f"epsilon would be about {most:.3g}, which protects nobody, and above {MAX_EPSILON:g} none is computed: take more "
+            "noise, fewer steps or a smaller batch, or privacy.enabled = false"
+        )
+
+
 def _resolve_cap(cap: int | Literal["default"] | None, expected_batch_size: int, num_examples: int) -> int | None:
     if cap is None:
         return None
@@ -338,8 +353,8 @@ def _check(plan: PrivacyPlan) -> None:
     """The invariants that every plan keeps, whoever builds it."""
     for name in ("num_examples", "expected_batch_size", "num_steps"):
         value = getattr(plan, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PrivacyConfigError(f"{name} must be a positive integer, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
+            raise PrivacyConfigError(f"{name} must be a positive integer up to {MAX_COUNT:,}, not {value!r}")
     if plan.expected_batch_size > plan.num_examples:
         raise PrivacyConfigError(
             f"expected_batch_size {plan.expected_batch_size} is larger than the data ({plan.num_examples} examples)"
@@ -347,16 +362,20 @@ def _check(plan: PrivacyPlan) -> None:
     for name in ("noise_multiplier", "max_grad_norm", "sensitivity_slack", "target_delta"):
         if not math.isfinite(getattr(plan, name)):
             raise PrivacyConfigError(f"{name} must be finite, not {getattr(plan, name)}")
-    if plan.noise_multiplier < 0:
-        raise PrivacyConfigError(f"noise_multiplier must not be negative, not {plan.noise_multiplier:g}")
+    if not 0 <= plan.noise_multiplier <= MAX_NOISE_MULTIPLIER:
+        raise PrivacyConfigError(
+            f"noise_multiplier must not be negative, and at most {MAX_NOISE_MULTIPLIER:g}, not {plan.noise_multiplier:g}"
+        )
     if not SMALLEST_BOUND <= plan.max_grad_norm <= LARGEST_BOUND:
         raise PrivacyConfigError(
             f"max_grad_norm must be between {SMALLEST_BOUND:g} and {LARGEST_BOUND:g}, not {plan.max_grad_norm:g}"
         )
     if not 0 < plan.target_delta < 1:
         raise PrivacyConfigError(f"target_delta must be between 0 and 1, not {plan.target_delta:g}")
-    if not isinstance(plan.reserved_attempts, int) or plan.reserved_attempts < 0:
-        raise PrivacyConfigError(f"reserved_attempts must be a non-negative integer, not {plan.reserved_attempts!r}")
+    if not isinstance(plan.reserved_attempts, int) or not 0 <= plan.reserved_attempts <= MAX_COUNT:
+        raise PrivacyConfigError(
+            f"reserved_attempts must be a non-negative integer up to {MAX_COUNT:,}, not {plan.reserved_attempts!r}"
+        )
     if plan.target_epsilon is not None and not 0 < plan.target_epsilon < math.inf:
         raise PrivacyConfigError(f"target_epsilon must be positive, not {plan.target_epsilon:g}")
     if plan.cap is not None and plan.cap < 1:

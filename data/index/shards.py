@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from data.errors import DataError
 
 _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
+_BRACES = re.compile(r"\{([^{}]*)\}")
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _MAX_SHARDS = 10_000_000
 
@@ -203,12 +204,20 @@ def _split_commas(pattern: str) -> list[str]:
 
 
 def _expand_braces(item: str) -> list[str]:
-    """Expands the first pair of braces, then the rest."""
-    match = re.search(r"\{([^{}]*)\}", item)
+    """Expands pair by pair, innermost and leftmost first; a word without braces is itself."""
+    words = [item]
+    while any(_BRACES.search(word) for word in words):
+        words = list(itertools.islice(itertools.chain.from_iterable(map(_expand_pair, words)), _MAX_SHARDS + 1))
+        if len(words) > _MAX_SHARDS:
+            raise DataError(f"the shard pattern {item} names more than {_MAX_SHARDS:,} shards")
+    return words
+
+
+def _expand_pair(word: str) -> list[str]:
+    match = _BRACES.search(word)
     if match is None:
-        return [item]
-    head, tail = item[: match.start()], item[match.end() :]
-    return [expanded for choice in _choices(match[1], item) for expanded in _expand_braces(head + choice + tail)]
+        return [word]
+    return [word[: match.start()] + choice + word[match.end() :] for choice in _choices(match[1], word)]
 
 
 def _choices(inside: str, item: str) -> list[str]:

@@ -6,6 +6,7 @@ kind never become a zero gradient.
 """
 
 import functools
+import inspect
 import os
 import random
 import tempfile
@@ -287,6 +288,11 @@ def _filesystem(root: str, options: RemoteOptions) -> Any:
         }
         settings["use_listings_cache"] = False
     try:
-        return fsspec.filesystem(scheme, **settings)
+        driver = fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         raise DataError(f"{root}: there is no driver for {scheme}:// ({error})") from error
+    parameters = list(inspect.signature(driver.__init__).parameters.values())[1:]
+    wanted = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    if wanted:
+        raise DataError(f"{root}: {scheme}:// needs more than a URL says ({', '.join(wanted)}); use https:// or s3://")
+    return driver(**settings)

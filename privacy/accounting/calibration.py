@@ -17,13 +17,14 @@ from privacy.accounting.accountants import (
     epsilon_rdp,
 )
 from privacy.errors import PrivacyConfigError
+from privacy.limits import MAX_NOISE_MULTIPLIER
 
 MIN_NOISE_MULTIPLIER = 0.3
 TOLERANCE = 1e-3
 # Sigma is rounded up to this many decimals, so that the printed value is the one that runs; at the DP-Cap point that
 # changes epsilon by at most 2e-5.
 DECIMALS = 6
-_ABSOLUTE_MIN, _MAX = 0.05, 1e6
+_ABSOLUTE_MIN = 0.05
 _MAX_EVALUATIONS = 60
 
 Progress = Callable[[str, float, float], None]
@@ -115,11 +116,13 @@ def _solve(
             slope = _slope(previous, (sigma, value), slope)
         previous = (sigma, value)
         sigma = max(_next(sigma, value, target - tolerance / 2, slope, low, high), floor)
-        if sigma > _MAX:
+        if sigma > MAX_NOISE_MULTIPLIER:
             break
     if best is not None:
         return best
-    raise PrivacyConfigError(f"no noise multiplier up to {_MAX:g} reaches epsilon {target:.6g} at this delta and cap")
+    raise PrivacyConfigError(
+        f"no noise multiplier up to {MAX_NOISE_MULTIPLIER:g} reaches epsilon {target:.6g} at this delta and cap"
+    )
 
 
 def _slope(first: tuple[float, float], second: tuple[float, float], before: float) -> float:

@@ -60,7 +60,8 @@ def prepare(folder: Path, made: Path) -> None:
     images = rng.integers(0, 255, (12, 8, 8, 3)).astype(np.uint8)
     np.savez(made / "digits.npz", images=images, labels=np.arange(12) % 2)
     content = {"recipe": _toml(tiny()), "machine": to_json(MACHINE).encode(), "study": b""}
-    train = "--engine local --ds_config {case}/machine.json --recipe {case}/recipe.toml --run_dir {made}/run train.max_minutes=5.0"
+    files = "--ds_config {case}/machine.json --recipe {case}/recipe.toml"
+    train = f"--engine local {files} --run_dir {{made}}/run train.max_minutes=5.0"
     for script, line in (
         ("train", train),
         ("prepare", "index data/demo/heldout-00000.tar --output {made}/index --workers 1"),

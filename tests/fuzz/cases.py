@@ -30,13 +30,23 @@ STUDY: dict[str, Any] = {
 ENVIRONMENT = [
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_JOB_ID",
-    "SLURM_STEP_NODELIST", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TMPDIR", "HOME", "PATH", "CC", "COLUMNS",
-    "OMP_NUM_THREADS", "TERM", "NO_COLOR",
+    "SLURM_STEP_NODELIST", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TMPDIR", "HOME", "PATH", "CC",
+    "COLUMNS", "OMP_NUM_THREADS", "TERM", "NO_COLOR",
 ]  # fmt: skip
-CONDITIONS = [
-    "stdin closed", "stdout closed", "stdout full", "stdout ended", "files 16", "files 24", "files 48", "disk 0", "disk 4096",
-    "disk 100000", "memory 64", "memory 400", "umask", "no folder",
-]  # fmt: skip
+CONDITIONS = (
+    *(
+        "stdin closed",
+        "stdout closed",
+        "stdout full",
+        "stdout ended",
+        "files 16",
+        "files 24",
+        "files 48",
+        "disk 0",
+        "disk 4096",
+    ),
+    *("disk 100000", "memory 64", "memory 400", "umask", "no folder"),
+)
 """What `tests.fuzz.forks` does before the command starts."""
 
 
@@ -128,8 +138,10 @@ def _leaf(kind: type[BaseModel], rng: random.Random) -> tuple[tuple[str, ...], A
         return (rng.choice(["train", "data", "é", "model"]), rng.choice(["nosuch", "", "a b", "\U0001f98a"])), int
     found = list(leaves(kind))
     if kind is RunConfig:
-        names = ("encoder_width", "encoder_depth", "encoder_num_heads", "patch_size", "decoder_width", "encoder_mlp_ratio", "max_logits",
-                 "parallel_share", "tied_head", "decoder_position", "encoder_norm_eps", "num_channels", "vocab_size")  # fmt: skip
+        names = [
+            "encoder_width", "encoder_depth", "encoder_num_heads", "patch_size", "decoder_width", "encoder_mlp_ratio",
+            "max_logits", "parallel_share", "tied_head", "decoder_position", "encoder_norm_eps", "num_channels", "vocab_size",
+        ]  # fmt: skip
         found += [(("model", "overrides", name), int | float) for name in names]
     return rng.choice(found)
 

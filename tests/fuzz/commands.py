@@ -63,7 +63,7 @@ WORKING: dict[str, tuple[str, ...]] = {
         "create {case}/new.jsonl --target_epsilon 8 --delta 1e-9",
         "show {made}/shared.jsonl --json",
     ),
-}  # fmt: skip
+}
 """Command lines that end with 0, or with one line. {made} is what all cases share, {case} the case's own folder."""
 
 

@@ -31,14 +31,16 @@ FLOATS = [
 ]
 LONG = ["x" * 3000, "x/" * 1500, "é" * 1500, "/" * 3000, "../" * 1000]
 ODD = [
-    "", " ", "é", "\u202egnp", "\U0001f98a", "\ufeff", "a\nb", "\t", "%s%n", "{}", "{", "{0..9}", "{0..99999}{0..99999}", "[", "]", "*",
-    "**", "~", "~nobody", "-", "--", "=", "nan", "NaN", "inf", "1e9", "0x10", "true", "null", "auto", "../..", "a=b", "a.b=c", "\x7f",
+    "", " ", "\t", "a\nb", "\u202egnp", "\ufeff", "\x7f", "é", "\U0001f98a", "%s%n", "{}", "{", "{0..9}",
+    "{0..99999}{0..99999}", "[", "]", "*", "**", "~", "~nobody", "-", "--", "=", "nan", "NaN", "inf", "1e9", "0x10", "true",
+    "null", "auto", "../..", "a=b",
 ]  # fmt: skip
 PLACES = [
-    ".", "/", "/dev/null", "/dev/full", "/dev/zero", "/proc/self/mem", "/proc/1/fd", "/sys/x", "/sys/kernel", "nowhere/at/all",
-    "{case}/a file/inside", "{case}/full/x", "{case}/readonly/x", "data/demo", "data/demo/train-00000.tar", "README.md",
-    "ftp://host.invalid/a.tar", "http://127.0.0.1:9/a.tar", "https://host.invalid/x.tar", "s3://bucket/a.tar", "file:///etc/passwd",
-    "hf:nowhere", "memory://a.tar", "://", "http://", "http://[::1/a.tar", "sftp://u:p@host.invalid/a.tar", "github://a:b@c/d.tar",
+    ".", "/", "/dev/null", "/dev/full", "/dev/zero", "/proc/self/mem", "/proc/1/fd", "/sys/x", "/sys/kernel",
+    "nowhere/at/all", "{case}/recipe.toml/inside", "{case}/full/x", "{case}/full", "{case}/readonly", "{case}/readonly/x",
+    "data/demo", "data/demo/train-00000.tar", "README.md", "ftp://host.invalid/a.tar", "http://127.0.0.1:9/a.tar",
+    "https://host.invalid/x.tar", "s3://bucket/a.tar", "file:///etc/passwd", "hf:nowhere", "memory://a.tar", "://", "http://",
+    "http://[::1/a.tar", "sftp://u:p@host.invalid/a.tar", "github://a:b@c/d.tar",
 ]  # fmt: skip
 """What a path, a pattern or a source may be; {case} is the case's own folder."""
 

@@ -1,36 +1,54 @@
-"""How every command ends: an error that a user can mend is one line on stderr and an exit code, never a traceback."""
+"""How every command begins and ends: an error that a user can mend is one line on stderr and an exit code, never a traceback."""
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-from trainer.errors import ConfigError
+from privacy.limits import MAX_COUNT
+from trainer.errors import ConfigError, RemoteError, in_one_line
 
 
 class Parser(argparse.ArgumentParser):
     """Of every command and of its subcommands: a bad argument is a ConfigError, not a block of usage.
 
     Raises:
-        ConfigError: by `parse_args`, in argparse's words.
+        ConfigError: by `parse_args`, in argparse's words; also for text that is no UTF-8 and for numbers that are not finite
+            or beyond `MAX_COUNT`.
     """
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
         raise ConfigError(message)
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """See `argparse.ArgumentParser.parse_args`."""
+        for word in sys.argv[1:] if args is None else args:
+            if not word.isascii() and any("\ud800" <= letter <= "\udfff" for letter in word):
+                raise ConfigError(f"argument {word!a} is not valid UTF-8; rename the file, or mend the argument")
+        found = super().parse_args(args, namespace)
+        for name, value in vars(found).items():
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int | float) and not (math.isfinite(number) and abs(number) <= MAX_COUNT):
+                    raise ConfigError(
+                        f"argument --{name}: must be a finite number up to {MAX_COUNT:g} in size, not {number:g}"
+                    )
+        return found
+
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Runs a command and exits with its code.
 
-    An exception with an `exit_code` prints `error: ...` in one line and exits with that code; Ctrl-C exits with 130; a
-    reader that closed our stdout (`| head`) ends the command quietly with 1. Anything else is a defect and keeps its
-    traceback.
+    What `in_one_line` knows is printed as `error: ...` and exits with its code; Ctrl-C exits with 130; a reader that closed
+    our stdout (`| head`) ends the command quietly with 1. Anything else is a defect and keeps its traceback.
 
     Args:
         main: returns the exit code; None means 0.
     """
+    print_anything()
     try:
         code = main() or 0
         sys.stdout.flush()
@@ -41,9 +59,35 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception as error:
-        exit_code = getattr(error, "exit_code", None)
-        if not isinstance(exit_code, int):
+        said = in_one_line(error)
+        if said is None:
             raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        code = exit_code
+        print(f"error: {said.line}", file=sys.stderr)
+        code = said.exit_code
     sys.exit(code)
+
+
+def explain(error: Exception, rank: int) -> bool:
+    """Says why a rank ends: one line for what the user can mend, said once, a traceback for a defect. Whether this rank did."""
+    if isinstance(error, RemoteError):
+        return True  # the other rank has
+    said = in_one_line(error)
+    if said is None:
+        print(f"error on rank {rank}:", file=sys.stderr)
+        traceback.print_exception(error)
+    elif rank == 0 or not isinstance(error, ConfigError):  # those come from the command line: every rank has them
+        where = "" if rank == 0 and said.exit_code != 1 else f" on rank {rank}"
+        print(f"error{where}: {said.line}", file=sys.stderr, flush=True)
+    else:
+        return False
+    return True
+
+
+def print_anything() -> None:
+    """A console that cannot show a character shows its number, and a stream that was closed swallows what is printed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")

@@ -125,11 +125,15 @@ def load_machine_settings(path: Path) -> MachineSettings:
             without effect, fp16; names file and key.
     """
     try:
-        raw = json.loads(path.read_text(), object_pairs_hook=lambda pairs: _unique(path, pairs))
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except OSError as error:
         raise ConfigError(f"ds_config {path}: {error.strerror}; see ds_configs/ for the shipped ones") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
         raise ConfigError(f"ds_config {path} is no JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"ds_config {path} is nested too deeply; no key lies deeper than three objects") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"ds_config {path} must hold a JSON object")
     _check_top_level(path, raw)

@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from privacy.limits import MAX_COUNT
+
 
 class Section(BaseModel):
     """Frozen; an unknown key is an error, and so is a value of another type: "4" and true are no step counts."""
@@ -11,7 +13,14 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+RATE_LIMIT = 1e6
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+"""Steps or examples: none, or up to more than any data set or run has."""
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Rate = Annotated[float, Field(gt=0, le=RATE_LIMIT)]
+Seconds = Annotated[float, Field(ge=0, le=86_400)]
+"""A time to wait: a day at most, which every clock and socket takes."""
 
 
 OptimizerName = Literal["adamw", "lamb", "lars", "sgd"]
@@ -30,19 +39,19 @@ class OptimizerSection(Section):
     """See trainer/optimizers. A key that the named optimizer does not have is an error."""
 
     name: OptimizerName = "adamw"
-    peak_lr: float = Field(gt=0)
+    peak_lr: Rate
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # TOML has lists only
-    eps: float = Field(1e-8, gt=0)
+    eps: Rate = 1e-8
     momentum: float = Field(0.9, ge=0, lt=1)
-    trust_coefficient: float = Field(1e-3, gt=0)
+    trust_coefficient: Rate = 1e-3
     """LARS: eta of the publication."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, le=RATE_LIMIT)
     """Decoupled (SGD and LARS: added to the gradient); biases, norms and other vectors are excluded."""
     layer_decay: float | None = Field(None, gt=0, le=1)
     """Each block of the encoder takes this part of the rate of the block above it; what follows the encoder the whole rate."""
     noise_bias_correction: bool = False
     """DP-AdamBC (Tang et al. 2023): subtracts the known variance of the noise from AdamW's second moment."""
-    variance_floor: float | None = Field(None, gt=0)
+    variance_floor: Rate | None = None
     """gamma' of DP-AdamBC, in place of eps: the least corrected second moment, in squared units of the averaged gradient."""
 
     @model_validator(mode="after")
@@ -70,9 +79,9 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """Learning rate as a pure function of the step: linear warm-up, then `decay` until `decay_steps`."""
 
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Count = 0
     decay: Literal["cosine", "constant"] = "cosine"
-    decay_steps: int | None = Field(None, ge=1)
+    decay_steps: Positive | None = None
     """Step at which a cosine reaches the final rate; default: the last step. Longer than training stops it midway."""
     final_fraction: float = Field(0.0, ge=0, le=1)
 

@@ -18,9 +18,11 @@ from pydantic import (
     model_validator,
 )
 
-from privacy.adaptive_clipping import AdaptiveClipping
+from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
+from privacy.adaptive_clipping import LARGEST_BOUND, AdaptiveClipping
+from privacy.limits import MAX_COUNT, MAX_NOISE_MULTIPLIER
 from trainer.config.did_you_mean import did_you_mean, known_words
-from trainer.config.optimizer import OptimizerSection, ScheduleSection, Section
+from trainer.config.optimizer import Count, OptimizerSection, Positive, Rate, ScheduleSection, Seconds, Section
 from trainer.errors import ConfigError
 
 EngineName = Literal["deepspeed", "fsdp", "fairscale", "local"]
@@ -37,15 +39,15 @@ class ModelSection(Section):
 class RemoteSection(Section):
     """How shards given by URLs are read; see `data.reading.storage.RemoteOptions`."""
 
-    timeout_seconds: float = Field(60.0, gt=0)
-    tries: int = Field(6, ge=1)
-    backoff_seconds: float = Field(0.5, ge=0)
+    timeout_seconds: Seconds = Field(60.0, gt=0)
+    tries: int = Field(6, ge=1, le=1000)
+    backoff_seconds: Seconds = 0.5
     """First pause between tries; it doubles."""
-    connections: int = Field(16, ge=1)
+    connections: int = Field(16, ge=1, le=1024)
     """Requests at the same time, per data worker."""
     cache_dir: str | None = None
     """A local folder that keeps examples that were read; private."""
-    cache_mib: int = Field(1024, ge=1)
+    cache_mib: int = Field(1024, ge=1, le=2**30)
     allow_plain_http: bool = False
     """Permits http:// beyond this machine: everyone on the network then knows who is in every batch."""
 
@@ -71,19 +73,19 @@ class DataSection(Section):
     """Field of each example's JSON member; by default its text member, or else the field `caption`."""
     label_field: str | None = None
     """Classifiers: field of each example's JSON member that holds its label; by default the member `cls`."""
-    num_examples: int | None = Field(None, ge=1)
+    num_examples: Positive | None = None
     """How many examples there should be: other data are refused, since sigma and epsilon belong to a number of examples."""
     tokenizer: str = "data/tokenizer/tokenizer.json"
     index: str | None = None
     """Folder made by `prepare.py index`; without it the first start builds one in the run folder's private part."""
-    image_size: int = Field(224, ge=1)
+    image_size: int = Field(224, ge=1, le=MAX_IMAGE_SIZE)
     augment: bool = True
     """Training sees random crops and flips; false: the centre, as where captions say "left of", which a flip makes false."""
-    num_tokens: int = Field(40, ge=3)
+    num_tokens: int = Field(40, ge=3, le=MAX_TOKENS)
     """Caption length after padding or truncation, begin and end tokens included."""
-    num_workers: int = Field(2, ge=0)
+    num_workers: int = Field(2, ge=0, le=1024)
     """Decoding processes per rank."""
-    memory_limit_mib: int = Field(4096, ge=1)
+    memory_limit_mib: int = Field(4096, ge=1, le=2**30)
     """Of the micro-batches that the workers of one rank prepare ahead."""
     bucket_captions: bool = False
     """Captions of like length share a micro-batch: less padding, equal gradients. Timings become private (contract 12)."""
@@ -100,10 +102,10 @@ class HeldoutSection(Section):
     shards: str
     is_public: bool = False
     """Only then may losses, captions and pictures of these examples leave `private/` (contract 12)."""
-    num_examples: int | None = Field(None, ge=1)
+    num_examples: Positive | None = None
     """Use the first so many; all by default."""
-    num_captions: int = Field(5, ge=0)
-    every_steps: int | None = Field(None, ge=1)
+    num_captions: int = Field(5, ge=0, le=10_000)
+    every_steps: Positive | None = None
     """Also evaluate during training; by default before the first and after the last step."""
 
 
@@ -111,27 +113,27 @@ class PrivacySection(Section):
     """The guarantee. Frozen for a run folder at its first start."""
 
     enabled: bool = True
-    expected_batch_size: int = Field(ge=1)
+    expected_batch_size: Positive
     """B: the logical batch has B examples on average; each example is in it with probability q = B / n."""
-    noise_multiplier: float | None = Field(None, ge=0)
+    noise_multiplier: float | None = Field(None, ge=0, le=MAX_NOISE_MULTIPLIER)
     target_epsilon: float | None = Field(None, gt=0)
     """Calibrates the noise multiplier; give one of the two."""
     target_delta: float | None = Field(None, gt=0, lt=1)
     """Default 1 / (2n)."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, le=LARGEST_BOUND)
     clipping_function: Literal["flat", "adaptive", "automatic", "per_layer", "grouped"] = "flat"
     """Flat with constant C; flat with C that follows a quantile of the norms from max_grad_norm on (Andrew et al. 2021);
     normalised gradients (Bu et al. 2023); one norm per layer, or per top-level part of the model."""
     target_unclipped_quantile: float | None = Field(None, ge=0, le=1)
     """Adaptive clipping: the fraction of examples that C should leave unclipped; default 0.5."""
-    clipbound_learning_rate: float | None = Field(None, gt=0)
+    clipbound_learning_rate: Rate | None = None
     """Adaptive clipping: eta_C of the geometric update; default 0.2."""
-    unclipped_num_std: float | None = Field(None, gt=0)
+    unclipped_num_std: float | None = Field(None, gt=0, le=MAX_COUNT)
     """Adaptive clipping: sigma_b, the noise on the count of unclipped examples; default expected_batch_size / 20."""
     clipping_mode: Literal["auto", "bookkeeping", "two_pass"] = "auto"
     """One backward, or two with less memory; the sum is the same. By default the first where its predicted memory is
     available (trainer/run/clipping_mode.py). May change between starts."""
-    reserved_attempts: int | None = Field(None, ge=0)
+    reserved_attempts: Count | None = None
     """Attempts that the budget keeps for crashed steps; default max(2, 1 % of the steps)."""
     allow_small_noise: bool = False
     """Permits a noise multiplier below 0.3."""
@@ -147,7 +149,7 @@ class PrivacySection(Section):
     """The data owner's ledger over all runs on these data (launch_scripts/shared_ledger.py); the run reserves its budget."""
     fixed_in_advance: bool = False
     """The owner's word that this run was fixed before any output of the other runs was seen; else an RDP filter adds it."""
-    max_examples_per_owner: int | None = Field(None, ge=1)
+    max_examples_per_owner: Positive | None = None
     """The data hold at most so many examples of one owner (prepare.py import --max_per_owner): the card adds their epsilon."""
     tuning: str | None = None
     """For the privacy card, in words: how the hyper-parameters were chosen, and on which data."""
@@ -198,39 +200,39 @@ class PrivacySection(Section):
 
 
 class TrainSection(Section):
-    num_steps: int = Field(ge=1)
-    micro_batch_size: int = Field(ge=1)
+    num_steps: Positive
+    micro_batch_size: int = Field(ge=1, le=2**20)
     """Examples per forward on one rank: speed and memory only, never the result."""
     accumulation: Literal["local", "sharded"] = "local"
     """Each rank sums in place and one reduction ends the logical batch; or every micro-batch is reduced to sharded sums, for
     models whose fp32 sum does not fit. Speed and memory only, never the result."""
     compile: bool = False
     """torch.compile of the model's blocks: minutes at the start, less time per step on a GPU. May change between starts."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     """Of the initial weights, which are public. No secret and no noise comes from it."""
-    checkpoint_every: int | None = Field(None, ge=1)
+    checkpoint_every: Positive | None = None
     """Steps between checkpoints; a crash repeats, and is charged for, the steps since the last. Default: 1/20 of the reserve."""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: Positive = 2
     """The newest so many."""
-    keep_every: int | None = Field(None, ge=1)
+    keep_every: Positive | None = None
     """Beside them, every checkpoint whose step is a multiple of this."""
     async_checkpoints: bool = False
     """Write in the background, from a copy in CPU memory; a crash meanwhile goes back to the checkpoint before."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keeps an exponential moving average of the weights in checkpoints: post-processing, free of privacy cost."""
-    max_minutes: float | None = Field(None, gt=0)
+    max_minutes: float | None = Field(None, gt=0, le=10**7)
     """Stop as if asked to (exit 7) at the first step boundary after so long; the same command resumes."""
-    grace_seconds: float = Field(20.0, gt=0)
+    grace_seconds: Seconds = Field(20.0, gt=0)
     """How long a step may take to end after a request to stop; then it is abandoned. Launchers kill 30 s after SIGTERM."""
     sanity_checks: bool = False
     """Compare replicas, noise and micro-batch counts between ranks at every step (trainer/loop/sanity.py); for tests."""
-    log_every: int = Field(1, ge=1)
+    log_every: Positive = 1
 
 
 class RunConfig(Section):
     """The whole recipe. `name` names the default run folder."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=200)
     model: ModelSection
     init: InitSection | None = None
     data: DataSection
@@ -299,11 +301,13 @@ def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
     """The tree of a TOML file; ConfigError says `what` cannot be read."""
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{what} {path}: {error.strerror}; {hint}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
         raise ConfigError(f"{what} {path} is not TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{what} {path} is nested too deeply; no key lies deeper than three sections") from error
 
 
 SectionKind = TypeVar("SectionKind", bound=Section)
@@ -311,10 +315,22 @@ SectionKind = TypeVar("SectionKind", bound=Section)
 
 def validated(kind: type[SectionKind], tree: Mapping[str, Any], where: str) -> SectionKind:
     """`tree` as a frozen section; ConfigError is one line with `where` and the first key that is wrong."""
+    _refuse_nul(tree, where)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{where}: {_first_line(kind, error)}") from error
+
+
+def _refuse_nul(value: Any, where: str) -> None:
+    """TOML can write the one character that no path and no process argument can hold."""
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{where}: {value!r} holds a NUL character; remove it")
+    for key, inner in (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        _refuse_nul(key, where)
+        _refuse_nul(inner, where)
 
 
 def _refuse_repeated(overrides: Sequence[str]) -> None:
@@ -343,8 +359,10 @@ def _value(text: str) -> Any:
     """A TOML value; anything that is none is a string, so that paths need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
+    except RecursionError as error:
+        raise ConfigError(f"override {text[:40]}... is nested too deeply") from error
 
 
 def _first_line(kind: type[Section], error: ValidationError) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import ConfigError, HostError, RemoteError, StepDropped
+from trainer.errors import ConfigError, HostError, RemoteError, Said, StepDropped, in_one_line
 from trainer.ranks.discovery import Ranks
 from trainer.ranks.heartbeat import Heartbeat, end_process
 from trainer.ranks.rendezvous import RENDEZVOUS_SECONDS, Introduction, connect, find_store, meet
@@ -150,14 +150,13 @@ def fail(error: BaseException, explain: Callable[[], bool]) -> NoReturn:
         explain: says what went wrong, or returns False to leave that to rank 0. Not called where the cause is another rank,
             which has said it or is named by the heartbeat.
     """
-    exit_code = int(getattr(error, "exit_code", 1))
+    known = in_one_line(error) or Said(" ".join(str(error).split()), 1)
     if _heartbeat is not None and _is_broken_connection(error):
         _heartbeat.wait_for_the_cause()
     said = explain()
     if _heartbeat is not None and not isinstance(error, RemoteError):
-        message = f"error on rank {_heartbeat.rank}: {' '.join(str(error).split())}"
-        _heartbeat.fail(message, exit_code, said=said)
-    quit_now(exit_code)
+        _heartbeat.fail(f"error on rank {_heartbeat.rank}: {known.line}", known.exit_code, said=said)
+    quit_now(known.exit_code)
 
 
 def abandon(message: str, exit_code: int) -> NoReturn:
@@ -230,7 +229,7 @@ def on_main(function: Callable[[], T]) -> T:
         try:
             result = function()
         except Exception as error:
-            broadcast_object((False, (str(error), getattr(error, "exit_code", 1))))
+            broadcast_object((False, tuple(in_one_line(error) or (str(error), 1))))
             raise
         broadcast_object((True, result))
         return result

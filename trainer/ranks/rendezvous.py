@@ -15,6 +15,7 @@ from trainer.errors import RemoteError
 
 RENDEZVOUS_SECONDS = 45.0
 """Until a rank that has not come is missed, so that an unreachable rendezvous ends all ranks within a minute."""
+LONGEST_RENDEZVOUS_SECONDS = 86_400.0
 _POLL = 0.1
 
 

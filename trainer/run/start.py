@@ -52,6 +52,7 @@ from trainer.run.frozen import FrozenWeights, require_start
 from trainer.run.heldout import Heldout
 from trainer.run.ledger import RunLedger, open_run_ledger
 from trainer.run.members import MembersLog
+from trainer.run.memory_estimate import total_memory
 from trainer.run.run import Run
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.base import to_device
@@ -131,6 +132,8 @@ def _checked_model(setup: _Setup) -> nn.Module:
         raise ConfigError(
             f"ds_config {machine.path}: zero_optimization.zero_init cannot be combined with [init]: remove one"
         )
+    if not machine.zero_init:
+        _require_room(task)
     shard = sharder(setup.engine_name, machine, setup.device, config.train.micro_batch_size)
     model = task.build(torch.Generator().manual_seed(config.train.seed), after=shard)
     require_start(model, config)
@@ -139,6 +142,17 @@ def _checked_model(setup: _Setup) -> nn.Module:
     whole = model if shard is None else task.build(torch.Generator().manual_seed(config.train.seed), one_block=True)
     check_against_autograd(whole, task.synthetic_inputs(2))
     return model
+
+
+def _require_room(task: TrainingTask) -> None:
+    """Before they are made: Linux grants memory that it does not have, and then kills whoever touches it."""
+    room = total_memory()
+    needed = sum(weight.numel() * weight.element_size() for weight in task.skeleton().parameters())
+    if room is not None and needed > room:
+        raise ConfigError(
+            f"model: its weights alone take {needed / 2**30:.3g} GiB, and this machine has {room / 2**30:.3g} GiB: take a "
+            "smaller size, or zero_optimization.zero_init in the ds_config"
+        )
 
 
 def _already_finished(setup: _Setup, resumed: Checkpoint | None) -> int:

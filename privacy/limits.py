@@ -1,0 +1,8 @@
+"""The largest numbers that mean anything here: what is above is a slip of the pen, and is refused in one line."""
+
+MAX_COUNT = 10**12
+"""Of examples, steps and attempts: more than any data set or run has."""
+MAX_NOISE_MULTIPLIER = 1e4
+"""Above it the loss of one step is finer than the grids of the accountants."""
+MAX_EPSILON = 1000.0
+"""Above it nothing is guaranteed, and the distributions of the privacy loss no longer fit into memory."""
