@@ -77,7 +77,10 @@ def train_tokenizer(words_file: Path, output: Path) -> int:
     """
     if not words_file.is_file():
         raise DataError(f"there is no word list {words_file}; install Debian's wamerican or name one with --words")
-    words = [word.strip() for word in words_file.read_text(encoding="utf-8").splitlines()]
+    try:
+        words = [word.strip() for word in words_file.read_text(encoding="utf-8").splitlines()]
+    except UnicodeDecodeError as error:
+        raise DataError(f"the word list {words_file} is not UTF-8: {error}") from error
     tokenizer = Tokenizer(models.BPE())
     one_space = [
         normalizers.Replace(Regex(r"\s+"), " "),
@@ -95,7 +98,7 @@ def train_tokenizer(words_file: Path, output: Path) -> int:
     tokenizer.train_from_iterator(_corpus(words), trainer)
     tokenizer.post_processor = from_start_to_end(tokenizer, "<bos>", "<eos>")
     output.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(output))
+    output.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     return tokenizer.get_vocab_size()
 
 

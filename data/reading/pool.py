@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from data.errors import DataError, ReadError
 
 T = TypeVar("T")
+_MAX_WORKERS = 1024
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -31,9 +32,9 @@ def worker_pool(num_workers: int) -> Iterator[Pool]:
     Raises:
         DataError: started by an MPI launcher without a usable mpi4py, or fewer than one worker.
     """
-    if num_workers < 1:
-        raise DataError(f"{num_workers} workers; there must be at least 1")
-    if any(int(os.environ.get(name) or 1) > 1 for name in _SIZE_VARIABLES):
+    if not 1 <= num_workers <= _MAX_WORKERS:
+        raise DataError(f"{num_workers} workers; there must be at least 1, and at most {_MAX_WORKERS:,}")
+    if any(_launcher_size(name) > 1 for name in _SIZE_VARIABLES):
         try:
             from mpi4py import MPI
             from mpi4py.futures import MPICommExecutor
@@ -50,6 +51,13 @@ def worker_pool(num_workers: int) -> Iterator[Pool]:
         # A fresh interpreter per worker: nothing of this process is inherited half-way through.
         with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as executor:
             yield Pool(executor, True)
+
+
+def _launcher_size(name: str) -> int:
+    text = os.environ.get(name) or "1"
+    if not text.isdecimal():
+        raise DataError(f"the launcher's variable {name} is {text!r}, which is no number of ranks; unset it")
+    return int(text)
 
 
 def available_cores() -> int:

@@ -104,7 +104,7 @@ def make_case(seed: int, number: int) -> Case:
                 case.environment[rng.choice(ENVIRONMENT)] = _environment_value(rng)
             case "condition":
                 case.conditions.append(rng.choice(CONDITIONS))
-    case.recipe, case.study = _toml(recipe), _toml(study)
+    case.recipe, case.study = made_toml(recipe), made_toml(study)
     case.machine = values.to_json(machine).encode(errors="surrogatepass")
     for name, number in texts.items():
         setattr(case, name, _damaged(getattr(case, name), random.Random(number)))
@@ -198,7 +198,8 @@ def _machine(machine: dict[str, Any], rng: random.Random) -> dict[str, Any]:
             return machine | {"zero_optimization": {"stage": rng.choice([*stages, 3]), key: good}}
 
 
-def _toml(tree: Mapping[str, Any]) -> bytes:
+def made_toml(tree: Mapping[str, Any]) -> bytes:
+    """The file of a recipe or a study."""
     return "".join(f"{key} = {values.to_toml(value)}\n" for key, value in tree.items()).encode(errors="surrogatepass")
 
 

@@ -93,6 +93,7 @@ def _forked(case: Case, folder: Path, made: Path) -> Ended:
             for end in (*out, *err):
                 os.close(end)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
             _child(case, folder, made)
         except SystemExit as ended:
             _leave(ended.code if isinstance(ended.code, int) else 1)

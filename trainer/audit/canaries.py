@@ -26,6 +26,8 @@ from trainer.errors import ConfigError
 COINS = "coins.json"
 SHARD = "canaries-000000.tar"
 _BLOCKS = 8  # a picture is 8 x 8 flat squares: it survives any crop and scaling
+_MAX_PIXELS = 1024
+_MAX_CANARIES = 100_000
 _WORDS = 8
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 
@@ -68,8 +70,8 @@ def write_canaries(output: Path, num_canaries: int, image_size: int, caption_fie
     Raises:
         ConfigError: the folder holds something, or numbers make no sense.
     """
-    if num_canaries < 20 or image_size < _BLOCKS:
-        raise ConfigError(f"at least 20 canaries of at least {_BLOCKS} pixels are needed")
+    if not (20 <= num_canaries <= _MAX_CANARIES and _BLOCKS <= image_size <= _MAX_PIXELS):
+        raise ConfigError(f"20 to {_MAX_CANARIES:,} canaries of {_BLOCKS} to {_MAX_PIXELS:,} pixels are needed")
     try:
         output.mkdir(parents=True, exist_ok=True, mode=0o700)
         if any(output.iterdir()):
