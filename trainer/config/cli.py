@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from privacy.limits import MAX_COUNT
@@ -24,19 +24,19 @@ class Parser(argparse.ArgumentParser):
         """Called by argparse."""
         raise ConfigError(message)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """See `argparse.ArgumentParser.parse_args`."""
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See `argparse.ArgumentParser.parse_known_args`, which all other ways to parse go through."""
         for word in sys.argv[1:] if args is None else args:
             if not word.isascii() and any("\ud800" <= letter <= "\udfff" for letter in word):
                 raise ConfigError(f"argument {word!a} is not valid UTF-8; rename the file, or mend the argument")
-        found = super().parse_args(args, namespace)
-        for name, value in vars(found).items():
+        options, others = super().parse_known_args(args, namespace)
+        for name, value in vars(options).items():
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, int | float) and not (math.isfinite(number) and abs(number) <= MAX_COUNT):
                     raise ConfigError(
                         f"argument --{name}: must be a finite number up to {MAX_COUNT:g} in size, not {number:g}"
                     )
-        return found
+        return options, others
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
