@@ -52,6 +52,11 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
         default=RENDEZVOUS_SECONDS,
         help="how long to wait for all ranks to come up",
     )
+    parser.add_argument(
+        "--restart_from_step_0",
+        action="store_true",
+        help="where the ledger records a checkpoint and none is there any more: begin again, charging all steps again",
+    )
     for option, meaning in (
         ("--require_env", "environment variables that every rank must have"),
         ("--may_differ", "environment variables that need not be the same on all ranks"),
@@ -90,13 +95,14 @@ def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
         machine = load_machine_settings(options.ds_config)
         require_supported(options.engine, machine, ranks.world_size)
         run_dir = (options.run_dir or ROOT / "runs" / config.name).resolve()
-        chosen = {"--engine": options.engine, "--run_dir": str(run_dir)}
+        restart = options.restart_from_step_0
+        chosen = {"--engine": options.engine, "--run_dir": str(run_dir), "--restart_from_step_0": str(restart)}
         lists = {"required": options.require_env, "may_differ": options.may_differ}
         said = introduction(os.environ, ROOT, config, machine, chosen, **lists)
         device = start(ranks, options.rendezvous_seconds, said)
         from trainer.run.start import train
 
-        code = train(config, machine, options.engine, run_dir, ROOT, ranks, device, noise)
+        code = train(config, machine, options.engine, run_dir, ROOT, ranks, device, noise, may_restart=restart)
     except KeyboardInterrupt:
         quit_now(130)
     except Exception as error:

@@ -21,6 +21,7 @@ from privacy.ledger.records import read_ledger
 from privacy.ledger.shared import SharedLedger
 from trainer.errors import ConfigError
 from trainer.run.files import write_durably
+from trainer.run.ledger import contradiction
 from trainer.weights.provenance import initialisation_statement
 
 THROUGHPUT = "performance/examples_per_second"
@@ -35,13 +36,16 @@ def build_card(run_dir: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: no run folder, or no ledger in it (exit 2).
-        PrivacyStateRefused: the ledger is broken (exit 4).
+        PrivacyStateRefused: the ledger is broken, or states another plan than config.toml (exit 4).
     """
     if not run_dir.is_dir():
         raise ConfigError(f"run folder {run_dir} does not exist")
     ledger = run_dir / "ledger.jsonl"
     if not ledger.exists():
         raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
+    found = contradiction(run_dir, read_ledger(ledger))
+    if found is not None:
+        raise PrivacyStateRefused(f"{ledger}: {found}")
     card = {"run_dir": str(run_dir), "run_name": run_dir.resolve().name, **privacy_card(ledger)}
     _add_manifest(card, run_dir)
     recipe = _recipe(run_dir)

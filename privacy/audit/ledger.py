@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +20,7 @@ from dp_accounting.pld import PLDAccountant
 
 from privacy.accounting.noise_tail import noise_tail_delta
 from privacy.adaptive_clipping import RANGE
+from privacy.audit.members import LedgerMark, not_in_ledger, not_recorded
 from privacy.audit.report import AuditReport, Check, fact, undecided
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.records import LedgerState, read_state
@@ -63,10 +63,25 @@ class BoundClaim:
 
 
 @dataclass(frozen=True)
+class RecordedAttempts:
+    """The private record of attempts (privacy/audit/members.py), read before the ledger and again after it.
+
+    A run in progress writes while it is audited: what was recorded before must be in the ledger, and what the ledger
+    charges must be recorded afterwards.
+    """
+
+    before: Sequence[LedgerMark]
+    after: Sequence[LedgerMark]
+
+
+@dataclass(frozen=True)
 class FolderClaims:
     """What the other files of a run folder say.
 
     Attributes:
+        attempts: the private record; a sentence where it should be there and cannot be read; None in a folder without its
+            private part.
+        configured: why config.toml asks for another plan than the ledger states; None where it asks for the same.
         furthest_step: file -> the highest step that it shows; none may be beyond the ledger.
         mirror: the bytes of the ledger's mirror; None when there is none or it cannot be read.
         bounds: what was published of adaptive clipping, in the order of the file.
@@ -77,6 +92,8 @@ class FolderClaims:
     furthest_step: Mapping[str, int] = field(default_factory=dict)
     mirror: bytes | None = None
     bounds: Sequence[BoundClaim] = ()
+    attempts: RecordedAttempts | str | None = None
+    configured: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +146,8 @@ def audit_ledger(data: bytes, claims: FolderClaims) -> AuditReport:
         _clock(reading),
         _nonces(reading),
         _releases(reading),
+        fact("configuration", claims.configured is None, claims.configured or "config.toml asks for no other plan"),
+        attempts_check(state, claims.attempts),
         *_bounds(reading, claims.bounds),
         _budget(state),
         *_epsilons(reading, state, claims.epsilons),
@@ -172,31 +191,42 @@ def _joint(releases: Sequence[Mapping[str, float]]) -> float:
     return 1 / math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 if r["std"] else math.inf for r in releases))
 
 
-def _joint_or_planned(intent: Mapping[str, Any], planned: float) -> float:
-    """The planned noise multiplier for one within rounding of it: a moving C gives every step another last digit."""
-    sigma = _joint(intent["releases"])
-    return planned if math.isclose(sigma, planned, rel_tol=1e-9) else sigma
-
-
 def _releases(reading: _Reading) -> Check:
     """Every intent states the planned noise, for the sensitivity that is C; where C moves, `_bounds` looks at it."""
     plan, intents = reading.plan, reading.of_type("intent")
+    planned, is_head = plan["noise_multiplier"], bool(reading.of_type("open")[0].get("head"))
     sigmas = [_joint(intent["releases"]) for intent in intents]
-    low = [sigma for sigma in sigmas if sigma < plan["noise_multiplier"] * (1 - 1e-9)]
+    off = [sigma for sigma in sigmas if not math.isclose(sigma, planned, rel_tol=1e-9)]
     other = [
         release["sensitivity"]
         for intent in intents
         for release in intent["releases"]
-        if len(intent["releases"]) == 1 and not math.isclose(release["sensitivity"], plan["max_grad_norm"])
+        if len(intent["releases"]) == 1
+        and not is_head
+        and not math.isclose(release["sensitivity"], plan["max_grad_norm"])
     ]
-    smallest = min(sigmas, default=plan["noise_multiplier"])
+    furthest = max(sigmas, key=lambda sigma: abs(sigma - planned), default=planned)
     return fact(
         "releases",
-        not low and not other,
-        f"{len(intents)} intents state a noise multiplier of at least {smallest:.6g} (planned {plan['noise_multiplier']:.6g}); "
-        f"{len(other)} state another sensitivity than C = {plan['max_grad_norm']:g}",
-        statistic=smallest,
-        threshold=plan["noise_multiplier"],
+        not off and not other,
+        f"{len(off)} of {len(intents)} intents state another noise multiplier than the planned {planned:.6g}, and {len(other)} "
+        f"another sensitivity than C = {plan['max_grad_norm']:g}",
+        statistic=furthest,
+        threshold=planned,
+    )
+
+
+def attempts_check(state: LedgerState, attempts: RecordedAttempts | str | None) -> Check:
+    """Recorded attempts and charges are the same, but for the last of a session, which may have ended before its charge."""
+    if attempts is None:
+        return fact(
+            "attempts", True, "there is no private/ here, so charges are not compared with the record of attempts"
+        )
+    if isinstance(attempts, str):
+        return fact("attempts", False, attempts)
+    wrong = not_in_ledger(attempts.before, state) or not_recorded(state, attempts.after)
+    return fact(
+        "attempts", wrong is None, wrong or f"{len(state.intents)} charges are those of the attempts in private/"
     )
 
 
@@ -253,9 +283,9 @@ def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonCla
             undecided("epsilon", f"epsilon {own:.6g}; sampling by {plan.sampling!r} is not recomputed independently")
         ]
         return [*checks, *_claims(state, claims, None, {})]
-    sigmas = Counter(_joint_or_planned(intent, plan.noise_multiplier) for intent in reading.of_type("intent"))
-    sigmas[plan.noise_multiplier] += state.charged_torn
-    again = recompute_epsilon(reading.plan, sigmas)
+    # All at the planned noise: `_releases` and the legal order refuse an intent that states another.
+    charged = len(reading.of_type("intent")) + state.charged_torn
+    again = recompute_epsilon(reading.plan, {plan.noise_multiplier: charged})
     close = math.isclose(own, again, rel_tol=TOLERANCE, abs_tol=1e-6)
     sentence = f"epsilon {again:.6g} by an independent PLD computation, {own:.6g} by the ledger's accountant"
     return [

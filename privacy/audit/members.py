@@ -1,4 +1,13 @@
-"""The private record of who was trained on: what each rank was dealt, attempt by attempt, as keyed digests.
+"""The private record of every attempt: who was trained on, as keyed digests, and where the ledger stood then.
+
+It is a second witness of the ledger. Each line names the ledger's last line at that moment, by number and SHA-256, and is durable
+before anything follows:
+
+1. the attempt, with what each rank was dealt; 2. the ledger's intent; 3. the mark that the intent is durable; 4. the noise.
+
+So a ledger that was cut or written anew no longer holds what the record names. In each session one attempt, the last, may lack its
+charge: the program ended between 1 and 2. No charge lacks its attempt, except that of a torn line, which is charged in case it was
+an intent.
 
 With the sampling key an auditor recomputes the members from the coins and compares: then "what was trained equals what the
 coins say" is checked and not only believed. Without the key a digest says nothing.
@@ -7,12 +16,15 @@ coins say" is checked and not only believed. Without the key a digest says nothi
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger.records import LedgerState
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import Ids
 
@@ -26,8 +38,19 @@ def members_digest(key: SamplingKey, nonce: bytes, attempt: int, step: int, rank
 
 
 @dataclass(frozen=True)
-class MembersRecord:
-    """One line: what the ranks were dealt in one attempt at one step; counts and digests in rank order."""
+class LedgerMark:
+    """A line that says only where the ledger stood: `seq` is its last line's number from 0, `hash` that line's SHA-256."""
+
+    seq: int
+    hash: str
+
+    def line(self) -> str:
+        return json.dumps(self.__dict__, separators=(",", ":")) + "\n"
+
+
+@dataclass(frozen=True)
+class MembersRecord(LedgerMark):
+    """An attempt: what the ranks were dealt at one step; counts and digests in rank order. Its intent is line `seq` + 1."""
 
     step: int
     attempt: int
@@ -35,22 +58,59 @@ class MembersRecord:
     counts: tuple[int, ...]
     digests: tuple[str, ...]
 
-    def line(self) -> str:
-        return json.dumps(self.__dict__, separators=(",", ":")) + "\n"
+
+def read_lines(path: Path) -> Iterator[LedgerMark]:
+    """Every line in order, one at a time: with a digest for each of many ranks, all together may not fit into memory.
+
+    A torn line, of a crash, is passed over.
+
+    Raises:
+        PrivacyStateRefused: there is no such file, or it cannot be read.
+    """
+    try:
+        with path.open(errors="replace") as file:
+            for line in file:
+                try:
+                    fields: dict[str, Any] = json.loads(line)
+                    if type(fields["seq"]) is not int:
+                        continue
+                    if isinstance(fields.get("nonce"), str):
+                        listed = {name: tuple(fields[name]) for name in ("counts", "digests")}
+                        yield MembersRecord(**fields | listed)
+                    else:
+                        yield LedgerMark(**fields)
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                    continue
+    except OSError as error:
+        raise PrivacyStateRefused(f"{path}: cannot read the record of attempts: {error.strerror or error}") from error
 
 
-def read_members(path: Path) -> dict[tuple[str, int, int], MembersRecord] | None:
-    """(nonce, step, attempt) -> record; None when the run kept none. A torn line, of a crash, is passed over."""
-    if not path.exists():
+def attempts_by_name(lines: Iterable[LedgerMark]) -> dict[tuple[str, int, int], MembersRecord]:
+    """(nonce, step, attempt) -> record."""
+    return {(line.nonce, line.step, line.attempt): line for line in lines if isinstance(line, MembersRecord)}
+
+
+def not_in_ledger(lines: Iterable[LedgerMark], state: LedgerState) -> str | None:
+    """What the ledger lacks of what was recorded before it was read; None when it lacks nothing."""
+    charged = {intent.seq: (intent.nonce, intent.step, intent.attempt) for intent in state.intents}
+    ended: set[str] = set()
+    for line in lines:
+        if not 0 <= line.seq < state.num_lines or state.hashes[line.seq] != line.hash:
+            return f"an attempt was recorded after another line {line.seq + 1}: the ledger was rolled back or replaced"
+        if isinstance(line, MembersRecord):
+            if line.nonce not in state.nonces or line.nonce in ended:
+                return f"attempt {line.attempt} of step {line.step} was recorded in a session that the ledger lacks or ended"
+            if charged.pop(line.seq + 1, None) != (line.nonce, line.step, line.attempt):
+                ended.add(line.nonce)  # the program ended between the record and its intent
+    return None
+
+
+def not_recorded(state: LedgerState, lines: Iterable[LedgerMark]) -> str | None:
+    """Which charge lacks the record of its attempt, in lines that were read after the ledger; None when all have one."""
+    charged = {intent.seq: (intent.nonce, intent.step, intent.attempt) for intent in state.intents}
+    for line in lines:
+        if isinstance(line, MembersRecord) and charged.get(line.seq + 1) == (line.nonce, line.step, line.attempt):
+            del charged[line.seq + 1]
+    if not charged:
         return None
-    found: dict[tuple[str, int, int], MembersRecord] = {}
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            fields: dict[str, Any] = json.loads(line)
-            record = MembersRecord(
-                fields["step"], fields["attempt"], fields["nonce"], tuple(fields["counts"]), tuple(fields["digests"])
-            )
-        except (ValueError, KeyError, TypeError):
-            continue
-        found[record.nonce, record.step, record.attempt] = record
-    return found
+    return f"{len(charged)} charges, the first in line {min(charged) + 1}, have no record of their attempt"

@@ -28,6 +28,7 @@ from privacy.ledger.durable import fsync_directory, publish_new
 from privacy.ledger.records import (
     FORMAT_VERSION,
     NO_PREVIOUS,
+    RESTARTED,
     TORN_MARK,
     LedgerState,
     LineRefused,
@@ -180,11 +181,18 @@ class Ledger:
 
     # Writing
 
-    def start_session(self, environment: Mapping[str, Any], nonce: bytes | None = None) -> bytes:
-        """Records a start of the program and returns its 16 fresh bytes, durable before any coin depends on them."""
+    def start_session(
+        self, environment: Mapping[str, Any], nonce: bytes | None = None, *, restarted: bool = False
+    ) -> bytes:
+        """Records a start of the program and returns its 16 fresh bytes, durable before any coin depends on them.
+
+        Args:
+            restarted: the run has lost its checkpoints and begins again at step 0; none of them is expected any more.
+        """
         nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
         self._session_time = None
         fields = {"nonce": nonce.hex(), "mirror": self.mirror is not None, "environment": dict(environment)}
+        fields |= {RESTARTED: True} if restarted else {}
         self._append("session", fields | dict(self.witness.session_fields() if self.witness is not None else {}))
         if self.witness is not None:
             self.witness.started()
@@ -196,7 +204,7 @@ class Ledger:
 
         Raises:
             BudgetSpent: steps plus reserve are charged already; nothing is written.
-            PrivacyStateRefused: out of order, less noise than planned, the ledger cannot be written, or the witness objects.
+            PrivacyStateRefused: out of order, other noise than planned, the ledger cannot be written, or the witness objects.
         """
         self._require_session()
         self.require_budget(step)

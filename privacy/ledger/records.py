@@ -24,15 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from privacy.accounting.accountants import ReleaseGroup, epsilon, joint_noise_multiplier
-from privacy.adaptive_clipping import COUNT_SENSITIVITY, RANGE
+from privacy.adaptive_clipping import RANGE, AdaptiveClipping
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.plan import PrivacyPlan
-from privacy.releases import GRADIENT, UNCLIPPED
+from privacy.releases import step_releases
 
 FORMAT_VERSION = 1
 TORN_MARK = b" #torn"
 NO_PREVIOUS = "0" * 64
 CLOSE_REASONS = ("finished", "budget_spent", "stopped")
+RESTARTED = "restarted_from_step_0"
+"""Of a `session`: the checkpoints that the ledger knows were gone, and the run began again by permission."""
 _HEADER = ("seq", "type", "time_utc", "previous")
 _HEX = re.compile(r"[0-9a-f]+")
 
@@ -61,12 +63,12 @@ def may_be_intent(torn: bytes, seq: int) -> bool:
 
 @dataclass(frozen=True)
 class Intent:
-    """One charged attempt; `noise_multiplier` joins all releases of the step, before the clipper's slack."""
+    """One charged attempt: its line from 0, and what with the session's nonce (hex) names its coins."""
 
     seq: int
+    nonce: str
     step: int
     attempt: int
-    noise_multiplier: float
 
 
 class LineRefused(Exception):
@@ -88,7 +90,7 @@ class LedgerState:
     pending: Intent | None = None
     position_in_session: int | None = None
     last_done_step: int = 0
-    checkpoints: list[tuple[int, str]] = field(default_factory=list)
+    checkpointed_step: int | None = None  # of the newest checkpoint since the run began, or began again at step 0
     charged_torn: int = 0
     torn_run: list[bool] = field(default_factory=list)
     closed: str | None = None
@@ -122,21 +124,12 @@ class LedgerState:
         return self.attempts[step]
 
     def charged_groups(self) -> list[ReleaseGroup]:
-        """Everything charged, for the accountant, from the ledger alone; torn lines at the planned noise."""
-        plan = self.plan
-        if plan.sampling == "shuffle":
-            return [plan.shuffled_group(self.last_step, self.num_replays)] if self.num_charged else []
-        counts: Counter[float] = Counter()
-        for intent in self.intents:
-            counts[_merged(intent.noise_multiplier, plan.noise_multiplier)] += 1
-        counts[plan.noise_multiplier] += self.charged_torn
-        slack = 1 + plan.sensitivity_slack
-        one = plan.release_group(1)
-        return [
-            ReleaseGroup(one.sample_rate, sigma / slack, count, one.num_examples, one.cap)
-            for sigma, count in sorted(counts.items())
-            if count
-        ]
+        """Everything charged, for the accountant, from the ledger alone: every intent has the planned noise."""
+        if not self.num_charged:
+            return []
+        if self.plan.sampling == "shuffle":
+            return [self.plan.shuffled_group(self.last_step, self.num_replays)]
+        return [self.plan.release_group(self.num_charged)]
 
     def epsilon(self) -> float | None:
         """Epsilon of everything charged at the plan's delta; None when the plan makes no formal claim."""
@@ -223,14 +216,6 @@ def noise_multiplier_of(releases: object) -> float:
     return joint_noise_multiplier(ratios)
 
 
-def _merged(sigma: float, planned: float) -> float:
-    """The planned sigma for one within rounding of it; otherwise rounded down, so that few groups remain."""
-    if abs(sigma - planned) <= 1e-9 * planned:
-        return planned
-    digits = 9 - math.ceil(math.log10(sigma)) if sigma > 0 else 9
-    return math.floor(sigma * 10.0**digits) / 10.0**digits
-
-
 def parse_line(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
@@ -279,6 +264,8 @@ def _check_session(state: LedgerState, record: dict[str, Any]) -> None:
     _require(_is_hex(record.get("nonce"), 32), "a session has a nonce of 16 bytes in hex")
     _require(record["nonce"] not in state.nonces, "the session nonce was used before: coins would repeat")
     _require(type(record.get("mirror")) is bool, "a session says whether the ledger is mirrored")
+    restarted = record.get(RESTARTED, False)
+    _require(type(restarted) is bool, f"{RESTARTED} of a session is true or false")
     seq, line_hash = record.get("shared_seq", 0), record.get("shared_hash", NO_PREVIOUS)
     _require(type(seq) is int and seq >= 0 and _is_hex(line_hash, 64), "a line is named by number and SHA-256 in hex")
 
@@ -297,25 +284,33 @@ def _check_intent(state: LedgerState, record: dict[str, Any]) -> None:
     _require(
         attempt == state.next_attempt(step), f"attempt {attempt} of step {step}: {state.next_attempt(step)} is next"
     )
-    sigma = noise_multiplier_of(record.get("releases"))
-    _require(sigma >= plan["noise_multiplier"] * (1 - 1e-9), f"noise multiplier {sigma:g} is below the planned one")
-    if plan.get("adaptive_clipping") is not None:
-        _check_adaptive_releases(plan, record["releases"])
+    _check_releases(state.opened, record.get("releases"))
 
 
-def _check_adaptive_releases(plan: Mapping[str, Any], releases: list[dict[str, Any]]) -> None:
-    """The count that C follows is released in every step, so it must be among the releases that are charged."""
-    _require(
-        [r["name"] for r in releases] == [GRADIENT, UNCLIPPED], f"adaptive clipping releases {GRADIENT} and {UNCLIPPED}"
-    )
-    gradient, count = releases
-    planned = plan["adaptive_clipping"]["unclipped_num_std"]
-    _require(
-        count["sensitivity"] >= COUNT_SENSITIVITY and count["std"] >= planned * (1 - 1e-9),
-        f"{UNCLIPPED} has a sensitivity of {COUNT_SENSITIVITY} and, as planned, noise of {planned:g}",
-    )
-    low, high = plan["max_grad_norm"] / RANGE, plan["max_grad_norm"] * RANGE
-    _require(low <= gradient["sensitivity"] <= high, f"C = {gradient['sensitivity']:g} is outside of its range")
+def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
+    """A step releases what the plan says, to rounding: less noise breaks the claim, and more would lower epsilon unearned."""
+    plan, sigma = opened["plan"], noise_multiplier_of(releases)
+    if "head" in opened:  # statistics of other names and sensitivities; together they are worth the planned noise
+        _require(_equal(sigma, plan["noise_multiplier"]), f"noise multiplier {sigma:g} is not the planned one")
+        return
+    bound, adaptive = plan["max_grad_norm"], plan.get("adaptive_clipping")
+    if adaptive is not None:  # C moves
+        low, high = bound / RANGE, bound * RANGE
+        bound, adaptive = releases[0]["sensitivity"], AdaptiveClipping(**adaptive)
+        _require(low <= bound <= high, f"C = {bound:g} is outside of its range")
+    planned = step_releases(plan["noise_multiplier"], bound, adaptive)
+    names = [release["name"] for release in planned]
+    _require([r["name"] for r in releases] == names, f"a step of this plan releases {' and '.join(names)}")
+    for stated, wanted in zip(releases, planned, strict=True):
+        _require(
+            _equal(stated["std"], wanted["std"]) and _equal(stated["sensitivity"], wanted["sensitivity"]),
+            f"{stated['name']} states noise of {stated['std']:g} for a sensitivity of {stated['sensitivity']:g}, where the "
+            f"plan has {wanted['std']:g} for {wanted['sensitivity']:g}",
+        )
+
+
+def _equal(stated: float, planned: float) -> bool:
+    return math.isclose(stated, planned, rel_tol=1e-9)
 
 
 def _check_done(state: LedgerState, record: dict[str, Any]) -> None:
@@ -349,13 +344,14 @@ def _apply_session(state: LedgerState, record: dict[str, Any]) -> None:
     state.mirrored = state.mirrored or record["mirror"]
     if "shared_hash" in record:
         state.shared_seen = (record.get("shared_seq", 0), record["shared_hash"])
+    if record.get(RESTARTED):
+        state.checkpointed_step = None
     state.session_active = True
     state.pending = state.position_in_session = None
 
 
 def _apply_intent(state: LedgerState, record: dict[str, Any]) -> None:
-    sigma = noise_multiplier_of(record["releases"])
-    state.pending = Intent(record["seq"], record["step"], record["attempt"], sigma)
+    state.pending = Intent(record["seq"], state.nonces[-1], record["step"], record["attempt"])
     state.intents.append(state.pending)
     state.attempts[record["step"]] += 1
 
@@ -366,7 +362,7 @@ def _apply_done(state: LedgerState, record: dict[str, Any]) -> None:
 
 
 def _apply_checkpoint(state: LedgerState, record: dict[str, Any]) -> None:
-    state.checkpoints.append((record["step"], record["digest"]))
+    state.checkpointed_step = record["step"]
 
 
 def _apply_repair(state: LedgerState, record: dict[str, Any]) -> None:

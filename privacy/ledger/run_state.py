@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from privacy.accounting.accountants import accountant_version
+from privacy.audit.members import not_in_ledger, not_recorded, read_lines
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger.durable import fsync_directory
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.membership import Membership
 from privacy.ledger.shared import SharedLedger
@@ -34,6 +37,7 @@ def open_run_state(
     open_fields: Mapping[str, Any] | None = None,
     mirror: Path | str | None = None,
     has_checkpoint: bool = False,
+    members: Path | None = None,
     shared: SharedTerms | None = None,
 ) -> tuple[Ledger, SamplingKey]:
     """Opens the privacy state of a run folder, or creates it for a new one. The caller holds the run's lock.
@@ -45,14 +49,16 @@ def open_run_state(
         shared: the data owner's ledger, where the run's whole budget is reserved before this returns; a run without a
             guarantee is counted there, if the owner permits such runs.
         has_checkpoint: whether the folder holds a checkpoint, which is refused without its ledger.
+        members: the private record of attempts (privacy/audit/members.py), made here for a new ledger and held against an
+            existing one; None for a program that keeps none.
 
     Raises:
-        PrivacyStateRefused: ledger, key, mirror and checkpoints do not fit together (exit 4).
+        PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
         PrivacyConfigError: the plan, the data or the shared ledger differ from the frozen ones (exit 2).
         BudgetSpent: the shared ledger has no room for the run (exit 3).
 
-    A crash at any point of the creation leaves a folder that the next call accepts: the key is staged first, the
-    ledger commits to it, then the key gets its name. A run without a ledger has drawn no coin.
+    A crash at any point of the creation leaves a folder that the next call accepts: the key is staged and an empty record
+    of attempts made first, the ledger commits to the key, then the key gets its name. A run without a ledger has drawn no coin.
     """
     ledger_path, key_path = Path(ledger_path), Path(key_path)
     owner = None if shared is None else SharedLedger(shared.path)
@@ -61,6 +67,8 @@ def open_run_state(
         if has_checkpoint:
             raise PrivacyStateRefused(f"{ledger_path}: a checkpoint without its ledger; what it spent is unknown")
         key = SamplingKey.stage(key_path)
+        if members is not None:
+            _create_members(members)
         fields = {
             "plan": plan.frozen_fields(),
             "key_commitment": key.commitment(),
@@ -80,6 +88,10 @@ def open_run_state(
             raise PrivacyConfigError(f"{ledger_path}: the data are not those that the run was opened with")
         if ledger.state.opened.get("shared_ledger") != identity:
             raise PrivacyConfigError(f"{ledger_path}: not the shared ledger (privacy.shared_ledger) it was opened with")
+        if members is not None:
+            found = not_in_ledger(read_lines(members), ledger.state) or not_recorded(ledger.state, read_lines(members))
+            if found:
+                raise PrivacyStateRefused(f"{ledger_path} and {members} contradict each other: {found}; restore both")
         if owner is not None and shared is not None:
             fixed = shared.fixed_in_advance
             owner.join(key.commitment(), shared.name, plan, ledger.state, fixed_in_advance=fixed)
@@ -88,3 +100,19 @@ def open_run_state(
     except BaseException:
         ledger.release()
         raise
+
+
+def _create_members(path: Path) -> None:
+    """An empty record of attempts, durable before the ledger, so that no honest crash leaves a ledger without it."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            is_empty = os.fstat(descriptor).st_size == 0
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        fsync_directory(path.parent)
+    except OSError as error:
+        raise PrivacyStateRefused(f"{path}: cannot create the record of attempts: {error.strerror or error}") from error
+    if not is_empty:
+        raise PrivacyStateRefused(f"{path}: attempts were recorded, and the ledger that charged them is gone")

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data.errors import DataError
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from tools.tokenizer_build import BERT_TOKENS, build_word_pieces, train_tokenizer
+from tools.tokenizer_build import BERT_TOKENS, build_word_pieces
 
 WORDS = ["a", "dog", "cat", "red", "on", "the", "mat", "##s"]
 

@@ -228,6 +228,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
                 noise_variance=NoiseVariance(optimizer.betas[1]),
                 learning_rate=lambda step: optimizer.peak_lr,
             )
+            ledger.note(step_plan)
             record = train_step(mechanism, step, _micro_batches(step_plan, canaries, present_N))
             fraction = record.public.get("privacy/noised_unclipped_fraction")
             tape.note(step_plan, None if fraction is None else (fraction - 0.5) * plan.expected_batch_size)
@@ -247,19 +248,21 @@ def with_ledger(folder: Path, plan: PrivacyPlan, use: Callable[[RunLedger], None
     """Opens ledger and key as a start of the program does, and lets go of them afterwards. Collective."""
     opened: list[tuple[Ledger, SamplingKey]] = []
 
-    def open_on_main() -> tuple[str, dict[int, int]]:
-        opened.append(open_run_state(folder / "ledger.jsonl", folder / "sampling.key", plan, data_manifest=b"canaries"))
-        ledger, key = opened[0]
-        return key.commitment(), dict(ledger.state.attempts)
+    members = folder / "members.jsonl"
 
-    commitment, attempts = distributed.on_main(open_on_main)
+    def open_on_main() -> str:
+        ledger, key = open_run_state(
+            folder / "ledger.jsonl", folder / "sampling.key", plan, data_manifest=b"canaries", members=members
+        )
+        opened.append((ledger, key))
+        return key.commitment()
+
+    commitment = distributed.on_main(open_on_main)
+    ledger, key = opened[0] if opened else (None, SamplingKey.load(folder / "sampling.key", commitment))
     no_table = folder / "epsilon-table.json"  # a sandbox claims nothing, so none is made
-    if opened:
-        use(RunLedger(opened[0][0], opened[0][1], plan, attempts, no_table))
-        opened[0][0].release()
-    else:
-        key = SamplingKey.load(folder / "sampling.key", commitment)
-        use(RunLedger(None, key, plan, attempts, no_table))
+    use(RunLedger(ledger, key, plan, table=no_table, members=members))
+    if ledger is not None:
+        ledger.release()
 
 
 def main(arguments: list[str], source: NoiseSource | None = None) -> None:

@@ -48,6 +48,11 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, "seal": hashlib.sha256(canonical.encode()).hexdigest()}
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Whether any checkpoint that a run could resume from is there, whole or not."""
+    return any(folder.glob("step-*"))
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that LATEST names, or None before the first one.
 
@@ -238,10 +243,10 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
 
 
 def usable_names(folder: Path) -> list[str]:
-    """The checkpoint that LATEST names, then those before it, newest first; all, if LATEST names none."""
+    """The checkpoint that LATEST names, then those before it, newest first; all, if LATEST names none. None, if none is there."""
     names = sorted((path.name for path in folder.glob("step-*")), reverse=True)
     latest = _pointed_at(folder / LATEST) if (folder / LATEST).exists() else ""
-    if not latest.startswith("step-"):
+    if not names or not latest.startswith("step-"):
         return names
     return [latest, *(name for name in names if name < latest)]
 

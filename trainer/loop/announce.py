@@ -45,6 +45,8 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
         print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
     if run.first_step > 1:
         print(f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged")
+    elif run.ledger.num_charged:
+        print(f"starting again at step 1, without a checkpoint; {run.ledger.num_charged} attempts stay charged")
     if choice is not None:
         print(choice.sentence)
     sys.stdout.flush()

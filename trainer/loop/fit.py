@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoints.read import newest_checkpoint
+from trainer.checkpoints.read import has_checkpoints
 from trainer.engines.base import ShardState, holds_whole_weights
 from trainer.errors import StepDropped
 from trainer.loop.reporting import StepReporter
@@ -32,7 +32,7 @@ def fit(run: "Run") -> int:
     steps = run.loader.steps(run.batches.plans(run.first_step, num_steps))
     step = run.first_step - 1
     # A run that ends before its first step still leaves a model.
-    saved = step if step > 0 or newest_checkpoint(run.folder.checkpoints) is not None else None
+    saved = step if step > 0 or has_checkpoints(run.folder.checkpoints) else None
     outcome = DONE
     if step == 0 and run.heldout is not None:
         reporter.heldout(step)
@@ -45,7 +45,7 @@ def fit(run: "Run") -> int:
             started = time.monotonic()
             plan, micro_batches = next(steps)
             step = plan.step
-            run.members.note(plan, run.batches.attempt(step))
+            run.ledger.note(plan)
             distributed.note_progress(2 * step)
             if run.sanity is not None:
                 micro_batches = run.sanity.before_step(step, micro_batches, plan.num_micro_batches)

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from privacy.audit.members import FILE
 from trainer.errors import ConfigError
 from trainer.run.files import write_durably
 
@@ -25,6 +26,7 @@ class RunFolder:
         self.private = root / "private"
         self.ledger = root / "ledger.jsonl"
         self.key = self.private / "sampling.key"
+        self.members = self.private / FILE
         self.index = self.private / "index"
         self.checkpoints = root / "checkpoints"
         self.evaluation = root / "evaluation"

@@ -5,38 +5,53 @@ the frozen one) on rank 0, and every rank gets the same.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data.index.tar_index import ExampleTable
-from privacy.accounting.calibration import Progress
+from data.reading.loader import StepPlan
+from privacy.accounting.accountants import epsilon
+from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER, Progress
 from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.records import read_ledger
+from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, make_plan, require_equal
 from privacy.releases import Release
 from privacy.sampling.keys import SamplingKey
-from trainer.config.recipe import PrivacySection
+from trainer.checkpoints.read import has_checkpoints
+from trainer.config.recipe import PrivacySection, load_config
 from trainer.ranks import distributed
 from trainer.run.folder import RunFolder, environment
+from trainer.run.members import MembersLog
 
 
 class RunLedger:
-    """Collective wrapper of the ledger; every method is called on all ranks unless it says otherwise."""
+    """Collective wrapper of the ledger; every method is called on all ranks unless it says otherwise.
+
+    Args:
+        ledger: on rank 0 only.
+        table: where the epsilon table is cached.
+        members: the private record of attempts.
+    """
 
     def __init__(
-        self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, attempts: Mapping[int, int], table: Path
+        self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, *, table: Path, members: Path
     ) -> None:
-        self._ledger = ledger  # on rank 0 only
-        self._table_cache = table
+        self._ledger = ledger
+        self._table_cache, self._members_path = table, members
         self.key = key
         self.plan = plan
-        self.attempts = dict(attempts)
-        self.is_closed: bool = distributed.on_main(lambda: self._on_main.closed is not None)
+        self.attempts, self.is_closed, self.checkpointed_step = distributed.on_main(self._said_before)
+        self._members: MembersLog | None = None
         self._table: EpsilonTable | None = None
+
+    def _said_before(self) -> tuple[dict[int, int], bool, int | None]:
+        state = self._on_main.state
+        return dict(state.attempts), state.closed is not None, state.checkpointed_step
 
     @property
     def _on_main(self) -> Ledger:
@@ -52,17 +67,34 @@ class RunLedger:
         """Whether an intent for `step` would pass the budget; False on ranks other than 0."""
         return self._ledger is not None and self._ledger.budget_spent(step) is not None
 
-    def start_session(self) -> bytes:
-        """Records this start and returns its nonce; on rank 0 the epsilon table is computed too."""
-        nonce = distributed.on_main(lambda: self._on_main.start_session(_versions()))
+    def start_session(self, *, restarted: bool = False) -> bytes:
+        """Records this start and returns its nonce; on rank 0 the epsilon table is computed too.
+
+        Args:
+            restarted: see `Ledger.start_session`.
+        """
+        nonce = distributed.on_main(lambda: self._on_main.start_session(_versions(), restarted=restarted))
+        self._members = MembersLog(self._members_path, self.key, nonce, lambda: self._on_main.position())
         if self._ledger is not None:
             self._table = self.plan.epsilon_table(cache=self._table_cache)
         return nonce
 
-    def intent(self, step: int, *, releases: Sequence[Release]) -> None:
-        """Charges the attempt; see `Ledger.intent`."""
+    def note(self, plan: StepPlan) -> None:
+        """Records, privately, whom the next attempt is about to train on; the intent follows."""
         if self.plan.enabled:
-            distributed.on_main(lambda: self._on_main.intent(step, self.attempts.get(step, 0), releases))
+            assert self._members is not None, "a session comes first"
+            self._members.attempt(plan, self.attempts.get(plan.step, 0))
+
+    def intent(self, step: int, *, releases: Sequence[Release]) -> None:
+        """Charges the attempt; see `Ledger.intent`. The private record knows of the charge before any rank goes on."""
+
+        def charge() -> None:
+            assert self._members is not None, "a session comes first"
+            self._on_main.intent(step, self.attempts.get(step, 0), releases)
+            self._members.charged()
+
+        if self.plan.enabled:
+            distributed.on_main(charge)
 
     def done(self, step: int) -> None:
         if self.plan.enabled:
@@ -106,7 +138,7 @@ def open_run_ledger(
 
     Raises (on every rank):
         PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
-        PrivacyStateRefused: ledger, key, mirror and checkpoints do not fit together (exit 4).
+        PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
     """
     opened: list[tuple[Ledger, SamplingKey]] = []
 
@@ -122,18 +154,16 @@ def open_run_ledger(
             open_fields=_described(privacy, unit),
             mirror=privacy.ledger_mirror,
             shared=None if owners is None else SharedTerms(owners, folder.root.name, privacy.fixed_in_advance),
-            has_checkpoint=any(folder.checkpoints.glob("step-*")),
+            has_checkpoint=has_checkpoints(folder.checkpoints),
+            members=folder.members,
         )
         opened.append((ledger, key))
-        return {"plan": plan, "attempts": dict(ledger.state.attempts), "commitment": key.commitment()}
+        return {"plan": plan, "commitment": key.commitment()}
 
     found = distributed.on_main(open_on_main)
+    ledger, key = opened[0] if opened else (None, SamplingKey.load(folder.key, found["commitment"]))
     cache = folder.private / "epsilon-table.json"
-    if opened:
-        ledger, key = opened[0]
-        return RunLedger(ledger, key, found["plan"], found["attempts"], cache)
-    key = SamplingKey.load(folder.key, found["commitment"])
-    return RunLedger(None, key, found["plan"], found["attempts"], cache)
+    return RunLedger(ledger, key, found["plan"], table=cache, members=folder.members)
 
 
 def _described(privacy: PrivacySection, unit: str) -> dict[str, Any]:
@@ -198,4 +228,29 @@ def recipe_plan(
         adaptive_clipping=privacy.adaptive_clipping,
         resume=resume,
         progress=progress,
+    )
+
+
+def contradiction(run_dir: Path, state: LedgerState) -> str | None:
+    """Why config.toml asks for another plan than the ledger of this run folder states; None where there is no reason.
+
+    The number of examples is the ledger's: config.toml does not know it. Noise that was calibrated is held against its
+    target, with a margin for other versions of the accountant.
+    """
+    if not (run_dir / "config.toml").exists():  # a private head
+        return None
+    config, stated, plan = load_config(run_dir / "config.toml"), state.opened["plan"], state.plan
+    try:
+        wanted = recipe_plan(config.privacy, config.train.num_steps, plan.num_examples, resume=stated)
+        require_equal(stated, wanted.frozen_fields(), "ledger.jsonl states another plan than config.toml asks for")
+    except PrivacyConfigError as error:
+        return str(error)
+    target, floor = plan.target_epsilon, MIN_NOISE_MULTIPLIER
+    if target is None or not plan.formal_guarantee or plan.noise_multiplier <= floor:
+        return None
+    most = plan.release_group(plan.max_intents).without_cap()  # a tenth of the time; the cap changes the last digits
+    if epsilon([replace(most, noise_multiplier=0.95 * most.noise_multiplier)], plan.accounted_delta) > target:
+        return None
+    return (
+        f"ledger.jsonl states noise of {plan.noise_multiplier:g}, more than epsilon {target:g} in config.toml asks for"
     )

@@ -17,7 +17,6 @@ from trainer.run.folder import RunFolder
 from trainer.run.frozen import FrozenWeights
 from trainer.run.heldout import Heldout
 from trainer.run.ledger import RunLedger
-from trainer.run.members import MembersLog
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Run:
     ledger: RunLedger
     frozen: FrozenWeights
     batches: LogicalBatches
-    members: MembersLog
     loader: Loader | StreamingLoader
     heldout: Heldout | None
     first_step: int

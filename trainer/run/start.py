@@ -21,7 +21,7 @@ from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyStateRefused
 from privacy.noise import NoiseSource, noise_source
 from privacy.plan import PrivacyPlan
-from trainer.checkpoints.read import Checkpoint, newest_checkpoint, newest_whole
+from trainer.checkpoints.read import Checkpoint, has_checkpoints, newest_whole
 from trainer.checkpoints.write import CheckpointWriter, Retention
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig, to_toml
@@ -51,7 +51,6 @@ from trainer.run.folder import RunFolder
 from trainer.run.frozen import FrozenWeights, require_start
 from trainer.run.heldout import Heldout
 from trainer.run.ledger import RunLedger, open_run_ledger
-from trainer.run.members import MembersLog
 from trainer.run.memory_estimate import total_memory
 from trainer.run.run import Run
 from trainer.tasks import TrainingTask, make_task
@@ -82,11 +81,14 @@ def train(
     ranks: Ranks,
     device: torch.device,
     noise: NoiseSource | None = None,
+    *,
+    may_restart: bool = False,
 ) -> int:
     """Trains, or resumes, the run in `run_dir`; collective. Returns the exit code.
 
     Args:
         root: the project's root; paths in the recipe are relative to it.
+        may_restart: a run that has lost all its checkpoints may begin again at step 0, charging its steps once more.
         noise: tests inject their own source; a real run draws from the operating system.
     """
     if device.type == "cpu":
@@ -98,7 +100,7 @@ def train(
     first_on_main(lambda: find_shards(config.data.shards, root))  # before anything that takes long
     init = config.init
     if init is not None:  # before data are hashed; a resumed run does not look at it
-        first_on_main(lambda: newest_checkpoint(folder.checkpoints) or find_checkpoint(init, root))
+        first_on_main(lambda: has_checkpoints(folder.checkpoints) or find_checkpoint(init, root))
     setup = _Setup(config, machine, engine_name, folder, root, ranks, device, task)
     model = _checked_model(setup)
     heldout = _heldout(setup)
@@ -109,9 +111,10 @@ def train(
     resumed = _load_weights(folder, ledger, None if machine.zero_init else model)
     if ledger.is_closed:
         return _already_finished(setup, resumed)
+    restarted = on_main(lambda: _begins_again(folder, ledger, resumed, may_restart=may_restart))
     start = _start(config, model, table, root, task) if resumed is None else resumed.manifest["initialisation"]
     facts = {**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table, resumed)}
-    run, choice = _build_run(setup, model, table, ledger, resumed, heldout, facts, noise)
+    run, choice = _build_run(setup, model, table, ledger, resumed, heldout, facts, noise, restarted=restarted)
     chosen = {"clipping_mode": choice.facts()} if choice is not None else {}
     on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw), chosen))
     warn_of_few_cpus(config.data.num_workers)
@@ -172,6 +175,34 @@ def _already_finished(setup: _Setup, resumed: Checkpoint | None) -> int:
     return DONE
 
 
+def _begins_again(folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | None, *, may_restart: bool) -> bool:
+    """Whether the run has lost all its checkpoints and begins again at step 0; what else is lost is said in one line.
+
+    A crash before the first checkpoint is no loss: the ledger records a checkpoint only when it is durable, and one that
+    replaces another is durable before that is removed.
+
+    Raises:
+        PrivacyStateRefused: the ledger records a checkpoint, none is there, and nobody allowed to charge the steps again.
+    """
+    recorded = ledger.checkpointed_step
+    if resumed is not None:
+        if recorded is not None and resumed.step < recorded:
+            print(
+                f"the ledger records a checkpoint of step {recorded}, which is gone or set aside: the steps after "
+                f"{resumed.step} are repeated and charged again",
+                flush=True,
+            )
+        if may_restart:
+            print(f"--restart_from_step_0 changes nothing: there is a checkpoint of step {resumed.step}", flush=True)
+        return False
+    if recorded is not None and not may_restart:
+        raise PrivacyStateRefused(
+            f"{folder.checkpoints}: the ledger records a checkpoint of step {recorded}, and none is there: put one back, or "
+            "give --restart_from_step_0, which charges all steps again"
+        )
+    return recorded is not None
+
+
 def _build_run(
     setup: _Setup,
     model: nn.Module,
@@ -181,6 +212,8 @@ def _build_run(
     heldout: Heldout | None,
     model_facts: dict[str, Any],
     noise: NoiseSource | None,
+    *,
+    restarted: bool,
 ) -> tuple[Run, ModeChoice | None]:
     """Engine, clipper, loader and the rest of what steps need; from `start_session` on the ledger knows of this start."""
     config, folder = setup.config, setup.folder
@@ -192,7 +225,7 @@ def _build_run(
         resumed.restore(engine, moments(config.optimizer))
     if config.train.compile:
         compile_blocks(engine.module)
-    nonce = ledger.start_session()
+    nonce = ledger.start_session(restarted=restarted)
     clipped, choice = _clipped_sum(config, ledger.plan, setup.task, engine, resumed)
     source = noise or noise_source(ledger.plan.noise_source)
     sanity = SanityChecks(engine, source) if config.train.sanity_checks else None
@@ -227,7 +260,6 @@ def _build_run(
             config.train.micro_batch_size,
             bucket_captions=config.data.bucket_captions,
         ),
-        members=MembersLog(folder.private, ledger.key, nonce),
         loader=_loader(setup, table, first_step),
         heldout=heldout,
         first_step=first_step,
