@@ -16,12 +16,12 @@ from typing import Any
 from privacy.card.html import Picture, to_html
 from privacy.card.markdown import to_markdown
 from privacy.card.report import privacy_card
+from privacy.configured_plan import contradiction
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.records import read_ledger
 from privacy.ledger.shared import SharedLedger
 from trainer.errors import ConfigError
 from trainer.run.files import write_durably
-from trainer.run.ledger import contradiction
 from trainer.weights.provenance import initialisation_statement
 
 THROUGHPUT = "performance/examples_per_second"
@@ -43,12 +43,12 @@ def build_card(run_dir: Path) -> dict[str, Any]:
     ledger = run_dir / "ledger.jsonl"
     if not ledger.exists():
         raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
-    found = contradiction(run_dir, read_ledger(ledger))
+    recipe = read_recipe(run_dir)
+    found = contradiction(recipe, read_ledger(ledger).plan)
     if found is not None:
-        raise PrivacyStateRefused(f"{ledger}: {found}")
+        raise PrivacyStateRefused(f"{run_dir}: {found}: one of the two was changed; restore it")
     card = {"run_dir": str(run_dir), "run_name": run_dir.resolve().name, **privacy_card(ledger)}
     _add_manifest(card, run_dir)
-    recipe = _recipe(run_dir)
     _add_statements(card, recipe)
     card["released"]["post_processing"] = _post_processing(recipe)
     _add_shared_ledger(card, recipe)
@@ -161,7 +161,7 @@ def _add_shared_ledger(card: dict[str, Any], recipe: dict[str, Any]) -> None:
     shared["summary"] = summary | {"epsilon_reserved": _finite(summary["epsilon_reserved"])}
 
 
-def _recipe(run_dir: Path) -> dict[str, Any]:
+def read_recipe(run_dir: Path) -> dict[str, Any]:
     """config.toml, or nothing: a card can be made of a ledger alone."""
     try:
         return tomllib.loads((run_dir / "config.toml").read_text())

@@ -17,8 +17,12 @@ from launch_scripts import train  # noqa: E402
 from privacy.ledger.ledger import AppendOnly, Ledger  # noqa: E402
 from tests.e2e.recording_train import RecordingNoise  # noqa: E402
 from trainer.checkpoints import write as checkpoint_writer  # noqa: E402
+from trainer.run.members import MembersLog  # noqa: E402
 
-POINTS = ("before_intent", "before_noise", "before_done", "in_ledger_write", "in_checkpoint")
+POINTS = (
+    *("before_intent", "before_mark", "before_noise", "before_done"),
+    *("in_record", "in_ledger_write", "in_checkpoint"),
+)
 
 
 def die() -> None:
@@ -55,6 +59,8 @@ def arm(point: str, count: int) -> RecordingNoise:
         return DyingNoise(countdown)
     owner, name = {
         "before_intent": (Ledger, "intent"),
+        "before_mark": (MembersLog, "charged"),
+        "in_record": (MembersLog, "attempt"),
         "before_done": (Ledger, "done"),
         "in_ledger_write": (AppendOnly, "append"),
         "in_checkpoint": (checkpoint_writer, "_publish"),
@@ -67,6 +73,9 @@ def arm(point: str, count: int) -> RecordingNoise:
                 file, data = arguments
                 os.write(file._descriptor, data[: count * 7919 % len(data)])  # torn anywhere, the newline missing
                 os.fsync(file._descriptor)
+            if point == "in_record":
+                with arguments[0]._path.open("ab") as file:
+                    file.write(b'{"seq":9,"hash":"')
             die()
         return whole(*arguments, **more)
 

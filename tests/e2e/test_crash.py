@@ -14,6 +14,7 @@ from tests.e2e.crashing_train import POINTS
 from tests.e2e.launch import alone, count, kill_group, ledger_lines, start_ranks, train_arguments
 from tests.e2e.test_kill import check_chain, check_nothing_is_shared
 from tests.privacy.ledger_epsilon import recompute
+from trainer.audit.folder import ledger_audit, schedule_audit
 
 CRASHING, RECORDING = "tests/e2e/crashing_train.py", "tests/e2e/recording_train.py"
 
@@ -43,15 +44,29 @@ def crash_at(points: tuple[str, ...], run_dir: Path) -> None:
         before = count(run_dir, "intent")
         done = alone([point, str(2 + number % 2), *arguments(run_dir, steps, 20)], script=CRASHING, NOISE_LOG=noise)
         assert done.returncode == -9, (point, done.stderr[-2000:])
-        assert count(run_dir, "intent") > before or point in ("before_intent", "in_ledger_write")
+        assert count(run_dir, "intent") > before or point in ("before_intent", "in_record", "in_ledger_write")
     done = alone(arguments(run_dir, steps, 20), script=RECORDING, NOISE_LOG=noise)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert count(run_dir, "torn") == count(run_dir, "repair") == 1
+    assert count(run_dir, "torn") == count(run_dir, "repair") == points.count("in_ledger_write")
     check_account(run_dir, steps)
 
 
 def test_contract_9_crashes_inside_a_ledger_write_and_inside_a_checkpoint(tmp_path: Path) -> None:
     crash_at(("in_ledger_write", "in_checkpoint"), tmp_path / "run")
+
+
+def test_contract_9_a_kill_between_the_record_of_an_attempt_and_its_intent(tmp_path: Path) -> None:
+    """The last attempt of the first session lacks its charge, honestly: the run goes on and both audits are content."""
+    run_dir, noise = tmp_path / "run", str(tmp_path / "run.noise")
+    done = alone(["before_intent", "2", *arguments(run_dir, 3, 20)], script=CRASHING, NOISE_LOG=noise)
+    assert done.returncode == -9 and count(run_dir, "intent") == 1
+    assert (run_dir / "private" / "members.jsonl").read_text().count('"step":') == 2
+    done = alone(arguments(run_dir, 3, 20), script=RECORDING, NOISE_LOG=noise)
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_account(run_dir, 3)
+    for report in (ledger_audit(run_dir), schedule_audit(run_dir)):
+        assert "violated" not in report.verdict, report.to_text()
+        assert {check.name: check.outcome for check in report.checks}["attempts"] == "ok"
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ PLAN = make_plan(
     reserved_attempts=4,
     sensitivity_slack=1e-4,
 )
-RELEASE = {"name": "gradient", "std": 4.0 * 0.5, "sensitivity": 0.5}
+RELEASE = {"name": "gradient", "std": 4.0, "sensitivity": 1.0}
 ENVIRONMENT = {"commit": "abc"}
 
 

@@ -219,15 +219,21 @@ def test_the_ledger_lists_both_releases_and_the_claim_is_that_of_sigma(trained: 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda gradient, count: [gradient], "adaptive clipping releases"),
-        (lambda gradient, count: [count, gradient], "adaptive clipping releases"),
-        (lambda gradient, count: [gradient | {"std": gradient["std"] * 1.1}, count | {"std": 5.9}], "noise of 6"),
-        (lambda gradient, count: [gradient, count | {"sensitivity": 0.25}], "sensitivity of 0.5"),
-        (lambda gradient, count: [gradient | {"std": 4.0 * gradient["sensitivity"]}, count], "below the planned"),
+        (lambda gradient, count: [gradient], "plan releases gradient and unclipped_count"),
+        (lambda gradient, count: [count, gradient], "plan releases gradient and unclipped_count"),
+        (
+            lambda gradient, count: [gradient | {"std": gradient["std"] * 1.1}, count | {"std": 5.9}],
+            "where the plan has",
+        ),
+        (lambda gradient, count: [gradient, count | {"sensitivity": 0.25}], "plan has 6 for 0.5"),
+        (
+            lambda gradient, count: [gradient | {"std": 4.0 * gradient["sensitivity"]}, count],
+            "gradient states noise of 2.8",
+        ),
         (lambda gradient, count: [{"name": GRADIENT, "std": 1e9, "sensitivity": 1e5}, count], "outside of its range"),
     ],
 )
-def test_an_intent_without_the_count_or_with_too_little_noise_cannot_be_written(
+def test_an_intent_without_the_count_or_with_other_noise_cannot_be_written(
     tmp_path: Path, wrong: Any, message: str
 ) -> None:
     gradient, count = step_releases(4.0, 0.7, ADAPTIVE)

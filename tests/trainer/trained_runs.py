@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from privacy.ledger.ledger import Ledger
+from privacy.plan import PrivacyPlan
 from tests.privacy.ledger_files import PLAN, take_step
 from trainer.checkpoints.read import FORMAT, checkpoint_name, file_digest, sealed
 from trainer.config.recipe import RunConfig, load_config, to_toml
@@ -25,12 +26,12 @@ def recipe(kind: str = "captioner", overrides: str = SHAPE) -> RunConfig:
     )
 
 
-def trained(run: Path, config: RunConfig, *, steps: int = 3, plan: Any = PLAN, **facts: Any) -> Path:
+def trained(run: Path, config: RunConfig, *, steps: int = 3, plan: PrivacyPlan = PLAN, **facts: Any) -> Path:
     """A run folder with a ledger of `steps` steps and a checkpoint, as training leaves it; returns the checkpoint."""
     for folder in ("private", "checkpoints"):
         (run / folder).mkdir(parents=True)
     (run / "private" / "metrics.jsonl").write_text(SECRET)
-    (run / "config.toml").write_text(to_toml(config))
+    (run / "config.toml").write_text(to_toml(_with_plan(config, plan)))
     ledger = Ledger.create(run / "ledger.jsonl", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
     ledger.start_session({"commit": "abc"})
     for step in range(1, steps + 1):
@@ -52,6 +53,17 @@ def trained(run: Path, config: RunConfig, *, steps: int = 3, plan: Any = PLAN, *
     (run / "checkpoints" / "LATEST").write_text(path.name + "\n")
     ledger.release()
     return path
+
+
+def _with_plan(config: RunConfig, plan: PrivacyPlan) -> RunConfig:
+    """The recipe that asks for this plan, as far as a recipe can."""
+    names = ("enabled", "expected_batch_size", "target_delta", "max_grad_norm", "reserved_attempts", "sampling")
+    privacy = {name: getattr(plan, name) for name in names}
+    privacy |= {"noise_multiplier": plan.noise_multiplier if plan.enabled else None, "target_epsilon": None}
+    sections = {"privacy": privacy, "train": {"num_steps": plan.num_steps}}
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=fields) for name, fields in sections.items()}
+    )
 
 
 def write_checkpoint(path: Path, model: torch.nn.Module, manifest: dict[str, Any], step: int) -> None:

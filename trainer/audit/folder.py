@@ -20,6 +20,7 @@ from privacy.audit.members import LedgerMark, attempts_by_name, read_lines
 from privacy.audit.report import AuditReport
 from privacy.audit.schedule import MAX_COINS, audit_schedule, read_attempts
 from privacy.card.report import read_snapshot
+from privacy.configured_plan import contradiction
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.records import LedgerState, read_state
 from privacy.sampling.keys import SamplingKey
@@ -27,8 +28,8 @@ from trainer.checkpoints.read import MANIFEST
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.loop.metrics import read_metrics
+from trainer.report import read_recipe
 from trainer.run.folder import RunFolder
-from trainer.run.ledger import contradiction
 
 _LINES_COMPARED = 2  # of metrics.jsonl, the middle and the last: seconds of PLD each
 
@@ -39,15 +40,17 @@ def ledger_audit(run_dir: Path) -> AuditReport:
     Raises:
         ConfigError: no ledger there.
     """
-    before = _recorded(run_dir)
+    before = recorded_attempts(run_dir)
     data = _ledger(run_dir).read_bytes()
     claims = folder_claims(run_dir)
     try:
         state, _ = read_state(data, "ledger.jsonl")
     except PrivacyStateRefused:  # the audit names the line
         return audit_ledger(data, claims)
-    attempts = _attempts(run_dir, state, before)
-    return audit_ledger(data, replace(claims, attempts=attempts, configured=contradiction(run_dir, state)))
+    attempts = compared_attempts(run_dir, state, before)
+    return audit_ledger(
+        data, replace(claims, attempts=attempts, configured=contradiction(read_recipe(run_dir), state.plan))
+    )
 
 
 def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
@@ -57,10 +60,10 @@ def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
         ConfigError: no ledger there.
         PrivacyStateRefused: a broken ledger, or no key that fits it.
     """
-    before = _recorded(run_dir)
+    before = recorded_attempts(run_dir)
     folder, snapshot = RunFolder(run_dir), read_snapshot(_ledger(run_dir))
     key = SamplingKey.load(folder.key, snapshot.state.opened["key_commitment"])
-    attempts = _attempts(run_dir, snapshot.state, before)
+    attempts = compared_attempts(run_dir, snapshot.state, before)
     recorded = attempts_by_name(attempts.after) if isinstance(attempts, RecordedAttempts) else None
     report = audit_schedule(
         snapshot.state.plan, read_attempts(snapshot.records), key, folder.key.read_bytes(), recorded, max_coins
@@ -68,15 +71,17 @@ def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
     return replace(report, checks=(*report.checks, attempts_check(snapshot.state, attempts)))
 
 
-def _recorded(run_dir: Path) -> list[LedgerMark] | None:
+def recorded_attempts(run_dir: Path) -> list[LedgerMark] | None:
     """The private record of attempts as it is now; None where there is none."""
     path = RunFolder(run_dir).members
     return list(read_lines(path)) if path.exists() else None
 
 
-def _attempts(run_dir: Path, state: LedgerState, before: Sequence[LedgerMark] | None) -> RecordedAttempts | str | None:
+def compared_attempts(
+    run_dir: Path, state: LedgerState, before: Sequence[LedgerMark] | None
+) -> RecordedAttempts | str | None:
     """The record again, after the ledger was read, beside what it was `before`."""
-    after = _recorded(run_dir)
+    after = recorded_attempts(run_dir)
     if before is not None and after is not None:
         return RecordedAttempts(before, after)
     folder = RunFolder(run_dir)

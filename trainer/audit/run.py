@@ -13,9 +13,11 @@ from data.examples.examples import CaptionExample
 from models.captioner import Captioner, build_captioner
 from models.config import CaptionerConfig, DecoderConfig, VitConfig
 from privacy.audit.canaries import POWER, audit_canaries
+from privacy.audit.ledger import attempts_check
 from privacy.audit.report import AuditReport, Check, fact, undecided
 from privacy.card.report import read_snapshot
 from trainer.audit.canaries import CanaryCoins, read_canaries
+from trainer.audit.folder import compared_attempts, recorded_attempts
 from trainer.checkpoints.read import Checkpoint, newest_checkpoint
 from trainer.config.recipe import RunConfig, load_config
 from trainer.errors import ConfigError
@@ -43,9 +45,11 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
             f"the run reads captions from data.caption_field {config.data.caption_field!r}, the canaries have theirs in "
             f"{coins.caption_field!r}: to the run they were examples without a caption. Write canaries with --caption_field"
         )
+    before = recorded_attempts(run_dir)
     state = read_snapshot(folder.ledger).state
     claimed, plan = state.epsilon(), state.plan
-    checks = [_in_the_data(folder, config, root, coins)]
+    attempts = attempts_check(state, compared_attempts(run_dir, state, before))
+    checks = [_in_the_data(folder, config, root, coins), attempts]
     if claimed is None:
         sentence = "the run claims no epsilon, so there is nothing to refute"
         return AuditReport.of("run", [*checks, undecided("epsilon_lower_bound", sentence)])

@@ -5,25 +5,23 @@ the frozen one) on rank 0, and every rank gets the same.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data.index.tar_index import ExampleTable
 from data.reading.loader import StepPlan
-from privacy.accounting.accountants import epsilon
-from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER, Progress
+from privacy.accounting.calibration import Progress
 from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.records import LedgerState, read_ledger
+from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
-from privacy.plan import PrivacyPlan, make_plan, require_equal
+from privacy.plan import PrivacyPlan, make_plan
 from privacy.releases import Release
 from privacy.sampling.keys import SamplingKey
 from trainer.checkpoints.read import has_checkpoints
-from trainer.config.recipe import PrivacySection, load_config
+from trainer.config.recipe import PrivacySection
 from trainer.ranks import distributed
 from trainer.run.folder import RunFolder, environment
 from trainer.run.members import MembersLog
@@ -228,29 +226,4 @@ def recipe_plan(
         adaptive_clipping=privacy.adaptive_clipping,
         resume=resume,
         progress=progress,
-    )
-
-
-def contradiction(run_dir: Path, state: LedgerState) -> str | None:
-    """Why config.toml asks for another plan than the ledger of this run folder states; None where there is no reason.
-
-    The number of examples is the ledger's: config.toml does not know it. Noise that was calibrated is held against its
-    target, with a margin for other versions of the accountant.
-    """
-    if not (run_dir / "config.toml").exists():  # a private head
-        return None
-    config, stated, plan = load_config(run_dir / "config.toml"), state.opened["plan"], state.plan
-    try:
-        wanted = recipe_plan(config.privacy, config.train.num_steps, plan.num_examples, resume=stated)
-        require_equal(stated, wanted.frozen_fields(), "ledger.jsonl states another plan than config.toml asks for")
-    except PrivacyConfigError as error:
-        return str(error)
-    target, floor = plan.target_epsilon, MIN_NOISE_MULTIPLIER
-    if target is None or not plan.formal_guarantee or plan.noise_multiplier <= floor:
-        return None
-    most = plan.release_group(plan.max_intents).without_cap()  # a tenth of the time; the cap changes the last digits
-    if epsilon([replace(most, noise_multiplier=0.95 * most.noise_multiplier)], plan.accounted_delta) > target:
-        return None
-    return (
-        f"ledger.jsonl states noise of {plan.noise_multiplier:g}, more than epsilon {target:g} in config.toml asks for"
     )

@@ -1,0 +1,54 @@
+"""Does the plan that a ledger states fit the configuration beside it? A ledger written anew could state another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from privacy.accounting.accountants import epsilon
+from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER
+from privacy.plan import PrivacyPlan
+
+
+def contradiction(recipe: Mapping[str, Any], plan: PrivacyPlan) -> str | None:
+    """Why config.toml asks for another plan than `plan`, a ledger's; None where nothing speaks against it.
+
+    Args:
+        recipe: the content of config.toml, empty where there is none. What it does not state is not compared, nor is the
+            number of examples, which it does not know.
+    """
+    privacy = dict(recipe.get("privacy", {}))
+    if privacy.get("enabled", plan.enabled) != plan.enabled:
+        return f"config.toml has privacy.enabled = {privacy['enabled']}, and the ledger states {plan.enabled}"
+    if not plan.enabled:  # its noise and its target are not those that the recipe may name
+        return None
+    if privacy.get("simulation") and plan.formal_guarantee:
+        return "config.toml has privacy.simulation = true, and the ledger states a guarantee"
+    function, adaptive = privacy.get("clipping_function"), plan.adaptive_clipping
+    if function is not None and (function == "adaptive") != (adaptive is not None):
+        return f'config.toml has privacy.clipping_function = "{function}", and the ledger another'
+    stated = asdict(plan) | (asdict(adaptive) if adaptive is not None else {})
+    asked = {f"privacy.{name}": value for name, value in privacy.items() if name in stated}
+    asked |= {f"train.{name}": value for name, value in recipe.get("train", {}).items() if name == "num_steps"}
+    for name, value in asked.items():
+        own = stated[name.split(".")[1]]
+        if own != value:
+            return f"config.toml has {name} = {value}, and the ledger states {own}"
+    return _more_noise_than_the_target_needs(plan) if "target_epsilon" in privacy else None
+
+
+def _more_noise_than_the_target_needs(plan: PrivacyPlan) -> str | None:
+    """Calibrated noise against its target, with a margin of 5 % for other versions of the accountant."""
+    if plan.target_epsilon is None or not plan.formal_guarantee or plan.noise_multiplier <= MIN_NOISE_MULTIPLIER:
+        return None
+    most = plan.release_group(plan.max_intents).without_cap()  # a tenth of the time; the cap changes the last digits
+    if (
+        epsilon([replace(most, noise_multiplier=0.95 * most.noise_multiplier)], plan.accounted_delta)
+        > plan.target_epsilon
+    ):
+        return None
+    return (
+        f"config.toml asks for epsilon {plan.target_epsilon:g}, and the ledger states noise of {plan.noise_multiplier:g}, "
+        "more than that takes"
+    )

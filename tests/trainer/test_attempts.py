@@ -1,0 +1,334 @@
+"""Ledger, mirror and record of attempts together: every state that a crash leaves is accepted, and no cut lowers epsilon.
+
+The states are those of the real code: a look at all files at every fsync, and halves of what was appended between two looks.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.reading.loader import StepPlan
+from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.audit.ledger import FolderClaims, RecordedAttempts, attempts_check, audit_ledger
+from privacy.audit.members import MembersRecord, read_lines
+from privacy.errors import BudgetSpent, PrivacyStateRefused
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.records import encode_line, hash_line, read_ledger
+from privacy.ledger.run_state import open_run_state
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.releases import step_releases
+from privacy.sampling.keys import SamplingKey
+from trainer.run.ledger import RunLedger
+
+LEDGER, MIRROR, MEMBERS, KEY = "ledger.jsonl", "mirror.jsonl", "members.jsonl", "sampling.key"
+FILES = (LEDGER, MIRROR, MEMBERS, KEY, "sampling.key.staged")
+State = dict[str, bytes]
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def plan(**changed: Any) -> PrivacyPlan:
+    fields = {
+        "num_examples": 2000, "expected_batch_size": 100, "num_steps": 6, "noise_multiplier": 4.0, "max_grad_norm": 0.7,
+        "target_delta": 1e-5, "reserved_attempts": 8, "sensitivity_slack": 1e-4,
+    }  # fmt: skip
+    return make_plan(**fields | changed)
+
+
+PLAN = plan()
+
+
+def opened(folder: Path, own: PrivacyPlan, *, mirrored: bool) -> tuple[Ledger, SamplingKey]:
+    mirror = folder / MIRROR if mirrored else None
+    return open_run_state(
+        folder / LEDGER, folder / KEY, own, data_manifest=b"data", mirror=mirror, members=folder / MEMBERS
+    )
+
+
+def session(folder: Path, own: PrivacyPlan, steps: Iterator[int], *, mirrored: bool, dies: str = "") -> None:
+    """One start of the program, which ends after its last step, or in it: `dies` names what that step does not reach."""
+    ledger, key = opened(folder, own, mirrored=mirrored)
+    run = RunLedger(ledger, key, own, table=folder / "table.json", members=folder / MEMBERS)
+    numbers = list(steps)
+    with pytest.MonkeyPatch.context() as patch:  # the table of epsilons takes seconds
+        patch.setattr(PrivacyPlan, "epsilon_table", lambda *_arguments, **_more: None)
+        run.start_session()
+    for step in numbers:
+        last = step == numbers[-1]
+        run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1))
+        if last and dies == "intent":
+            break
+        run.intent(step, releases=step_releases(own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping))
+        if last and dies == "done":
+            break
+        run.done(step)
+        if step % 2 == 0:
+            run.checkpoint(step, f"step-{step}", "cd" * 32)
+    ledger.release()
+
+
+def snapshot(folder: Path) -> State:
+    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).exists()}
+
+
+def put(folder: Path, state: State) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+        if name in state:
+            (folder / name).write_bytes(state[name])
+            (folder / name).chmod(0o600)
+    return folder
+
+
+def whole_run(folder: Path, *, mirrored: bool, own: PrivacyPlan = PLAN) -> list[State]:
+    """A run of five starts with every kind of end; the state of the disk at each fsync."""
+    folder.mkdir()
+    states: list[State] = []
+    real = os.fsync
+
+    def look(descriptor: int) -> None:
+        states.append(snapshot(folder))
+        real(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", look)
+        session(folder, own, iter([1, 2, 3]), mirrored=mirrored, dies="intent")
+        session(folder, own, iter([3, 4]), mirrored=mirrored, dies="done")
+        session(folder, own, iter([4]), mirrored=mirrored, dies="intent")
+        session(folder, own, iter([4, 5]), mirrored=mirrored)
+        session(folder, own, iter([5, 6]), mirrored=mirrored)
+    return [*states, snapshot(folder)]
+
+
+@pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that open hundreds of ledgers."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "mirrored"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_rank: object) -> Any:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    return request.param, whole_run(folder, mirrored=request.param)
+
+
+def crashed(states: list[State]) -> Iterator[State]:
+    """What a kill can leave: each state, and each with a part of what was appended next."""
+    for before, after in itertools.pairwise(states):
+        yield before
+        for name in after:
+            added = after[name][len(before.get(name, b"")) :] if name in (LEDGER, MIRROR, MEMBERS) else b""
+            if name in before and added:
+                for length in {1, len(added) // 2, len(added) - 1}:
+                    yield before | {name: before[name] + added[:length]}
+    yield states[-1]
+
+
+def charged_or_refused(folder: Path, *, mirrored: bool) -> int | str:
+    """What an opened ledger charges, or the one line that refuses it."""
+    try:
+        with opened(folder, PLAN, mirrored=mirrored)[0] as ledger:
+            return ledger.num_charged
+    except PrivacyStateRefused as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        return str(error)
+
+
+def test_contract_9_no_honest_crash_is_refused(run: Any, tmp_path: Path, no_fsync: None) -> None:
+    mirrored, states = run
+    number = 0
+    for number, state in enumerate(crashed(states), start=1):
+        folder = put(tmp_path / "crashed", state)
+        ledger, _ = opened(folder, PLAN, mirrored=mirrored)
+        assert ledger.num_charged >= state.get(LEDGER, b"").count(b'"type":"intent"')
+        ledger.release()
+        if number % 7 == 0:  # and the run goes on, and once more
+            for step in (ledger.last_done_step + 1, ledger.last_done_step + 2):
+                if step <= PLAN.num_steps:
+                    session(folder, PLAN, iter([step]), mirrored=mirrored)
+            opened(folder, PLAN, mirrored=mirrored)[0].release()
+    assert number > 150
+
+
+def test_contract_9_a_cut_ledger_is_refused_or_charges_as_much(run: Any, tmp_path: Path, no_fsync: None) -> None:
+    """At every line, with any of mirror and record removed; the key is kept, since nothing goes on without it."""
+    mirrored, states = run
+    whole = states[-1]
+    lines = whole[LEDGER].splitlines(keepends=True)
+    charged, refused = 0, 0
+    folder = put(tmp_path / "honest", whole)
+    with opened(folder, PLAN, mirrored=mirrored)[0] as ledger:
+        charged = ledger.num_charged
+    for kept, removed in itertools.product(range(len(lines)), [(), (MIRROR,), (MEMBERS,), (MIRROR, MEMBERS)]):
+        for torn in (b"", lines[kept][:30]):
+            cut = whole | {LEDGER: b"".join(lines[:kept]) + torn}
+            if MIRROR not in removed and mirrored:
+                cut |= {MIRROR: cut[LEDGER]}  # rolled back with it
+            folder = put(tmp_path / "cut", {name: data for name, data in cut.items() if name not in removed})
+            found = charged_or_refused(folder, mirrored=mirrored)
+            assert isinstance(found, str) or found >= charged, (kept, removed)
+            refused += isinstance(found, str)
+    assert refused > 3 * len(lines)
+
+
+def test_any_line_of_the_record_that_is_lost_is_refused_where_a_charge_needs_it(
+    run: Any, tmp_path: Path, no_fsync: None
+) -> None:
+    mirrored, states = run
+    whole = states[-1]
+    lines = whole[MEMBERS].splitlines(keepends=True)
+    intents = {intent.seq: intent for intent in read_ledger(put(tmp_path / "a", whole) / LEDGER).intents}
+    for index, line in enumerate(lines):
+        fields = json.loads(line)
+        needed = "step" in fields and fields["seq"] + 1 in intents
+        folder = put(tmp_path / "b", whole | {MEMBERS: b"".join(lines[:index] + lines[index + 1 :])})
+        found = charged_or_refused(folder, mirrored=mirrored)
+        assert needed == (isinstance(found, str) and "no record of their attempt" in found)
+
+
+def test_a_second_attempt_without_a_charge_in_one_session_is_refused(run: Any, tmp_path: Path) -> None:
+    mirrored, states = run
+    folder = put(tmp_path / "run", states[-1])
+    record = [line for line in read_lines(folder / MEMBERS) if isinstance(line, MembersRecord)][-1]
+    position = {"seq": len(states[-1][LEDGER].splitlines()) - 1, "hash": hash_line(states[-1][LEDGER].splitlines()[-1])}
+    with (folder / MEMBERS).open("a") as file:
+        file.write(replace(record, step=record.step + 1, **position).line())
+    opened(folder, PLAN, mirrored=mirrored)[0].release()
+    with (folder / MEMBERS).open("a") as file:
+        file.write(replace(record, step=record.step + 2, **position).line())
+    with pytest.raises(PrivacyStateRefused, match="lacks or ended"):
+        opened(folder, PLAN, mirrored=mirrored)
+    before = list(read_lines(folder / MEMBERS))
+    assert attempts_check(read_ledger(folder / LEDGER), RecordedAttempts(before, before)).outcome == "violated"
+
+
+def test_the_audit_of_a_run_in_progress_is_content_at_every_moment(run: Any, tmp_path: Path) -> None:
+    """The record is read before the ledger and after it, with any number of writes in between."""
+    _, states = run
+    states = [state for state in states if state.get(LEDGER)]
+    for first, second, third in zip(states, states[3:], states[8:], strict=False):
+        read = [list(read_lines(put(tmp_path / "live", state) / MEMBERS)) for state in (first, third)]
+        ledger = read_ledger(put(tmp_path / "live", second) / LEDGER)
+        check = attempts_check(ledger, RecordedAttempts(*read))
+        assert check.outcome == "ok", check.sentence
+
+
+def test_a_run_that_was_never_charged_may_not_lose_its_record(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    opened(tmp_path / "run", PLAN, mirrored=False)[0].release()
+    assert (tmp_path / "run" / MEMBERS).read_bytes() == b""
+    (tmp_path / "run" / MEMBERS).unlink()
+    with pytest.raises(PrivacyStateRefused, match=r"cannot read the record of attempts"):
+        opened(tmp_path / "run", PLAN, mirrored=False)
+
+
+def test_a_record_without_its_ledger_is_refused(run: Any, tmp_path: Path) -> None:
+    mirrored, states = run
+    folder = put(tmp_path / "run", {MEMBERS: states[-1][MEMBERS]})
+    with pytest.raises(PrivacyStateRefused, match="the ledger that charged them is gone"):
+        opened(folder, PLAN, mirrored=mirrored)
+
+
+# What a ledger written anew may state
+
+
+PLANS = {
+    "plain": PLAN,
+    "no cap": plan(cap=None),
+    "adaptive": plan(adaptive_clipping=AdaptiveClipping(0.5, 0.2, 6.0)),
+    "shuffled": plan(sampling="shuffle", shuffle_as_gaussian=True),
+}
+
+
+def rechained(records: list[dict[str, Any]]) -> bytes:
+    """All numbers and hashes of lines made to fit again."""
+    lines: list[bytes] = []
+    for seq, record in enumerate(records):
+        fields = {k: v for k, v in record.items() if k not in ("seq", "type", "time_utc", "previous")}
+        lines.append(
+            encode_line(seq, record["type"], record["time_utc"], hash_line(lines[-1]) if lines else "0" * 64, fields)
+        )
+    return b"\n".join(lines) + b"\n"
+
+
+def numbers(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the numbers of a record are."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from numbers(item, (*place, key))
+    elif type(value) in (int, float):
+        yield place
+
+
+def changed(records: list[dict[str, Any]], index: int, place: tuple[Any, ...], change: Callable[[Any], Any]) -> None:
+    at: Any = records[index]
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = change(at[place[-1]])
+
+
+@pytest.mark.parametrize("own", PLANS.values(), ids=PLANS.keys())
+def test_contract_10_no_number_of_a_ledger_written_anew_lowers_epsilon(
+    own: PrivacyPlan, tmp_path: Path, no_fsync: None
+) -> None:
+    """Each number of each intent; then the noise of the plan and of all intents together, which the record finds."""
+    (tmp_path / "run").mkdir()
+    session(tmp_path / "run", own, iter([1, 2, 3]), mirrored=False, dies="done")
+    session(tmp_path / "run", own, iter([3, 4]), mirrored=False)
+    state, path = snapshot(tmp_path / "run"), tmp_path / "anew.jsonl"
+    honest, charged = read_ledger(tmp_path / "run" / LEDGER).epsilon(), 5
+    tried = 0
+    original = [json.loads(line) for line in state[LEDGER].splitlines()]
+    assert honest is not None and rechained(original) == state[LEDGER]
+    for index, record in enumerate(original):
+        for place in numbers(record) if record["type"] == "intent" else ():
+            for change in (
+                lambda x: 2 * x, lambda x: x / 2, lambda x: x + 1, lambda x: x - 1, lambda x: x * (1 + 1e-6), lambda x: -x,
+            ):  # fmt: skip
+                records = json.loads(json.dumps(original))
+                changed(records, index, place, change)
+                path.write_bytes(rechained(records))
+                if place == ("seq",):
+                    continue
+                tried += 1
+                try:
+                    found = read_ledger(path)
+                except PrivacyStateRefused:
+                    assert audit_ledger(path.read_bytes(), FolderClaims()).verdict == "violated"
+                    continue
+                again = found.epsilon()
+                assert found.num_charged == charged and again is not None and again >= honest, (index, place)
+    assert tried > 50
+
+    for record in (records := json.loads(json.dumps(original))):
+        for release in record.get("releases", ()):
+            release["std"] *= 1.5
+    records[0]["plan"]["noise_multiplier"] *= 1.5
+    if own.adaptive_clipping is not None:
+        records[0]["plan"]["adaptive_clipping"]["unclipped_num_std"] *= 1.5
+    forged = put(tmp_path / "forged", state | {LEDGER: rechained(records)})
+    lower = read_ledger(forged / LEDGER)
+    epsilon = lower.epsilon()
+    assert epsilon is not None and epsilon < honest, "in itself the forged ledger is legal"
+    with pytest.raises(PrivacyStateRefused, match="rolled back or replaced"):
+        opened(forged, lower.plan, mirrored=False)
+    record = list(read_lines(forged / MEMBERS))
+    assert attempts_check(lower, RecordedAttempts(record, record)).outcome == "violated"
+
+
+def test_an_intent_beyond_the_budget_is_recorded_and_never_charged(tmp_path: Path) -> None:
+    """The record of an attempt comes before its intent, which is refused: the next start accepts that."""
+    own = plan(num_steps=2, reserved_attempts=0)
+    (tmp_path / "run").mkdir()
+    session(tmp_path / "run", own, iter([1, 2]), mirrored=False)
+    with pytest.raises(BudgetSpent):
+        session(tmp_path / "run", own, iter([2]), mirrored=False)
+    opened(tmp_path / "run", own, mirrored=False)[0].release()
