@@ -9,10 +9,11 @@ import pytest
 from privacy.configured_plan import contradiction
 from privacy.plan import PrivacyPlan
 from tests.distributed.ranks import ROOT
+from tests.e2e.launch import RECIPE
 from trainer.config.recipe import load_config, to_toml
 from trainer.run.ledger import recipe_plan
 
-TINY = ROOT / "tests/e2e/tiny.toml"
+TINY = ROOT / RECIPE
 RECIPES: dict[str, list[str]] = {
     "plain": [],
     "adaptive": ["privacy.clipping_function=adaptive"],
@@ -58,11 +59,9 @@ def test_an_honest_run_fits_and_any_changed_field_is_found(name: str) -> None:
 
 
 def test_calibrated_noise_is_held_against_its_target() -> None:
-    config = load_config(TINY, ["privacy.target_epsilon=4.0"]).model_copy()
-    privacy = config.privacy.model_copy(update={"noise_multiplier": None})
-    config = config.model_copy(update={"privacy": privacy})
+    config = load_config(ROOT / "recipes/quickstart.toml", ["train.num_steps=20"])
     recipe = tomllib.loads(to_toml(config))
-    plan = recipe_plan(privacy, config.train.num_steps, 3000)
+    plan = recipe_plan(config.privacy, config.train.num_steps, 3000)
     assert contradiction(recipe, plan) is None
     assert "more than that takes" in str(
         contradiction(recipe, replace(plan, noise_multiplier=1.2 * plan.noise_multiplier))
