@@ -285,7 +285,7 @@ def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonCla
         return [*checks, *_claims(state, claims, None, {})]
     # All at the planned noise: `_releases` and the legal order refuse an intent that states another.
     charged = len(reading.of_type("intent")) + state.charged_torn
-    again = recompute_epsilon(reading.plan, {plan.noise_multiplier: charged})
+    again = recompute_epsilon(reading.plan, charged)
     close = math.isclose(own, again, rel_tol=TOLERANCE, abs_tol=1e-6)
     sentence = f"epsilon {again:.6g} by an independent PLD computation, {own:.6g} by the ledger's accountant"
     return [
@@ -294,29 +294,23 @@ def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonCla
     ]
 
 
-def recompute_epsilon(plan: Mapping[str, Any], sigmas: Mapping[float, int]) -> float:
-    """Epsilon of `sigmas` (noise multiplier -> releases) from the raw fields of an `open` record, by PLD.
+def recompute_epsilon(plan: Mapping[str, Any], count: int) -> float:
+    """Epsilon of `count` charges from the raw fields of an `open` record, by PLD.
 
     Zero-out adjacency, Poisson sampling with the recorded threshold and cap, sigma reduced by the slack, delta reduced by
     what the noise generator's finite tails cost.
     """
-    rate, slack = int(plan["sampling_threshold"]) / 2**64, 1 + plan["sensitivity_slack"]
-    events = []
-    for sigma, count in sigmas.items():
-        if plan["cap"] is None:
-            one = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma / slack))
-        else:
-            one = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(
-                plan["num_examples"], rate, plan["cap"], sigma / slack
-            )
-        if count:
-            events.append(dp_accounting.SelfComposedDpEvent(one, count))
-    if not events:
+    if count == 0:
         return 0.0
+    rate, sigma = int(plan["sampling_threshold"]) / 2**64, plan["noise_multiplier"] / (1 + plan["sensitivity_slack"])
+    if plan["cap"] is None:
+        one = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+    else:
+        one = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(plan["num_examples"], rate, plan["cap"], sigma)
     intents = plan["num_steps"] + plan["reserved_attempts"]
-    tail = noise_tail_delta(plan.get("noise_source", "system"), plan["noise_multiplier"] / slack, rate * intents)
+    tail = noise_tail_delta(plan.get("noise_source", "system"), sigma, rate * intents)
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
-    accountant.compose(dp_accounting.ComposedDpEvent(events))
+    accountant.compose(dp_accounting.SelfComposedDpEvent(one, count))
     return float(accountant.get_epsilon(plan["target_delta"] - tail))
 
 
@@ -331,7 +325,7 @@ def _claims(
         if plan is None or claim.charged > state.num_charged or claim.epsilon is None:
             continue
         if claim.charged not in true:
-            true[claim.charged] = recompute_epsilon(plan, {plan["noise_multiplier"]: claim.charged})
+            true[claim.charged] = recompute_epsilon(plan, claim.charged)
         if claim.epsilon < true[claim.charged] * (1 - TOLERANCE):
             bad.append(
                 f"{claim.file}: {claim.epsilon:.6g} after {claim.charged}, where it is {true[claim.charged]:.6g}"
