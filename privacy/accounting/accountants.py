@@ -89,7 +89,8 @@ def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
     """Several Gaussian releases on one and the same sample act as one: 1 / sqrt(sum sigma_i^-2)."""
     if not noise_multipliers or min(noise_multipliers) <= 0:
         return 0.0
-    return 1 / math.sqrt(sum(sigma**-2 for sigma in noise_multipliers))
+    inverse = math.hypot(*(1 / sigma for sigma in noise_multipliers))  # squares of extreme values would overflow
+    return 1 / inverse if inverse > 0 else math.inf
 
 
 def epsilon(groups: Groups, delta: float) -> float:

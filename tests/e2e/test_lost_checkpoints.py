@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from privacy.ledger.records import read_ledger
 from tests.e2e.launch import alone, count, ledger_lines, train_arguments
 from trainer.audit.folder import ledger_audit, schedule_audit
 
@@ -33,7 +32,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     crashing = "tests/e2e/crashing_train.py"
     done = alone(["before_intent", "4", *arguments(run_dir)], script=crashing, NOISE_LOG=str(run_dir) + ".noise")
     assert done.returncode == -9, done.stderr
-    assert read_ledger(run_dir / "ledger.jsonl").checkpointed_step == 3
+    assert [line["step"] for line in ledger_lines(run_dir) if line["type"] == "checkpoint"] == [1, 2, 3]
     return run_dir
 
 

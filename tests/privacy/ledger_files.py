@@ -6,6 +6,7 @@ import pytest
 
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
+from privacy.ledger.records import encode_line, hash_line
 from privacy.plan import make_plan
 
 # Large noise and few examples: the accountant answers in a fraction of a second.
@@ -52,6 +53,16 @@ def refused(path, match=None, mirror=None):
         Ledger.open(path, mirror)
     assert error.value.exit_code == 4
     assert "\n" not in str(error.value)
+
+
+def rechained(records):
+    """A forger's work: changed records, with all numbers and hashes of lines made to fit again."""
+    lines = []
+    for seq, record in enumerate(records):
+        fields = {k: v for k, v in record.items() if k not in ("seq", "type", "time_utc", "previous")}
+        previous = hash_line(lines[-1]) if lines else "0" * 64
+        lines.append(encode_line(seq, record["type"], record["time_utc"], previous, fields))
+    return b"\n".join(lines) + b"\n"
 
 
 def break_ledger(run: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 from privacy.audit.ledger import CheckpointClaim, EpsilonClaim, FolderClaims, audit_ledger
 from privacy.audit.report import AuditReport
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.records import encode_line, read_state
+from privacy.ledger.records import read_state
 from privacy.plan import PrivacyPlan, make_plan
+from tests.privacy import ledger_files
 
 DIGEST = "d" * 64
 
@@ -78,12 +79,7 @@ def rechained(data: bytes, change: Callable[[list[dict[str, Any]]], None]) -> by
     """A forger's work: the records changed, and all hashes and numbers made to fit again."""
     records = [json.loads(line) for line in data.split(b"\n")[:-1]]
     change(records)
-    lines, previous = [], "0" * 64
-    for seq, record in enumerate(records):
-        fields = {k: v for k, v in record.items() if k not in ("seq", "type", "time_utc", "previous")}
-        lines.append(encode_line(seq, record["type"], record["time_utc"], previous, fields))
-        previous = hashlib.sha256(lines[-1]).hexdigest()
-    return b"\n".join(lines) + b"\n"
+    return ledger_files.rechained(records)
 
 
 def failed(data: bytes, **changed: object) -> AuditReport:
