@@ -50,7 +50,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     command.add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes of the recipe")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 _RECIPE_KEYS = {

@@ -26,7 +26,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ds_config", default="ds_configs/zero3.json")
     parser.add_argument("--run_dir", type=Path, help="default runs/quickstart-DATE")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def main() -> int:

@@ -66,7 +66,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
         "--local_rank", type=int, help=argparse.SUPPRESS
     )  # the launcher adds it; the environment says it
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single recipe keys")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def _seconds(text: str) -> float:

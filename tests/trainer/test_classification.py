@@ -33,6 +33,7 @@ from trainer.ranks.distributed import Ranks
 from trainer.run.folder import RunFolder
 from trainer.run.start import train
 from trainer.weights.open_model import open_model
+from trainer.weights.provenance import initialisation_statement
 from trainer.weights.start import load_start
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -242,6 +243,29 @@ def test_the_encoder_of_either_model_starts_a_classifier(make: Any, mode: str, t
     assert fresh == {n for n, _ in model.named_parameters() if n.startswith("head.") or is_adapter(n)}
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(model.encoder(images), source.encoder(images)), "adapters start as nothing"
+
+
+@pytest.mark.parametrize("make", [captioner, autoencoder])
+@pytest.mark.parametrize("mode", ["all", "last_layer", "adapters"])
+def test_the_card_excepts_exactly_what_did_not_come_from_the_start(make: Any, mode: str, tmp_path: Path) -> None:
+    """Every tensor of a part that the card excepts began anew, and every other one is the source's."""
+    source, config = make()
+    checkpoint = saved(tmp_path, source, config)
+    model = build_classifier(
+        tiny(trainable=mode, encoder_qkv_bias=config.encoder.qkv_bias), generator=torch.Generator().manual_seed(7)
+    )
+    facts = {"kind": "checkpoint", "run": "before", "step": 0, "training_data": "synthetic"}
+    said = initialisation_statement(
+        {"initialisation": {**facts, "at_random": load_start(checkpoint, ENCODER, model, None)}}
+    )
+    excepted = re.search(r"\(all but (?:those of ([^)]*?))?(?: and )?(the low-rank adapters)?, which", said)
+    assert excepted is not None, said
+    parts, except_adapters = set((excepted[1] or "").split(", ")), excepted[2] is not None
+    assert except_adapters == (mode == "adapters")
+    for name, parameter in model.named_parameters():
+        is_source = name in checkpoint.shapes and torch.equal(parameter, checkpoint.full("param", name))
+        is_excepted = except_adapters if is_adapter(name) else name.partition(".")[0] in parts
+        assert is_source != is_excepted, f"{name}: {said}"
 
 
 def test_positions_of_another_image_size_are_interpolated(tmp_path: Path) -> None:

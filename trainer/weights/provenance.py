@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from models.adapters import is_adapter
+
 IMPORTED = "imported"
 
 
@@ -39,9 +41,13 @@ def initialisation_statement(facts: Mapping[str, Any]) -> str:
 
 
 def _but(at_random: Any) -> str:
-    """Which parts of the model the start left at random, by their outermost module."""
-    parts = sorted({str(name).partition(".")[0] for name in at_random}) if isinstance(at_random, list) else []
-    return f" (all but those of {', '.join(parts)}, which were random)" if parts else ""
+    """What of the model did not come from the start: parts by their outermost module, and adapters, which lie inside of parts."""
+    names = [str(name) for name in at_random] if isinstance(at_random, list) else []
+    parts = sorted({name.partition(".")[0] for name in names if not is_adapter(name)})
+    left_out = [f"those of {', '.join(parts)}"] if parts else []
+    if any(is_adapter(name) for name in names):
+        left_out.append("the low-rank adapters")
+    return f" (all but {' and '.join(left_out)}, which began anew)" if left_out else ""
 
 
 def _is_a_run(start: Any) -> bool:
