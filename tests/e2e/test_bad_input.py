@@ -195,10 +195,15 @@ def test_an_override_given_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_training_shards_are_no_public_heldout_data(tmp_path: Path) -> None:
-    refused(train_arguments(tmp_path / "run", "heldout.shards=data/demo/train-00000.tar"), 2, "heldout")
+    refused(
+        train_arguments(tmp_path / "run", "heldout.shards=data/demo/train-00000.tar", "heldout.is_public=true"),
+        2,
+        "heldout",
+    )
     copy = tmp_path / "elsewhere.tar"
     shutil.copy(ROOT / "data/demo/train-00000.tar", copy)
-    refused(train_arguments(tmp_path / "copied", f"heldout.shards={copy}"), 2, "has the bytes of a training shard")
+    copied_shard = [f"heldout.shards={copy}", "heldout.is_public=true"]
+    refused(train_arguments(tmp_path / "copied", *copied_shard), 2, "has the bytes of a training shard")
 
 
 def test_other_shards_of_the_same_folder_need_another_index(finished: Path, tmp_path: Path) -> None:

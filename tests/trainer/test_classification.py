@@ -67,7 +67,10 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of(digits: Path, name: str, *more: str) -> list[str]:
-    return [f"data.shards={digits}/{name}.tar", f"heldout.shards={digits}/heldout.tar", *more]
+    """Data that are declared public, unless `more` says otherwise."""
+    named = [f"data.shards={digits}/{name}.tar", f"heldout.shards={digits}/heldout.tar"]
+    declared = ["data.provenance=public", "heldout.is_public=true"]
+    return [*named, *(d for d in declared if not any(o.startswith(d.partition("=")[0]) for o in more)), *more]
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ def test_training_shards_are_no_public_heldout_shards(folder: RunFolder, tmp_pat
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "b.tar").symlink_to(path)
     for pattern in (path, tmp_path / "other" / "b.tar"):
-        chosen = config(f"data.shards={tmp_path}/data", f"heldout.shards={pattern}")
+        chosen = config(f"data.shards={tmp_path}/data", f"heldout.shards={pattern}", "heldout.is_public=true")
         with pytest.raises(DataError, match="cannot be declared public"):
             heldout_table(chosen, folder, ROOT)
     private = config(f"data.shards={tmp_path}/data", f"heldout.shards={path}", "heldout.is_public=false")

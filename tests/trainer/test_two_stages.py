@@ -24,8 +24,9 @@ SHRUNK = [
 
 
 def run(recipe: str, folder: Path, *changes: str, shard: int = 0) -> int:
-    shards = f"data.shards=data/demo/train-0000{shard}.tar"
-    config = load_config(ROOT / f"recipes/{recipe}.toml", [*SHRUNK, shards, *changes])
+    declared = ["data.provenance=synthetic"] if recipe == ONE else []
+    shards = [f"data.shards=data/demo/train-0000{shard}.tar", *declared]
+    config = load_config(ROOT / f"recipes/{recipe}.toml", [*SHRUNK, *shards, *changes])
     machine = load_machine_settings(ROOT / "ds_configs/zero1.json")
     return training.train(config, machine, "local", folder / recipe, ROOT, Ranks(), torch.device("cpu"))
 
