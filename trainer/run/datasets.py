@@ -1,15 +1,23 @@
 """Opens the run's data: tar indexes, made once where the recipe names none, of exactly the shards that were asked for."""
 
+from collections import Counter
 from pathlib import Path
 
-from data.errors import DataError
+import numpy as np
+
+from data.errors import DataError, DecodeError
+from data.examples.examples import MakeExample
 from data.index.build import build_index
 from data.index.shards import ShardSet, find_shards
 from data.index.tar_index import MANIFEST, ExampleTable
+from data.reading.reader import TarReader, json_record
 from data.reading.storage import RemoteOptions
 from trainer.config.recipe import RunConfig
 from trainer.ranks.distributed import first_on_main, on_main, rank
 from trainer.run.folder import RunFolder
+
+LOOKED_AT = 64
+"""Examples that a start decodes before it spends anything."""
 
 
 def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTable:
@@ -75,6 +83,45 @@ def require_other_bytes(heldout: ExampleTable, table: ExampleTable) -> None:
                 f"held-out shard {entry.name} has the bytes of a training shard, so it cannot be declared public "
                 "(heldout.is_public)"
             )
+
+
+def require_usable(
+    table: ExampleTable, make_example: MakeExample, config: RunConfig, *, key: str, count: int | None = None
+) -> None:
+    """Looks at examples spread over the data and refuses data of which most cannot be used.
+
+    Such a run would spend its budget on zero gradients. What is found depends on single private examples, so it is raised as a
+    line for the console of whoever runs the job, and written nowhere (docs/threat_model.md).
+
+    Args:
+        key: of the recipe, which names the data.
+        count: how many examples, from the first, will be used; None means all.
+
+    Raises:
+        DataError: most of the examples cannot be used; says why, and which fields they have.
+        ReadError: examples cannot be read.
+    """
+    used = min(len(table), count or len(table))
+    ids = np.unique(np.linspace(0, used - 1, min(used, LOOKED_AT)).astype(np.int64))
+    reader, reasons, fields = TarReader(table), Counter[str](), Counter[str]()
+    for raw in reader.read_all(ids):
+        fields.update(f".{extension}" for extension in raw.fields)
+        fields.update(f"{name!r} of .json" for name in json_record(raw.fields.get("json", b"")))
+        try:
+            make_example(raw, 0)
+        except DecodeError as error:
+            reasons[str(error)] += 1
+    reader.close()
+    if 2 * reasons.total() > len(ids):
+        asked = {"captioner": "caption_field", "classifier": "label_field"}.get(config.model.kind)
+        field = getattr(config.data, asked) if asked else None
+        named = f"; data.{asked} is {'not set' if field is None else repr(field)}" if asked else ""
+        there = ", ".join(name[:80] for name, _ in fields.most_common(20)) or "none"
+        why = ", ".join(f"{count} times: {reason[:200]}" for reason, count in reasons.most_common(3))
+        raise DataError(
+            f"{key}: {reasons.total()} of {len(ids)} examples that were looked at cannot be used ({why}){named}; the fields that "
+            f"are there: {there}"
+        )
 
 
 def remote_options(config: RunConfig, root: Path) -> RemoteOptions:

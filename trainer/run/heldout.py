@@ -56,5 +56,6 @@ class Heldout:
         return {name: float(distributed.all_reduce_sum(total) / count) for name, total in totals.items()}
 
     def samples(self, engine: Engine, count: int) -> Samples | None:
-        """The model's work on the first `count` held-out examples, made by all ranks alike; None for none."""
-        return self._task.samples(engine, self._batches(count, 0, 1)) if count > 0 else None
+        """The model's work on the first `count` held-out examples, made by all ranks alike; None if none can be decoded."""
+        made = self._task.samples(engine, self._batches(count, 0, 1)) if count > 0 else None
+        return made if made is not None and made.picture_HWC.size > 0 else None

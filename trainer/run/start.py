@@ -46,7 +46,7 @@ from trainer.ranks.distributed import first_on_main, on_main
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.batches import LogicalBatches
 from trainer.run.clipping_mode import ModeChoice, choose_mode
-from trainer.run.datasets import heldout_table, require_other_bytes, training_table
+from trainer.run.datasets import heldout_table, require_other_bytes, require_usable, training_table
 from trainer.run.folder import RunFolder
 from trainer.run.frozen import FrozenWeights, require_start
 from trainer.run.heldout import Heldout
@@ -107,6 +107,7 @@ def train(
     table = training_table(config, folder, root)  # last of these: hashing a large data set takes hours
     if heldout is not None and config.heldout is not None and config.heldout.is_public:
         first_on_main(lambda: require_other_bytes(heldout.table, table))
+    on_main(lambda: _require_usable(config, task, table, heldout))
     ledger = open_run_ledger(folder, config.privacy, config.train.num_steps, table, task.unit)
     resumed = _load_weights(folder, ledger, None if machine.zero_init else model)
     if ledger.is_closed:
@@ -338,6 +339,13 @@ def _take(folder: RunFolder) -> None:
     folder.create()
     folder.lock()
     folder.stop.unlink(missing_ok=True)
+
+
+def _require_usable(config: RunConfig, task: TrainingTask, table: ExampleTable, heldout: Heldout | None) -> None:
+    require_usable(table, task.make_example(train=True), config, key="data.shards")
+    if heldout is not None and config.heldout is not None:
+        make_example, count = task.make_example(train=False), config.heldout.num_examples
+        require_usable(heldout.table, make_example, config, key="heldout.shards", count=count)
 
 
 def _heldout(setup: _Setup) -> Heldout | None:

@@ -1,0 +1,139 @@
+"""Data that the recipe cannot use are refused before the ledger is opened, in one line for the console alone."""
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.errors import DataError
+from data.index.tar_writer import write_shard
+from tests.distributed.ranks import ROOT
+from tests.e2e.launch import RECIPE, alone, train_arguments
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import load_config
+from trainer.ranks.distributed import Ranks
+from trainer.run.folder import RunFolder
+from trainer.run.start import train
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+MACHINE = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
+RECIPES = {
+    "captioner": [],
+    "classifier": [
+        "model.kind=classifier", "model.overrides={num_classes = 10, patch_size = 8, encoder_width = 16, encoder_depth = 1}",
+        "data.label_field=label",
+    ],
+    "masked_autoencoder": [
+        "model.kind=masked_autoencoder",
+        "model.overrides={patch_size = 8, encoder_width = 16, encoder_depth = 1, decoder_width = 16, decoder_depth = 1}",
+    ],
+}  # fmt: skip
+
+
+def picture(seed: int) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def shard(path: Path, good: int, bad: int) -> Path:
+    """Pictures with captions and labels in a json member; the bad ones come last and lack all three."""
+
+    def examples() -> Iterator[tuple[str, dict[str, bytes]]]:
+        for number in range(good):
+            record = {"sentence": f"picture {number} of SECRET", "caption": "a picture", "label": number % 10}
+            yield f"{number:04d}", {"png": picture(number), "json": json.dumps(record).encode()}
+        for number in range(good, good + bad):
+            yield f"{number:04d}", {"png": b"no picture", "json": b"{}"}
+
+    write_shard(path, examples())
+    return path
+
+
+@pytest.fixture
+def start(tmp_path: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)  # held until the process ends, and this one resumes
+
+    def run(*overrides: str, heldout: Path | None = None) -> int:
+        named = [f"data.shards={tmp_path}/mine.tar", f"heldout.shards={heldout or tmp_path / 'mine.tar'}"]
+        small = ["heldout.is_public=false", "privacy.expected_batch_size=4", "train.num_steps=1", "data.num_workers=0"]
+        config = load_config(ROOT / RECIPE, [*named, *small, *overrides])
+        return train(config, MACHINE, "local", tmp_path / "run", ROOT, Ranks(), one_rank)
+
+    return run
+
+
+def refused(start: Callable[..., int], run: Path, *overrides: str, heldout: Path | None = None) -> str:
+    with pytest.raises(DataError) as caught:
+        start(*overrides, heldout=heldout)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+    assert not (run / "ledger.jsonl").exists() and not (run / "private/sampling.key").exists()
+    public = [p for p in run.rglob("*") if p.is_file() and "private" not in p.relative_to(run).parts]
+    assert public == [], "nothing that depends on data is written to the public folder"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["captioner", "classifier"])
+def test_a_misspelt_field_names_the_fields_that_there_are(kind: str, tmp_path: Path, start: Callable[..., int]) -> None:
+    shard(tmp_path / "mine.tar", 40, 0)
+    key = {"captioner": "data.caption_field", "classifier": "data.label_field"}[kind]
+    said = refused(start, tmp_path / "run", *[o for o in RECIPES[kind] if not o.startswith(key)], f"{key}=sentance")
+    assert f"{key} is 'sentance'" in said and "data.shards" in said
+    assert all(name in said for name in ("'sentence' of .json", "'caption' of .json", "'label' of .json", ".png"))
+    assert "SECRET" not in said, "names of fields, not what is in them"
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize(("good", "bad"), [(0, 1), (0, 300), (14, 16), (130, 170)])
+def test_most_unusable_is_refused(kind: str, good: int, bad: int, tmp_path: Path, start: Callable[..., int]) -> None:
+    shard(tmp_path / "mine.tar", good, bad)
+    assert "cannot be used" in refused(start, tmp_path / "run", *RECIPES[kind])
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_some_unusable_examples_train_as_zero_gradients(kind: str, tmp_path: Path, start: Callable[..., int]) -> None:
+    shard(tmp_path / "mine.tar", 24, 20)
+    assert start(*RECIPES[kind]) == 0
+
+
+def test_held_out_data_are_looked_at_too(tmp_path: Path, start: Callable[..., int]) -> None:
+    """As far as they are used: the first `heldout.num_examples`."""
+    shard(tmp_path / "mine.tar", 40, 0)
+    other = shard(tmp_path / "heldout.tar", 3, 100)
+    assert "heldout.shards" in refused(start, tmp_path / "run", heldout=other)
+    assert start("heldout.num_examples=3", heldout=other) == 0
+
+
+def test_no_sample_to_show_is_no_error(tmp_path: Path, start: Callable[..., int]) -> None:
+    """The examples that would be shown cannot be decoded, most others can."""
+    shard(tmp_path / "mine.tar", 40, 0)
+    first = shard(tmp_path / "a.tar", 0, 2)
+    shard(tmp_path / "b.tar", 30, 0)
+    assert start("heldout.num_captions=2", heldout=Path(f"{first},{tmp_path}/b.tar")) == 0
+    assert not list((tmp_path / "run").rglob("samples-*.png"))
+
+
+def test_a_resume_looks_again_and_charges_nothing(tmp_path: Path, start: Callable[..., int]) -> None:
+    shard(tmp_path / "mine.tar", 40, 0)
+    assert start("data.caption_field=sentence", "train.max_minutes=1e-9") == 7
+    before = (tmp_path / "run/ledger.jsonl").read_bytes()
+    with pytest.raises(DataError, match=r"data\.caption_field is 'sentance'"):
+        start("data.caption_field=sentance")
+    assert (tmp_path / "run/ledger.jsonl").read_bytes() == before
+    assert start("data.caption_field=sentence") == 0
+
+
+@pytest.mark.parametrize("shown", [0, 2])
+def test_the_command_ends_in_one_line(shown: int, tmp_path: Path) -> None:
+    more = ["--engine", "local", "data.caption_field=nosuch", f"heldout.num_captions={shown}"]
+    result = alone(train_arguments(tmp_path / "run", *more))
+    (line,) = result.stderr.strip().splitlines()
+    assert result.returncode == 2 and line.startswith("error: ") and "data.caption_field is 'nosuch'" in line
+    assert "epsilon" not in result.stdout and not (tmp_path / "run/ledger.jsonl").exists()
