@@ -145,7 +145,7 @@ def record_of(results: Results, *, data_is_public: bool, arguments: Sequence[str
         "commit": facts["commit"],
         "modified": facts["modified"],
         "packages": facts["packages"],
-        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date_utc": datetime.now(UTC).date().isoformat(),  # a finer clock would tell how long training took before
     }
 
 
@@ -169,7 +169,7 @@ def write_results(record: Mapping[str, Any], output: Path) -> Path:
     path = folder / f"{record['evaluation']}-step-{step:08d}-{digest}.json"
     write_durably(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
     scalars = {f"{record['evaluation']}/{name}": v for name, v in record["scalars"].items() if v is not None}
-    metrics = MetricsWriter(folder)
+    metrics = MetricsWriter(folder, times=not record["data_is_public"])
     metrics.scalars(step, scalars)
     metrics.close()
     return path

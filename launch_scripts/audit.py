@@ -73,8 +73,8 @@ def main() -> int:
 def _stamped(report: AuditReport, run_dir: Path) -> AuditReport:
     """With the date and the ledger that was looked at: an audit of another ledger says nothing about this one."""
     digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return replace(report, facts={**report.facts, "time_utc": now, "ledger_sha256": digest})
+    today = datetime.now(UTC).date().isoformat()  # a finer clock would tell how long training took before
+    return replace(report, facts={**report.facts, "date_utc": today, "ledger_sha256": digest})
 
 
 def _audit(options: argparse.Namespace) -> AuditReport:

@@ -7,9 +7,7 @@ import hashlib
 import json
 import math
 import re
-import statistics
 import tomllib
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,6 @@ from trainer.errors import ConfigError
 from trainer.run.files import write_durably
 from trainer.weights.provenance import initialisation_statement
 
-THROUGHPUT = "performance/examples_per_second"
-_MOST_POINTS = 200
 _SAMPLES = re.compile(r"samples-\d{8}\.png")
 _TOKENIZER = " The tokenizer counts as public: no private caption may have shaped it."
 _MANIFEST_FACTS = ("run", "initialisation", "training_data", "tokenizer_sha256")
@@ -88,17 +84,16 @@ def _pictures(run_dir: Path, card: dict[str, Any]) -> list[Picture]:
 
 
 def read_audits(run_dir: Path) -> list[dict[str, Any]]:
-    """Kind, verdict and date of every report/audit*.json; one that cannot be read has the verdict `unreadable`."""
+    """Kind, verdict and stated day of every report/audit*.json; one that cannot be read has the verdict `unreadable`."""
     ledger = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
     return [_audit(path, ledger) for path in sorted((run_dir / "report").glob("audit*.json"))]
 
 
 def _audit(path: Path, ledger: str) -> dict[str, Any]:
-    changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
     try:
         held = json.loads(path.read_bytes())
         kind, verdict = str(held["audit"]), str(held["verdict"])
-        stated, violated = held.get("time_utc"), [str(name) for name in held.get("violated_checks", [])]
+        stated, violated = held.get("date_utc"), [str(name) for name in held.get("violated_checks", [])]
         audited = held.get("ledger_sha256")
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         kind, verdict, stated, violated, audited = "unknown", "unreadable", None, [], None
@@ -107,8 +102,7 @@ def _audit(path: Path, ledger: str) -> dict[str, Any]:
         "attested": False,
         "kind": kind,
         "verdict": verdict,
-        "date_utc": stated or changed,
-        "date_is_stated": bool(stated),
+        "date_utc": None if stated is None else str(stated),
         "of_this_ledger": audited == ledger,
         "violated_checks": violated,
     }
@@ -170,21 +164,15 @@ def read_recipe(run_dir: Path) -> dict[str, Any]:
 
 
 def read_utility(run_dir: Path) -> dict[str, Any]:
-    """Held-out loss, samples and throughput, as far as the run's public files hold them."""
-    heldout_file, metrics_file = "evaluation/heldout.jsonl", "metrics.jsonl"
+    """Held-out loss and samples, as far as the run's public files hold them."""
+    heldout_file = "evaluation/heldout.jsonl"
     losses = [{"step": line["step"], "loss": _finite(line.get("loss"))} for line in _json_lines(run_dir / heldout_file)]
-    rates = [
-        {"step": line["step"], "examples_per_second": line[THROUGHPUT]}
-        for line in _json_lines(run_dir / metrics_file)
-        if _finite(line.get(THROUGHPUT)) is not None
-    ]
     return {
         "attested": False,
         "statement": "These numbers come from the files named here, which nothing protects against changes.",
         "heldout_file": heldout_file if losses else None,
         "heldout_loss": losses,
         "samples": _samples(run_dir),
-        "throughput": _throughput(metrics_file, rates) if rates else None,
     }
 
 
@@ -195,12 +183,6 @@ def _samples(run_dir: Path) -> dict[str, Any] | None:
         return None
     newest = max(found)
     return {"file": f"evaluation/{newest}", "step": int(newest.removeprefix("samples-").removesuffix(".png"))}
-
-
-def _throughput(file: str, rates: list[dict[str, Any]]) -> dict[str, Any]:
-    median = statistics.median(rate["examples_per_second"] for rate in rates)
-    stride = math.ceil(len(rates) / _MOST_POINTS)
-    return {"file": file, "median_examples_per_second": median, "by_step": rates[::stride]}
 
 
 def _add_manifest(card: dict[str, Any], run_dir: Path) -> None:

@@ -251,7 +251,10 @@ def _provenance(card: Card) -> str:
     none = "none: a rollback of the whole folder would not be detected"
     rows = [
         ("code commit at opening", code(found["commit"])),
-        ("opened, last record (UTC)", f"{cell(found['opened_utc'])}, {cell(found['last_record_utc'])}"),
+        (
+            "first started (UTC)",
+            f"{cell(found['opened_utc'])}; later records repeat this time, since clocks tell of the data",
+        ),
         ("state", f"closed: {cell(found['closed'])}" if found["closed"] else "open: the run may go on"),
         ("ledger", f"`{ledger['file']}`, {ledger['lines']:,} lines, format {ledger['format']}, hash chain verified"),
         ("SHA-256 of its last line", code(ledger["last_line_sha256"])),
@@ -266,12 +269,11 @@ def _provenance(card: Card) -> str:
 def _sessions(sessions: Sequence[Card]) -> str:
     if not sessions:
         return "The program was never started on this ledger."
-    head = ("session", "started (UTC)", "commit", "uncommitted changes", "mirror", "versions")
+    head = ("session", "commit", "uncommitted changes", "mirror", "versions")
     modified = {True: "**yes**", False: "no"}
     rows = [
         (
             str(number),
-            cell(session["started_utc"]),
             code((session["commit"] or "")[:12]),
             modified.get(session["modified"], "unknown"),
             "yes" if session["mirror"] else "no",

@@ -86,7 +86,7 @@ def _verdict(found: Card) -> str:
 
 
 def _audit_date(found: Card) -> str:
-    return f"{cell(found['date_utc'])}{'' if found['date_is_stated'] else ' (of the file)'}"
+    return "not stated" if found["date_utc"] is None else cell(found["date_utc"])
 
 
 def _names(names: Sequence[str]) -> str:
@@ -97,7 +97,7 @@ def utility(card: Card) -> str:
     utility = card.get("utility")
     if utility is None:
         return "No other file was read."
-    parts = [f"**Not attested.** {utility['statement']}", _heldout(utility), _samples(utility), _throughput(utility)]
+    parts = [f"**Not attested.** {utility['statement']}", _heldout(utility), _samples(utility)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -116,14 +116,6 @@ def _samples(utility: Card) -> str:
     if found is None:
         return ""
     return f"Samples of held-out examples after step {found['step']:,}: `{cell(found['file'])}`."
-
-
-def _throughput(utility: Card) -> str:
-    found = utility["throughput"]
-    if found is None:
-        return "Throughput: no public record; it is private where the shape of a step depends on its sample."
-    median = f"{found['median_examples_per_second']:,.4g}"
-    return f"From `{cell(found['file'])}`: median throughput {median} examples (expected batch) per second."
 
 
 def _number(value: float | None) -> str:

@@ -65,7 +65,6 @@ def plots(card: Card) -> dict[str, list[Plot]]:
         ("Accounting", "epsilon-by-delta", "Epsilon by delta", draw_delta),
         ("Accounting", "trade-off", "What an attack can reach", draw_trade_off),
         ("Utility (not attested)", "heldout-loss", "Held-out loss", draw_heldout),
-        ("Utility (not attested)", "throughput", "Throughput", draw_throughput),
     )
     found: dict[str, list[Plot]] = {}
     for heading, name, title, draw in known:
@@ -190,19 +189,6 @@ def draw_heldout(axes: Axes, card: Card) -> str | None:
     _not_attested(axes)
     _labels(axes, "step", "held-out loss", None)
     return f"From {utility['heldout_file']}, which nothing protects against changes."
-
-
-def draw_throughput(axes: Axes, card: Card) -> str | None:
-    """Expected examples per second, as a public file has them."""
-    found = (card.get("utility") or {}).get("throughput")
-    if not found:
-        return None
-    points = [(point["step"], point["examples_per_second"]) for point in found["by_step"]]
-    axes.plot(*_columns(points), ".-", color=FIRST, linewidth=1.2)
-    axes.set_ylim(0, 1.08 * max(rate for _, rate in points) or 1.0)
-    _not_attested(axes)
-    _labels(axes, "step", "expected examples per second", None)
-    return f"From {found['file']}, which nothing protects against changes."
 
 
 def _not_attested(axes: Axes) -> None:

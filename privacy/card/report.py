@@ -206,7 +206,7 @@ def _logged_without_noise() -> dict[str, Any]:
         "quantities": [
             "training loss, clipped fraction, mean gradient norm before noise",
             "realised batch sizes, non-finite and undecodable examples",
-            "timings and memory, where the shape of a step depends on its sample",
+            "timings, waiting for data and memory: they tell how long single examples take to decode",
             "the data's manifest and index, the sampling key",
             "held-out losses and captions, unless the recipe declares the held-out data public",
         ],
@@ -222,8 +222,9 @@ def _not_covered(snapshot: LedgerSnapshot) -> dict[str, Any]:
         "Whether the program did what the ledger says. An audit of the run is the means for that (section 13).",
         "A ledger forged as a whole: the hash chain finds edits only against a hash kept elsewhere. Keep the hash of "
         "the last line (section 12) outside of the run folder.",
-        "Time: unless every step runs the padded batch of the cap, its duration tells roughly how many examples it had. "
-        "Ledger and public metrics then carry no time of single steps, but the modification times of files do.",
+        "Time: how long a step takes tells of single examples. All records of the ledger repeat the time at which the program "
+        "that opened it was started, and public metrics carry no time; but the modification times of files do, and so does the "
+        "step at which a run was stopped by a clock (train.max_minutes, a scheduler's limit).",
         "Floating-point noise: it is drawn and added in double precision, but not from a discrete distribution; "
         "attacks on its rounding are assumed away.",
         "Other runs and releases on the same data, and choices made after looking at the data (tokenizer, filters, "
@@ -241,7 +242,6 @@ def _provenance(snapshot: LedgerSnapshot) -> dict[str, Any]:
     return {
         "commit": opened.get("commit"),
         "opened_utc": opened["time_utc"],
-        "last_record_utc": snapshot.records[-1]["time_utc"],
         "closed": snapshot.state.closed,
         "ledger": {
             "file": "ledger.jsonl",
@@ -259,7 +259,7 @@ def _session(record: dict[str, Any]) -> dict[str, Any]:
     environment = environment if isinstance(environment, dict) else {}
     # The command line stays out: it may name folders that are nobody's business.
     known = {name: environment.get(name) for name in ("commit", "modified", "python", "packages")}
-    return {"started_utc": record["time_utc"], "mirror": record["mirror"], **known}
+    return {"mirror": record["mirror"], **known}
 
 
 def _attempts(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:

@@ -11,6 +11,9 @@ Crash points, and why none loses a charge or blocks a run:
 - after a failed write or fsync the object refuses all further records: what reached the disk is unknown (a second
   fsync may succeed without the data), and only reading the file again can tell.
 One process writes (rank 0, under the run's lock); a file that changed behind its back is refused.
+
+A clock that runs while examples are decoded tells of them (contract 12). So the only time in a ledger is that of the start of the
+program that opened it, read before any example is, and every later record repeats it.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ from privacy.ledger.records import (
 from privacy.plan import PrivacyPlan, require_equal
 from privacy.releases import Release
 from privacy.sampling.keys import NONCE_BYTES
+
+PROGRAM_START = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+"""When this program loaded the module, which is before it looks at any data."""
 
 
 class Witness(Protocol):
@@ -68,7 +74,6 @@ class Ledger:
         self._files: list[AppendOnly] = []
         self._broken: str | None = None
         self._nonce: bytes | None = None
-        self._session_time: str | None = None
         try:
             self._load()
         except BaseException:
@@ -87,7 +92,7 @@ class Ledger:
         if mirror_path is not None and mirror_path.exists():
             raise PrivacyStateRefused(f"{mirror_path}: a mirror without its ledger {path}: the ledger was removed")
         try:
-            line = encode_line(0, "open", now(), NO_PREVIOUS, {"format": FORMAT_VERSION, **open_fields})
+            line = encode_line(0, "open", PROGRAM_START, NO_PREVIOUS, {"format": FORMAT_VERSION, **open_fields})
             LedgerState().check(line)
             publish_new(path, line + b"\n", 0o644)
         except FileExistsError as error:
@@ -190,7 +195,6 @@ class Ledger:
             restarted: the run has lost its checkpoints and begins again at step 0; none of them is expected any more.
         """
         nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
-        self._session_time = None
         fields = {"nonce": nonce.hex(), "mirror": self.mirror is not None, "environment": dict(environment)}
         fields |= {RESTARTED: True} if restarted else {}
         self._append("session", fields | dict(self.witness.session_fields() if self.witness is not None else {}))
@@ -260,17 +264,11 @@ class Ledger:
 
     def _append(self, kind: str, fields: Mapping[str, Any]) -> None:
         try:
-            line = encode_line(self._state.num_lines, kind, self._time(kind), self._state.hashes[-1], fields)
+            line = encode_line(self._state.num_lines, kind, self._state.opened_utc, self._state.hashes[-1], fields)
             self._state.check(line)
         except (LineRefused, ValueError, TypeError) as error:
             raise PrivacyStateRefused(f"{self.path}: refused to write `{kind}`: {error}") from error
         self._write(line + b"\n", line)
-
-    def _time(self, kind: str) -> str:
-        """Now; but a step's lines and the end carry their session's time: durations may be private (contract 12)."""
-        if kind not in ("intent", "done", "checkpoint", "close"):
-            self._session_time = now()
-        return self._session_time or now()
 
     def _write(self, data: bytes, line: bytes) -> None:
         """Appends `data`, which ends `line`, to ledger and mirror, and only then takes the line in."""
@@ -392,7 +390,3 @@ def create_empty(path: Path) -> None:
         fsync_directory(path.parent)
     except OSError as error:
         raise PrivacyStateRefused(f"{path}: cannot create the mirror: {error.strerror or error}") from error
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

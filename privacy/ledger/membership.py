@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger.ledger import AppendOnly, Ledger, now
+from privacy.ledger.ledger import AppendOnly, Ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.ledger.shared_records import SharedState
 
@@ -39,12 +39,11 @@ class Membership:
     def __init__(self, shared: SharedLedger, run: str, ledger: Ledger) -> None:
         self._shared, self._run, self._ledger = shared, run, ledger
         self._start: tuple[int, str] | None = None
-        self._start_time = ""
         self._looked: tuple[int, int, int] | None = None
         with shared.locked() as (state, files):
             self._require_no_fork(state)
             if ledger.closed is not None and run in state.starts and run not in state.closed:
-                self._note(state, files, "close", now())  # the crash came between the two `close`
+                self._note(state, files, "close")  # the crash came between the two `close`
 
     def session_fields(self) -> dict[str, Any]:
         """The last line of the shared ledger: everything before it must still be there at the next start."""
@@ -57,8 +56,7 @@ class Membership:
         def take() -> None:
             with self._shared.locked() as (state, files):
                 self._require_no_fork(state)
-                self._start_time = now()
-                self._note(state, files, "start", self._start_time)
+                self._note(state, files, "start")
                 self._start = state.starts[self._run]
 
         _patiently(take)
@@ -89,13 +87,14 @@ class Membership:
                 if self._run in state.closed and kind == "close":
                     return  # an earlier try did arrive
                 self._require_own(state)
-                self._note(state, files, kind, self._start_time or now())
+                self._note(state, files, kind)
 
         _patiently(note)
 
-    def _note(self, state: SharedState, files: list[AppendOnly], kind: str, time_utc: str) -> None:
+    def _note(self, state: SharedState, files: list[AppendOnly], kind: str) -> None:
         position, line_hash = self._ledger.position()
-        self._shared.append(state, files, kind, time_utc, {"run": self._run, "position": position, "hash": line_hash})
+        fields = {"run": self._run, "position": position, "hash": line_hash}
+        self._shared.append(state, files, kind, self._ledger.state.opened_utc, fields)
 
     def _require_own(self, state: SharedState) -> None:
         self._require_no_fork(state)

@@ -22,7 +22,7 @@ from typing import Any
 
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.durable import publish_new
-from privacy.ledger.ledger import AppendOnly, create_empty, joined_mirror, now
+from privacy.ledger.ledger import PROGRAM_START, AppendOnly, create_empty, joined_mirror
 from privacy.ledger.records import NO_PREVIOUS, TORN_MARK, LedgerState, LineRefused, encode_line
 from privacy.ledger.shared_records import FORMAT, InformalRun, Reservation, SharedState
 from privacy.plan import ADJACENCY, PrivacyPlan
@@ -68,7 +68,7 @@ class SharedLedger:
             if not second.exists():
                 create_empty(second)
             fields["mirror"] = str(second)
-        line = encode_line(0, "open", now(), NO_PREVIOUS, {**fields, "rdp_order": rdp_order})
+        line = encode_line(0, "open", PROGRAM_START, NO_PREVIOUS, {**fields, "rdp_order": rdp_order})
         try:
             publish_new(Path(path), line + b"\n", 0o644)
         except OSError as error:
@@ -92,9 +92,9 @@ class SharedLedger:
         """
         self.require_remembered(state)
         if plan.formal_guarantee or not self.read().opened.get("informal_runs"):
-            self.reserve(run, name, plan, fixed_in_advance=fixed_in_advance)
+            self.reserve(run, name, plan, fixed_in_advance=fixed_in_advance, time_utc=state.opened_utc)
         else:
-            self.note_informal(run, name, plan.reasons[0])
+            self.note_informal(run, name, plan.reasons[0], time_utc=state.opened_utc)
 
     def require_remembered(self, state: LedgerState) -> None:
         """PrivacyStateRefused when this file no longer holds what a run with the ledger `state` has seen in it."""
@@ -107,7 +107,14 @@ class SharedLedger:
             )
 
     def reserve(
-        self, run: str, name: str, plan: PrivacyPlan, *, fixed_in_advance: bool = False, unit: str = DEFAULT_UNIT
+        self,
+        run: str,
+        name: str,
+        plan: PrivacyPlan,
+        *,
+        fixed_in_advance: bool = False,
+        unit: str = DEFAULT_UNIT,
+        time_utc: str = PROGRAM_START,
     ) -> None:
         """Reserves the whole budget of a run, once; a later call for the same run only compares.
 
@@ -115,6 +122,7 @@ class SharedLedger:
             run: commitment of the run's sampling key.
             name: for the list of siblings; public.
             fixed_in_advance: the owner's word that these parameters were fixed before any output of the other runs was seen.
+            time_utc: of the run's `open` record, read before any data were.
 
         Raises:
             PrivacyConfigError: another unit or adjacency, no formal guarantee, or more than the total even alone (exit 2).
@@ -125,7 +133,7 @@ class SharedLedger:
             self._require_same_terms(state, plan, unit)
             group = plan.release_group(plan.max_intents)
             adaptive = bool(state.reservations) and not (fixed_in_advance and state.may_be_fixed(name))
-            wanted = Reservation(run, name, now(), group, plan.noise_tail_delta, adaptive)
+            wanted = Reservation(run, name, time_utc, group, plan.noise_tail_delta, adaptive)
             held = state.reservations.get(run)
             if held is not None:
                 if (held.group, held.noise_tail_delta) != (wanted.group, wanted.noise_tail_delta):
@@ -135,7 +143,7 @@ class SharedLedger:
             fields = {name: value for name, value in asdict(wanted).items() if name != "time_utc"}
             self.append(state, files, "reserve", wanted.time_utc, fields)
 
-    def note_informal(self, run: str, name: str, reason: str) -> None:
+    def note_informal(self, run: str, name: str, reason: str, *, time_utc: str = PROGRAM_START) -> None:
         """Counts a run without a guarantee, once, before it reads the data; trained anew under its name it is another run.
 
         Raises: PrivacyConfigError (exit 2): the owner permits none.
@@ -144,7 +152,7 @@ class SharedLedger:
             if not state.opened.get("informal_runs"):
                 raise PrivacyConfigError(f"{self.path}: the owner permits no run without a formal guarantee: {name}")
             if not any(entry.run == run for entry in state.informal):
-                self.append(state, files, "informal", now(), asdict(InformalRun(run, name, reason)))
+                self.append(state, files, "informal", time_utc, asdict(InformalRun(run, name, reason)))
 
     def freeze_grid(self, study: str, points: Mapping[str, str], *, begun: bool) -> Mapping[str, str]:
         """Fixes a study's points until one of its runs is known to have begun; returns those that bind from now on.
@@ -157,7 +165,7 @@ class SharedLedger:
         with self.locked() as (state, files):
             frozen = state.grids.get(study, {})
             if frozen != points and not begun and not state.has_begun(study):
-                self.append(state, files, "grid", now(), {"study": study, "points": dict(points)})
+                self.append(state, files, "grid", PROGRAM_START, {"study": study, "points": dict(points)})
                 return points
             return frozen
 

@@ -10,7 +10,7 @@ from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, default_cap, example_keys
 from trainer.ranks import distributed
 from trainer.run import batches as module
-from trainer.run.batches import LogicalBatches, timings_are_public
+from trainer.run.batches import LogicalBatches, pads_to_cap
 
 NUM_EXAMPLES = 503
 NONCE = bytes(range(16))
@@ -80,7 +80,7 @@ def test_another_session_takes_new_coins(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("expected", "cap", "public"),
+    ("expected", "cap", "padded"),
     [
         (1_310_720, default_cap(1_310_720), True),
         (25_600, default_cap(25_600), True),  # exactly 5 %
@@ -92,11 +92,11 @@ def test_another_session_takes_new_coins(monkeypatch: pytest.MonkeyPatch) -> Non
         (503, 503, True),
     ],
 )
-def test_timings_are_public(expected: int, cap: int | None, public: bool) -> None:
-    assert timings_are_public(expected, cap) is public
+def test_only_large_batches_are_padded_to_the_cap(expected: int, cap: int | None, padded: bool) -> None:
+    assert pads_to_cap(expected, cap) is padded
 
 
-def test_public_timings_mean_equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_padded_to_the_cap_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch size varies; the number of micro-batches is that of the cap."""
     made = logical_batches(100, 105)
     found = [plan for step in range(1, 13) for plan in plans_of_all(made, 2, step, monkeypatch)]
@@ -104,7 +104,7 @@ def test_public_timings_mean_equal_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {plan.num_micro_batches for plan in found} == {math.ceil(math.ceil(105 / 2) / 4)}
 
 
-def test_private_timings_do_not_pad_to_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_batches_are_not_padded_to_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     made = logical_batches(40, default_cap(40))
     for step in range(1, 13):
         plan = plans_of_all(made, 1, step, monkeypatch)[0]

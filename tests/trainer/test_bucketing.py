@@ -20,7 +20,7 @@ from models.config import captioner_config
 from privacy.clipping import ClippedSum
 from privacy.sampling.poisson import default_cap
 from tests.data.conftest import picture, write_shard
-from trainer.run.batches import timings_are_public
+from trainer.run.batches import pads_to_cap
 
 MAKE = CaptionExample(image_size=32, num_tokens=40, tokenizer_path=EMBEDDED_TOKENIZER)
 WORDS = ["a", "red", "dog", "and", "blue", "cat", "sitting", "under", "the", "big", "tree"]
@@ -111,10 +111,10 @@ def test_no_gradient_changes(table: ExampleTable) -> None:
         assert torch.allclose(value, bucketed_sums[name], rtol=1e-6, atol=1e-9), name
 
 
-def test_timings_are_then_private() -> None:
+def test_batches_are_then_not_padded_to_the_cap() -> None:
     large = 1_310_720
-    assert timings_are_public(large, default_cap(large))
-    assert not timings_are_public(large, default_cap(large), bucket_captions=True)
+    assert pads_to_cap(large, default_cap(large))
+    assert not pads_to_cap(large, default_cap(large), bucket_captions=True)
 
 
 class ImagesOnly:

@@ -8,7 +8,7 @@ from trainer.loop.metrics import MetricsWriter, read_metrics
 
 
 def test_lines(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path)
+    writer = MetricsWriter(tmp_path, times=True)
     writer.scalars(1, {"privacy/epsilon": 0.5, "optimizer/lr": 1e-9})
     assert read_metrics(tmp_path)[0]["privacy/epsilon"] == 0.5, "readable while the run goes on"
     writer.scalars(2, {"privacy/epsilon": 0.75})
@@ -22,13 +22,13 @@ def test_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("torn", ['{"step": 2, "pri', '{"step": 2, "privacy/epsilon": 0.7}', "{"])
 def test_a_torn_last_line(tmp_path: Path, torn: str) -> None:
     """A killed process leaves half a line; the next start appends after it and loses nothing of its own."""
-    writer = MetricsWriter(tmp_path)
+    writer = MetricsWriter(tmp_path, times=True)
     writer.scalars(1, {"privacy/epsilon": 0.5})
     writer.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
-    writer = MetricsWriter(tmp_path)
+    writer = MetricsWriter(tmp_path, times=True)
     writer.scalars(3, {"privacy/epsilon": 0.8})
     writer.close()
     found = [line["step"] for line in read_metrics(tmp_path)]
@@ -42,7 +42,7 @@ def test_no_metrics_yet(tmp_path: Path) -> None:
 def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = MetricsWriter(tmp_path)
+    writer = MetricsWriter(tmp_path, times=True)
     writer.scalars(1, {"privacy/epsilon": 0.5})
     writer.scalars(2, {"privacy/epsilon": 0.75, "heldout/loss": 8.0})
     writer.text(2, "heldout/captions", "* 'a cat' for 'the cat'")
@@ -57,3 +57,36 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert (image.step, image.height, image.width) == (2, 6, 10)
     (text,) = events.Tensors("heldout/captions/text_summary")
     assert b"a cat" in text.tensor_proto.string_val[0]
+
+
+def test_public_events_have_no_clock_and_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a resume and beside a file that a kill tore; equal numbers are equal bytes."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    found = []
+    for folder, clock in ((tmp_path / "one", 1e9), (tmp_path / "two", 2e9)):
+        folder.mkdir()
+        monkeypatch.setattr("time.time", lambda clock=clock: clock)
+        for step in (1, 2):
+            writer = MetricsWriter(folder, times=False)
+            writer.scalars(step, {"privacy/epsilon": step / 2})
+            writer.text(step, "heldout/samples", "words")
+            writer.picture(step, "heldout/samples", np.zeros((6, 10, 3), dtype=np.uint8))
+            writer.close()
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        events = [
+            event for path in files if path.name != "metrics.jsonl" for event in EventFileLoader(str(path)).Load()
+        ]
+        assert {event.wall_time for event in events} == {0.0, 1.0, 2.0}
+        assert all(event.wall_time == event.step for event in events)
+        found.append({str(path.relative_to(folder)): path.read_bytes() for path in files})
+    assert found[0] == found[1] and len(found[0]) == 3
+    torn = tmp_path / "one/tensorboard/events.out.tfevents.0000000002"
+    torn.write_bytes(torn.read_bytes()[:-5])
+    writer = MetricsWriter(tmp_path / "one", times=False)
+    writer.scalars(3, {"privacy/epsilon": 1.5})
+    writer.close()
+    accumulated = EventAccumulator(str(tmp_path / "one/tensorboard"))
+    accumulated.Reload()
+    assert [event.step for event in accumulated.Scalars("privacy/epsilon")] == [1, 2, 3]

@@ -76,8 +76,8 @@ def _clipping(run_dir: Path) -> tuple[str, str]:
 
 def _mode(run_dir: Path) -> str:
     """What `auto` chose at the latest start."""
-    environment = run_dir / "environment.json"
-    chosen = json.loads(environment.read_text()).get("clipping_mode", {}) if environment.exists() else {}
+    path = run_dir / "private" / "chosen.json"
+    chosen = json.loads(path.read_text()).get("clipping_mode", {}) if path.exists() else {}
     return str(chosen.get("mode", "bookkeeping"))
 
 

@@ -69,8 +69,8 @@ class CheckpointWriter:
 
     Args:
         folder: the run's `checkpoints` folder, on a file system that all ranks share.
-        in_background: `save` returns after a copy to CPU memory; the checkpoint becomes visible at the first step boundary
-            after all ranks have written, and a crash until then leaves the previous one.
+        in_background: `save` returns after a copy to CPU memory; the checkpoint becomes visible at `finish`, and a crash until
+            then leaves the previous one.
         published: called with (step, name, digest of the manifest) when a checkpoint is whole and durable.
     """
 
@@ -124,18 +124,12 @@ class CheckpointWriter:
             self._in_flight.write()
             self.finish()
 
-    def poll(self) -> None:
-        """At a step boundary: publishes the checkpoint in flight if all ranks have written, raises if one could not."""
-        if self._in_flight is not None:
-            results = distributed.gather_objects(_outcome(self._in_flight))
-            if any(isinstance(found, str) for _, found in results) or all(found is not None for _, found in results):
-                self._conclude(self._in_flight, results)
-
     def finish(self) -> None:
-        """Waits for the checkpoint in flight and publishes it."""
+        """Waits for the checkpoint in flight and publishes it; raises if a rank could not write its part."""
         if self._thread is not None:
             self._thread.join()
-        self.poll()
+        if self._in_flight is not None:
+            self._conclude(self._in_flight, distributed.gather_objects(_outcome(self._in_flight)))
 
     def _conclude(self, written: _InFlight, results: list[tuple[str, Any]]) -> None:
         self._in_flight = self._thread = None
@@ -172,11 +166,11 @@ def _copy(values: Tensor) -> Tensor:
 
 
 def _outcome(written: _InFlight) -> tuple[str, Any]:
-    """(file name, what to tell the others: None not yet, {"digest": ...} whole, a string failed)."""
+    """(file name, what to tell the others: {"digest": ...} whole, a string failed)."""
     result = written.result
     if isinstance(result, Exception):
         return written.path.name, str(result)
-    return written.path.name, None if result is None else {"digest": result}
+    return written.path.name, {"digest": result}
 
 
 def _fresh(temporary: Path) -> None:

@@ -40,9 +40,9 @@ MACHINE_KEYS = {"zero_optimization", "bf16", "fp16", "activation_checkpointing"}
 
 NO_EFFECT = {
     "flops_profiler": "benchmarks/step.py counts FLOPs",
-    "wall_clock_breakdown": "metrics.jsonl has the times of a step",
+    "wall_clock_breakdown": "private/metrics.jsonl has the times of a step",
     "memory_breakdown": "private/metrics.jsonl has the peak memory",
-    "comms_logger": "metrics.jsonl has the bytes of a step",
+    "comms_logger": "private/metrics.jsonl has the bytes of a step",
     "aio": "offload to NVMe is not supported",
     "zero_optimization.contiguous_gradients": "DeepSpeed never sees a gradient here",
     "zero_optimization.reduce_scatter": "DeepSpeed never sees a gradient here",

@@ -2,7 +2,8 @@
 
 Public: `run_dir/metrics.jsonl` and `run_dir/tensorboard`: what is post-processing of noised quantities, or computed from
 public held-out data. Private: the same under `run_dir/private` (mode 0700): everything computed from training data without
-noise (losses, clipped fraction, batch sizes, decode errors), and timings where the batch shape depends on the data.
+noise (losses, clipped fraction, batch sizes, decode errors), and everything that a clock or a memory meter says, since the time
+and memory that one example takes to decode are in it.
 Only rank 0 writes.
 """
 
@@ -19,31 +20,35 @@ import numpy as np
 class MetricsWriter:
     """JSON lines and TensorBoard in one folder.
 
-    With `times` off nothing says when a step happened: durations follow the realised batch size, which is private where the
-    capped batch is not padded to. TensorBoard then shows the step number where it would show the time.
+    Args:
+        times: whether lines and events say when they were written; only in a private folder. TensorBoard shows the step number
+            where it would show the time.
     """
 
-    def __init__(self, folder: Path, *, times: bool = True) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(self, folder: Path, *, times: bool) -> None:
         self._times = times
         self._lines = _open_for_appending(folder / "metrics.jsonl")
-        self._board: Any = SummaryWriter(str(folder / "tensorboard"))
+        self._board = _EventFile(folder / "tensorboard")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
+        from torch.utils.tensorboard.summary import scalar
+
         when = {"time_unix": round(time.time(), 3)} if self._times else {}
         self._lines.write(json.dumps({"step": step, **when, **values}) + "\n")
         self._lines.flush()
         for name, value in values.items():
-            self._board.add_scalar(name, value, step, walltime=self._walltime(step))
+            self._board.add(scalar(name, value), step, self._walltime(step))
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        self._board.add_text(name, markdown, step, walltime=self._walltime(step))
+        from torch.utils.tensorboard.summary import text
+
+        self._board.add(text(name, markdown), step, self._walltime(step))
 
     def picture(self, step: int, name: str, image_HWC: np.ndarray) -> None:
-        self._board.add_image(name, image_HWC, step, dataformats="HWC", walltime=self._walltime(step))
-        self._board.flush()
+        from torch.utils.tensorboard.summary import image
+
+        self._board.add(image(name, image_HWC, dataformats="HWC"), step, self._walltime(step))
 
     def _walltime(self, step: int) -> float:
         return time.time() if self._times else float(step)
@@ -51,6 +56,36 @@ class MetricsWriter:
     def close(self) -> None:
         self._lines.close()
         self._board.close()
+
+
+class _EventFile:
+    """One more file of TensorBoard events, durable against a kill event by event.
+
+    torch's SummaryWriter puts clock, host and process into the file's name and the clock into its first event; here the files of
+    a folder are numbered, and nothing has a time that the caller did not give. Nothing else here knows TensorBoard's format.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = [int(path.suffix[1:]) for path in folder.glob("events.out.tfevents.*") if path.suffix[1:].isdigit()]
+        self._file = (folder / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}").open("xb")
+        self._event: Any = Event
+        self._records: Any = RecordWriter(self._file)
+        self._write(wall_time=0.0, file_version="brain.Event:2")
+
+    def add(self, summary: Any, step: int, walltime: float) -> None:
+        """Args: summary: of `torch.utils.tensorboard.summary`."""
+        self._write(wall_time=walltime, step=step, summary=summary)
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(**fields).SerializeToString())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _open_for_appending(path: Path) -> TextIO:
@@ -72,10 +107,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_hparams(folder: Path, runs: Sequence[tuple[str, Mapping[str, Any], Mapping[str, float]]]) -> None:
-    """TensorBoard's table of (name, hyper-parameters, metrics), in place of an older one."""
-    from torch.utils.tensorboard import SummaryWriter
+    """TensorBoard's table of (name, hyper-parameters, metrics), in place of an older one; without times."""
+    from torch.utils.tensorboard.summary import hparams, scalar
 
     shutil.rmtree(folder, ignore_errors=True)
-    with SummaryWriter(str(folder)) as board:
-        for name, hparams, metrics in runs:
-            board.add_hparams(dict(hparams), dict(metrics), run_name=name)
+    for name, values, metrics in runs:
+        board = _EventFile(folder / name)
+        for summary in (*hparams(dict(values), dict(metrics)), *(scalar(key, value) for key, value in metrics.items())):
+            board.add(summary, 0, 0.0)
+        board.close()

@@ -20,20 +20,15 @@ if TYPE_CHECKING:
     from trainer.run.run import Run
 
 
-PUBLIC_TIMINGS = ("performance/step_seconds", "performance/examples_per_second", "performance/communication_bytes")
-"""Public where every step has the shape of the capped batch. Waiting for data and memory follow the examples themselves."""
-
-
 class StepReporter:
     """Writes on rank 0; the collective parts (held-out evaluation) run on all ranks."""
 
     def __init__(self, run: "Run") -> None:
         self._run = run
         self._is_main = run.is_main
-        self._public_timings = run.batches.timings_are_public
         if self._is_main:
-            self._public = MetricsWriter(run.folder.root, times=self._public_timings)
-            self._private = MetricsWriter(run.folder.private)
+            self._public = MetricsWriter(run.folder.root, times=False)
+            self._private = MetricsWriter(run.folder.private, times=True)
             self._progress = ProgressLine(run.first_step - 1, run.config.train.num_steps)
 
     def close(self) -> None:
@@ -55,15 +50,12 @@ class StepReporter:
             public = {"optimizer/lr": record.lr, "optimizer/noised_grad_norm": record.noised_grad_norm, **record.public}
             if epsilon is not None:
                 public |= {"privacy/epsilon": epsilon, "privacy/charged_attempts": self._run.ledger.num_charged}
-            private = _private_metrics(record.private)
-            if self._public_timings:
-                public |= {name: timings[name] for name in PUBLIC_TIMINGS}
-            private |= timings
             self._public.scalars(step, public)
-            self._private.scalars(step, private)
+            self._private.scalars(step, _private_metrics(record.private) | timings)
         self._progress.update(step, self._console(epsilon, record, timings))
 
     def _timings(self, seconds: float, record: "StepRecord") -> dict[str, float]:
+        """Private: the time and memory that single examples take to decode are in all of them."""
         # Rates come from the expected batch size, never from the realised one.
         return {
             "performance/step_seconds": seconds,

@@ -12,7 +12,7 @@ from statistics import NormalDist, fmean
 from privacy.plan import PrivacyPlan
 from privacy.sampling.poisson import default_cap
 from trainer.config.recipe import RunConfig
-from trainer.run.batches import timings_are_public
+from trainer.run.batches import pads_to_cap
 
 WORTH_A_NOTE = 0.05
 """Share of the rows."""
@@ -43,7 +43,7 @@ class Batches:
         if config.data.streaming:
             return cls((expected,), expected)
         cap = default_cap(expected) if plan is None else plan.max_batch_size
-        if timings_are_public(expected, cap, bucket_captions=config.data.bucket_captions):
+        if pads_to_cap(expected, cap, bucket_captions=config.data.bucket_captions):
             return cls((cap,), cap)
         spread = NormalDist(expected, math.sqrt(expected))
         quantiles = (spread.inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES))

@@ -18,13 +18,13 @@ from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import Decided, Sampler, assign, example_keys, slice_bounds
 from trainer.ranks import distributed
 
-LARGEST_PUBLIC_OVERHEAD = 0.05
-"""Above this the capped batch is not padded to, and timings become private (contract 12)."""
+LARGEST_OVERHEAD = 0.05
+"""Above this the capped batch is not padded to. Timings are private either way (contract 12)."""
 
 
-def timings_are_public(expected_batch_size: int, cap: int | None, *, bucket_captions: bool = False) -> bool:
+def pads_to_cap(expected_batch_size: int, cap: int | None, *, bucket_captions: bool = False) -> bool:
     """Whether every step runs the number and shapes of micro-batches of the capped batch."""
-    return not bucket_captions and cap is not None and cap <= (1 + LARGEST_PUBLIC_OVERHEAD) * expected_batch_size
+    return not bucket_captions and cap is not None and cap <= (1 + LARGEST_OVERHEAD) * expected_batch_size
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class LogicalBatches:
     bucket_captions: bool = False
 
     @property
-    def timings_are_public(self) -> bool:
+    def pads_to_cap(self) -> bool:
         """See the function of this name."""
-        return timings_are_public(self.expected_batch_size, self.sampler.cap, bucket_captions=self.bucket_captions)
+        return pads_to_cap(self.expected_batch_size, self.sampler.cap, bucket_captions=self.bucket_captions)
 
     def attempt(self, step: int) -> int:
         """0 for a step that was never tried."""
@@ -70,8 +70,8 @@ class LogicalBatches:
         return StepPlan(step, ids, keys, self._num_micro_batches(len(members)))
 
     def _num_micro_batches(self, count: int) -> int:
-        """Equal on all ranks; the same in every step where timings are public."""
-        if self.timings_are_public:
+        """Equal on all ranks; the same in every step that is padded to the cap."""
+        if self.pads_to_cap:
             assert self.sampler.cap is not None
             count = self.sampler.cap
         return max(1, math.ceil(math.ceil(count / distributed.world_size()) / self.micro_batch_size))

@@ -64,7 +64,7 @@ class ModeChoice:
         return text if fits else f"{text}; that may be too much: choose a smaller train.micro_batch_size"
 
     def facts(self) -> dict[str, Any]:
-        """For environment.json."""
+        """For private/chosen.json."""
         return asdict(self)
 
 

@@ -63,11 +63,12 @@ class RunFolder:
         """What this start resolved to; the files of earlier starts are overwritten, the ledger remembers them.
 
         Args:
-            chosen: what the program decided by itself, with its reasons; no private data.
+            chosen: what the program decided by itself, with its reasons. Private, since free memory is among them.
         """
         write_durably(self.root / "config.toml", config_toml)
         write_durably(self.root / "ds_config.json", json.dumps(ds_config, indent=1) + "\n")
-        write_durably(self.root / "environment.json", json.dumps({**environment(), **(chosen or {})}, indent=1) + "\n")
+        write_durably(self.root / "environment.json", json.dumps(environment(), indent=1) + "\n")
+        write_durably(self.private / "chosen.json", json.dumps(dict(chosen or {}), indent=1) + "\n")
 
 
 def environment() -> dict[str, Any]:

@@ -12,7 +12,6 @@ from privacy.card.report import read_snapshot
 from privacy.plan import PrivacyPlan
 from trainer.checkpoints.read import Checkpoint, newest_checkpoint
 from trainer.report import read_utility
-from trainer.run.batches import timings_are_public
 from trainer.studies.folder import Progress, StudyFolder
 from trainer.studies.grid import Label
 from trainer.studies.points import PlannedPoint
@@ -33,7 +32,7 @@ class Result:
         epsilon: of everything charged so far; None without a formal guarantee, whatever the recipe says.
         losses: step -> held-out loss, as far as the held-out data are public.
         parameters: of the model; None before the first checkpoint.
-        seconds: wall time over all attempts that this folder knows the end of; None where timings are private.
+        seconds: wall time over all attempts that this folder knows the end of; None for private data (contract 12).
     """
 
     name: str
@@ -113,18 +112,10 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
                 epsilon=value,
                 losses={entry["step"]: entry["loss"] for entry in losses if entry["loss"] is not None},
                 parameters=_parameters(folder.run(one.name)),
-                seconds=seconds.get(one.name) if _timings_are_public(one, plan) else None,
+                seconds=None if one.is_on_private_data else seconds.get(one.name),
             )
         )
     return results, missing
-
-
-def _timings_are_public(one: PlannedPoint, plan: PrivacyPlan) -> bool:
-    """Contract 12: of public data, or where every step has the shape of the capped batch."""
-    bucketed = one.config.data.bucket_captions
-    return not one.is_on_private_data or timings_are_public(
-        plan.expected_batch_size, plan.cap, bucket_captions=bucketed
-    )
 
 
 @functools.cache

@@ -1,0 +1,108 @@
+"""No clock leaves a run (contract 12): the time that one example takes to decode is in every one of them.
+
+Two runs with the same coins, noise and data publish the same bytes, though the second meets slow examples, a slow disk and a
+machine with other free memory.
+"""
+
+import hashlib
+import itertools
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.examples.examples import CaptionExample
+from data.reading.reader import RawExample
+from tests.distributed.ranks import ROOT
+from tests.e2e.launch import RECIPE
+from tests.e2e.repeatable_train import SeededNoise
+from trainer.checkpoints import write as checkpoint_writer
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import load_config
+from trainer.loop import fit as loop
+from trainer.ranks.distributed import Ranks
+from trainer.report import build_card, write_card
+from trainer.run import clipping_mode
+from trainer.run.folder import RunFolder
+from trainer.run.start import train
+
+MACHINE = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
+SMALL = ["data.num_workers=0", "privacy.expected_batch_size=6", "train.micro_batch_size=3", "heldout.num_examples=4"]
+STOPPED_AT = 2
+
+
+def published(run: Path) -> dict[str, bytes]:
+    """Every file but those in the run's private folder."""
+    files = [p for p in run.rglob("*") if p.is_file() and p.relative_to(run).parts[0] != "private"]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+def start(run: Path, device: torch.device, *overrides: str) -> int:
+    config = load_config(ROOT / RECIPE, [*SMALL, "train.async_checkpoints=true", *overrides])
+    return train(config, MACHINE, "local", run, ROOT, Ranks(), device, SeededNoise())
+
+
+def whole_run(tmp_path: Path, name: str, device: torch.device, *overrides: str) -> dict[str, bytes]:
+    """A run that is stopped, resumed, finished and, where that is quick, reported, at the same place each time; what it published."""
+    run, numbers = tmp_path / "run", itertools.count()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RunFolder, "lock", lambda self: None)  # held until the process ends, and this one resumes
+        patched.setattr(
+            secrets, "token_bytes", lambda count=32: hashlib.sha256(str(next(numbers)).encode()).digest()[:count]
+        )
+        take_step = loop.train_step
+
+        def stopping(own: Any, step: int, batches: Iterator[Any]) -> Any:
+            if step == STOPPED_AT:
+                own.folder.stop.touch()
+            return take_step(own, step, batches)
+
+        patched.setattr(loop, "train_step", stopping)
+        assert start(run, device, *overrides) == 7
+        patched.setattr(loop, "train_step", take_step)
+        assert start(run, device, *overrides) == 0
+    if "privacy.sampling=shuffle" in overrides:  # with a closed form for epsilon
+        write_card(run, build_card(run))
+    found = published(run)
+    run.rename(tmp_path / name)
+    return found
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+def test_a_slow_example_a_slow_disk_and_less_memory_change_nothing_that_is_published(
+    sampling: str, tmp_path: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shuffled batches have one size, so that only the clock tells two steps apart."""
+    overrides = [f"privacy.sampling={sampling}"]
+    quick = whole_run(tmp_path, "quick", one_rank, *overrides)
+    decode, write = CaptionExample.__call__, checkpoint_writer.save_file
+
+    def slow_decode(self: CaptionExample, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
+        time.sleep(0.05 if len(raw.image or b"") % 7 == 0 else 0.0)
+        return decode(self, raw, key)
+
+    def slow_write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        time.sleep(0.5)
+        write(tensors, path)
+
+    monkeypatch.setattr(CaptionExample, "__call__", slow_decode)
+    monkeypatch.setattr(checkpoint_writer, "save_file", slow_write)
+    monkeypatch.setattr(clipping_mode.choose_mode, "__defaults__", (lambda device: 50 << 30,))
+    slow = whole_run(tmp_path, "slow", one_rank, *overrides)
+    assert sorted(slow) == sorted(quick)
+    assert [name for name in quick if slow[name] != quick[name]] == []
+
+
+def test_private_files_keep_the_times(tmp_path: Path, one_rank: torch.device) -> None:
+    from trainer.loop.metrics import read_metrics
+
+    whole_run(tmp_path, "own", one_rank, "privacy.sampling=shuffle")
+    (*_, last) = read_metrics(tmp_path / "own/private")
+    assert last["performance/step_seconds"] > 0 and last["performance/communication_bytes"] >= 0
+    assert abs(last["time_unix"] - time.time()) < 600
+    assert not [name for line in read_metrics(tmp_path / "own") for name in line if name.startswith(("perf", "time"))]
