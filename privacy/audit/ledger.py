@@ -175,7 +175,7 @@ def _clock(reading: _Reading) -> Check:
     times = [record["time_utc"] for record in reading.records if record is not None]
     others = sum(time != times[0] for time in times)
     if others:
-        return undecided("clock", f"{others} records carry a time of their own, as this program writes none")
+        return undecided("clock", f"{others} records state another time than the first, as this program writes none")
     return fact("clock", True, "all records repeat the time of the first")
 
 

@@ -264,7 +264,9 @@ class Ledger:
 
     def _append(self, kind: str, fields: Mapping[str, Any]) -> None:
         try:
-            line = encode_line(self._state.num_lines, kind, self._state.opened_utc, self._state.hashes[-1], fields)
+            line = encode_line(
+                self._state.num_lines, kind, self._state.opened["time_utc"], self._state.hashes[-1], fields
+            )
             self._state.check(line)
         except (LineRefused, ValueError, TypeError) as error:
             raise PrivacyStateRefused(f"{self.path}: refused to write `{kind}`: {error}") from error

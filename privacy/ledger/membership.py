@@ -94,7 +94,7 @@ class Membership:
     def _note(self, state: SharedState, files: list[AppendOnly], kind: str) -> None:
         position, line_hash = self._ledger.position()
         fields = {"run": self._run, "position": position, "hash": line_hash}
-        self._shared.append(state, files, kind, self._ledger.state.opened_utc, fields)
+        self._shared.append(state, files, kind, self._ledger.state.opened["time_utc"], fields)
 
     def _require_own(self, state: SharedState) -> None:
         self._require_no_fork(state)

@@ -105,11 +105,6 @@ class LedgerState:
         return PrivacyPlan.from_frozen(self.opened["plan"])
 
     @property
-    def opened_utc(self) -> str:
-        """The time of the `open` record, which all records repeat."""
-        return str(self.opened["time_utc"])
-
-    @property
     def num_charged(self) -> int:
         """Intents, done or not, and torn lines that may have been intents."""
         return len(self.intents) + self.charged_torn

@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ class SharedLedger:
             if not second.exists():
                 create_empty(second)
             fields["mirror"] = str(second)
-        line = encode_line(0, "open", PROGRAM_START, NO_PREVIOUS, {**fields, "rdp_order": rdp_order})
+        created = datetime.now(UTC).isoformat(timespec="milliseconds")  # no run has looked at the data yet
+        line = encode_line(0, "open", created, NO_PREVIOUS, {**fields, "rdp_order": rdp_order})
         try:
             publish_new(Path(path), line + b"\n", 0o644)
         except OSError as error:
@@ -92,9 +94,9 @@ class SharedLedger:
         """
         self.require_remembered(state)
         if plan.formal_guarantee or not self.read().opened.get("informal_runs"):
-            self.reserve(run, name, plan, fixed_in_advance=fixed_in_advance, time_utc=state.opened_utc)
+            self.reserve(run, name, plan, fixed_in_advance=fixed_in_advance, time_utc=state.opened["time_utc"])
         else:
-            self.note_informal(run, name, plan.reasons[0], time_utc=state.opened_utc)
+            self.note_informal(run, name, plan.reasons[0], time_utc=state.opened["time_utc"])
 
     def require_remembered(self, state: LedgerState) -> None:
         """PrivacyStateRefused when this file no longer holds what a run with the ledger `state` has seen in it."""

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="Debian's chromium is not installed (tests/install_packages.sh installs it, as root)"
 )
 WIDTH, HEIGHT = 1100, 7000
-FIGURES = ("epsilon-by-attempts", "epsilon-by-delta", "trade-off", "heldout-loss", "throughput")
+FIGURES = ("epsilon-by-attempts", "epsilon-by-delta", "trade-off", "heldout-loss")
 # The style sheet's colours in light and in dark; see privacy/card/html.py.
 LIGHT = {"page": "#ffffff", "first": "#1f5fbf", "second": "#b5420b"}
 DARK = {"page": "#14171b", "first": "#7ab0ff", "second": "#ff9c66"}
@@ -35,12 +35,10 @@ document.body.insertAdjacentHTML("beforeend", "<pre>" + JSON.stringify(found).re
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The card of a small finished run with public metrics."""
+    """The card of a small run with public held-out losses."""
     run = tmp_path_factory.mktemp("runs") / "small-run"
     (run / "evaluation").mkdir(parents=True)
     _write_ledger(run)
-    rates = [{"step": step, "performance/examples_per_second": 200 + 7 * (step % 5)} for step in range(1, 31)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rates))
     losses = [{"step": step, "loss": 8 - step / 12} for step in (0, 10, 20, 30)]
     (run / "evaluation/heldout.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
     return write_card(run, build_card(run))[2]

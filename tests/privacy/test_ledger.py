@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from datetime import datetime
 
 import pytest
 
@@ -28,6 +30,21 @@ def test_contract_9_records_and_charges(tmp_path):
         ["open", "session"] + ["intent", "done"] * 3 + ["checkpoint", "session", "intent"]
     )
     assert len({record["nonce"] for record in records if record["type"] == "session"}) == 2
+
+
+def test_contract_12_every_record_repeats_the_time_of_the_first(tmp_path):
+    """Whatever passes between two sessions, and also where a crash tore a line."""
+    path = written(tmp_path)
+    time.sleep(1.1)
+    path.write_bytes(path.read_bytes() + b'{"seq":9,')
+    with Ledger.open(path) as ledger:
+        ledger.start_session(ENVIRONMENT)
+        take_step(ledger, 4)
+        ledger.close("stopped")
+    records = [json.loads(line) for line in path.read_bytes().splitlines() if not line.endswith(b"#torn")]
+    assert {"repair", "session", "close"} <= {record["type"] for record in records}
+    (opened,) = {record["time_utc"] for record in records}
+    assert datetime.fromisoformat(opened).timestamp() < time.time() - 1.1
 
 
 def test_contract_9_intent_is_durable_before_it_returns(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from privacy.card import plots as report_plots
 from privacy.card.curves import curves
 from privacy.card.html import Picture, inline, to_html
 from privacy.card.markdown import to_markdown
-from privacy.card.plots import draw_attempts, draw_delta, draw_throughput, draw_trade_off, plots
+from privacy.card.plots import draw_attempts, draw_delta, draw_trade_off, plots
 from privacy.card.report import privacy_card
 from privacy.card.text import rounded_down, rounded_up
 from privacy.ledger.ledger import Ledger
@@ -31,11 +31,6 @@ UTILITY = {
     "heldout_file": "evaluation/heldout.jsonl",
     "heldout_loss": [{"step": 0, "loss": 8.5}, {"step": 5, "loss": 6.25}],
     "samples": {"file": "evaluation/samples-00000005.png", "step": 5},
-    "throughput": {
-        "file": "metrics.jsonl",
-        "median_examples_per_second": 20.0,
-        "by_step": [{"step": 1, "examples_per_second": 10.0}, {"step": 2, "examples_per_second": 30.0}],
-    },
 }
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -172,7 +167,6 @@ def test_names_from_files_are_escaped(tmp_path):
         "kind": NASTY,
         "verdict": NASTY,
         "date_utc": NASTY,
-        "date_is_stated": True,
         "of_this_ledger": True,
     }
     nasty = plain | {"run_name": NASTY, "audits": [audit | {"violated_checks": [NASTY]}], "utility": UTILITY}
@@ -235,8 +229,7 @@ def _drawn(draw, card):
 def test_plots_of_other_files_are_marked_on_the_plot_itself(card):
     for plot in plots(card)["Utility (not attested)"]:
         assert "not attested" in plot.svg
-    assert len(plots(card)["Accounting"]) == 3 and len(plots(card)["Utility (not attested)"]) == 2
-    assert draw_throughput(None, card | {"utility": UTILITY | {"throughput": None}}) is None
+    assert len(plots(card)["Accounting"]) == 3 and len(plots(card)["Utility (not attested)"]) == 1
 
 
 def test_same_card_same_bytes_and_no_stand_in_colour_is_left(card):

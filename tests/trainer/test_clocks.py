@@ -48,7 +48,7 @@ def start(run: Path, device: torch.device, *overrides: str) -> int:
 
 
 def whole_run(tmp_path: Path, name: str, device: torch.device, *overrides: str) -> dict[str, bytes]:
-    """A run that is stopped, resumed, finished and, where that is quick, reported, at the same place each time; what it published."""
+    """What a run published that was stopped, resumed, finished and, where that is quick, reported."""
     run, numbers = tmp_path / "run", itertools.count()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(RunFolder, "lock", lambda self: None)  # held until the process ends, and this one resumes

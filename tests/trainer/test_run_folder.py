@@ -105,10 +105,11 @@ def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path)
     folder.create()
     for name in ("first", "second"):
-        folder.record_configuration(f'name = "{name}"\n', {"zero_optimization": {"stage": 3}})
+        folder.record_configuration(f'name = "{name}"\n', {"zero_optimization": {"stage": 3}}, {"free": 7})
     assert (tmp_path / "config.toml").read_text() == 'name = "second"\n'
     assert json.loads((tmp_path / "ds_config.json").read_text()) == {"zero_optimization": {"stage": 3}}
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["packages"]["torch"] and environment["python"].startswith("3.")
     assert isinstance(environment["modified"], bool)
+    assert "free" not in environment and json.loads((folder.private / "chosen.json").read_text()) == {"free": 7}
     assert "hunter2" not in json.dumps(environment), "environment variables hold secrets"

@@ -88,7 +88,7 @@ class DataSection(Section):
     memory_limit_mib: int = Field(4096, ge=1, le=2**30)
     """Of the micro-batches that the workers of one rank prepare ahead."""
     bucket_captions: bool = False
-    """Captions of like length share a micro-batch: less padding, equal gradients. Timings become private (contract 12)."""
+    """Captions of like length share a micro-batch: less padding, equal gradients. For runs without privacy."""
     remote: RemoteSection = RemoteSection()
     streaming: bool = False
     """Reads the shards in order through webdataset: for public data in runs without privacy only (data/reading/streaming.py)."""

@@ -120,6 +120,15 @@ def test_a_forged_chain_with_less_noise_or_an_old_nonce_is_not_legal(true_ledger
         assert failed(rechained(true_ledger, change)).failed() == ["legal_order"]
 
 
+def test_a_record_with_a_time_of_its_own_is_noticed(true_ledger: bytes) -> None:
+    def later(records: list[dict[str, Any]]) -> None:
+        records[-1]["time_utc"] = "2999-01-01T00:00:00+00:00"
+
+    report = audit_ledger(rechained(true_ledger, later), FolderClaims())
+    (clock,) = [check for check in report.checks if check.name == "clock"]
+    assert clock.outcome == "inconclusive" and "1 record" in clock.sentence
+
+
 def test_another_sensitivity_is_found(true_ledger: bytes) -> None:
     def stretched(records: list[dict[str, Any]]) -> None:
         intent = next(r for r in records if r["type"] == "intent")
