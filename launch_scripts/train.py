@@ -30,7 +30,7 @@ LAUNCHER = launcher_processes()  # before torch is imported, which takes seconds
 from privacy.noise import NoiseSource  # noqa: E402
 from trainer.config.cli import Parser, explain, print_anything  # noqa: E402
 from trainer.config.machine import load_machine_settings  # noqa: E402
-from trainer.config.recipe import EngineName, load_config, what_is_public  # noqa: E402
+from trainer.config.recipe import EngineName, load_config, resolved  # noqa: E402
 from trainer.engines.refusals import require_supported  # noqa: E402
 from trainer.loop.stopping import end_on_signals  # noqa: E402
 from trainer.ranks.agreement import introduction  # noqa: E402
@@ -101,7 +101,7 @@ def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
         said = introduction(os.environ, ROOT, config, machine, chosen, **lists)
         device = start(ranks, options.rendezvous_seconds, said)
         if ranks.is_main:
-            print(what_is_public(options.recipe, options.overrides), flush=True)
+            print(resolved(options.recipe, options.overrides).what_is_public(config), flush=True)
         from trainer.run.start import train
 
         code = train(config, machine, options.engine, run_dir, ROOT, ranks, device, noise, may_restart=restart)

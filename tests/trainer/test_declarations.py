@@ -2,13 +2,14 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, train_arguments
-from trainer.config.recipe import load_config, what_is_public
+from trainer.config.recipe import load_config, resolved
 
 DECLARING = """
 name = "declaring"
@@ -26,6 +27,10 @@ NAMINGS = {
     "both": ["data.shards=mine/*.tar", "heldout.shards=mine/heldout.tar"],
     "the whole section": ['heldout={shards = "mine/heldout.tar"}'],
 }
+
+
+def said(recipe: Path, overrides: Sequence[str] = ()) -> str:
+    return resolved(recipe, overrides).what_is_public(load_config(recipe, overrides))
 
 
 @pytest.fixture
@@ -53,6 +58,7 @@ def test_said_again_it_counts(recipe: Path) -> None:
         config = load_config(recipe, order)
         assert config.heldout is not None and config.heldout.is_public
         assert (config.data.provenance, config.data.deduplication) == ("public", "by eye")
+    assert "mine.tar (heldout.is_public = true" in said(recipe, ["heldout.shards=mine.tar", "heldout.is_public=1"])
     whole = load_config(recipe, ['heldout={shards = "mine.tar", is_public = true}'])
     assert whole.heldout is not None and whole.heldout.is_public
 
@@ -65,15 +71,15 @@ def test_the_recipe_s_own_data_stay_as_it_declares_them(recipe: Path) -> None:
 
 
 def test_the_line_says_what_is_public_and_who_declared_it(recipe: Path) -> None:
-    own = what_is_public(recipe)
+    own = said(recipe)
     assert own == (
-        f'public: training data theirs/*.tar (data.provenance = "synthetic", declared by {recipe}), '
+        f"public: training data theirs/*.tar (data.provenance = synthetic, declared by {recipe}), "
         f"held-out data theirs/heldout.tar (heldout.is_public = true, declared by {recipe}); private: no data"
     )
-    other = what_is_public(recipe, NAMINGS["both"])
+    other = said(recipe, NAMINGS["both"])
     assert other.startswith("public: no data; private: training data mine/*.tar, held-out data mine/heldout.tar; ")
     assert str(recipe) in other and "heldout.is_public" in other and "does not count" in other
-    again = what_is_public(recipe, [*NAMINGS["both"], "heldout.is_public=true"])
+    again = said(recipe, [*NAMINGS["both"], "heldout.is_public=true"])
     assert "held-out data mine/heldout.tar (heldout.is_public = true, declared by the command line)" in again
     assert again.index("held-out") < again.index("private: training data mine/*.tar")
 

@@ -5,6 +5,7 @@ what the experiment means is here and nowhere there. Nothing changes a configura
 properties.
 """
 
+import copy
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from pydantic import (
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
 from privacy.adaptive_clipping import LARGEST_BOUND, AdaptiveClipping
 from privacy.limits import MAX_COUNT, MAX_NOISE_MULTIPLIER
+from trainer.config.declarations import Resolved, reset_declarations
 from trainer.config.did_you_mean import did_you_mean, known_words
 from trainer.config.optimizer import Count, OptimizerSection, Positive, Rate, ScheduleSection, Seconds, Section
 from trainer.errors import ConfigError
@@ -101,8 +103,8 @@ class HeldoutSection(Section):
 
     shards: str
     is_public: bool = False
-    """Only then may losses, captions and pictures of these examples leave `private/` (contract 12). An override that names other
-    shards, for training or here, resets it: say heldout.is_public=true again."""
+    """Only then may losses, captions and pictures of these examples leave `private/` (contract 12).
+    Naming other shards resets it."""
     num_examples: Positive | None = None
     """Use the first so many; all by default."""
     num_captions: int = Field(5, ge=0, le=10_000)
@@ -286,72 +288,24 @@ class RunConfig(Section):
         return self
 
 
-_DECLARED_OF = {
-    "data.shards": ("data.provenance", "data.deduplication", "privacy.max_examples_per_owner", "heldout.is_public"),
-    "heldout.shards": ("heldout.is_public",),
-}
-"""What a recipe declares of the data that it names. Whoever names other data declares it anew, or it is not declared."""
-
-
 def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Loads a recipe and applies `section.key=value` overrides.
-
-    An override that names other data resets what the recipe declares of its own (contract 12); another override may say it again.
+    """Loads a recipe and applies `section.key=value` overrides; see `resolved`.
 
     Raises:
         ConfigError: missing or malformed file, unknown key, value out of range; names the file and the key.
     """
-    return validated(RunConfig, _resolved(recipe, overrides)[0], f"recipe {recipe}")
+    return validated(RunConfig, resolved(recipe, overrides).tree, f"recipe {recipe}")
 
 
-def what_is_public(recipe: Path, overrides: Sequence[str] = ()) -> str:
-    """Which data count as public in a run, and who declared it, in one line for the console.
-
-    Raises:
-        ConfigError: as `load_config`.
-    """
-    tree, said, reset = _resolved(recipe, overrides)
-    config = validated(RunConfig, tree, f"recipe {recipe}")
-    named = [(f"training data {config.data.shards}", "data.provenance", config.data.provenance != "private")]
-    if config.heldout is not None:
-        named.append((f"held-out data {config.heldout.shards}", "heldout.is_public", config.heldout.is_public))
-    public, private = [], []
-    for what, key, is_public in named:
-        if is_public:
-            who = "the command line" if _leaf(said, key) is not None else recipe
-            public.append(f"{what} ({key} = {json.dumps(_leaf(tree, key))}, declared by {who})")
-        else:
-            private.append(what)
-    again = f"; {recipe} declares {', '.join(reset)} of other data, which does not count for these" if reset else ""
-    return f"public: {', '.join(public) or 'no data'}; private: {', '.join(private) or 'no data'}{again}"
-
-
-def _resolved(recipe: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """The recipe's tree with the overrides, the tree of the overrides alone, and the keys that were reset."""
-    tree = read_toml(recipe, "recipe", "see recipes/ for the shipped ones")
-    named = {key: _leaf(tree, key) for key in _DECLARED_OF}
-    said: dict[str, Any] = {}
+def resolved(recipe: Path, overrides: Sequence[str] = ()) -> Resolved:
+    """A recipe with overrides; one that names other data resets what the recipe declares of its own (contract 12)."""
+    tree, said = read_toml(recipe, "recipe", "see recipes/ for the shipped ones"), dict[str, Any]()
+    own = copy.deepcopy(tree)
     _refuse_repeated(overrides)
     for override in overrides:
         _apply(tree, override)
         _apply(said, override)
-    reset = []
-    for key, declarations in _DECLARED_OF.items():
-        if _leaf(tree, key) == named[key]:
-            continue
-        for declared in declarations:
-            section, _, name = declared.partition(".")
-            if _leaf(said, declared) is None and _leaf(tree, declared) is not None:
-                del tree[section][name]
-                reset.append(declared)
-    return tree, said, reset
-
-
-def _leaf(tree: Mapping[str, Any], key: str) -> Any:
-    """The value of `section.name`, None where the tree has none."""
-    section, _, name = key.partition(".")
-    held = tree.get(section)
-    return held.get(name) if isinstance(held, Mapping) else None
+    return Resolved(recipe, tree, said, reset_declarations(tree, own, said))
 
 
 def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""What a recipe declares of its data, and of which data it counts: those that it names itself (contract 12)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from trainer.config.recipe import RunConfig
+
+_DECLARED_OF = {
+    "data.shards": ("data.provenance", "data.deduplication", "privacy.max_examples_per_owner", "heldout.is_public"),
+    "heldout.shards": ("heldout.is_public",),
+}
+"""Key that names data -> keys that declare something of them."""
+
+
+class Resolved(NamedTuple):
+    """A recipe with overrides, before it is checked.
+
+    Attributes:
+        tree: what holds.
+        said: the overrides alone, as a tree.
+        reset: keys of the recipe that do not count, since an override names other data.
+    """
+
+    recipe: Path
+    tree: dict[str, Any]
+    said: dict[str, Any]
+    reset: list[str]
+
+    def what_is_public(self, config: "RunConfig") -> str:
+        """Which data count as public and who declared it, in one line for the console.
+
+        Args:
+            config: what `tree` means.
+        """
+        data, heldout = config.data, config.heldout
+        named = [(f"training data {data.shards}", "data.provenance", data.provenance, data.provenance != "private")]
+        if heldout is not None:
+            what = f"held-out data {heldout.shards}"
+            named.append((what, "heldout.is_public", str(heldout.is_public).lower(), heldout.is_public))
+        public, private = [], []
+        for what, key, value, is_public in named:
+            who = self.recipe if _leaf(self.said, key) is None else "the command line"
+            if is_public:
+                public.append(f"{what} ({key} = {value}, declared by {who})")
+            else:
+                private.append(what)
+        said = f"public: {', '.join(public) or 'no data'}; private: {', '.join(private) or 'no data'}"
+        if self.reset:
+            said += f"; {self.recipe} declares {', '.join(self.reset)} of other data, which does not count for these"
+        return said
+
+
+def reset_declarations(tree: dict[str, Any], own: Mapping[str, Any], said: Mapping[str, Any]) -> list[str]:
+    """Takes out of `tree` what the recipe declares of data that an override replaced, unless an override says it again.
+
+    Args:
+        own: the recipe's tree without overrides.
+        said: the overrides alone.
+
+    Returns:
+        The keys that were taken out.
+    """
+    reset = []
+    for key, declarations in _DECLARED_OF.items():
+        if _leaf(tree, key) == _leaf(own, key):
+            continue
+        for declared in declarations:
+            section, _, name = declared.partition(".")
+            if _leaf(said, declared) is None and _leaf(tree, declared) is not None:
+                del tree[section][name]
+                reset.append(declared)
+    return reset
+
+
+def _leaf(tree: Mapping[str, Any], key: str) -> Any:
+    """The value of `section.name`, None where the tree has none."""
+    section, _, name = key.partition(".")
+    held = tree.get(section)
+    return held.get(name) if isinstance(held, Mapping) else None
