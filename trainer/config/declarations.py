@@ -35,7 +35,9 @@ class Resolved(NamedTuple):
             config: what `tree` means.
         """
         data, heldout = config.data, config.heldout
-        named = [(f"training data {data.shards}", "data.provenance", data.provenance, data.provenance != "private")]
+        named: list[tuple[str, str, str, bool]] = [
+            (f"training data {data.shards}", "data.provenance", data.provenance, data.provenance != "private")
+        ]
         if heldout is not None:
             what = f"held-out data {heldout.shards}"
             named.append((what, "heldout.is_public", str(heldout.is_public).lower(), heldout.is_public))
