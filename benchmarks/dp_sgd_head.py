@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privacy.clipping.clipped_sum import ClippedSum
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.noise import SystemNoise, add_noise
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.releases import SENSITIVITY_SLACK
 from privacy.sampling.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
 
 
@@ -33,14 +33,16 @@ class SgdOptions:
 def sgd_plan(num_examples: int, options: SgdOptions, epsilon: float, delta: float) -> PrivacyPlan:
     """Calibrated by PLD, capped batches and the slack for rounding included, as a run without a reserve."""
     return make_plan(
-        num_examples=num_examples,
-        expected_batch_size=options.expected_batch_size,
-        num_steps=options.num_steps,
-        target_epsilon=epsilon,
-        target_delta=delta,
-        max_grad_norm=options.max_grad_norm,
-        sensitivity_slack=SENSITIVITY_SLACK,
-        reserved_attempts=0,
+        PlanRequest(
+            num_examples=num_examples,
+            expected_batch_size=options.expected_batch_size,
+            num_steps=options.num_steps,
+            target_epsilon=epsilon,
+            target_delta=delta,
+            max_grad_norm=options.max_grad_norm,
+            sensitivity_slack=SENSITIVITY_SLACK,
+            reserved_attempts=0,
+        )
     )
 
 

@@ -23,10 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from data.batch import Batch  # noqa: E402
 from models.captioner import build_captioner  # noqa: E402
 from models.config import captioner_config  # noqa: E402
-from privacy.clipping import ClippedSum  # noqa: E402
 from privacy.clipping.accumulators import LocalSums  # noqa: E402
-from privacy.noise import noise_source  # noqa: E402
-from privacy.plan import make_plan  # noqa: E402
+from privacy.plan import PlanRequest, make_plan  # noqa: E402
 from privacy.releases import Release  # noqa: E402
 from trainer.config.machine import load_machine_settings  # noqa: E402
 from trainer.config.optimizer import OptimizerSection  # noqa: E402
@@ -98,17 +96,18 @@ def _build(device: torch.device, case: dict[str, Any]) -> tuple[Mechanism, list[
     engine = build_engine(case["engine"], model, optimizer, machine, device, MICRO_BATCH)
     del model
     accumulator = ShardedSums if case["accumulation"] == "sharded" else LocalSums
-    clipped = ClippedSum(
-        engine.module, 1.0, shapes=engine.shapes, mode=case["mode"], accumulator=accumulator, device=engine.device
-    )
     batch_size = MICRO_BATCH * case["micro_batches"]
-    plan = make_plan(num_examples=1000 * batch_size, expected_batch_size=batch_size, num_steps=1, noise_multiplier=1.0)
+    plan = make_plan(
+        PlanRequest(num_examples=1000 * batch_size, expected_batch_size=batch_size, num_steps=1, noise_multiplier=1.0)
+    )
     mechanism = Mechanism(
         plan=plan,
-        clipped=clipped,
+        clipped=plan.clipped_sum(
+            engine.module, shapes=engine.shapes, mode=case["mode"], accumulator=accumulator, device=engine.device
+        ),
         engine=engine,
         ledger=_NoLedger(),
-        noise=noise_source("system"),
+        noise=plan.noise(),
         noise_variance=NoiseVariance(optimizer.betas[1]),
         learning_rate=lambda step: optimizer.peak_lr,
     )

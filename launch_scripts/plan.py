@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from privacy.errors import PrivacyConfigError
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PlanRequest, PrivacyPlan, make_plan
 from trainer.config.cli import Parser, run_command
 from trainer.planner import command
 from trainer.planner.privacy_summary import summarise
@@ -73,7 +73,7 @@ def _plan(args: argparse.Namespace) -> PrivacyPlan:
             raise PrivacyConfigError(f"--{name} is required (or --recipe)")
     if (args.noise_multiplier is None) == (args.target_epsilon is None):
         raise PrivacyConfigError("give exactly one of --noise_multiplier and --target_epsilon")
-    return make_plan(
+    request = PlanRequest(
         num_examples=args.num_examples,
         expected_batch_size=args.expected_batch_size,
         num_steps=args.num_steps,
@@ -83,8 +83,8 @@ def _plan(args: argparse.Namespace) -> PrivacyPlan:
         reserved_attempts=args.reserve or 0,
         cap="default" if args.cap else None,
         allow_small_noise=args.allow_small_noise,
-        progress=_report_progress,
     )
+    return make_plan(request, progress=_report_progress)
 
 
 def _load_recipe(args: argparse.Namespace) -> RunConfig:
@@ -103,12 +103,6 @@ def _load_recipe(args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _recipe_plan(args: argparse.Namespace, config: RunConfig, num_examples: int) -> PrivacyPlan:
-    from trainer.run.ledger import recipe_plan
-
-    return recipe_plan(config.privacy, config.train.num_steps, num_examples, progress=_report_progress)
-
-
 def main() -> int:
     """Plans, computes and prints."""
     args = parse_args()
@@ -121,7 +115,9 @@ def main() -> int:
         num_examples = config.data.num_examples or (examples.count if examples else None)
         if num_examples is None and not plans_resources:
             raise PrivacyConfigError(f"recipe {args.recipe} names no data.num_examples: add data.num_examples=N")
-        plan = None if num_examples is None else _recipe_plan(args, config, num_examples)
+        plan = None
+        if num_examples is not None:
+            plan = make_plan(config.privacy.request(config.train.num_steps, num_examples), progress=_report_progress)
         result = _privacy(plan, args) if plan is not None else {}
         if examples is not None:
             if plan is None:

@@ -25,10 +25,10 @@ def contradiction(recipe: Mapping[str, Any], plan: PrivacyPlan) -> str | None:
         return None
     if privacy.get("simulation") and plan.formal_guarantee:
         return "config.toml has privacy.simulation = true, and the ledger states a guarantee"
-    function, adaptive = privacy.get("clipping_function"), plan.adaptive_clipping
-    if function is not None and (function == "adaptive") != (adaptive is not None):
-        return f'config.toml has privacy.clipping_function = "{function}", and the ledger another'
-    stated = asdict(plan) | (asdict(adaptive) if adaptive is not None else {})
+    adaptive = plan.adaptive_clipping
+    stated = asdict(plan)
+    if adaptive is not None:
+        stated |= asdict(adaptive) | {"clipping_function": "adaptive"}
     asked = {f"privacy.{name}": value for name, value in privacy.items() if name in stated}
     asked |= {f"train.{name}": value for name, value in recipe.get("train", {}).items() if name == "num_steps"}
     for name, value in asked.items():

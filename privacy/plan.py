@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from privacy.accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
@@ -16,54 +16,98 @@ from privacy.accounting.noise_tail import NOISE_SOURCES, noise_tail_delta
 from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
 from privacy.errors import PrivacyConfigError
 from privacy.limits import MAX_COUNT, MAX_EPSILON, MAX_NOISE_MULTIPLIER
-from privacy.sampling.alternatives import BallsInBinsSampler, ShuffleSampler, shuffle_participations
 from privacy.sampling.poisson import PoissonSampler, Sampler, default_cap
+from privacy.sampling.shuffle import ShuffleSampler, shuffle_participations
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from privacy.clipping.accumulators import Accumulator
+    from privacy.clipping.clipped_sum import ClippedSum, Mode
+    from privacy.noise import NoiseSource
+
+    MakeAccumulator = Callable[[Mapping[str, torch.Size], torch.dtype, torch.device], Accumulator]
 
 ADJACENCY = "zero_out"
-SAMPLING = ("poisson", "shuffle", "balls_in_bins")
+SAMPLING = ("poisson", "shuffle")
+CLIPPING_FUNCTIONS = ("flat", "automatic", "per_layer", "grouped")
 
 
-@dataclass(frozen=True)
-class PrivacyPlan:
-    """The frozen privacy parameters of a run; built by `make_plan`, or by `from_frozen` from a ledger.
+@dataclass(frozen=True, kw_only=True)
+class PlanChoices:
+    """What a request and its plan have in common.
 
     Attributes:
         num_examples: n, public under zero-out adjacency.
         expected_batch_size: B = q n, public, the divisor of the noised sum.
         num_steps: planned optimizer steps.
-        noise_multiplier: sigma; the noise has standard deviation sigma times the clipper's sensitivity.
+        target_epsilon: what sigma is calibrated to, or None where sigma is given.
         max_grad_norm: C, the L2 clipping bound of one example; under adaptive clipping the first one.
+        clipping_function: a name of `privacy.clipping.functions.FUNCTIONS`.
+        adaptive_clipping: C of flat clipping follows a quantile of the norms, whose release sigma pays for too; None where C is
+            constant.
         sensitivity_slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
-        target_delta: delta of the claim.
-        reserved_attempts: intents beyond `num_steps` that crashes may use up.
-        target_epsilon: what sigma was calibrated to, or None when sigma was given.
-        cap: largest batch, charged; None samples without a cap.
         enabled: False trains without any privacy.
-        sampling: "poisson", "shuffle" or "balls_in_bins" (privacy/sampling/alternatives.py).
+        sampling: "poisson" or "shuffle" (privacy/sampling/shuffle.py).
         shuffle_as_gaussian: says explicitly that shuffled data are accounted without any amplification, as a Gaussian with
             mu = sqrt(k_max) / sigma, k_max = ceil(epochs) + replays; without it a shuffled run makes no claim.
         noise_source: "system" or "aes_ctr" (privacy/noise.py).
-        informal_reasons: why the run makes no formal claim, as told by the caller (contract, point 11).
-        adaptive_clipping: C follows a quantile of the norms, whose release sigma pays for too; None where C is constant.
-        warnings: lines to print; no part of the plan's identity.
+        informal_reasons: why the run makes no formal claim, as far as the plan does not see it by itself (contract, point 11).
     """
 
     num_examples: int
     expected_batch_size: int
     num_steps: int
-    noise_multiplier: float
-    max_grad_norm: float
-    sensitivity_slack: float
-    target_delta: float
-    reserved_attempts: int
-    target_epsilon: float | None
-    cap: int | None
+    target_epsilon: float | None = None
+    max_grad_norm: float = 1.0
+    clipping_function: str = "flat"
+    adaptive_clipping: AdaptiveClipping | None = None
+    sensitivity_slack: float = 0.0
     enabled: bool = True
     sampling: str = "poisson"
     shuffle_as_gaussian: bool = False
     noise_source: str = "system"
     informal_reasons: tuple[str, ...] = ()
-    adaptive_clipping: AdaptiveClipping | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(PlanChoices):
+    """What `make_plan` is asked for.
+
+    Attributes:
+        noise_multiplier: sigma; exactly one of it and `target_epsilon` is given (neither is needed without privacy).
+        target_delta: 1 / (2 n) by default.
+        reserved_attempts: max(2, ceil(1 % of the steps)) by default.
+        cap: "default" is ceil(B + 8 sqrt(B)); None samples without a cap. Shuffled batches need none.
+        allow_small_noise: allows sigma below 0.3.
+    """
+
+    noise_multiplier: float | None = None
+    target_delta: float | None = None
+    reserved_attempts: int | None = None
+    cap: int | Literal["default"] | None = "default"
+    allow_small_noise: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan(PlanChoices):
+    """The frozen privacy parameters of a run; built by `make_plan`, or by `from_frozen` from a ledger.
+
+    It alone makes the run's sampler, clipper and noise source, so they cannot disagree with what is accounted.
+
+    Attributes:
+        noise_multiplier: sigma; the noise has standard deviation sigma times the clipper's sensitivity.
+        target_delta: delta of the claim.
+        reserved_attempts: intents beyond `num_steps` that crashes may use up.
+        cap: largest batch, charged; None samples without a cap.
+        warnings: lines to print; no part of the plan's identity.
+    """
+
+    noise_multiplier: float
+    target_delta: float
+    reserved_attempts: int
+    cap: int | None
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,13 +118,42 @@ class PrivacyPlan:
         """The sampler whose rate and cap this plan is accounted with."""
         if self.sampling == "shuffle":
             return ShuffleSampler(self.num_examples, self.expected_batch_size)
-        if self.sampling == "balls_in_bins":
-            return BallsInBinsSampler(self.num_examples, self.expected_batch_size, self.cap or self.num_examples)
         return self._poisson
 
     @cached_property
     def _poisson(self) -> PoissonSampler:
         return PoissonSampler.with_expected_batch(self.num_examples, self.expected_batch_size, self.cap)
+
+    def clipped_sum(
+        self,
+        model: nn.Module,
+        *,
+        shapes: Mapping[str, torch.Size] | None = None,
+        mode: Mode = "bookkeeping",
+        accumulator: MakeAccumulator | None = None,
+        device: torch.device | None = None,
+    ) -> ClippedSum:
+        """The clipper whose sensitivity the noise is scaled by; see `ClippedSum` for the arguments and errors."""
+        from privacy.clipping.accumulators import LocalSums  # planning needs no torch
+        from privacy.clipping.clipped_sum import ClippedSum
+        from privacy.clipping.functions import FUNCTIONS
+
+        return ClippedSum(
+            model,
+            self.max_grad_norm if self.enabled else math.inf,
+            shapes=shapes,
+            mode=mode,
+            function=FUNCTIONS[self.clipping_function if self.enabled else "flat"],
+            accumulator=accumulator or LocalSums,
+            adaptive=self.adaptive_clipping,
+            device=device,
+        )
+
+    def noise(self) -> NoiseSource:
+        """A source of this process's noise."""
+        from privacy.noise import noise_source
+
+        return noise_source(self.noise_source)
 
     @property
     def sample_rate(self) -> float:
@@ -112,8 +185,6 @@ class PrivacyPlan:
             own.append("the noise multiplier is 0")
         if self.sampling == "shuffle" and not self.shuffle_as_gaussian:
             own.append("sampling is 'shuffle', not Poisson, and shuffle_as_gaussian is not set")
-        if self.sampling == "balls_in_bins":
-            own.append("sampling is 'balls_in_bins', not Poisson: experimental, without a certified accountant")
         return (*own, *self.informal_reasons)
 
     @property
@@ -180,20 +251,15 @@ class PrivacyPlan:
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""
         own = {name: getattr(self, name) for name in _own_names()}
-        # Left out where C is constant, so that the ledgers from before it could move still open.
-        adaptive = {"adaptive_clipping": asdict(self.adaptive_clipping)} if self.adaptive_clipping else {}
-        return (
-            own
-            | adaptive
-            | {
-                "informal_reasons": list(self.informal_reasons),
-                "sample_rate": self.sample_rate,
-                # As text: 64-bit integers do not survive JSON readers that use doubles.
-                "sampling_threshold": str(self._poisson.threshold),
-                "adjacency": ADJACENCY,
-                "formal_guarantee": self.formal_guarantee,
-            }
-        )
+        return own | {
+            "adaptive_clipping": None if self.adaptive_clipping is None else asdict(self.adaptive_clipping),
+            "informal_reasons": list(self.informal_reasons),
+            "sample_rate": self.sample_rate,
+            # As text: 64-bit integers do not survive JSON readers that use doubles.
+            "sampling_threshold": str(self._poisson.threshold),
+            "adjacency": ADJACENCY,
+            "formal_guarantee": self.formal_guarantee,
+        }
 
     @classmethod
     def from_frozen(cls, frozen: Mapping[str, Any]) -> PrivacyPlan:
@@ -202,53 +268,25 @@ class PrivacyPlan:
         if missing:
             raise PrivacyConfigError(f"the recorded plan lacks {', '.join(missing)}")
         own = {name: frozen[name] for name in _own_names()}
-        adaptive = frozen.get("adaptive_clipping")
-        plan = cls(
-            **own | {"informal_reasons": tuple(own["informal_reasons"])},
-            adaptive_clipping=None if adaptive is None else AdaptiveClipping(**adaptive),
-        )
+        adaptive = own["adaptive_clipping"]
+        own["adaptive_clipping"] = None if adaptive is None else AdaptiveClipping(**adaptive)
+        own["informal_reasons"] = tuple(own["informal_reasons"])
+        plan = cls(**own)
         require_equal(frozen, plan.frozen_fields(), "the recorded plan contradicts itself")
         return plan
 
 
 def _own_names() -> list[str]:
-    """The plan's plain fields, as a ledger holds them."""
-    return [field.name for field in fields(PrivacyPlan) if field.name not in ("warnings", "adaptive_clipping")]
+    """The plan's fields that a ledger holds."""
+    return [field.name for field in fields(PrivacyPlan) if field.name != "warnings"]
 
 
 def make_plan(
-    *,
-    num_examples: int,
-    expected_batch_size: int,
-    num_steps: int,
-    noise_multiplier: float | None = None,
-    target_epsilon: float | None = None,
-    target_delta: float | None = None,
-    max_grad_norm: float = 1.0,
-    sensitivity_slack: float = 0.0,
-    reserved_attempts: int | None = None,
-    cap: int | Literal["default"] | None = "default",
-    enabled: bool = True,
-    sampling: str = "poisson",
-    shuffle_as_gaussian: bool = False,
-    noise_source: str = "system",
-    informal_reasons: Sequence[str] = (),
-    adaptive_clipping: AdaptiveClipping | None = None,
-    allow_small_noise: bool = False,
-    resume: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    request: PlanRequest, *, resume: Mapping[str, Any] | None = None, progress: Progress | None = None
 ) -> PrivacyPlan:
     """Validates everything together and calibrates sigma where a target epsilon is given.
 
     Args:
-        noise_multiplier, target_epsilon: exactly one of them (neither is needed when `enabled` is False).
-        target_delta: default 1 / (2 n).
-        reserved_attempts: default max(2, ceil(1 % of the steps)).
-        cap: "default" is ceil(B + 8 sqrt(B)); None samples without a cap. Shuffled batches need none.
-        sampling, shuffle_as_gaussian, noise_source: as in PrivacyPlan.
-        informal_reasons: whatever else voids the formal guarantee (shuffled streaming, a relaxed option, ...).
-        adaptive_clipping: as in PrivacyPlan; without noise there is nothing to share, so a plan without privacy has none.
-        allow_small_noise: allows sigma below 0.3.
         resume: the `plan` of an existing ledger: sigma is then taken from there instead of being calibrated again,
             so that another library version cannot change it. Compare with `require_equal` afterwards.
         progress: called with (stage, sigma, epsilon) during calibration.
@@ -256,40 +294,32 @@ def make_plan(
     Raises:
         PrivacyConfigError: with one line that names what is wrong.
     """
-    delta = 1 / (2 * max(num_examples, 1)) if target_delta is None else target_delta
-    reserve = max(2, math.ceil(num_steps / 100)) if reserved_attempts is None else reserved_attempts
-    if not enabled:
-        noise_multiplier, target_epsilon = 0.0, None
-    _check_noise_request(noise_multiplier, target_epsilon, allow_small_noise)
-    draft = PrivacyPlan(
-        num_examples=num_examples,
-        expected_batch_size=expected_batch_size,
-        num_steps=num_steps,
-        noise_multiplier=1.0 if noise_multiplier is None else noise_multiplier,
-        max_grad_norm=max_grad_norm,
-        sensitivity_slack=sensitivity_slack,
-        target_delta=delta,
-        reserved_attempts=reserve,
-        target_epsilon=target_epsilon,
-        cap=None if sampling == "shuffle" else _resolve_cap(cap, expected_batch_size, num_examples),
-        enabled=enabled,
-        sampling=sampling,
-        shuffle_as_gaussian=shuffle_as_gaussian,
-        noise_source=noise_source,
-        informal_reasons=tuple(informal_reasons),
-    )
-    sigma, notes = draft.noise_multiplier, _warnings(draft)
-    if target_epsilon is not None and resume is not None:
-        sigma = float(resume["noise_multiplier"])
-    elif target_epsilon is not None:
-        sigma, more = _calibrated(draft, target_epsilon, allow_small_noise, progress)
-        notes += more
-    own = {field.name: getattr(draft, field.name) for field in fields(draft)}
-    # Only now: how much noise the count must have at least depends on the calibrated sigma.
-    adaptive = adaptive_clipping if enabled else None
+    sigma, target = (request.noise_multiplier, request.target_epsilon) if request.enabled else (0.0, None)
+    _check_noise_request(sigma, target, request.allow_small_noise)
+    delta, reserve, cap = request.target_delta, request.reserved_attempts, request.cap
+    if cap == "default":
+        cap = default_cap(max(request.expected_batch_size, 0))
     plan = PrivacyPlan(
-        **own | {"noise_multiplier": sigma, "adaptive_clipping": adaptive, "warnings": tuple(notes)},
+        **{field.name: getattr(request, field.name) for field in fields(PlanChoices)}
+        | {
+            "target_epsilon": target,
+            # Later: how much noise the count must have at least depends on the calibrated sigma.
+            "adaptive_clipping": None,
+            "noise_multiplier": 1.0 if sigma is None else sigma,
+            "target_delta": 1 / (2 * max(request.num_examples, 1)) if delta is None else delta,
+            "reserved_attempts": max(2, math.ceil(request.num_steps / 100)) if reserve is None else reserve,
+            "cap": None if cap is None or request.sampling == "shuffle" else min(cap, request.num_examples),
+        }
     )
+    notes = _warnings(plan)
+    if target is not None and resume is not None:
+        sigma = float(resume["noise_multiplier"])
+    elif target is not None:
+        sigma, more = _calibrated(plan, target, request.allow_small_noise, progress)
+        notes += more
+    assert sigma is not None
+    adaptive = request.adaptive_clipping if request.enabled else None
+    plan = replace(plan, noise_multiplier=sigma, adaptive_clipping=adaptive, warnings=tuple(notes))
     _refuse_no_protection(plan)
     return plan
 
@@ -343,12 +373,6 @@ def _refuse_no_protection(plan: PrivacyPlan) -> None:
         )
 
 
-def _resolve_cap(cap: int | Literal["default"] | None, expected_batch_size: int, num_examples: int) -> int | None:
-    if cap is None:
-        return None
-    return min(default_cap(max(expected_batch_size, 0)) if cap == "default" else cap, num_examples)
-
-
 def _check(plan: PrivacyPlan) -> None:
     """The invariants that every plan keeps, whoever builds it."""
     for name in ("num_examples", "expected_batch_size", "num_steps"):
@@ -380,6 +404,14 @@ def _check(plan: PrivacyPlan) -> None:
         raise PrivacyConfigError(f"target_epsilon must be positive, not {plan.target_epsilon:g}")
     if plan.cap is not None and plan.cap < 1:
         raise PrivacyConfigError(f"cap must be positive, not {plan.cap}")
+    if plan.clipping_function not in CLIPPING_FUNCTIONS:
+        raise PrivacyConfigError(
+            f"clipping_function must be one of {', '.join(CLIPPING_FUNCTIONS)}, not {plan.clipping_function!r}"
+        )
+    if plan.adaptive_clipping is not None and plan.clipping_function != "flat":
+        raise PrivacyConfigError(
+            f"adaptive clipping is flat, so clipping_function cannot be {plan.clipping_function!r}"
+        )
     if plan.sampling not in SAMPLING:
         raise PrivacyConfigError(f"sampling must be one of {', '.join(SAMPLING)}, not {plan.sampling!r}")
     if plan.shuffle_as_gaussian and plan.sampling != "shuffle":

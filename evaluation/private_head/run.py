@@ -15,7 +15,7 @@ from evaluation.private_head.methods import METHODS, HeadMethod
 from privacy.errors import BudgetSpent, PrivacyConfigError
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PlanRequest, PrivacyPlan, make_plan
 
 GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
 
@@ -36,14 +36,16 @@ def head_plan(num_examples: int, epsilon: float, delta: float | None) -> Privacy
         PrivacyConfigError: an epsilon or delta that cannot be met.
     """
     return make_plan(
-        num_examples=num_examples,
-        expected_batch_size=num_examples,
-        num_steps=1,
-        target_epsilon=epsilon,
-        target_delta=delta,
-        sensitivity_slack=ROUNDING_SLACK,
-        reserved_attempts=0,
-        cap=None,
+        PlanRequest(
+            num_examples=num_examples,
+            expected_batch_size=num_examples,
+            num_steps=1,
+            target_epsilon=epsilon,
+            target_delta=delta,
+            sensitivity_slack=ROUNDING_SLACK,
+            reserved_attempts=0,
+            cap=None,
+        )
     )
 
 

@@ -79,9 +79,8 @@ def unclipped(norm_B: Tensor, bound: float) -> Tensor:
 
 FUNCTIONS: Mapping[str, Callable[[list[str], float], ClippingFunction]] = {
     "flat": flat,
-    "adaptive": flat,
     "automatic": automatic,
     "per_layer": per_layer,
     "grouped": grouped,
 }
-"""By the name that recipes use. Adaptive clipping is flat at every step; how C moves is in privacy/adaptive_clipping.py."""
+"""By the name that plans use. Adaptive clipping is flat at every step; how C moves is in privacy/adaptive_clipping.py."""

@@ -37,9 +37,7 @@ import torch
 from torch import Tensor
 
 from privacy.clipping.contributions import Contribution, fold_error, inner
-
-SENSITIVITY_SLACK = 1e-3
-"""r of contract 4: a clipped example may exceed C by this factor through rounding; the accountant is charged for it."""
+from privacy.releases import SENSITIVITY_SLACK
 
 
 def rounding(terms: int, dtype: torch.dtype) -> float:

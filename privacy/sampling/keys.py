@@ -103,7 +103,7 @@ class SamplingKey:
         return self._derive(b"example keys v1\0" + _context(session_nonce, attempt))
 
     def schedule_key(self) -> bytes:
-        """AES-256 key of a schedule that is the same in every session and attempt (privacy/sampling/alternatives.py)."""
+        """AES-256 key of a schedule that is the same in every session and attempt (privacy/sampling/shuffle.py)."""
         return self._derive(b"epoch schedule v1\0")
 
     def _derive(self, info: bytes) -> bytes:

@@ -30,7 +30,7 @@ CHUNK = 1 << 18
 
 
 class Sampler(Protocol):
-    """What decides who is in a step; privacy/sampling/alternatives.py holds the ones that are not Poisson."""
+    """What decides who is in a step; privacy/sampling/shuffle.py holds the ones that are not Poisson."""
 
     @property
     def num_examples(self) -> int: ...

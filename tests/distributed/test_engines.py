@@ -20,7 +20,7 @@ from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
 from privacy.noise import NoiseSource, SystemNoise
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import oracle
 from trainer.config.machine import ZERO_KEYS, MachineSettings, load_machine_settings
@@ -115,11 +115,13 @@ def a_mechanism(
     engine: Engine, clipped: ClippedSum, noise: NoiseSource, sigma: float, expected_batch_size: int
 ) -> Mechanism:
     plan = make_plan(
-        num_examples=1000 * expected_batch_size,
-        expected_batch_size=expected_batch_size,
-        num_steps=100,
-        noise_multiplier=sigma,
-        allow_small_noise=True,
+        PlanRequest(
+            num_examples=1000 * expected_batch_size,
+            expected_batch_size=expected_batch_size,
+            num_steps=100,
+            noise_multiplier=sigma,
+            allow_small_noise=True,
+        )
     )
     return Mechanism(
         plan=plan,

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from privacy.ledger.ledger import Ledger
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from trainer.report import build_card, write_card
 
 BROWSER = shutil.which("chromium")
@@ -45,9 +45,9 @@ def page(tmp_path_factory):
 
 
 def _write_ledger(run: Path) -> None:
-    plan = make_plan(
+    plan = make_plan(PlanRequest(
         num_examples=2000, expected_batch_size=100, num_steps=40, noise_multiplier=1.5, target_delta=1e-5
-    )  # fmt: skip
+    ))  # fmt: skip
     fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee"}
     with Ledger.create(run / "ledger.jsonl", fields) as ledger:
         ledger.start_session({"commit": "c0ffee", "modified": False})

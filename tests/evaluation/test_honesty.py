@@ -18,7 +18,7 @@ from data.index.tar_writer import write_shard
 from evaluation.private_head.sweep import spent_in
 from evaluation.sources import encode_png
 from privacy.errors import PrivacyStateRefused
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from tests.evaluation.commands import ROOT, evaluate
 from tests.evaluation.digits import save_digits
 from tests.evaluation.test_private_head_command import exact_delta, spent
@@ -89,8 +89,8 @@ def test_a_copied_checkpoint_proves_nothing(run: Evaluate, whole: Path, tmp_path
 
 
 def test_a_simulation_is_none(run: Evaluate, tmp_path: Path) -> None:
-    plan = make_plan(num_examples=2000, expected_batch_size=8, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
-                     informal_reasons=("a simulation of a larger batch",))  # fmt: skip
+    plan = make_plan(PlanRequest(num_examples=2000, expected_batch_size=8, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
+                     informal_reasons=("a simulation of a larger batch",)))  # fmt: skip
     trained(tmp_path / "run", recipe(), plan=plan)
     model = probe(run, tmp_path / "run", tmp_path)["model"]
     assert model["formal_guarantee"] is False and model["attested"] is True and model["epsilon"] is None

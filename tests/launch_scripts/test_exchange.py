@@ -24,7 +24,7 @@ from torch import Tensor
 from data.examples.transforms import eval_image
 from evaluation.captions import CaptionOptions, CaptionWriter
 from evaluation.sources import encode_png
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from tests.launch_scripts.conftest import Run
 from tests.launch_scripts.test_export import DPCAP, EPSILON, VIP, statements
 from tests.models import test_convert_dpcap as dpcap
@@ -247,8 +247,8 @@ def test_a_captioner_by_automatic_loading(
 @pytest.mark.parametrize("form", ["hf", *(pytest.param(f, marks=pytest.mark.full) for f in ("safetensors", "timm"))])
 def test_a_simulation_is_never_called_private(form: str, command: Run, tmp_path: Path) -> None:
     reason = "a simulation of a larger batch"
-    plan = make_plan(num_examples=2000, expected_batch_size=8, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
-                     informal_reasons=(reason,))  # fmt: skip
+    plan = make_plan(PlanRequest(num_examples=2000, expected_batch_size=8, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
+                     informal_reasons=(reason,)))  # fmt: skip
     trained(tmp_path / "run", recipe(), plan=plan)
     said = command("--checkpoint", tmp_path / "run", "--format", form, tmp_path / "out")
     text = statements(tmp_path / "out")

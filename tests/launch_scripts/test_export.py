@@ -19,7 +19,7 @@ from torch import Tensor
 
 from models.converters.native import load_model
 from privacy.card.text import rounded_up
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from tests.launch_scripts.conftest import Run
 from tests.models import test_convert_dpcap as dpcap
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Plain, examples, published
@@ -135,7 +135,9 @@ def test_a_copied_checkpoint_attests_nothing(captioner: Path, command: Run, tmp_
 
 
 def test_a_run_without_guarantee_exports_no_epsilon(command: Run, tmp_path: Path) -> None:
-    plan = make_plan(num_examples=2000, expected_batch_size=100, num_steps=6, enabled=False, target_delta=1e-5)
+    plan = make_plan(
+        PlanRequest(num_examples=2000, expected_batch_size=100, num_steps=6, enabled=False, target_delta=1e-5)
+    )
     trained(tmp_path / "run", recipe(), plan=plan)
     said = command("--checkpoint", tmp_path / "run", "--format", "safetensors", tmp_path / "out")
     assert "formal_guarantee: false" in said and plan.reasons[0] in said

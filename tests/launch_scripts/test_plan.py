@@ -85,11 +85,11 @@ def test_tiny_delta_uses_rdp():
 
 def test_a_recipe_gives_what_training_claims():
     """The ledger of a run and this command agree: cap, reserve and slack included."""
+    from privacy.plan import make_plan
     from trainer.config.recipe import load_config
-    from trainer.run.ledger import recipe_plan
 
     config = load_config(ROOT / "recipes/vip_base_data2m.toml")
-    plan = recipe_plan(config.privacy, 7, 2_000_000)
+    plan = make_plan(config.privacy.request(7, 2_000_000))
     arguments = "--recipe recipes/vip_base_data2m.toml --no_extras --json train.num_steps=7"
     said = json.loads(_plan(arguments).stdout)
     assert said["epsilon_pld"] == plan.epsilon_planned and said["epsilon_with_reserve"] == plan.epsilon_with_reserve

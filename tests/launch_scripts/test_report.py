@@ -12,7 +12,7 @@ import pytest
 
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from tests.privacy.ledger_epsilon import recompute
 from trainer.report import build_card, write_card
 
@@ -48,7 +48,7 @@ def _write_lines(path, *values):
 
 def _write_ledger(run, manifest, fields=None, **changes):
     numbers = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 2, "target_delta": 1e-5}
-    plan = make_plan(**numbers | {"noise_multiplier": 4.0} | changes)
+    plan = make_plan(PlanRequest(**numbers | {"noise_multiplier": 4.0} | changes))
     own = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee"}
     with Ledger.create(run / "ledger.jsonl", own | (fields or {})) as ledger:
         ledger.start_session({"commit": "c0ffee", "modified": False})

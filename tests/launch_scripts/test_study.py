@@ -15,12 +15,12 @@ import pytest
 
 from launch_scripts.study import main
 from privacy.accounting.accountants import epsilon
+from privacy.plan import make_plan
 from tests.distributed.ranks import ROOT, quiet_environment
 from tests.e2e.launch import alone, count, kill_group, ledger_lines
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.report import build_card, write_card
-from trainer.run.ledger import recipe_plan
 from trainer.studies.folder import StudyFolder
 
 STUDY = "launch_scripts/study.py"
@@ -219,7 +219,7 @@ def test_the_script_trains_a_point_by_its_number(tmp_path: Path) -> None:
 def test_runs_on_private_data_stop_where_their_shared_budget_ends(tmp_path: Path) -> None:
     """Room for two of three runs: the third never touches the data, and the cards of the others name their sibling."""
     config = load_config(ROOT / "recipes/tiny.toml", ["train.num_steps=2"])
-    group = (plan := recipe_plan(config.privacy, 2, 3000)).release_group(plan.max_intents)
+    group = (plan := make_plan(config.privacy.request(2, 3000))).release_group(plan.max_intents)
     two, three = (epsilon([group.times(runs * group.count)], 1e-4) for runs in (2, 3))
     study, folder = tmp_path / "private.toml", StudyFolder(tmp_path / "study")
     study.write_text(

@@ -20,8 +20,8 @@ from models.errors import ModelConfigError
 from models.generation import greedy_captions
 from privacy.clipping import ClippedSum
 from privacy.clipping.clipped_sum import Mode
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.clipping.selfcheck import check_against_autograd
+from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_sensitivity import change
 

@@ -7,17 +7,19 @@ import pytest
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import encode_line, hash_line
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 
 # Large noise and few examples: the accountant answers in a fraction of a second.
 PLAN = make_plan(
-    num_examples=2000,
-    expected_batch_size=100,
-    num_steps=6,
-    noise_multiplier=4.0,
-    target_delta=1e-5,
-    reserved_attempts=4,
-    sensitivity_slack=1e-4,
+    PlanRequest(
+        num_examples=2000,
+        expected_batch_size=100,
+        num_steps=6,
+        noise_multiplier=4.0,
+        target_delta=1e-5,
+        reserved_attempts=4,
+        sensitivity_slack=1e-4,
+    )
 )
 RELEASE = {"name": "gradient", "std": 4.0, "sensitivity": 1.0}
 ENVIRONMENT = {"commit": "abc"}

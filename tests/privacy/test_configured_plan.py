@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from privacy.configured_plan import contradiction
-from privacy.plan import PrivacyPlan
+from privacy.plan import PrivacyPlan, make_plan
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import RECIPE
 from trainer.config.recipe import load_config, to_toml
-from trainer.run.ledger import recipe_plan
 
 TINY = ROOT / RECIPE
 RECIPES: dict[str, list[str]] = {
@@ -28,7 +27,7 @@ RECIPES: dict[str, list[str]] = {
 def planned(overrides: list[str]) -> tuple[dict[str, Any], PrivacyPlan]:
     """What config.toml of such a run holds, and the plan that its ledger states."""
     config = load_config(TINY, overrides)
-    return tomllib.loads(to_toml(config)), recipe_plan(config.privacy, config.train.num_steps, 3000)
+    return tomllib.loads(to_toml(config)), make_plan(config.privacy.request(config.train.num_steps, 3000))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -61,7 +60,7 @@ def test_an_honest_run_fits_and_any_changed_field_is_found(name: str) -> None:
 def test_calibrated_noise_is_held_against_its_target() -> None:
     config = load_config(ROOT / "recipes/quickstart.toml", ["train.num_steps=20"])
     recipe = tomllib.loads(to_toml(config))
-    plan = recipe_plan(config.privacy, config.train.num_steps, 3000)
+    plan = make_plan(config.privacy.request(config.train.num_steps, 3000))
     assert contradiction(recipe, plan) is None
     assert "more than that takes" in str(
         contradiction(recipe, replace(plan, noise_multiplier=1.2 * plan.noise_multiplier))

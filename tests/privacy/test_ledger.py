@@ -9,7 +9,7 @@ import pytest
 
 from privacy.errors import BudgetSpent, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.ledger_files import ENVIRONMENT, PLAN, RELEASE, create, take_step, written
 
@@ -154,7 +154,7 @@ def test_contract_10_epsilon_comes_from_the_ledger_and_equals_an_independent_rec
 
 
 def test_contract_11_no_epsilon_without_a_formal_guarantee(tmp_path):
-    plan = make_plan(num_examples=100, expected_batch_size=10, num_steps=3, noise_multiplier=0.0)
+    plan = make_plan(PlanRequest(num_examples=100, expected_batch_size=10, num_steps=3, noise_multiplier=0.0))
     ledger = Ledger.create(tmp_path / "l", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
     ledger.start_session({})
     ledger.intent(1, 0, [{"name": "gradient", "std": 0.0, "sensitivity": 1.0}])

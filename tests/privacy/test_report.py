@@ -16,7 +16,7 @@ from privacy.card.report import NO_MIRROR, privacy_card
 from privacy.card.text import rounded_up
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from privacy.releases import step_releases
 from tests.privacy.ledger_epsilon import recompute
 
@@ -55,7 +55,7 @@ def _no_fsync(monkeypatch):
 
 
 def _create(tmp_path, mirror=None, **changes):
-    plan = make_plan(**NUMBERS | changes)
+    plan = make_plan(PlanRequest(**NUMBERS | changes))
     fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "data_hmac": "cd" * 32, "commit": "c0ffee"}
     return Ledger.create(tmp_path / "ledger.jsonl", fields | {"accountant": "dp-accounting 0.6.0"}, mirror)
 
@@ -142,7 +142,7 @@ def test_card_states_what_happened(tmp_path):
 
 
 def test_epsilon_of_an_owner_comes_from_the_ledger(tmp_path):
-    plan = make_plan(**NUMBERS)
+    plan = make_plan(PlanRequest(**NUMBERS))
     fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "max_examples_per_owner": 2}
     with Ledger.create(tmp_path / "ledger.jsonl", fields) as ledger:
         _session(ledger, [1, 2, 3])

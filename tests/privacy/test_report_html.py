@@ -22,7 +22,7 @@ from privacy.card.plots import draw_attempts, draw_delta, draw_trade_off, plots
 from privacy.card.report import privacy_card
 from privacy.card.text import rounded_down, rounded_up
 from privacy.ledger.ledger import Ledger
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 
 NASTY = '<script>alert(1)</script> | `x` **y** & "z" \\| \' &lt;img src=http://a.b/c&gt;'
 UTILITY = {
@@ -45,7 +45,7 @@ def card(tmp_path_factory):
 
 def _ledger(folder, **changes):
     numbers = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 6, "noise_multiplier": 4.0}
-    plan = make_plan(**numbers | {"target_delta": 1e-5, "sensitivity_slack": 1e-3} | changes)
+    plan = make_plan(PlanRequest(**numbers | {"target_delta": 1e-5, "sensitivity_slack": 1e-3} | changes))
     fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _descriptor: None)
@@ -250,10 +250,10 @@ def test_attack_bounds_are_those_of_a_gaussian():
 
 
 def test_attack_bounds_agree_with_the_planner(card):
-    plan = make_plan(
+    plan = make_plan(PlanRequest(
         num_examples=2000, expected_batch_size=100, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
         sensitivity_slack=1e-3,
-    )  # fmt: skip
+    ))  # fmt: skip
     expected = attack_risk([plan.release_group(card["attempts_charged"])], interval=COARSE_INTERVAL)
     attack = card["accounting"]["attack"]
     for rate, bound in expected["true_positive_rates"]:

@@ -5,7 +5,7 @@ import pytest
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import open_run_state
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from privacy.sampling.keys import SamplingKey
 from tests.privacy.ledger_files import PLAN
 
@@ -26,7 +26,7 @@ def test_run_state_is_created_once_and_reopened(tmp_path):
 def test_run_state_refuses_what_does_not_fit(tmp_path):
     ledger, _ = _state(tmp_path)
     ledger.release()
-    other = make_plan(num_examples=2000, expected_batch_size=100, num_steps=6, noise_multiplier=5.0)
+    other = make_plan(PlanRequest(num_examples=2000, expected_batch_size=100, num_steps=6, noise_multiplier=5.0))
     with pytest.raises(PrivacyConfigError, match="frozen: noise_multiplier was 4"):
         _state(tmp_path, plan=make_plan_like(noise_multiplier=5.0))
     with pytest.raises(PrivacyConfigError, match="frozen"):
@@ -50,7 +50,7 @@ def test_run_state_refuses_what_does_not_fit(tmp_path):
 def make_plan_like(**changes):
     own = {name: getattr(PLAN, name) for name in ("num_examples", "expected_batch_size", "num_steps", "target_delta")}
     more = {name: getattr(PLAN, name) for name in ("reserved_attempts", "sensitivity_slack")}
-    return make_plan(**own | more | changes)
+    return make_plan(PlanRequest(**own | more | changes))
 
 
 @pytest.mark.parametrize("crash", ["before ledger", "before publish"])

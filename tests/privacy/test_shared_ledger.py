@@ -16,7 +16,7 @@ from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-5
@@ -24,7 +24,7 @@ DELTA = 1e-5
 
 def _plan(sigma=2.0, **changes):
     own = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 60, "noise_multiplier": sigma}
-    return make_plan(**own | {"target_delta": DELTA, "cap": None} | changes)
+    return make_plan(PlanRequest(**own | {"target_delta": DELTA, "cap": None} | changes))
 
 
 def _open(folder, shared, plan=None, **terms):
@@ -172,7 +172,9 @@ def test_the_filter_bounds_pld_from_above_and_counts_everything():
     assert total_epsilon([], DELTA, adaptive=True, order=order, ceiling=2.0) == 0
     silent = _plan(0.0, sampling="poisson").release_group(1)
     assert filtered_epsilon([silent], DELTA, order, 2.0) == math.inf
-    capped = make_plan(num_examples=3000, expected_batch_size=60, num_steps=60, noise_multiplier=2.0, cap=70)
+    capped = make_plan(
+        PlanRequest(num_examples=3000, expected_batch_size=60, num_steps=60, noise_multiplier=2.0, cap=70)
+    )
     assert filtered_epsilon([capped.release_group(60)], DELTA, order, 2.0) == math.inf
     # Small noise at a small rate: above a low order nothing would be amplified any more.
     small = ReleaseGroup(0.008, 1.0, 24)

@@ -11,12 +11,14 @@ import privacy.ledger.membership
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from privacy.releases import step_releases
 
 DELTA = 1e-5
 PLAN = make_plan(
-    num_examples=3000, expected_batch_size=60, num_steps=20, noise_multiplier=2.0, target_delta=DELTA, cap=None
+    PlanRequest(
+        num_examples=3000, expected_batch_size=60, num_steps=20, noise_multiplier=2.0, target_delta=DELTA, cap=None
+    )
 )
 
 

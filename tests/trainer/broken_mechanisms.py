@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from privacy.clipping import ClippedSum
+from privacy.clipping import ClippedSum, clipped_sum, functions
 from privacy.clipping.functions import ClippingFunction
 from privacy.noise import NoiseSource, SystemNoise, add_noise
 from trainer.audit import sandbox as audit_sandbox
@@ -161,7 +161,7 @@ class _OneLayerUnclipped(ClippedSum):
 
 
 def clip_forgotten_for_one_layer() -> Patches:
-    return [(audit_sandbox, "ClippedSum", _OneLayerUnclipped)]
+    return [(clipped_sum, "ClippedSum", _OneLayerUnclipped)]
 
 
 class _EachOnItsOwn(ClippingFunction):
@@ -176,7 +176,7 @@ def clip_each_layer_by_itself() -> Patches:
     def function(names: list[str], bound: float) -> ClippingFunction:
         return _EachOnItsOwn({name: i for i, name in enumerate(names)}, (bound,) * len(names))
 
-    return [(audit_sandbox, "FUNCTIONS", {"flat": function})]
+    return [(functions, "FUNCTIONS", {"flat": function})]
 
 
 # Mistakes in the sampling

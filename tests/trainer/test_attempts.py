@@ -21,7 +21,7 @@ from privacy.errors import BudgetSpent, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import hash_line, read_ledger
 from privacy.ledger.run_state import open_run_state
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PlanRequest, PrivacyPlan, make_plan
 from privacy.releases import step_releases
 from privacy.sampling.keys import SamplingKey
 from tests.privacy.ledger_files import rechained
@@ -39,7 +39,7 @@ def plan(**changed: Any) -> PrivacyPlan:
         "num_examples": 2000, "expected_batch_size": 100, "num_steps": 6, "noise_multiplier": 4.0, "max_grad_norm": 0.7,
         "target_delta": 1e-5, "reserved_attempts": 8, "sensitivity_slack": 1e-4,
     }  # fmt: skip
-    return make_plan(**fields | changed)
+    return make_plan(PlanRequest(**fields | changed))
 
 
 PLAN = plan()

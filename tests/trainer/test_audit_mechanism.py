@@ -11,7 +11,7 @@ from scipy import stats
 
 from privacy.audit.mechanism import audit_mechanism
 from privacy.audit.report import AuditReport
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PlanRequest, PrivacyPlan, make_plan
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.trainer.broken_mechanisms import ALL, NEED_TWO_RANKS, broken
 from trainer.audit.mechanism import make_settings, mechanism_audit, read_record
@@ -39,7 +39,14 @@ FOUND_BY = {
 def plan(**changed: float) -> PrivacyPlan:
     fields = {"noise_multiplier": 1.1, "max_grad_norm": 1.0} | changed
     return make_plan(
-        num_examples=3000, expected_batch_size=256, num_steps=120, target_delta=1e-5, sensitivity_slack=1e-3, **fields
+        PlanRequest(
+            num_examples=3000,
+            expected_batch_size=256,
+            num_steps=120,
+            target_delta=1e-5,
+            sensitivity_slack=1e-3,
+            **fields,
+        )
     )  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ from models.config import VitConfig
 from models.vit import VisionTransformer
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from tests.distributed.ranks import quiet_environment
 from tests.trainer.test_memory_estimate import process_memory
 from trainer.config.machine import MachineSettings, load_machine_settings
@@ -279,10 +279,10 @@ def test_exposed_communication_by_hand() -> None:
 
 def test_scaling_rule_breaks_where_it_was_found_to_break() -> None:
     """ImageNet of Sander et al. 2023: B 32,768, sigma 2.5, 18,000 steps, delta 8e-7; epsilon by RDP at equal sigma / B."""
-    plan = make_plan(
+    plan = make_plan(PlanRequest(
         num_examples=1_281_167, expected_batch_size=32_768, num_steps=18_000, noise_multiplier=2.5, target_delta=8e-7,
         reserved_attempts=0, cap=None,
-    )  # fmt: skip
+    ))  # fmt: skip
     rule = scaling_rule(plan)
     assert rule is not None and rule["holds"]
     assert rule["tan"] == pytest.approx(1.0303, abs=1e-3) and rule["epsilon_formula"] == pytest.approx(8.215, abs=5e-3)
@@ -300,13 +300,13 @@ def test_scaling_rule_of_dpcap_is_broken_and_without_noise_there_is_none() -> No
         "num_steps": 5708,
         "cap": None,
     }
-    rule = scaling_rule(make_plan(**numbers, noise_multiplier=0.708782))
+    rule = scaling_rule(make_plan(PlanRequest(**numbers, noise_multiplier=0.708782)))
     assert rule is not None and not rule["holds"] and rule["smallest_batch_size"] == math.ceil(2 * 1_310_720 / 0.708782)
     console = Console(record=True, width=160, file=io.StringIO())
     console.print(scaling_table(rule, 0.708782))
     shown = console.export_text()
     assert "broken here: its epsilon needs B of at least 3,698,514" in shown and "not private" in shown
-    assert scaling_rule(make_plan(**numbers, noise_multiplier=0.0)) is None
+    assert scaling_rule(make_plan(PlanRequest(**numbers, noise_multiplier=0.0))) is None
 
 
 # Reading

@@ -15,8 +15,8 @@ from models.captioner import Captioner
 from models.config import captioner_config
 from privacy.accounting.accountants import COARSE_INTERVAL, epsilon_pld, epsilon_rdp
 from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER
-from privacy.clipping.norms import SENSITIVITY_SLACK
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.releases import SENSITIVITY_SLACK
 from tests.docs.pages import shell_commands
 from tests.e2e.launch import alone, train_arguments
 from trainer.config.machine import load_machine_settings
@@ -25,7 +25,6 @@ from trainer.loop.schedule import learning_rate
 from trainer.planner.padding import Batches
 from trainer.ranks.discovery import Ranks
 from trainer.run import start as training
-from trainer.run.ledger import recipe_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -41,7 +40,7 @@ PARAMETERS = {"dpcap_tiny": 59.4, "dpcap_small": 115.7, "dpcap_base": 189.8, "dp
 
 def plan_of(config: RunConfig, num_examples: int) -> PrivacyPlan:
     """The plan that training would make on so many examples."""
-    return recipe_plan(config.privacy, config.train.num_steps, num_examples)
+    return make_plan(config.privacy.request(config.train.num_steps, num_examples))
 
 
 def rounded_up(epsilon: float) -> str:
@@ -279,12 +278,14 @@ def test_sigma_with_the_cap() -> None:
 @pytest.mark.parametrize("delta", [4.277e-9, None])
 def test_sigma_is_what_calibration_finds(delta: float | None) -> None:
     plan = make_plan(
-        num_examples=DPCAP_EXAMPLES,
-        expected_batch_size=1_310_720,
-        num_steps=5708,
-        target_epsilon=8.0,
-        target_delta=delta,
-        sensitivity_slack=SENSITIVITY_SLACK,
+        PlanRequest(
+            num_examples=DPCAP_EXAMPLES,
+            expected_batch_size=1_310_720,
+            num_steps=5708,
+            target_epsilon=8.0,
+            target_delta=delta,
+            sensitivity_slack=SENSITIVITY_SLACK,
+        )
     )
     assert str(plan.noise_multiplier) in DPCAP[0].read_text() and str(plan.noise_multiplier) in README
 

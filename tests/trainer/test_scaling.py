@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import make_plan
+from privacy.plan import PlanRequest, make_plan
 from trainer.config.recipe import load_config, to_toml
 from trainer.errors import ConfigError
-from trainer.run.ledger import recipe_plan
 from trainer.studies.collect import Result, grouped
 from trainer.studies.executors import LocalPool, Trainer
 from trainer.studies.folder import StudyFolder
@@ -123,7 +122,7 @@ def test_tan_keeps_noise_over_batch_and_marks_all_but_the_reference(tmp_path: Pa
         assert math.isclose(privacy.noise_multiplier / privacy.expected_batch_size, 1.2 / 24)
         assert privacy.target_epsilon is None
         assert one.is_simulation == (privacy.expected_batch_size != 24)
-        plan = recipe_plan(privacy, one.config.train.num_steps, 3000)
+        plan = make_plan(privacy.request(one.config.train.num_steps, 3000))
         assert plan.formal_guarantee != one.is_simulation
         if one.is_simulation:
             assert "TAN simulation" in plan.reasons[0]
@@ -137,7 +136,7 @@ def test_a_simulation_may_have_noise_that_no_claim_could(tmp_path: Path) -> None
     text = TAN.replace("reference_batch_size = 24", "reference_batch_size = 1000").replace("[8, 24]", "[1, 24]")
     one = planned_of(tmp_path, text)[0]
     assert one.config.privacy.noise_multiplier == pytest.approx(0.0012)
-    assert not recipe_plan(one.config.privacy, 6, 3000).formal_guarantee
+    assert not make_plan(one.config.privacy.request(6, 3000)).formal_guarantee
 
 
 @pytest.mark.full
@@ -146,7 +145,7 @@ def test_tan_is_calibrated_at_the_reference_batch(tmp_path: Path) -> None:
     text = text.replace("[base]", "[base]\ndata.num_examples = 3000")
     planned = planned_of(tmp_path, text)
     reference = next(one for one in planned if not one.is_simulation)
-    plan = recipe_plan(reference.config.privacy, 2, 3000)
+    plan = make_plan(reference.config.privacy.request(2, 3000))
     assert plan.epsilon_with_reserve is not None
     assert 7.9 < plan.epsilon_with_reserve <= 8.0
 
@@ -244,7 +243,9 @@ def test_sigterm_stops_the_runs_and_the_study_exits_with_7(tmp_path: Path) -> No
 
 def result(tmp_path: Path, batch: int, seed: int, **plan: Any) -> Result:
     made = make_plan(
-        num_examples=1000, expected_batch_size=batch, num_steps=4, noise_multiplier=1.0, target_delta=1e-5, **plan
+        PlanRequest(
+            num_examples=1000, expected_batch_size=batch, num_steps=4, noise_multiplier=1.0, target_delta=1e-5, **plan
+        )
     )
     return Result(
         name=f"batch-{batch}_seed-{seed}",

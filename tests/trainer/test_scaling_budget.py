@@ -8,10 +8,10 @@ import pytest
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
+from privacy.plan import make_plan
 from tests.trainer.test_scaling import BUDGET, STUDY, planned_of, prepared
 from trainer.config.recipe import RunConfig, load_config
 from trainer.errors import ConfigError
-from trainer.run.ledger import recipe_plan
 from trainer.studies.collect import collect
 from trainer.studies.folder import StudyFolder
 from trainer.studies.points import PlannedPoint
@@ -23,7 +23,7 @@ def begin(folder: StudyFolder, name: str) -> None:
     """What train.py does until its first step."""
     config, run = load_config(folder.recipe(name)), folder.run(name)
     (run / "private").mkdir(parents=True)
-    plan = recipe_plan(config.privacy, config.train.num_steps, 3000)
+    plan = make_plan(config.privacy.request(config.train.num_steps, 3000))
     assert config.privacy.shared_ledger is not None
     shared = SharedTerms(config.privacy.shared_ledger, name, config.privacy.fixed_in_advance)
     ledger, _ = open_run_state(

@@ -19,10 +19,11 @@ from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.audit.mechanism import audit_mechanism
 from privacy.audit.report import AuditReport
 from privacy.audit.sandbox_record import NO_CANARY, SandboxCounts, SandboxPlan, SandboxRecord
+from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.functions import FUNCTIONS
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.ledger.records import read_ledger
 from privacy.plan import PrivacyPlan
+from privacy.releases import SENSITIVITY_SLACK
 from trainer.audit.sandbox import SandboxSettings
 from trainer.audit.task import AMPLITUDE, PARTIAL, make_canaries
 from trainer.config.recipe import EngineName, load_config
@@ -50,7 +51,6 @@ def mechanism_audit(
         SandboxFailed: a rank died.
     """
     plan = read_plan(run_dir)
-    function, mode = _clipping(run_dir)
     recorded = run_dir / "ds_config.json"
     machine = ds_config or (recorded if recorded.exists() else ROOT / "ds_configs" / "zero3.json")
     record = sandbox_record(
@@ -58,27 +58,19 @@ def mechanism_audit(
         engine=engine,
         ds_config=machine.resolve(),
         ranks=ranks,
-        clipping_function=function,
-        clipping_mode=mode,
+        clipping_mode=_clipping_mode(run_dir),
         timeout=timeout,
     )
     return audit_mechanism(record)
 
 
-def _clipping(run_dir: Path) -> tuple[str, str]:
-    """Function and mode of the run's recipe; the defaults where the folder holds none."""
-    recipe = run_dir / "config.toml"
-    if not recipe.exists():
-        return "flat", "bookkeeping"
-    privacy = load_config(recipe).privacy
-    return privacy.clipping_function, _mode(run_dir) if privacy.clipping_mode == "auto" else privacy.clipping_mode
-
-
-def _mode(run_dir: Path) -> str:
-    """What `auto` chose at the latest start."""
-    path = run_dir / "private" / "chosen.json"
-    chosen = json.loads(path.read_text()).get("clipping_mode", {}) if path.exists() else {}
-    return str(chosen.get("mode", "bookkeeping"))
+def _clipping_mode(run_dir: Path) -> Mode:
+    """The mode of the run's recipe, or what `auto` chose at the latest start; bookkeeping where the folder does not say."""
+    recipe, chosen = run_dir / "config.toml", run_dir / "private" / "chosen.json"
+    mode = load_config(recipe).privacy.clipping_mode if recipe.exists() else "bookkeeping"
+    if mode == "auto" and chosen.exists():
+        mode = json.loads(chosen.read_text()).get("clipping_mode", {}).get("mode", "bookkeeping")
+    return "two_pass" if mode == "two_pass" else "bookkeeping"
 
 
 def read_plan(run_dir: Path) -> PrivacyPlan:
@@ -100,15 +92,13 @@ def sandbox_record(
     num_single: int = 1024,
     silent_steps: int = 8,
     noisy_steps: int = 50,
-    clipping_function: str = "flat",
-    clipping_mode: str = "bookkeeping",
+    clipping_mode: Mode = "bookkeeping",
     timeout: float = 600,
     program: Sequence[str] = PROGRAM,
 ) -> SandboxRecord:
     """Runs the sandbox in a folder of its own, which is deleted. Tests start another `program`."""
     settings = replace(
         make_settings(plan, engine, ds_config, num_single, silent_steps, noisy_steps),
-        clipping_function=clipping_function,
         clipping_mode=clipping_mode,
     )
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
@@ -132,7 +122,7 @@ def make_settings(
         engine=engine,
         ds_config=str(ds_config),
         noise_source=plan.noise_source,
-        clipping_function="flat",
+        clipping_function=plan.clipping_function,
         clipping_mode="bookkeeping",
         present=[bool(secrets.randbits(1)) for _ in range(len(make_canaries(num_single, plan.max_grad_norm)))],
         adaptive=None if plan.adaptive_clipping is None else asdict(plan.adaptive_clipping),

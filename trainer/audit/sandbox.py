@@ -24,15 +24,13 @@ from torch import Tensor
 
 from data.reading.loader import StepPlan
 from privacy.adaptive_clipping import AdaptiveClipping
-from privacy.clipping import ClippedSum
-from privacy.clipping.functions import FUNCTIONS
-from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import open_run_state
-from privacy.noise import NoiseSource, noise_source
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.releases import Release
+from privacy.noise import NoiseSource
+from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.releases import SENSITIVITY_SLACK, Release
 from privacy.sampling.keys import SamplingKey
 from trainer.audit.task import Canaries, CanaryModel, make_canaries
 from trainer.config.machine import load_machine_settings
@@ -65,7 +63,7 @@ class SandboxSettings:
     ds_config: str
     noise_source: str
     clipping_function: str
-    clipping_mode: str
+    clipping_mode: Mode
     present: list[bool]
     adaptive: dict[str, float] | None = None
     """The audited run's `AdaptiveClipping`."""
@@ -77,17 +75,20 @@ class SandboxSettings:
         """The audited run's sigma, C and slack; a sampling rate with more power."""
         num_examples = len(self.canaries())
         return make_plan(
-            num_examples=num_examples,
-            expected_batch_size=round(self.sample_rate * num_examples),
-            num_steps=self.silent_steps + self.noisy_steps,
-            noise_multiplier=self.noise_multiplier,
-            target_delta=self.target_delta,
-            max_grad_norm=self.max_grad_norm,
-            sensitivity_slack=SENSITIVITY_SLACK,
-            informal_reasons=("it is a sandbox of an audit",),
-            noise_source=self.noise_source,
-            adaptive_clipping=None if self.adaptive is None else self._nearly_constant(),
-            allow_small_noise=True,
+            PlanRequest(
+                num_examples=num_examples,
+                expected_batch_size=round(self.sample_rate * num_examples),
+                num_steps=self.silent_steps + self.noisy_steps,
+                noise_multiplier=self.noise_multiplier,
+                target_delta=self.target_delta,
+                max_grad_norm=self.max_grad_norm,
+                clipping_function=self.clipping_function,
+                sensitivity_slack=SENSITIVITY_SLACK,
+                informal_reasons=("it is a sandbox of an audit",),
+                noise_source=self.noise_source,
+                adaptive_clipping=None if self.adaptive is None else self._nearly_constant(),
+                allow_small_noise=True,
+            )
         )
 
     def _nearly_constant(self) -> AdaptiveClipping:
@@ -201,14 +202,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
     machine = load_machine_settings(Path(settings.ds_config))
     engine = build_engine(settings.engine, model, optimizer, machine, device, MICRO_BATCH_SIZE)
     noise = WatchedNoise(source)
-    clipped = ClippedSum(
-        engine.module,
-        plan.max_grad_norm,
-        shapes=engine.shapes,
-        mode=settings.clipping_mode,  # type: ignore[arg-type]
-        function=FUNCTIONS[settings.clipping_function],
-        adaptive=plan.adaptive_clipping,
-    )
+    clipped = plan.clipped_sum(engine.module, shapes=engine.shapes, mode=settings.clipping_mode)
     tape = _Tape(engine, noise)
 
     def attempts(first: int, last: int, ledger: RunLedger, killed_at: int | None) -> None:
@@ -271,7 +265,7 @@ def main(arguments: list[str], source: NoiseSource | None = None) -> None:
     torch.set_num_threads(1)
     settings = SandboxSettings(**json.loads((folder / "settings.json").read_text()))
     device = distributed.start(discover_ranks(os.environ))
-    run_sandbox(settings, device, folder, source or noise_source(settings.noise_source))
+    run_sandbox(settings, device, folder, source or settings.plan().noise())
     distributed.finish(0)
 
 

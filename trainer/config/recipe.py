@@ -22,6 +22,8 @@ from pydantic import (
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
 from privacy.adaptive_clipping import LARGEST_BOUND, AdaptiveClipping
 from privacy.limits import MAX_COUNT, MAX_NOISE_MULTIPLIER
+from privacy.plan import PlanRequest
+from privacy.releases import SENSITIVITY_SLACK
 from trainer.config.declarations import Resolved, reset_declarations
 from trainer.config.did_you_mean import did_you_mean, known_words
 from trainer.config.optimizer import Count, OptimizerSection, Positive, Rate, ScheduleSection, Seconds, Section
@@ -142,8 +144,8 @@ class PrivacySection(Section):
     """Permits a noise multiplier below 0.3."""
     simulation: bool = False
     """TAN simulation (Sander et al. 2023): a larger batch's sigma / B. Not private, and marked so everywhere."""
-    sampling: Literal["poisson", "shuffle", "balls_in_bins"] = "poisson"
-    """Only Poisson is amplified with a proof; the other two are read epoch by epoch (privacy/sampling/alternatives.py)."""
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    """Only Poisson is amplified; shuffled data are read epoch by epoch (privacy/sampling/shuffle.py)."""
     shuffle_as_gaussian: bool = False
     """Accounts shuffled data without amplification, mu = sqrt(ceil(epochs) + replays) / sigma; else they claim nothing."""
     noise_source: Literal["system", "aes_ctr"] = "system"
@@ -175,13 +177,6 @@ class PrivacySection(Section):
             )
         return self
 
-    @property
-    def informal_reasons(self) -> tuple[str, ...]:
-        """What voids the guarantee beside what the plan sees by itself (contract 11)."""
-        if not self.simulation:
-            return ()
-        return ("a TAN simulation: the noise of a larger batch, scaled down (privacy.simulation = true)",)
-
     @model_validator(mode="after")
     def _adaptive_keys_are_used(self) -> "PrivacySection":
         for name in ("target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std"):
@@ -199,6 +194,29 @@ class PrivacySection(Section):
             target_unclipped_quantile=0.5 if quantile is None else quantile,
             clipbound_learning_rate=0.2 if rate is None else rate,
             unclipped_num_std=self.expected_batch_size / 20 if std is None else std,
+        )
+
+    def request(self, num_steps: int, num_examples: int) -> PlanRequest:
+        """What these keys ask for on a data set: capped batches, clipping slack and reserve included."""
+        simulation = ("a TAN simulation: the noise of a larger batch, scaled down (privacy.simulation = true)",)
+        return PlanRequest(
+            num_examples=num_examples,
+            expected_batch_size=self.expected_batch_size,
+            num_steps=num_steps,
+            noise_multiplier=self.noise_multiplier,
+            target_epsilon=self.target_epsilon,
+            target_delta=self.target_delta,
+            max_grad_norm=self.max_grad_norm,
+            clipping_function="flat" if self.clipping_function == "adaptive" else self.clipping_function,
+            adaptive_clipping=self.adaptive_clipping,
+            sensitivity_slack=SENSITIVITY_SLACK,
+            reserved_attempts=self.reserved_attempts,
+            enabled=self.enabled,
+            sampling=self.sampling,
+            shuffle_as_gaussian=self.shuffle_as_gaussian,
+            noise_source=self.noise_source,
+            informal_reasons=simulation if self.simulation else (),
+            allow_small_noise=self.allow_small_noise or self.simulation,
         )
 
 

@@ -7,7 +7,7 @@ from privacy.accounting import accountants as accounting
 from privacy.accounting import attack_risk, what_if
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan
-from privacy.sampling.alternatives import steps_per_epoch
+from privacy.sampling.shuffle import steps_per_epoch
 from trainer.planner.scaling_rule import scaling_rule
 
 # Group epsilons are guidance beside the claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.

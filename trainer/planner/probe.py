@@ -144,7 +144,9 @@ class Probe:
         self._clipped = (_ClippedSumOfShards if weights_of_one_pass else ClippedSum)(
             self._module,
             privacy.max_grad_norm if privacy.enabled else float("inf"),
-            function=FUNCTIONS[privacy.clipping_function if privacy.enabled else "flat"],
+            function=FUNCTIONS[
+                "flat" if privacy.clipping_function == "adaptive" or not privacy.enabled else privacy.clipping_function
+            ],
             adaptive=privacy.adaptive_clipping if privacy.enabled else None,
         )
         self.micro_batch = cache(self._micro_batch)

@@ -10,9 +10,7 @@ from typing import Any
 
 from data.index.tar_index import ExampleTable
 from data.reading.loader import StepPlan
-from privacy.accounting.calibration import Progress
 from privacy.accounting.epsilon_table import EpsilonTable
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
@@ -191,39 +189,4 @@ def _make_plan(folder: RunFolder, privacy: PrivacySection, num_steps: int, num_e
     frozen = read_ledger(folder.ledger).opened["plan"] if folder.ledger.exists() else None
     if frozen is None and privacy.target_epsilon is not None:
         print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
-    return recipe_plan(privacy, num_steps, num_examples, resume=frozen)
-
-
-def recipe_plan(
-    privacy: PrivacySection,
-    num_steps: int,
-    num_examples: int,
-    *,
-    resume: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-) -> PrivacyPlan:
-    """The plan that a recipe means on so many examples: capped batches, clipping slack and reserve included.
-
-    Args:
-        resume, progress: as in `make_plan`.
-    """
-    return make_plan(
-        num_examples=num_examples,
-        expected_batch_size=privacy.expected_batch_size,
-        num_steps=num_steps,
-        noise_multiplier=privacy.noise_multiplier,
-        target_epsilon=privacy.target_epsilon,
-        target_delta=privacy.target_delta,
-        max_grad_norm=privacy.max_grad_norm,
-        sensitivity_slack=SENSITIVITY_SLACK,
-        reserved_attempts=privacy.reserved_attempts,
-        enabled=privacy.enabled,
-        allow_small_noise=privacy.allow_small_noise or privacy.simulation,
-        sampling=privacy.sampling,
-        shuffle_as_gaussian=privacy.shuffle_as_gaussian,
-        noise_source=privacy.noise_source,
-        informal_reasons=privacy.informal_reasons,
-        adaptive_clipping=privacy.adaptive_clipping,
-        resume=resume,
-        progress=progress,
-    )
+    return make_plan(privacy.request(num_steps, num_examples), resume=frozen)

@@ -16,10 +16,9 @@ from data.reading.streaming import Stream, StreamingLoader
 from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
-from privacy.clipping.functions import FUNCTIONS
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyStateRefused
-from privacy.noise import NoiseSource, noise_source
+from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
 from trainer.checkpoints.read import Checkpoint, has_checkpoints, newest_whole
 from trainer.checkpoints.write import CheckpointWriter, Retention
@@ -228,7 +227,7 @@ def _build_run(
         compile_blocks(engine.module)
     nonce = ledger.start_session(restarted=restarted)
     clipped, choice = _clipped_sum(config, ledger.plan, setup.task, engine, resumed)
-    source = noise or noise_source(ledger.plan.noise_source)
+    source = noise or ledger.plan.noise()
     sanity = SanityChecks(engine, source) if config.train.sanity_checks else None
     first_step = resumed.step + 1 if resumed is not None else 1
     known_variance = resumed.manifest["noise_variance"] if resumed is not None else 0.0
@@ -308,15 +307,12 @@ def _clipped_sum(
 ) -> tuple[ClippedSum, ModeChoice | None]:
     """The clipper, and how its mode was chosen where the recipe leaves that to the memory. Collective."""
     privacy, micro_batch_size = config.privacy, config.train.micro_batch_size
-    clipped = ClippedSum(
+    clipped = plan.clipped_sum(
         engine.module,
-        privacy.max_grad_norm if privacy.enabled else float("inf"),
         shapes=engine.shapes,
         mode="bookkeeping" if privacy.clipping_mode == "auto" else privacy.clipping_mode,
         accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
         device=engine.device,
-        function=FUNCTIONS[privacy.clipping_function if privacy.enabled else "flat"],
-        adaptive=plan.adaptive_clipping,
     )
     if plan.adaptive_clipping is not None and resumed is not None:
         clipped.max_grad_norm = resumed_bound(resumed.manifest, plan.max_grad_norm)

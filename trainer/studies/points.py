@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from privacy.plan import make_plan
 from trainer.config.recipe import PrivacySection, RunConfig, load_config, to_toml, validated
 from trainer.errors import ConfigError
-from trainer.run.ledger import recipe_plan
 from trainer.studies.grid import Point, StudyConfig, TanSection
 
 _OF_OTHERS = frozenset({"privacy.tuning", "privacy.fixed_in_advance"})
@@ -105,7 +105,7 @@ def _calibrated(tan: TanSection, config: RunConfig) -> float:
 
 @functools.cache
 def _sigma(privacy: PrivacySection, num_steps: int, num_examples: int) -> float:
-    return recipe_plan(privacy, num_steps, num_examples).noise_multiplier
+    return make_plan(privacy.request(num_steps, num_examples)).noise_multiplier
 
 
 def with_privacy(config: RunConfig, privacy: dict[str, Any]) -> RunConfig:

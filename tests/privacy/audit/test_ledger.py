@@ -13,7 +13,7 @@ from privacy.audit.ledger import CheckpointClaim, EpsilonClaim, FolderClaims, au
 from privacy.audit.report import AuditReport
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_state
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PlanRequest, PrivacyPlan, make_plan
 from tests.privacy import ledger_files
 
 DIGEST = "d" * 64
@@ -24,7 +24,7 @@ def plan(**changed: object) -> PrivacyPlan:
         "num_examples": 3000, "expected_batch_size": 64, "num_steps": 6, "noise_multiplier": 1.0,
         "target_delta": 1e-5, "sensitivity_slack": 1e-3, "cap": None,
     }  # fmt: skip
-    return make_plan(**fields | changed)  # type: ignore[arg-type]
+    return make_plan(PlanRequest(**fields | changed))  # type: ignore[arg-type]
 
 
 def write(path: Path, own: PrivacyPlan, mirror: Path | None = None) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from privacy.audit.members import MembersRecord, attempts_by_name, members_digest, read_lines
 from privacy.audit.report import AuditReport
 from privacy.audit.schedule import Attempt, audit_schedule
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan import PlanRequest, PrivacyPlan, make_plan
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, assign
 
@@ -26,7 +26,7 @@ ATTEMPTS = [Attempt(NONCES[0], step, 0) for step in range(1, 13)] + [
 
 def plan(**changed: object) -> PrivacyPlan:
     fields = {"num_examples": 3000, "expected_batch_size": 300, "num_steps": 30, "noise_multiplier": 1.0}
-    return make_plan(**fields | changed)  # type: ignore[arg-type]
+    return make_plan(PlanRequest(**fields | changed))  # type: ignore[arg-type]
 
 
 def members(own: PrivacyPlan, attempt: Attempt) -> np.ndarray:

@@ -10,8 +10,8 @@ from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping import ClippedSum, MicroBatchStats
 from privacy.clipping.clipped_sum import EXAMPLES_PER_FLUSH
 from privacy.clipping.functions import RAMP, automatic, flat, grouped, per_layer, unclipped
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
+from privacy.releases import SENSITIVITY_SLACK
 from tests.distributed.test_engines import double, pairs, tiny_captioner
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_sensitivity import WeightedOutput, adversarial_pairs

@@ -9,7 +9,7 @@ from torch import nn
 
 from privacy.clipping import ClippedSum, contributions, norms
 from privacy.clipping.contributions import OuterProducts
-from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_sensitivity import C, WeightedOutput, cancelling, change
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from models.classifier import Classifier
 from privacy.clipping import ClippedSum
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.releases import SENSITIVITY_SLACK
 from tests.models.test_classifier import K, build_classifier, tiny, tiny_classifier
 from tests.privacy.clipping import oracle
 

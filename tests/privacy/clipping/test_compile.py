@@ -16,8 +16,8 @@ from models.config import VitConfig
 from models.vit import EncoderBlock
 from privacy.clipping import ClippedSum
 from privacy.clipping.compiled import compiled_weights
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
+from privacy.releases import SENSITIVITY_SLACK
 from tests.models.tiny import tiny_captioner
 from tests.privacy.clipping import oracle
 from trainer.config.machine import load_machine_settings

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models.masked_autoencoder import MaskedAutoencoder, build_masked_autoencoder
 from privacy.clipping import ClippedSum
-from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.releases import SENSITIVITY_SLACK
 from tests.models.test_masked_autoencoder import masks, tiny
 from tests.privacy.clipping import oracle
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 
 transformers = pytest.importorskip("transformers")

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from privacy.clipping import ClippedSum
 from privacy.clipping.functions import ClippingFunction, automatic, flat, grouped, per_layer
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
+from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_oracle import tiny
 

@@ -11,7 +11,7 @@ from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND
 from privacy.clipping import ClippedSum
-from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.releases import SENSITIVITY_SLACK
 
 C, B, L = 1.0, 64, 40
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
+from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 
 FEW = settings(

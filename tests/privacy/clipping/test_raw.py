@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.clipping.raw import PerExample
 from privacy.errors import PrivacyConfigError
+from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 
 B = T = D = 4

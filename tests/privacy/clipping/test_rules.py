@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.clipping.rules import RULES
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 
 B = 5

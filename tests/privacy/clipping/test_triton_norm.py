@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from privacy.clipping import contributions, triton_norm
-from privacy.clipping.norms import SENSITIVITY_SLACK, rounding
+from privacy.clipping.norms import rounding
+from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping.test_sensitivity import cancelling
 
 ROOT = Path(__file__).resolve().parents[3]

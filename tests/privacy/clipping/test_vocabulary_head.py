@@ -15,9 +15,9 @@ from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
 from privacy.clipping.chunked import ChunkedOuterProducts
 from privacy.clipping.contributions import Dense, OuterProducts, Rows, inner
-from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.releases import SENSITIVITY_SLACK
 from tests.models.largest_tensor import LargestTensor
 from tests.models.tiny import tiny_batch, tiny_captioner
 from tests.privacy.clipping import oracle

@@ -6,18 +6,17 @@ from scipy import stats
 
 from privacy.accounting.accountants import ReleaseGroup, epsilon, epsilon_pld
 from privacy.errors import PrivacyConfigError
-from privacy.sampling.alternatives import (
-    BallsInBinsSampler,
+from privacy.sampling.keys import SamplingKey
+from privacy.sampling.poisson import assign, slice_bounds
+from privacy.sampling.shuffle import (
     ShuffleSampler,
     shuffle_lower_bound,
     shuffle_participations,
     steps_per_epoch,
 )
-from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import assign, slice_bounds
 
 KEY = hashlib.sha256(b"fixed key of the tests").digest()
-SAMPLERS = [ShuffleSampler(1001, 90), BallsInBinsSampler(1001, 90, 200)]
+SAMPLER = ShuffleSampler(1001, 90)
 
 
 def _epoch(sampler, epoch):
@@ -25,29 +24,26 @@ def _epoch(sampler, epoch):
     return [sampler.members(KEY, 1 + epoch * steps + index) for index in range(steps)]
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_each_example_comes_exactly_once_an_epoch(sampler):
+def test_each_example_comes_exactly_once_an_epoch():
     for epoch in (0, 1, 7):
-        assert sorted(np.concatenate(_epoch(sampler, epoch)).tolist()) == list(range(1001))
-    assert not np.array_equal(_epoch(sampler, 0)[0], _epoch(sampler, 1)[0])
+        assert sorted(np.concatenate(_epoch(SAMPLER, epoch)).tolist()) == list(range(1001))
+    assert not np.array_equal(_epoch(SAMPLER, 0)[0], _epoch(SAMPLER, 1)[0])
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_members_do_not_depend_on_world_size_or_order(sampler):
+def test_members_do_not_depend_on_world_size_or_order():
     for step in (1, 13, 12):
-        whole = sampler.members(KEY, step)
+        whole = SAMPLER.members(KEY, step)
         for world_size in (1, 2, 4, 7):
-            parts = [sampler.decide(KEY, step, *slice_bounds(1001, world_size, rank)) for rank in range(world_size)]
-            members = sampler.merge(parts[::-1])
+            parts = [SAMPLER.decide(KEY, step, *slice_bounds(1001, world_size, rank)) for rank in range(world_size)]
+            members = SAMPLER.merge(parts[::-1])
             assert np.array_equal(members, whole)
             assert np.array_equal(np.concatenate([assign(members, world_size, r) for r in range(world_size)]), whole)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_retry_repeats_its_batch_and_another_key_does_not(sampler):
+def test_a_retry_repeats_its_batch_and_another_key_does_not():
     key, other = SamplingKey(bytes(32)), SamplingKey(bytes(31) + b"\1")
-    first = sampler.coin_key(key, bytes(16), 0)
-    assert first == sampler.coin_key(key, bytes(15) + b"\1", 3) != sampler.coin_key(other, bytes(16), 0)
+    first = SAMPLER.coin_key(key, bytes(16), 0)
+    assert first == SAMPLER.coin_key(key, bytes(15) + b"\1", 3) != SAMPLER.coin_key(other, bytes(16), 0)
     assert first != key.coin_key(bytes(16), 0) and first != key.example_key(bytes(16), 0)
 
 
@@ -58,22 +54,14 @@ def test_shuffled_batches_differ_in_size_by_at_most_one(size):
     assert sum(sizes) == size and max(sizes) - min(sizes) <= 1 and max(sizes) == sampler.cap <= max(1, size // 7)
 
 
-@pytest.mark.parametrize("sampler", [ShuffleSampler(60, 6), BallsInBinsSampler(60, 6, 60)])
-def test_every_place_in_the_epoch_is_equally_likely(sampler):
+def test_every_place_in_the_epoch_is_equally_likely():
+    sampler = ShuffleSampler(60, 6)
     table = np.zeros((60, 10))
     for epoch in range(600):
         for index, members in enumerate(_epoch(sampler, epoch)):
             table[members, index] += 1
     statistic = ((table - 60) ** 2 / 60).sum()
     assert 1e-4 < stats.chi2.sf(statistic, 60 * 9) < 1 - 1e-4
-
-
-def test_bins_above_the_cap_are_cut_to_the_smallest_coins():
-    whole, cut = BallsInBinsSampler(1000, 100, 1000), BallsInBinsSampler(1000, 100, 90)
-    for step in range(1, 11):
-        members = cut.members(KEY, step)
-        assert len(members) == min(90, len(whole.members(KEY, step)))
-        assert set(members.tolist()) <= set(whole.members(KEY, step).tolist())
 
 
 def test_participations():
@@ -94,9 +82,9 @@ def test_what_shuffled_data_really_give_at_the_dpcap_point():
 def test_bad_requests_are_refused():
     for bad in (
         lambda: ShuffleSampler(10, 11),
-        lambda: BallsInBinsSampler(10, 0, 5),
-        lambda: SAMPLERS[0].decide(KEY, 0),
-        lambda: SAMPLERS[1].decide(KEY, 1, 5, 1002),
+        lambda: ShuffleSampler(10, 0),
+        lambda: SAMPLER.decide(KEY, 0),
+        lambda: SAMPLER.decide(KEY, 1, 5, 1002),
     ):
         with pytest.raises(PrivacyConfigError):
             bad()

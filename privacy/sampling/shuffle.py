@@ -1,14 +1,11 @@
-"""Sampling other than Poisson, behind the sampler's interface: shuffled epochs and balls in bins.
+"""Shuffled epochs, behind the sampler's interface.
 
-Both put every example into exactly one step of each epoch of S = ceil(n / B) steps, so batches hold at most about B examples. The
-schedule comes from the run's key alone, without session and attempt: a retry must repeat its batch, or an example could come
-twice in one epoch. Neither is amplified in a way that can be claimed here:
-
-- `shuffle` is formal only as a plain Gaussian mechanism: one example takes part in at most k_max = ceil(epochs) + replays steps,
-  whoever knows which, so the run is Gaussian-DP with mu = sqrt(k_max) / sigma (Dong et al. 2022, corollary 3.3). Poisson's
-  epsilon for it would be false: at DP-Cap's point it says 7.4 where the worst case is above 51 (`shuffle_lower_bound`).
-- `balls_in_bins` with fresh bins each epoch (Chua et al. 2024, arXiv 2412.16802) has an amplification close to Poisson's,
-  but no certified accountant for it exists here: experimental, without a claim.
+Every example is in exactly one step of each epoch of S = ceil(n / B) steps, so batches hold at most about B examples. The
+schedule comes from the run's key alone, without session and attempt: a retry must repeat its batch, or an example could
+come twice in one epoch. Shuffling is formal only as a plain Gaussian mechanism: one example takes part in at most k_max =
+ceil(epochs) + replays steps, whoever knows which, so the run is Gaussian-DP with mu = sqrt(k_max) / sigma (Dong et al.
+2022, corollary 3.3). Poisson's epsilon for it would be false: at DP-Cap's point it says 7.4 where the worst case is above
+51 (`shuffle_lower_bound`).
 """
 
 from __future__ import annotations
@@ -23,14 +20,14 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from privacy.errors import PrivacyConfigError
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import CHUNK, Decided, Ids, Values, coins, merged
+from privacy.sampling.poisson import CHUNK, Decided, Ids, Values, merged
 
 _ROUNDS = 10  # of the Feistel network; balance needs four (Luby and Rackoff 1988), small domains profit from more
 
 
 @dataclass(frozen=True)
-class _EpochSampler:
-    """What both share: S steps an epoch, the key, the cap."""
+class ShuffleSampler:
+    """A fresh keyed permutation of all examples each epoch, cut into S batches whose sizes differ by at most one."""
 
     num_examples: int
     expected_batch_size: int
@@ -60,37 +57,17 @@ class _EpochSampler:
 
     @property
     def cap(self) -> int:
-        raise NotImplementedError
-
-    def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
-        raise NotImplementedError
-
-    def _place(self, step: int) -> tuple[int, int]:
-        """(epoch, step within it), both from 0; steps count from 1."""
-        if step < 1:
-            raise PrivacyConfigError(f"steps count from 1, not {step}")
-        return divmod(step - 1, self.steps_per_epoch)
-
-    def _bounds(self, start: int, stop: int | None) -> tuple[int, int]:
-        stop = self.num_examples if stop is None else stop
-        if not 0 <= start <= stop <= self.num_examples:
-            raise PrivacyConfigError(f"slice [{start}, {stop}) lies outside of [0, {self.num_examples})")
-        return start, stop
-
-
-@dataclass(frozen=True)
-class ShuffleSampler(_EpochSampler):
-    """A fresh keyed permutation of all examples each epoch, cut into S batches whose sizes differ by at most one."""
-
-    @property
-    def cap(self) -> int:
         """The largest batch; nothing is ever cut."""
         return math.ceil(self.num_examples / self.steps_per_epoch)
 
     def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
         """The members of `step` within [start, stop); costs one batch, not one pass over the data."""
-        start, stop = self._bounds(start, stop)
-        epoch, index = self._place(step)
+        stop = self.num_examples if stop is None else stop
+        if not 0 <= start <= stop <= self.num_examples:
+            raise PrivacyConfigError(f"slice [{start}, {stop}) lies outside of [0, {self.num_examples})")
+        if step < 1:
+            raise PrivacyConfigError(f"steps count from 1, not {step}")
+        epoch, index = divmod(step - 1, self.steps_per_epoch)
         first, last = (self.num_examples * (index + part) // self.steps_per_epoch for part in (0, 1))
         ids = np.sort(np.concatenate([self._permuted(coin_key, epoch, at, last) for at in range(first, last, CHUNK)]))
         ids = ids[(ids >= start) & (ids < stop)]
@@ -123,30 +100,6 @@ class ShuffleSampler(_EpochSampler):
     @cached_property
     def _bits(self) -> int:
         return max(2, (self.num_examples - 1).bit_length())
-
-
-@dataclass(frozen=True)
-class BallsInBinsSampler(_EpochSampler):
-    """Each example falls into one of the S steps of each epoch, by its own coin; batches above the cap are cut."""
-
-    max_batch_size: int = 0
-
-    @property
-    def cap(self) -> int:
-        return self.max_batch_size
-
-    def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
-        """The members of `step` within [start, stop), with their coins."""
-        start, stop = self._bounds(start, stop)
-        epoch, index = self._place(step)
-        low = np.uint64(-(-(index << 64) // self.steps_per_epoch))
-        high = np.uint64(-(-((index + 1) << 64) // self.steps_per_epoch) - 1)
-        ids, values = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
-        for first, drawn in coins(coin_key, epoch, start, stop):
-            hits = np.flatnonzero((drawn >= low) & (drawn <= high))
-            ids.append(hits + first)
-            values.append(drawn[hits])
-        return Decided(np.concatenate(ids), np.concatenate(values))
 
 
 def steps_per_epoch(num_examples: int, expected_batch_size: int) -> int:
