@@ -107,3 +107,10 @@ def test_deepspeed_finds_the_gpu_and_the_accelerator_that_were_chosen(monkeypatc
     )
     distributed.export_ranks(ranks, torch.device("cpu"))
     assert (os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]) == ("2", "cpu")
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    """By its UUID: each of them may call it number 0."""
+    distributed.refuse_shared_gpus([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-3")])
+    with pytest.raises(ConfigError, match=r"ranks 1 and 3 have the same GPU \(GPU-2 of host a\)"):
+        distributed.refuse_shared_gpus([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-3"), ("a", "GPU-2")])

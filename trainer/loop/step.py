@@ -85,7 +85,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) 
     if clipped.leaves_process:  # sharded accumulation sums over ranks with every micro-batch
         _intend(mechanism, step, releases)
     for batch in micro_batches:  # sum of clipped gradients: no noise, no division; locally also no communication
-        is_padding_B = batch.is_padding_B.to(engine.device)
+        is_padding_B = batch.is_padding_B.to(engine.device, non_blocking=True)  # pinned by the loader
         stats.append(clipped.add_micro_batch(engine.module, to_device(batch.inputs, engine), is_padding_B))
         num_undecodable += batch.num_undecodable
     if not clipped.leaves_process:

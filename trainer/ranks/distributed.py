@@ -46,7 +46,7 @@ def start(
     Raises:
         RendezvousError: naming who or what is missing after `rendezvous_seconds`.
         ConfigError: there is no such accelerator as DS_ACCELERATOR names; the ranks do not fit together (on rank 0,
-            RemoteError elsewhere).
+            RemoteError elsewhere), or two of them have one GPU.
     """
     device = choose_device(ranks.local_rank)
     if device.type == "cuda":
@@ -65,7 +65,29 @@ def start(
         world_size=ranks.world_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
+    if device.type == "cuda":
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        refuse_shared_gpus(gather_objects((host_name(), uuid)))
     return device
+
+
+def refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:
+    """Two ranks on a GPU would run out of memory or hang in NCCL, much later and without saying why.
+
+    Args:
+        gpus: by rank, host name and the GPU's UUID, whatever number it has for that rank.
+
+    Raises:
+        ConfigError: naming two ranks.
+    """
+    ranks: dict[str, int] = {}
+    for rank, (host, uuid) in enumerate(gpus):
+        first = ranks.setdefault(uuid, rank)
+        if first != rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} have the same GPU ({uuid} of host {host}): start one rank for each GPU, and look at "
+                "CUDA_VISIBLE_DEVICES"
+            )
 
 
 def choose_device(local_rank: int) -> torch.device:

@@ -1,0 +1,95 @@
+"""A micro-batch never waits for its device: the host reads no value that was computed there, and mixes no devices.
+
+A GPU works behind the host; whatever reads a value back makes it run dry. Two stand-ins for a GPU see this on any machine:
+tensors of the meta device have no values to read and meet no tensor of the CPU, and a dispatch mode sees every operation that returns a
+value, or a shape that depends on values.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from privacy.clipping import ClippedSum, clipped_sum
+from tests.distributed.test_engines import pairs, tiny_captioner
+from tests.privacy.clipping.test_classifier import classifier
+from tests.privacy.clipping.test_classifier import inputs as classifier_inputs
+from tests.privacy.clipping.test_masked_autoencoder import model_and_inputs
+
+aten = torch.ops.aten
+WAITING = {
+    *(aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.nonzero, aten.masked_select, aten.bincount),
+    *(aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave),
+    aten.embedding_dense_backward,  # on CUDA it counts its segments
+}
+
+
+class Waits(TorchDispatchMode):
+    """Collects the operations for which a host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_mask = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_) and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if func.overloadpacket in WAITING or by_mask:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def captioner() -> tuple[nn.Module, dict[str, Tensor]]:
+    return tiny_captioner(), pairs()
+
+
+def masked_autoencoder() -> tuple[nn.Module, dict[str, Tensor]]:
+    return model_and_inputs(normalise=True)
+
+
+def all_of_a_classifier() -> tuple[nn.Module, dict[str, Tensor]]:
+    return classifier("all"), classifier_inputs()
+
+
+def adapters_of_a_classifier() -> tuple[nn.Module, dict[str, Tensor]]:
+    return classifier("adapters"), classifier_inputs()
+
+
+def add(model: nn.Module, inputs: Mapping[str, Tensor], mode: Any, dtype: torch.dtype, device: str) -> None:
+    model = model.to(device, dtype)
+    inputs = {n: x.to(device, dtype if x.is_floating_point() else None) for n, x in inputs.items()}
+    clipped = ClippedSum(model, 1.0, mode=mode, device=torch.device(device))
+    padding_B = torch.zeros(len(next(iter(inputs.values()))), dtype=torch.bool, device=device)
+    clipped.add_micro_batch(model, inputs, padding_B)  # hooks and buffers are made
+    with Waits() as waits:
+        clipped.add_micro_batch(model, inputs, padding_B)
+    assert waits.found == []
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+@pytest.mark.parametrize("make", [captioner, masked_autoencoder, all_of_a_classifier, adapters_of_a_classifier])
+def test_no_value_comes_back(
+    make: Any, mode: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clipped_sum, "needs_blanking", lambda is_finite_B: True)  # as on CUDA
+    add(*make(), mode, dtype, device)
+
+
+def test_what_waits_is_seen() -> None:
+    x = torch.arange(4.0)
+    for wait in (
+        lambda: float(x.sum()),
+        lambda: bool(x.any()),
+        lambda: x[x > 1],
+        lambda: x.nonzero(),
+        lambda: torch.equal(x, x),
+    ):
+        with Waits() as waits:
+            wait()
+        assert waits.found, wait
