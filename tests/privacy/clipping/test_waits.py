@@ -1,8 +1,8 @@
 """A micro-batch never waits for its device: the host reads no value that was computed there, and mixes no devices.
 
 A GPU works behind the host; whatever reads a value back makes it run dry. Two stand-ins for a GPU see this on any machine:
-tensors of the meta device have no values to read and meet no tensor of the CPU, and a dispatch mode sees every operation that returns a
-value, or a shape that depends on values.
+tensors of the meta device have no values to read and meet no tensor of the CPU, and a dispatch mode sees every operation
+that returns a value, or a shape that depends on values.
 """
 
 from collections.abc import Mapping
