@@ -8,6 +8,7 @@ from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import encode_line, hash_line
 from privacy.plan import PlanRequest, make_plan
+from privacy.releases import step_releases
 
 # Large noise and few examples: the accountant answers in a fraction of a second.
 PLAN = make_plan(
@@ -35,7 +36,8 @@ def create(tmp_path, mirror=None):
 
 def take_step(ledger, step):
     attempt = ledger.next_attempt(step)
-    ledger.intent(step, attempt, [RELEASE])
+    plan = ledger.plan
+    ledger.intent(step, attempt, step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping))
     ledger.done(step, attempt)
 
 
