@@ -11,8 +11,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.options import MOST, MOST_AT_ONCE, MOST_REPEATS, between
 from evaluation.commands.common import add_checkpoint
-from evaluation.commands.zero_shot import SYNTHETIC_SEED, add_too_long, check_sizes, open_captioner
+from evaluation.commands.zero_shot import SYNTHETIC_SEED, add_too_long, open_captioner
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--test", metavar="FORMAT:FILE", help="vg-relation:, vg-attribution: or order: and a JSON file")
     source.add_argument("--synthetic", choices=("shapes", "scenes"), help="plain shapes, or pictures of every kind")
     parser.add_argument("--images", type=Path, metavar="DIR", help="that the image paths of --test are relative to")
-    parser.add_argument("--synthetic_tests", type=int, default=500, metavar="N", help="of each kind (default: 500)")
-    parser.add_argument("--synthetic_seed", type=int, default=SYNTHETIC_SEED, help="of the pictures")
-    parser.add_argument("--max_examples", type=int, metavar="N", help="the first N tests only")
-    parser.add_argument("--batch_size", type=int, default=32, metavar="B", help="images at once")
+    parser.add_argument(
+        "--synthetic_tests", type=between(1, MOST_REPEATS), default=500, metavar="N", help="of each kind (default: 500)"
+    )
+    parser.add_argument("--synthetic_seed", type=between(0, MOST), default=SYNTHETIC_SEED, help="of the pictures")
+    parser.add_argument("--max_examples", type=between(1, MOST), metavar="N", help="the first N tests only")
+    parser.add_argument("--batch_size", type=between(1, MOST_AT_ONCE), default=32, metavar="B", help="images at once")
     add_too_long(parser)
 
 
@@ -45,7 +48,6 @@ def run(args: argparse.Namespace) -> "Results":
     from evaluation.results import DataUse, ModelFacts, Results
     from evaluation.scoring import fits
 
-    check_sizes(args)
     args.data_is_public |= args.test is None  # computed from a seed
     opened, model = open_captioner(args)
     name, tests = _tests(args, model.config.encoder.image_size)
@@ -81,8 +83,6 @@ def _tests(args: argparse.Namespace, image_size: int) -> "tuple[str, list[Choice
     from evaluation.synthetic_tests import scene_choices, shape_choices
 
     if args.test is None:
-        if args.synthetic_tests < 1:
-            raise ConfigError(f"--synthetic_tests must be at least 1, got {args.synthetic_tests}")
         content = "shapes" if args.synthetic == "shapes" else "all"
         data = SyntheticData(args.synthetic_seed, max(image_size, 16), content)
         make = shape_choices if args.synthetic == "shapes" else scene_choices

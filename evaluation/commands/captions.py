@@ -10,9 +10,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.options import LEAST_RATE, MOST, MOST_AT_ONCE, MOST_PROCESSES, MOST_RATE, between, number_between
 from evaluation.commands.common import add_checkpoint
 from evaluation.commands.inputs import cache_of
-from evaluation.commands.zero_shot import check_sizes, open_captioner
+from evaluation.commands.zero_shot import open_captioner
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,14 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_captioned(parser)
     parser.add_argument("--method", choices=("greedy", "beam", "sample"), default="greedy")
-    parser.add_argument("--max_tokens", type=int, metavar="L", help="default: as many as the model takes")
-    parser.add_argument("--num_beams", type=int, default=4, metavar="K", help="of beam (default: 4)")
+    parser.add_argument("--max_tokens", type=between(1, 2**16), metavar="L", help="default: as many as the model takes")
     parser.add_argument(
-        "--length_penalty", type=float, default=1.0, metavar="P", help="of beam: 1 compares means per token"
+        "--num_beams", type=between(1, MOST_PROCESSES), default=4, metavar="K", help="of beam (default: 4)"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of sample")
-    parser.add_argument("--top_p", type=float, default=1.0, metavar="P", help="of sample")
-    parser.add_argument("--seed", type=int, default=0, help="of sample")
+    parser.add_argument(
+        "--length_penalty",
+        type=number_between(-100, 100),
+        default=1.0,
+        metavar="P",
+        help="of beam: 1 compares means per token",
+    )
+    parser.add_argument(
+        "--temperature", type=number_between(LEAST_RATE, MOST_RATE), default=1.0, metavar="T", help="of sample"
+    )
+    parser.add_argument("--top_p", type=number_between(LEAST_RATE, 1), default=1.0, metavar="P", help="of sample")
+    parser.add_argument("--seed", type=between(0, MOST), default=0, help="of sample")
     parser.add_argument("--metrics", action="store_true", help="BLEU, ROUGE-L and CIDEr (an extra; needs Java)")
     parser.add_argument("--grid", type=Path, metavar="PNG", help=f"a picture of the first {GRID} images with captions")
 
@@ -47,14 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_captioned(parser: argparse.ArgumentParser) -> None:
     """Images with captions, and how they are read."""
     parser.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
-    parser.add_argument("--max_examples", type=int, metavar="N", help="the first N only")
+    parser.add_argument("--max_examples", type=between(1, MOST), metavar="N", help="the first N only")
     parser.add_argument("--caption_field", metavar="NAME", help="of shards: the captions' field of .json")
     parser.add_argument("--image_column", default="image", metavar="NAME", help="of Hugging Face data sets")
     parser.add_argument("--caption_column", default="caption", metavar="NAME", help="of Hugging Face data sets")
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="for indexes of shards; default: the run's private part"
     )
-    parser.add_argument("--batch_size", type=int, default=64, metavar="B", help="images at once")
+    parser.add_argument("--batch_size", type=between(1, MOST_AT_ONCE), default=64, metavar="B", help="images at once")
 
 
 def open_captioned(args: argparse.Namespace) -> "CaptionedImages":
@@ -78,7 +87,6 @@ def run(args: argparse.Namespace) -> "Results":
     from evaluation.captions import CaptionOptions, CaptionWriter, picture_grid
     from evaluation.results import DataUse, ModelFacts, Results
 
-    check_sizes(args)
     if args.metrics:
         require_metrics()
     opened, model = open_captioner(args)

@@ -10,6 +10,7 @@ Whole pictures are squeezed to a square of --image_size pixels. Masks are scored
 import argparse
 from typing import TYPE_CHECKING
 
+from data.options import LEAST_RATE, MOST_PIXELS, MOST_RATE, MOST_REPEATS, between, number_between
 from evaluation.commands.common import add_checkpoint, open_checkpoint
 from trainer.errors import ConfigError
 
@@ -28,11 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", required=True, metavar="SOURCE", help=SOURCE)
     parser.add_argument("--test", required=True, metavar="SOURCE", help=SOURCE)
     parser.add_argument(
-        "--image_size", type=int, metavar="PIXELS", help="default: the model's; positions are interpolated"
+        "--image_size",
+        type=between(1, MOST_PIXELS),
+        metavar="PIXELS",
+        help="default: the model's; positions are interpolated",
     )
     parser.add_argument("--head", choices=("linear", "conv"), default="conv")
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=2e-3, help="of AdamW, in one cycle")
+    parser.add_argument("--epochs", type=between(1, MOST_REPEATS), default=30)
+    parser.add_argument("--lr", type=number_between(LEAST_RATE, MOST_RATE), default=2e-3, help="of AdamW, in one cycle")
 
 
 def run(args: argparse.Namespace) -> "Results | None":
@@ -42,10 +46,6 @@ def run(args: argparse.Namespace) -> "Results | None":
     from evaluation.encoder import encoder_of
     from evaluation.results import DataUse, ModelFacts, Results
 
-    if args.epochs < 1 or not args.lr > 0:
-        raise ConfigError("--epochs must be at least 1, --lr above 0")
-    if args.image_size is not None and args.image_size < 1:
-        raise ConfigError("--image_size must be at least 1")
     opened = open_checkpoint(args)
     options = DenseOptions(args.image_size, args.head, args.epochs, lr=args.lr)
     side = args.image_size or encoder_of(opened.model).config.image_size

@@ -9,6 +9,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
+from data.options import LEAST_RATE, MOST, MOST_RATE, MOST_REPEATS, between, number_between
 from evaluation.commands.common import device_of
 from evaluation.commands.inputs import Inputs, add_inputs, load_inputs
 from trainer.errors import ConfigError
@@ -27,22 +28,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_inputs(parser, ["train", "test"])
     group = parser.add_argument_group("few-shot")
     group.add_argument("--method", choices=("probe", "finetune"), default="probe")
-    group.add_argument("--shots", type=int, nargs="+", default=[1, 2, 5, 10], metavar="K", help="examples per class")
-    group.add_argument("--num_splits", type=int, default=3, metavar="S", help="random splits for each K")
-    group.add_argument("--seed", type=int, default=0, help="of the first split")
-    group.add_argument("--epochs", type=int, default=100, help="of fine-tuning")
     group.add_argument(
-        "--base_lr", type=float, default=5e-4, metavar="R", help="of fine-tuning: rate is R * batch / 256"
+        "--shots",
+        type=between(1, MOST_REPEATS),
+        nargs="+",
+        default=[1, 2, 5, 10],
+        metavar="K",
+        help="examples per class",
     )
-    group.add_argument("--layer_decay", type=float, default=0.65, help="of fine-tuning")
+    group.add_argument(
+        "--num_splits", type=between(1, MOST_REPEATS), default=3, metavar="S", help="random splits for each K"
+    )
+    group.add_argument("--seed", type=between(0, MOST), default=0, help="of the first split")
+    group.add_argument("--epochs", type=between(1, MOST_REPEATS), default=100, help="of fine-tuning")
+    group.add_argument(
+        "--base_lr",
+        type=number_between(LEAST_RATE, MOST_RATE),
+        default=5e-4,
+        metavar="R",
+        help="of fine-tuning: rate is R * batch / 256",
+    )
+    group.add_argument("--layer_decay", type=number_between(LEAST_RATE, 1), default=0.65, help="of fine-tuning")
 
 
 def run(args: argparse.Namespace) -> "Results | None":
     """See `evaluation.commands`."""
     from evaluation.results import Results
 
-    if min(args.shots) < 1 or args.num_splits < 1 or args.epochs < 1:
-        raise ConfigError("--shots, --num_splits and --epochs must be at least 1")
     inputs = load_inputs(args, ["train", "test"])
     if inputs is None:
         return None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.options import MOST_AT_ONCE, MOST_PIXELS, MOST_PROCESSES, between
 from evaluation.commands.common import add_checkpoint, open_checkpoint, output_of
 from trainer.errors import ConfigError
 
@@ -61,19 +62,26 @@ def add_inputs(parser: argparse.ArgumentParser, roles: Sequence[str]) -> None:
         help="mean of the patch tokens; the class token; means over each of the last --num_blocks blocks; mean of the "
         "captioner's image memory (default: pooled)",
     )  # fmt: skip
-    group.add_argument("--num_blocks", type=int, default=1, metavar="K", help="for --features blocks; ViP takes 12")
     group.add_argument(
-        "--image_size", type=int, metavar="PIXELS", help="default: the model's; positions are interpolated"
+        "--num_blocks", type=between(1, 1024), default=1, metavar="K", help="for --features blocks; ViP takes 12"
     )
     group.add_argument(
-        "--resize", type=int, metavar="PIXELS",
+        "--image_size",
+        type=between(1, MOST_PIXELS),
+        metavar="PIXELS",
+        help="default: the model's; positions are interpolated",
+    )
+    group.add_argument(
+        "--resize", type=between(1, MOST_PIXELS), metavar="PIXELS",
         help="shorter side before the centre is cut out: 256 in the papers; default: the image size",
     )  # fmt: skip
     add_columns(group)
     group.add_argument(
         "--cache", type=Path, metavar="DIR", help="where features are kept; default: private/features of the run folder"
     )
-    group.add_argument("--batch_size", type=int, default=64, metavar="B", help="images at once, per rank")
+    group.add_argument(
+        "--batch_size", type=between(1, MOST_AT_ONCE), default=64, metavar="B", help="images at once, per rank"
+    )
 
 
 def add_columns(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
@@ -81,7 +89,9 @@ def add_columns(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> 
     parser.add_argument("--label_field", default="cls", metavar="NAME", help="of shards: cls, or a field of .json")
     parser.add_argument("--image_column", default="image", metavar="NAME", help="of Hugging Face data sets")
     parser.add_argument("--label_column", default="label", metavar="NAME", help="of Hugging Face data sets")
-    parser.add_argument("--num_workers", type=int, default=0, metavar="N", help="processes that decode, per rank")
+    parser.add_argument(
+        "--num_workers", type=between(0, MOST_PROCESSES), default=0, metavar="N", help="processes that decode, per rank"
+    )
 
 
 def load_inputs(args: argparse.Namespace, roles: Sequence[str]) -> Inputs | None:
@@ -136,8 +146,6 @@ def _check(args: argparse.Namespace, roles: Sequence[str]) -> None:
     from_images = [role for role in roles if not getattr(args, role).startswith("features:")]
     if from_images and args.checkpoint is None:
         raise ConfigError(f"--{from_images[0]} names images: give --checkpoint, whose encoder makes features of them")
-    if args.batch_size < 1 or args.num_workers < 0:
-        raise ConfigError("--batch_size must be at least 1 and --num_workers at least 0")
 
 
 def _options(args: argparse.Namespace):  # type: ignore[no-untyped-def]

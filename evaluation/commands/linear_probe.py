@@ -9,6 +9,7 @@ LARS gives the test accuracy of its last epoch and, labelled, of its best (which
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from data.options import LEAST_RATE, MOST, MOST_RATE, MOST_REPEATS, between, number_between
 from evaluation.commands.inputs import Inputs, add_inputs, load_inputs
 
 if TYPE_CHECKING:
@@ -24,14 +25,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_inputs(parser, ["train", "test"])
     group = parser.add_argument_group("probe")
     group.add_argument("--method", choices=("both", "lars", "lbfgs"), default="both")
-    group.add_argument("--epochs", type=int, default=90, help="LARS; default 90, a tenth of which at most warms up")
-    group.add_argument("--probe_batch_size", type=int, default=16384, metavar="B", help="LARS; capped at the data")
-    group.add_argument("--base_lr", type=float, default=0.1, metavar="R", help="LARS: rate is R * batch / 256")
     group.add_argument(
-        "--trust_coefficient", type=float, default=1e-3, metavar="R", help="LARS; to be raised for small data sets"
+        "--epochs",
+        type=between(1, MOST_REPEATS),
+        default=90,
+        help="LARS; default 90, a tenth of which at most warms up",
     )
-    group.add_argument("--num_folds", type=int, default=5, help="L-BFGS: of the cross-validation")
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument(
+        "--probe_batch_size", type=between(1, MOST), default=16384, metavar="B", help="LARS; capped at the data"
+    )
+    group.add_argument(
+        "--base_lr",
+        type=number_between(LEAST_RATE, MOST_RATE),
+        default=0.1,
+        metavar="R",
+        help="LARS: rate is R * batch / 256",
+    )
+    group.add_argument(
+        "--trust_coefficient",
+        type=number_between(LEAST_RATE, MOST_RATE),
+        default=1e-3,
+        metavar="R",
+        help="LARS; to be raised for small data sets",
+    )
+    group.add_argument("--num_folds", type=between(2, 1000), default=5, help="L-BFGS: of the cross-validation")
+    group.add_argument("--seed", type=between(0, MOST), default=0)
 
 
 def run(args: argparse.Namespace) -> "Results | None":

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.options import MOST_REPEATS, between
 from evaluation.commands.common import device_of, output_of
 from evaluation.commands.inputs import Inputs, add_inputs, load_inputs
 from trainer.errors import ConfigError
@@ -40,9 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sweep", type=float, nargs="*", metavar="E", help="a head for each; default 0.1 to 10, plotted"
     )
-    group.add_argument("--repeats", type=int, default=1, metavar="R", help="heads per method and epsilon of a sweep")
+    group.add_argument(
+        "--repeats",
+        type=between(1, MOST_REPEATS),
+        default=1,
+        metavar="R",
+        help="heads per method and epsilon of a sweep",
+    )
     group.add_argument("--delta", type=float, metavar="D", help="default 1 / (2 N)")
-    group.add_argument("--num_classes", type=int, metavar="L", help="public; default: as many as have names")
+    group.add_argument(
+        "--num_classes", type=between(2, 2**24), metavar="L", help="public; default: as many as have names"
+    )
     group.add_argument("--centre_rows", action="store_true", help="subtract each feature vector's own mean first")
     group.add_argument(
         "--option",
@@ -103,7 +112,7 @@ def _request(args: argparse.Namespace) -> "HeadRequest":
         raise ConfigError("give exactly one of --target_epsilon and --sweep")
     if args.sweep is None and (len(args.method) > 1 or args.repeats != 1):
         raise ConfigError("several methods or repeats are a sweep: give --sweep with their epsilons")
-    if args.repeats < 1 or (args.repeats > 1 and not args.data_is_public):
+    if args.repeats > 1 and not args.data_is_public:
         raise ConfigError(
             "--repeats releases every head anew: it is for data that are declared public (--data_is_public)"
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from evaluation.commands.captions import add_captioned, open_captioned
 from evaluation.commands.common import add_checkpoint
-from evaluation.commands.zero_shot import add_too_long, check_sizes, open_captioner
+from evaluation.commands.zero_shot import add_too_long, open_captioner
 
 if TYPE_CHECKING:
     from evaluation.results import Results
@@ -36,7 +36,6 @@ def run(args: argparse.Namespace) -> "Results":
     from evaluation.retrieval import recalls, same_texts
     from evaluation.scoring import PrefixTree, encoded_captions, fits, tree_log_probs
 
-    check_sizes(args)
     opened, model = open_captioner(args)
     tokenizer = opened.task.make_example(train=False).tokenizer  # type: ignore[attr-defined]
     source = open_captioned(args)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.options import MOST, MOST_AT_ONCE, MOST_REPEATS, between
 from evaluation.commands.common import add_checkpoint
 from evaluation.commands.inputs import add_columns, cache_of
 from trainer.errors import ConfigError
@@ -51,14 +52,16 @@ def add_data(parser: argparse.ArgumentParser, what: str) -> None:
     """--data or --synthetic_shapes, and how images are read."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", metavar="SOURCE", help="shards:PATTERN, folder:DIR, hf:DIR or arrays:FILE.npz")
-    source.add_argument("--synthetic_shapes", type=int, metavar="N", help=f"{what} on N pictures of plain shapes")
-    parser.add_argument("--synthetic_seed", type=int, default=SYNTHETIC_SEED, help="of these pictures")
-    parser.add_argument("--max_examples", type=int, metavar="N", help="the first N only")
+    source.add_argument(
+        "--synthetic_shapes", type=between(1, MOST_REPEATS), metavar="N", help=f"{what} on N pictures of plain shapes"
+    )
+    parser.add_argument("--synthetic_seed", type=between(0, MOST), default=SYNTHETIC_SEED, help="of these pictures")
+    parser.add_argument("--max_examples", type=between(1, MOST), metavar="N", help="the first N only")
     add_columns(parser)
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="for indexes of shards; default: the run's private part"
     )
-    parser.add_argument("--batch_size", type=int, default=64, metavar="B", help="images at once")
+    parser.add_argument("--batch_size", type=between(1, MOST_AT_ONCE), default=64, metavar="B", help="images at once")
 
 
 def run(args: argparse.Namespace) -> "Results":
@@ -69,7 +72,6 @@ def run(args: argparse.Namespace) -> "Results":
     from evaluation.results import DataUse, ModelFacts, Results
     from evaluation.zero_shot import TEMPLATES, Prompts, accuracy, log_probs_of
 
-    check_sizes(args)
     args.data_is_public |= args.data is None and args.calibration is None  # computed from a seed
     opened, model = open_captioner(args)
     source = _source(args, args.data)
@@ -117,17 +119,6 @@ def add_too_long(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--too_long", choices=("refuse", "skip"), default="refuse", help="captions of more tokens than the model takes"
     )
-
-
-def check_sizes(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        ConfigError: a number out of range.
-    """
-    for name in ("batch_size", "max_examples", "synthetic_shapes", "num_beams", "max_tokens"):
-        value = getattr(args, name, None)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {value}")
 
 
 def open_captioner(args: argparse.Namespace) -> "tuple[OpenedModel, Captioner]":

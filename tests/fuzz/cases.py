@@ -245,10 +245,13 @@ def _options(script: str) -> list[tuple[tuple[str, ...], argparse.Action]]:
 
 
 def _change_arguments(arguments: list[str], script: str, rng: random.Random) -> None:
-    mine = [action for path, action in _options(script) if not path or path == tuple(arguments[: len(path)])]
+    found = _options(script)
+    mine = [action for path, action in found if path == tuple(arguments[: len(path)])] or [
+        action for _, action in found
+    ]
     where = rng.randrange(len(arguments))
     match rng.randrange(10):
-        case 0:
+        case 0 if len(arguments) > 1:
             del arguments[where]
         case 1:
             arguments[where] = values.argument(rng)

@@ -38,6 +38,8 @@ KNOWN: dict[str, tuple[Case, int]] = {
     "a rendezvous for ever": (_train("--rendezvous_seconds", "inf"), 2),
     "a run folder of 3,000 characters": (_case("train", TRAIN.replace("{case}/new", "{case}/" + "x" * 3000)), 2),
     "a run folder of 1,500 folders": (_case("train", TRAIN.replace("{case}/new", "{case}/" + "x/" * 2500)), 2),
+    "a report of a run folder of 3,000 characters": (_case("report", "--run_dir " + "x" * 3000), 2),
+    "an audit of a run folder of 3,000 characters": (_case("audit", "ledger --run_dir " + "x" * 3000), 2),
     "the smallest epsilon": (
         _case("plan", "--num_examples 60000 --expected_batch_size 600 --num_steps 1000 --target_epsilon 1e-9"),
         2,
