@@ -7,6 +7,7 @@ from typing import TypeVar
 Number = TypeVar("Number", int, float)
 
 MOST = 10**12
+MOST_SEED = 2**63 - 1
 MOST_PIXELS = 8192
 MOST_AT_ONCE = 2**20
 MOST_PROCESSES = 1024

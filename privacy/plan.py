@@ -15,7 +15,7 @@ from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.accounting.noise_tail import NOISE_SOURCES, noise_tail_delta
 from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
 from privacy.errors import PrivacyConfigError
-from privacy.limits import MAX_COUNT, MAX_EPSILON, MAX_NOISE_MULTIPLIER
+from privacy.limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
 from privacy.sampling.poisson import PoissonSampler, Sampler, default_cap
 from privacy.sampling.shuffle import ShuffleSampler, shuffle_participations
 
@@ -320,7 +320,8 @@ def make_plan(
     assert sigma is not None
     adaptive = request.adaptive_clipping if request.enabled else None
     plan = replace(plan, noise_multiplier=sigma, adaptive_clipping=adaptive, warnings=tuple(notes))
-    _refuse_no_protection(plan)
+    if plan.formal_guarantee:
+        require_protection(epsilon_rdp([plan.release_group(plan.max_intents)], plan.accounted_delta))
     return plan
 
 
@@ -361,24 +362,12 @@ def _check_noise_request(sigma: float | None, target: float | None, allow_small_
         )
 
 
-def _refuse_no_protection(plan: PrivacyPlan) -> None:
-    """An epsilon in the thousands takes minutes and all memory to compute, and says nothing."""
-    if not plan.formal_guarantee:
-        return
-    most = epsilon_rdp([plan.release_group(plan.max_intents)], plan.accounted_delta)
-    if most > MAX_EPSILON:
-        raise PrivacyConfigError(
-            f"epsilon would be about {most:.3g}, which protects nobody, and above {MAX_EPSILON:g} none is computed: take more "
-            "noise, fewer steps or a smaller batch, or privacy.enabled = false"
-        )
-
-
 def _check(plan: PrivacyPlan) -> None:
     """The invariants that every plan keeps, whoever builds it."""
-    for name in ("num_examples", "expected_batch_size", "num_steps"):
+    for name, least in (("num_examples", 1), ("expected_batch_size", 1), ("num_steps", 1), ("reserved_attempts", 0)):
         value = getattr(plan, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
-            raise PrivacyConfigError(f"{name} must be a positive integer up to {MAX_COUNT:,}, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_COUNT:
+            raise PrivacyConfigError(f"{name} must be an integer from {least} to {MAX_COUNT:,}, not {value!r}")
     if plan.expected_batch_size > plan.num_examples:
         raise PrivacyConfigError(
             f"expected_batch_size {plan.expected_batch_size} is larger than the data ({plan.num_examples} examples)"
@@ -396,10 +385,6 @@ def _check(plan: PrivacyPlan) -> None:
         )
     if not 0 < plan.target_delta < 1:
         raise PrivacyConfigError(f"target_delta must be between 0 and 1, not {plan.target_delta:g}")
-    if not isinstance(plan.reserved_attempts, int) or not 0 <= plan.reserved_attempts <= MAX_COUNT:
-        raise PrivacyConfigError(
-            f"reserved_attempts must be a non-negative integer up to {MAX_COUNT:,}, not {plan.reserved_attempts!r}"
-        )
     if plan.target_epsilon is not None and not 0 < plan.target_epsilon < math.inf:
         raise PrivacyConfigError(f"target_epsilon must be positive, not {plan.target_epsilon:g}")
     if plan.cap is not None and plan.cap < 1:

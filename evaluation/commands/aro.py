@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.options import MOST, MOST_AT_ONCE, MOST_REPEATS, between
+from data.options import MOST, MOST_AT_ONCE, MOST_REPEATS, MOST_SEED, between
 from evaluation.commands.common import add_checkpoint
 from evaluation.commands.zero_shot import SYNTHETIC_SEED, add_too_long, open_captioner
 from trainer.errors import ConfigError
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--synthetic_tests", type=between(1, MOST_REPEATS), default=500, metavar="N", help="of each kind (default: 500)"
     )
-    parser.add_argument("--synthetic_seed", type=between(0, MOST), default=SYNTHETIC_SEED, help="of the pictures")
+    parser.add_argument("--synthetic_seed", type=between(0, MOST_SEED), default=SYNTHETIC_SEED, help="of the pictures")
     parser.add_argument("--max_examples", type=between(1, MOST), metavar="N", help="the first N tests only")
     parser.add_argument("--batch_size", type=between(1, MOST_AT_ONCE), default=32, metavar="B", help="images at once")
     add_too_long(parser)

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.options import LEAST_RATE, MOST, MOST_AT_ONCE, MOST_PROCESSES, MOST_RATE, between, number_between
+from data.options import LEAST_RATE, MOST, MOST_AT_ONCE, MOST_PROCESSES, MOST_RATE, MOST_SEED, between, number_between
 from evaluation.commands.common import add_checkpoint
 from evaluation.commands.inputs import cache_of
 from evaluation.commands.zero_shot import open_captioner
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=number_between(LEAST_RATE, MOST_RATE), default=1.0, metavar="T", help="of sample"
     )
     parser.add_argument("--top_p", type=number_between(LEAST_RATE, 1), default=1.0, metavar="P", help="of sample")
-    parser.add_argument("--seed", type=between(0, MOST), default=0, help="of sample")
+    parser.add_argument("--seed", type=between(0, MOST_SEED), default=0, help="of sample")
     parser.add_argument("--metrics", action="store_true", help="BLEU, ROUGE-L and CIDEr (an extra; needs Java)")
     parser.add_argument("--grid", type=Path, metavar="PNG", help=f"a picture of the first {GRID} images with captions")
 

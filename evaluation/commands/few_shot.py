@@ -9,7 +9,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from data.options import LEAST_RATE, MOST, MOST_RATE, MOST_REPEATS, between, number_between
+from data.options import LEAST_RATE, MOST_RATE, MOST_REPEATS, MOST_SEED, between, number_between
 from evaluation.commands.common import device_of
 from evaluation.commands.inputs import Inputs, add_inputs, load_inputs
 from trainer.errors import ConfigError
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num_splits", type=between(1, MOST_REPEATS), default=3, metavar="S", help="random splits for each K"
     )
-    group.add_argument("--seed", type=between(0, MOST), default=0, help="of the first split")
+    group.add_argument("--seed", type=between(0, MOST_SEED), default=0, help="of the first split")
     group.add_argument("--epochs", type=between(1, MOST_REPEATS), default=100, help="of fine-tuning")
     group.add_argument(
         "--base_lr",

@@ -9,7 +9,7 @@ LARS gives the test accuracy of its last epoch and, labelled, of its best (which
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from data.options import LEAST_RATE, MOST, MOST_RATE, MOST_REPEATS, between, number_between
+from data.options import LEAST_RATE, MOST, MOST_RATE, MOST_REPEATS, MOST_SEED, between, number_between
 from evaluation.commands.inputs import Inputs, add_inputs, load_inputs
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="LARS; to be raised for small data sets",
     )
     group.add_argument("--num_folds", type=between(2, 1000), default=5, help="L-BFGS: of the cross-validation")
-    group.add_argument("--seed", type=between(0, MOST), default=0)
+    group.add_argument("--seed", type=between(0, MOST_SEED), default=0)
 
 
 def run(args: argparse.Namespace) -> "Results | None":

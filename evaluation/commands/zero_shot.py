@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.options import MOST, MOST_AT_ONCE, MOST_REPEATS, between
+from data.options import MOST, MOST_AT_ONCE, MOST_REPEATS, MOST_SEED, between
 from evaluation.commands.common import add_checkpoint
 from evaluation.commands.inputs import add_columns, cache_of
 from trainer.errors import ConfigError
@@ -55,7 +55,9 @@ def add_data(parser: argparse.ArgumentParser, what: str) -> None:
     source.add_argument(
         "--synthetic_shapes", type=between(1, MOST_REPEATS), metavar="N", help=f"{what} on N pictures of plain shapes"
     )
-    parser.add_argument("--synthetic_seed", type=between(0, MOST), default=SYNTHETIC_SEED, help="of these pictures")
+    parser.add_argument(
+        "--synthetic_seed", type=between(0, MOST_SEED), default=SYNTHETIC_SEED, help="of these pictures"
+    )
     parser.add_argument("--max_examples", type=between(1, MOST), metavar="N", help="the first N only")
     add_columns(parser)
     parser.add_argument(

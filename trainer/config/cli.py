@@ -1,23 +1,24 @@
 """How every command begins and ends: an error that a user can mend is one line on stderr and an exit code, never a traceback."""
 
 import argparse
-import math
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from privacy.limits import MAX_COUNT
 from trainer.errors import ConfigError, RemoteError, in_one_line
+
+MAX_NUMBER = 2**63
+"""No option of any command has a use for a larger one; NaN is below nothing."""
 
 
 class Parser(argparse.ArgumentParser):
     """Of every command and of its subcommands: a bad argument is a ConfigError, not a block of usage.
 
     Raises:
-        ConfigError: by `parse_args`, in argparse's words; also for text that is no UTF-8 and for numbers that are not finite
-            or beyond `MAX_COUNT`.
+        ConfigError: by `parse_args`, in argparse's words; also for text that is no UTF-8 and for NaN and for
+            numbers beyond `MAX_NUMBER`.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -32,9 +33,9 @@ class Parser(argparse.ArgumentParser):
         options, others = super().parse_known_args(args, namespace)
         for name, value in vars(options).items():
             for number in value if isinstance(value, list) else [value]:
-                if isinstance(number, int | float) and not (math.isfinite(number) and abs(number) <= MAX_COUNT):
+                if isinstance(number, int | float) and not abs(number) < MAX_NUMBER:
                     raise ConfigError(
-                        f"argument --{name}: must be a finite number up to {MAX_COUNT:g} in size, not {number:g}"
+                        f"argument --{name}: must be a number below {MAX_NUMBER:.3g} in size, not {number:g}"
                     )
         return options, others
 

@@ -6,8 +6,6 @@ properties.
 """
 
 import copy
-import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,13 +18,14 @@ from pydantic import (
 )
 
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
-from privacy.adaptive_clipping import LARGEST_BOUND, AdaptiveClipping
-from privacy.limits import MAX_COUNT, MAX_NOISE_MULTIPLIER
+from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.limits import MAX_COUNT
 from privacy.plan import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK
 from trainer.config.declarations import Resolved, reset_declarations
 from trainer.config.did_you_mean import did_you_mean, known_words
 from trainer.config.optimizer import Count, OptimizerSection, Positive, Rate, ScheduleSection, Seconds, Section
+from trainer.config.toml_text import read_toml, refuse_nul, toml_value, written
 from trainer.errors import ConfigError
 
 EngineName = Literal["deepspeed", "fsdp", "fairscale", "local"]
@@ -120,12 +119,12 @@ class PrivacySection(Section):
     enabled: bool = True
     expected_batch_size: Positive
     """B: the logical batch has B examples on average; each example is in it with probability q = B / n."""
-    noise_multiplier: float | None = Field(None, ge=0, le=MAX_NOISE_MULTIPLIER)
+    noise_multiplier: float | None = Field(None, ge=0)
     target_epsilon: float | None = Field(None, gt=0)
     """Calibrates the noise multiplier; give one of the two."""
     target_delta: float | None = Field(None, gt=0, lt=1)
     """Default 1 / (2n)."""
-    max_grad_norm: float = Field(1.0, gt=0, le=LARGEST_BOUND)
+    max_grad_norm: float = Field(1.0, gt=0)
     clipping_function: Literal["flat", "adaptive", "automatic", "per_layer", "grouped"] = "flat"
     """Flat with constant C; flat with C that follows a quantile of the norms from max_grad_norm on (Andrew et al. 2021);
     normalised gradients (Bu et al. 2023); one norm per layer, or per top-level part of the model."""
@@ -326,39 +325,16 @@ def resolved(recipe: Path, overrides: Sequence[str] = ()) -> Resolved:
     return Resolved(recipe, tree, said, reset_declarations(tree, own, said))
 
 
-def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
-    """The tree of a TOML file; ConfigError says `what` cannot be read."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{what} {path}: {error.strerror}; {hint}") from error
-    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
-        raise ConfigError(f"{what} {path} is not TOML: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{what} {path} is nested too deeply; no key lies deeper than three sections") from error
-
-
 SectionKind = TypeVar("SectionKind", bound=Section)
 
 
 def validated(kind: type[SectionKind], tree: Mapping[str, Any], where: str) -> SectionKind:
     """`tree` as a frozen section; ConfigError is one line with `where` and the first key that is wrong."""
-    _refuse_nul(tree, where)
+    refuse_nul(tree, where)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{where}: {_first_line(kind, error)}") from error
-
-
-def _refuse_nul(value: Any, where: str) -> None:
-    """TOML can write the one character that no path and no process argument can hold."""
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{where}: {value!r} holds a NUL character; remove it")
-    for key, inner in (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    ):
-        _refuse_nul(key, where)
-        _refuse_nul(inner, where)
 
 
 def _refuse_repeated(overrides: Sequence[str]) -> None:
@@ -380,17 +356,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"override {override!r}: {key} is no section")
-    tree[keys[-1]] = _value(text)
-
-
-def _value(text: str) -> Any:
-    """A TOML value; anything that is none is a string, so that paths need no quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except ValueError:
-        return text
-    except RecursionError as error:
-        raise ConfigError(f"override {text[:40]}... is nested too deeply") from error
+    tree[keys[-1]] = toml_value(text)
 
 
 def _first_line(kind: type[Section], error: ValidationError) -> str:
@@ -411,24 +377,9 @@ def _first_line(kind: type[Section], error: ValidationError) -> str:
 def to_toml(config: RunConfig) -> str:
     """The fully resolved configuration as TOML; loading it gives an equal configuration."""
     sections = config.model_dump()
-    lines = [f"name = {_toml(sections.pop('name'))}"]
+    lines = [f"name = {written(sections.pop('name'))}"]
     for name, section in sections.items():
         if section is not None:
             lines += ["", f"[{name}]"]
-            lines += [f"{key} = {_toml(value)}" for key, value in section.items() if value is not None]
+            lines += [f"{key} = {written(value)}" for key, value in section.items() if value is not None]
     return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str():
-            # JSON's escapes are TOML's, but for one control character.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case tuple() | list():
-            return "[" + ", ".join(_toml(v) for v in value) + "]"
-        case dict():
-            return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items() if v is not None) + "}"
-        case _:
-            return repr(value)

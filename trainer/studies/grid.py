@@ -24,7 +24,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from trainer.config.optimizer import Section
-from trainer.config.recipe import EngineName, RunConfig, read_toml, validated
+from trainer.config.recipe import EngineName, RunConfig, validated
+from trainer.config.toml_text import read_toml
 from trainer.errors import ConfigError
 
 Label = str | int | float | bool

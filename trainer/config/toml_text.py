@@ -1,0 +1,56 @@
+"""TOML in and out: recipes, studies, and the values of overrides."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+
+
+def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
+    """The tree of a TOML file; ConfigError says `what` cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: {error.strerror}; {hint}") from error
+    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
+        raise ConfigError(f"{what} {path} is not TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{what} {path} is nested too deeply; no key lies deeper than three sections") from error
+
+
+def refuse_nul(value: Any, where: str) -> None:
+    """TOML can write the one character that no path and no process argument can hold."""
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{where}: {value!r} holds a NUL character; remove it")
+    inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else []
+    for one in inner:
+        refuse_nul(one, where)
+
+
+def toml_value(text: str) -> Any:
+    """A TOML value; anything that is none is a string, so that paths need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text
+    except RecursionError as error:
+        raise ConfigError(f"override {text[:40]}... is nested too deeply") from error
+
+
+def written(value: Any) -> str:
+    """A value as TOML."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            # JSON's escapes are TOML's, but for one control character.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case tuple() | list():
+            return "[" + ", ".join(written(v) for v in value) + "]"
+        case dict():
+            return "{" + ", ".join(f"{k} = {written(v)}" for k, v in value.items() if v is not None) + "}"
+        case _:
+            return repr(value)
