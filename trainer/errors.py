@@ -86,4 +86,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _printable(text: str) -> str:
     """One line without control characters, in which no word is too long to read the rest."""
     words = [word if len(word) <= _LONGEST_WORD else f"{word[:160]}...{word[-40:]}" for word in text.split()]
-    return re.sub(r"[^ -~\u00a0-\U0010ffff]", lambda found: found[0].encode("unicode_escape").decode(), " ".join(words))
+    return re.sub(
+        r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]",
+        lambda found: found[0].encode("unicode_escape").decode(),
+        " ".join(words),
+    )

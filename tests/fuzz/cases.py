@@ -150,7 +150,7 @@ def _of_type(annotation: Any, rng: random.Random) -> Any:
     """Mostly what the schema asks for, so that more than the first check is reached."""
     if rng.random() < 0.2:
         return values.in_file(rng)
-    kinds = set(_flat(annotation))
+    kinds = set(flat(annotation))
     words = [kind for kind in kinds if isinstance(kind, str)]
     if words:
         return rng.choice([*words, values.text(rng)])
@@ -162,10 +162,11 @@ def _of_type(annotation: Any, rng: random.Random) -> Any:
     return rng.choice(makers)(rng) if makers else values.in_file(rng)
 
 
-def _flat(annotation: Any) -> Iterator[Any]:
+def flat(annotation: Any) -> Iterator[Any]:
+    """The plain types, and the words, that a key may have."""
     if get_origin(annotation) is Literal or get_args(annotation):
         for one in get_args(annotation):
-            yield from _flat(one)
+            yield from flat(one)
     else:
         yield annotation
 

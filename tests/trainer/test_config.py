@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from privacy.errors import PrivacyConfigError
+from privacy.plan import make_plan
+from tests.fuzz.cases import flat, leaves
 from trainer.config.recipe import RunConfig, load_config, to_toml
 from trainer.errors import ConfigError
 
@@ -207,3 +210,42 @@ def test_quickstart_is_what_the_readme_says() -> None:
     config = load_config(QUICKSTART)
     assert config.privacy.target_epsilon == 8.0 and math.isclose(config.privacy.target_delta or 0, 1e-5)
     assert config.heldout is not None and config.heldout.is_public
+
+
+NUMBERS = [path for path, kind in leaves(RunConfig) if {int, float} & set(flat(kind))]
+OF_THE_PLAN = {("privacy", name) for name in ("noise_multiplier", "max_grad_norm", "target_epsilon")}
+"""Refused with the rest of the plan, by the one place that knows what they are for."""
+
+
+@pytest.mark.parametrize("path", NUMBERS, ids=".".join)
+@pytest.mark.parametrize("value", [10**23, 1e308, float("inf"), float("nan"), -(10**12)])
+def test_no_number_is_without_limits(path: tuple[str, ...], value: float) -> None:
+    tree: dict[str, Any] = tomllib.loads(MINIMAL)
+    section = tree
+    for name in path[:-1]:
+        section = section.setdefault(name, {})
+    section[path[-1]] = value
+    if path == ("model", "overrides") or (path in OF_THE_PLAN and 0 < value < math.inf):
+        return
+    with pytest.raises(ValidationError, match=path[-1]):
+        RunConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"noise_multiplier": 1e308},
+        {"noise_multiplier": 1.0, "max_grad_norm": 1e308},
+        {"noise_multiplier": 1.0, "num_steps": 10**13},
+        {"noise_multiplier": 1.0, "reserved_attempts": 10**13},
+        {"noise_multiplier": 1.0, "num_examples": 10**13},
+        {"noise_multiplier": 1.0, "num_steps": 10**8},
+        {"noise_multiplier": 0.3, "num_steps": 10**5},
+        {"target_epsilon": 1e-9, "num_examples": 60_000, "expected_batch_size": 600, "num_steps": 1000},
+    ],
+)
+def test_no_plan_is_without_limits(numbers: dict[str, float]) -> None:
+    """In seconds: an epsilon of thousands would take all memory."""
+    usual = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 50, "target_delta": 1e-5}
+    with pytest.raises(PrivacyConfigError):
+        make_plan(**usual | numbers)  # type: ignore[arg-type]

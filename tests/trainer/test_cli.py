@@ -1,0 +1,122 @@
+"""What every command says at its end: one line for what a user or a machine got wrong, a traceback for a defect alone."""
+
+import argparse
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.options import between, number_between
+from privacy.errors import PrivacyStateRefused
+from trainer.config.cli import MAX_NUMBER, Parser, run_command
+from trainer.errors import ConfigError, RemoteError, in_one_line
+
+
+def too_much_memory() -> None:
+    torch.empty(2**60)
+
+
+def too_deep() -> None:
+    too_deep()
+
+
+def onto_a_full_disk() -> None:
+    with open("/dev/full", "w") as file:
+        file.write("x")
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "words"),
+    [
+        (lambda: Path("/nowhere/file").read_text(), 2, ["/nowhere/file", "No such file"]),
+        (lambda: Path("x" * 3000).mkdir(), 2, ["File name too long", "..."]),
+        (lambda: Path("/dev/null/inside").write_text("x"), 2, ["Not a directory"]),
+        (onto_a_full_disk, 1, ["No space left"]),
+        (lambda: bytearray(2**62), 1, ["memory"]),
+        (too_much_memory, 1, ["memory"]),
+        (too_deep, 2, ["nested"]),
+        (lambda: (_ for _ in ()).throw(RuntimeError("can't start new thread")), 1, ["threads"]),
+    ],
+)
+def test_what_a_machine_refuses_is_one_line(
+    work: Callable[[], None], code: int, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: work() and None)
+    said = capsys.readouterr().err
+    assert ended.value.code == code, said
+    assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 600
+    for word in words:
+        assert word in said
+
+
+def test_errors_of_ours_keep_their_code_and_defects_their_traceback() -> None:
+    assert in_one_line(ConfigError("a\n  b")) == ("a b", 2)
+    assert in_one_line(PrivacyStateRefused("no")) == ("no", 4)
+    assert in_one_line(RemoteError("gone", 7)) == ("gone", 7)
+    for defect in (ValueError("x"), KeyError("x"), RuntimeError("x"), AssertionError("x"), TypeError("x")):
+        assert in_one_line(defect) is None
+        with pytest.raises(type(defect)):
+            run_command(lambda defect=defect: (_ for _ in ()).throw(defect))
+
+
+def test_a_disk_that_is_full_is_no_bad_input() -> None:
+    """Exit code 2 tells a scheduler that trying again is of no use."""
+    for number in (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN):
+        said = in_one_line(OSError(number, os.strerror(number), "file"))
+        assert said is not None and said.exit_code == 1
+
+
+@given(st.text(st.characters()))
+def test_whatever_an_error_says_is_one_printable_line(text: str) -> None:
+    said = in_one_line(ConfigError(text))
+    assert said is not None
+    assert "\n" not in said.line and "\x1b" not in said.line
+    said.line.encode()
+    assert max(map(len, said.line.split(" "))) < 1000
+
+
+@given(st.integers() | st.floats())
+def test_numbers_of_options(number: float) -> None:
+    parser = Parser(add_help=False)
+    parser.add_argument("--x", type=type(number), nargs="+")
+    if abs(number) < MAX_NUMBER:
+        assert parser.parse_args([f"--x={number}"]).x == [number]
+    else:
+        with pytest.raises(ConfigError, match="--x"):
+            parser.parse_args([f"--x={number}"])
+
+
+@pytest.mark.parametrize("word", ["\udcff", "caf\udce9", "data.caption_field=\udcff"])
+def test_an_argument_that_is_no_text(word: str) -> None:
+    parser = Parser(add_help=False)
+    parser.add_argument("words", nargs="*")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        parser.parse_args([word])
+    assert parser.parse_args(["caf\u00e9"]).words == ["caf\u00e9"]
+
+
+@given(st.integers(-50, 50), st.integers(0, 50), st.integers(-120, 120))
+def test_options_in_a_range(least: int, width: int, number: int) -> None:
+    for kind, text in (
+        (between(least, least + width), str(number)),
+        (number_between(least, least + width), f"{number}.0"),
+    ):
+        if least <= number <= least + width:
+            assert kind(text) == number
+        else:
+            with pytest.raises(argparse.ArgumentTypeError, match="at least"):
+                kind(text)
+
+
+@pytest.mark.parametrize("text", ["", "nan", "x", "9" * 5000, "1e999"])
+def test_options_that_are_no_number(text: str) -> None:
+    for kind in (between(0, 10**12), number_between(0, 1e12)):
+        with pytest.raises(argparse.ArgumentTypeError) as caught:
+            kind(text)
+        assert len(str(caught.value)) < 200
