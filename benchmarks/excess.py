@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from privacy.clipping import clipped_sum, contributions
+from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.contributions import Dense, OuterProducts, Rows
 from privacy.clipping.coverage import claims
 from privacy.clipping.norms import NormTally
@@ -35,7 +36,12 @@ Step = Callable[[], None]
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "gram_matrices": [(OuterProducts, "norm"), (contributions, "inner")],
     "written_out_gradients": [(OuterProducts, "instantiate")],
-    "weighted_sums": [(OuterProducts, "add_weighted"), (Dense, "add_weighted"), (Rows, "add_weighted")],
+    "weighted_sums": [
+        (OuterProducts, "add_weighted"),
+        (Dense, "add_weighted"),
+        (Rows, "add_weighted"),
+        (LocalSums, "start"),
+    ],
     "small_layers": [(Call, "contributions"), (Dense, "norm"), (Rows, "norm"), (NormTally, "add")],
     "clip_factors": [(clipped_sum.ClippedSum, "_factors"), (clipped_sum.ClippedSum, "_accumulate")],
     "taps": [(Recorder, "report"), (Recorder, "_tap")],

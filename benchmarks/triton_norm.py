@@ -24,6 +24,7 @@ from torch import Tensor  # noqa: E402
 
 from privacy.clipping import contributions, triton_norm  # noqa: E402
 from privacy.clipping.norms import rounding  # noqa: E402
+from privacy.clipping.underflow import Norm  # noqa: E402
 
 LAYERS = {
     "encoder qkv, ViT-S": (197, 384, 1152),
@@ -35,14 +36,14 @@ LAYERS = {
 """(T, d, p)."""
 ROUNDS = 30
 
-Norm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+GhostNorm = Callable[[Tensor, Tensor], Norm]
 
 
-def torch_path(a_BTd: Tensor, g_BTp: Tensor) -> tuple[Tensor, Tensor]:
+def torch_path(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
     return contributions._ghost_norm(a_BTd.float(), g_BTp.float())
 
 
-def milliseconds(norms: dict[str, Norm], a: Tensor, g: Tensor) -> dict[str, float]:
+def milliseconds(norms: dict[str, GhostNorm], a: Tensor, g: Tensor) -> dict[str, float]:
     """Medians of interleaved rounds."""
     times: dict[str, list[float]] = {name: [] for name in norms}
     for round_number in range(ROUNDS + 3):
@@ -57,7 +58,7 @@ def milliseconds(norms: dict[str, Norm], a: Tensor, g: Tensor) -> dict[str, floa
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def errors(norms: dict[str, Norm], a: Tensor, g: Tensor) -> dict[str, float]:
+def errors(norms: dict[str, GhostNorm], a: Tensor, g: Tensor) -> dict[str, float]:
     """Largest error of the squared norm over the examples, in units of its bound."""
     tokens, d, p = a.shape[1], a.shape[2], g.shape[2]
     exact_B = torch.stack([(gb.double().t() @ ab.double()).square().sum() for ab, gb in zip(a, g, strict=True)])
@@ -73,7 +74,7 @@ def measure(name: str, batch_size: int, dtype: torch.dtype) -> dict[str, Any]:
     a = 1 + torch.randn(batch_size, tokens, d, device="cuda", generator=generator)
     g = torch.randn(batch_size, tokens, p, device="cuda", generator=generator)
     a, g = a.to(dtype), (g - g.mean(1, keepdim=True)).to(dtype)
-    norms: dict[str, Norm] = {"triton": triton_norm.ghost_norm, "torch": torch_path}
+    norms: dict[str, GhostNorm] = {"triton": triton_norm.ghost_norm, "torch": torch_path}
     times = milliseconds(norms, a, g)
     flops = batch_size * tokens * (tokens + 1) * (d + p)
     return {

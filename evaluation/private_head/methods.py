@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from scipy.special import expit
 
-from evaluation.private_head.budget import Budget, Statistic, blocks, clip_rows
+from evaluation.private_head.budget import Budget, Statistic, clip_rows, summed
 
 
 class HeadMethod(Protocol):
@@ -33,7 +33,15 @@ def accuracy(weights_LD: np.ndarray, features_ND: np.ndarray, labels_N: np.ndarr
 
 
 def _second_moment(features_ND: np.ndarray) -> np.ndarray:
-    return np.asarray(features_ND.T @ features_ND)
+    return _sum_of_products(features_ND, features_ND)
+
+
+def _sum_of_products(left_NK: np.ndarray, right_ND: np.ndarray) -> np.ndarray:
+    return summed(lambda rows: left_NK[rows].T @ right_ND[rows], len(right_ND))
+
+
+def _sum(features_ND: np.ndarray) -> np.ndarray:
+    return summed(lambda rows: features_ND[rows].sum(axis=0), len(features_ND))
 
 
 def _solve(matrix_DD: np.ndarray, ridge: float, right_LD: np.ndarray) -> np.ndarray:
@@ -65,13 +73,13 @@ class LeastSquares:
 
     def fit(self, features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int, budget: Budget) -> np.ndarray:
         x_ND = clip_rows(features_ND, self.max_norm)
-        rows = [x_ND[labels_N == label] for label in range(num_classes)]
+        by_class = [x_ND[labels_N == label] for label in range(num_classes)]
         moment_DD = self.alpha * budget.release_symmetric("second_moment", _second_moment(x_ND))
-        sums_LD = budget.release("class_sums", np.stack([r.sum(axis=0) for r in rows]))
+        sums_LD = budget.release("class_sums", np.stack([_sum(x) for x in by_class]))
         ridge = self.ridge * len(x_ND) * self.max_norm**2
         if not self.class_moments:
             return _solve(moment_DD, ridge, sums_LD)
-        own_LDD = budget.release_symmetric("class_second_moments", np.stack([_second_moment(r) for r in rows]))
+        own_LDD = budget.release_symmetric("class_second_moments", np.stack([_second_moment(x) for x in by_class]))
         return np.stack([_solve(own + moment_DD, ridge, b[None])[0] for own, b in zip(own_LDD, sums_LD, strict=True)])
 
 
@@ -105,10 +113,10 @@ class Newton:
         ridge = self.ridge * len(x_ND) * self.max_norm**2
         for step in range(self.num_steps):
             p_NL = expit(x_ND @ weights_LD.T)  # a half for all at step 0, hence the smaller sensitivity there
-            gradient_LD = budget.release(f"gradient[{step}]", (p_NL - target_NL).T @ x_ND)
-            curvature_NL = p_NL * (1 - p_NL)
-            hessians = np.stack([(curvature_NL[:, label, None] * x_ND).T @ x_ND for label in range(num_classes)])
-            hessian_LDD = budget.release_symmetric(f"hessians[{step}]", hessians)
+            residual_NL, curvature_NL = p_NL - target_NL, p_NL * (1 - p_NL)
+            gradient_LD = budget.release(f"gradient[{step}]", _sum_of_products(residual_NL, x_ND))
+            hessians = [_sum_of_products(curvature_NL[:, label, None] * x_ND, x_ND) for label in range(num_classes)]
+            hessian_LDD = budget.release_symmetric(f"hessians[{step}]", np.stack(hessians))
             step_LD = [_solve(h, ridge, g[None])[0] for h, g in zip(hessian_LDD, gradient_LD, strict=True)]
             weights_LD = weights_LD - self.lr * np.stack(step_LD)
         return weights_LD
@@ -168,8 +176,8 @@ class OneStep:
 
 def _clipped_gradient(weights_LD: np.ndarray, x_ND: np.ndarray, labels_N: np.ndarray, bound: float) -> np.ndarray:
     """sum_i clip(g_i), g_i = (softmax(W x_i) - y_i) (x) x_i, whose norm is the product of two lengths."""
-    total_LD = np.zeros_like(weights_LD)
-    for rows in blocks(len(x_ND)):
+
+    def of_rows(rows: slice) -> np.ndarray:
         x, labels = x_ND[rows], labels_N[rows]
         scores_NL = x @ weights_LD.T
         p_NL = np.exp(scores_NL - scores_NL.max(axis=1, keepdims=True))
@@ -177,8 +185,9 @@ def _clipped_gradient(weights_LD: np.ndarray, x_ND: np.ndarray, labels_N: np.nda
         residual_NL[np.arange(len(x)), labels] -= 1
         length_N = np.linalg.norm(residual_NL, axis=1) * np.linalg.norm(x, axis=1)
         factor_N = np.minimum(1.0, bound / np.maximum(length_N, np.finfo(np.float64).tiny))
-        total_LD += (residual_NL * factor_N[:, None]).T @ x
-    return total_LD
+        return np.asarray((residual_NL * factor_N[:, None]).T @ x)
+
+    return summed(of_rows, len(x_ND))
 
 
 METHODS: Mapping[str, type[LeastSquares | Newton | FeatureCovariance | OneStep]] = {

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from evaluation.private_head.budget import ROUNDING_SLACK, Budget
+from evaluation.private_head.budget import MAX_EXAMPLES, ROUNDING_SLACK, Budget
 from evaluation.private_head.methods import METHODS, HeadMethod
 from privacy.errors import BudgetSpent, PrivacyConfigError
 from privacy.ledger.run_state import SharedTerms, open_run_state
@@ -33,8 +33,13 @@ def head_plan(num_examples: int, epsilon: float, delta: float | None) -> Privacy
     """One full-batch release: no sampling, so no amplification, and an exact epsilon.
 
     Raises:
-        PrivacyConfigError: an epsilon or delta that cannot be met.
+        PrivacyConfigError: an epsilon or delta that cannot be met, or too many examples.
     """
+    if num_examples > MAX_EXAMPLES:
+        raise PrivacyConfigError(
+            f"a private head takes at most {MAX_EXAMPLES:,} examples, not {num_examples:,}: with more, rounding may move its "
+            "sums further than the accounting charges for; train it on fewer examples"
+        )
     return make_plan(
         PlanRequest(
             num_examples=num_examples,

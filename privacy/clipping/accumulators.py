@@ -1,14 +1,112 @@
-"""Where the clipped sum of a logical batch gathers, parameter by parameter."""
+"""Where the clipped sum of a logical batch gathers, parameter by parameter, so that rounding keeps within contract 4.
+
+Rounding is a part of the sensitivity: an example x that is zeroed out changes every partial sum that follows it, and so may
+change how all later additions round. Write u for the unit roundoff and C for the bound of one example's contribution. The
+partial sum of m examples is a vector no longer than m C, one rounding of it moves it by at most u m C, and with x and without
+it the two roundings differ by at most twice that. So all roundings together move the difference of the two sums by at most
+
+    2 u C (sum over the additions that x comes before, of the number of examples behind the partial sum),
+
+whatever all other examples are. SENSITIVITY_SLACK r is spent half on norms (norms.py), and here on two rules:
+
+* **fp32 sums are short.** Results of matrix products, and of the rules that write out what such products give, are added up
+  in fp32 over at most n = EXAMPLES_PER_SUM examples, then in fp64. With a rounding for every example the difference is at most
+  2 u C (1 + ... + n), about n^2 u C = 2.4e-4 C, below r/4. Only the one fp32 sum that x belongs to counts: all others have the
+  same bits without it. Padding counts as examples, so when a sum ends depends on public sizes alone.
+* **Everything else is fp64.** Embedding rows, biases, norm layers and raw parameters, where values of examples are added one
+  after the other, never meet in fp32. With A additions into a total of N examples the difference is at most 2^-53 A N C,
+  which `require_resolution` keeps below 2^-13 C, an eighth of r: a million examples one by one, more in larger micro-batches.
+
+A rounding for every example is a theorem for written-out gradients, and for products over one token. For products over T tokens
+it is the one assumption, about the order of additions inside one matrix product: that its kernel rounds an entry, at the size
+that the sum of several examples has by then, at most about once an example, not at each of the T terms. (Kernels on CPU add
+blocks of some hundred terms, each of which starts at zero; matrix units of a GPU add 8 to 16 terms at a time.) The search in
+tests/privacy/clipping/test_rounding.py supports it; docs/threat_model.md states it.
+
+All this compares x with zeros in its place. A batch in which x was not drawn differs also in that later rows close up, and
+every sum rounds anew. For what is added in fp64 the bound above covers that too. For products it does not: see the threat
+model.
+"""
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-EXAMPLES_PER_FLUSH = 1024
-"""An fp32 sum over this many examples moves one example's contribution, in the worst case (all others chosen to push every
-rounding the same way), by this many times the unit roundoff: 6e-5 of C, well within the slack for rounding."""
+from privacy.errors import PrivacyConfigError
+
+EXAMPLES_PER_SUM = 64
+"""The most examples, padding included, whose contributions are added up in fp32."""
+EXAMPLES_PER_PART = 1024
+"""A larger micro-batch is gone through in parts, which bounds its memory."""
+PRODUCT_ENTRIES = 1 << 22
+"""Entries of a matrix product that wait in fp32 to be added to an fp64 total: 16 MiB."""
+
+
+class Slot(NamedTuple):
+    """Where one parameter's contributions are added.
+
+    Attributes:
+        total: fp64, of the parameter's shape.
+        window: fp32, for products of at most EXAMPLES_PER_SUM examples of several micro-batches; None where the products
+            of this micro-batch go straight to `total`.
+    """
+
+    total: Tensor
+    window: Tensor | None = None
+
+    def matrix(self) -> "Slot":
+        """(first dimension, all others); a vector stays one."""
+        if self.total.dim() <= 1:
+            return self
+        shape = (self.total.shape[0], -1)
+        return Slot(self.total.view(shape), None if self.window is None else self.window.view(shape))
+
+    def add_product(self, g_BTp: Tensor, a_BTd: Tensor, rows: slice = slice(None)) -> None:
+        """The given rows (p, d) of the matrix += sum_{b,t} g_bt (x) a_bt, with no more than EXAMPLES_PER_SUM examples in fp32.
+
+        Args:
+            g_BTp, a_BTd: of one dtype; bf16 on CUDA only, where products of bf16 matrices come in fp32.
+        """
+        for g, a in zip(g_BTp.split(EXAMPLES_PER_SUM), a_BTd.split(EXAMPLES_PER_SUM), strict=True):
+            x_pN, y_Nd = g.flatten(0, 1).t(), a.flatten(0, 1)
+            if self.window is not None:  # a micro-batch of so few examples that there is one product
+                _add_product(self.window[rows], x_pN, y_Nd)
+                continue
+            total_pd = self.total[rows]
+            for some in blocks(len(x_pN), max(1, PRODUCT_ENTRIES // y_Nd.shape[1])):
+                total_pd[some] += _product(x_pN[some], y_Nd)
+
+    def add_matrices(self, grad_Bn: Tensor, weight_B: Tensor) -> None:
+        """The parameter, flattened, += sum_b weight_b grad_b, for as many numbers as matrices have: as in `add_product`."""
+        for grad, weight in zip(grad_Bn.split(EXAMPLES_PER_SUM), weight_B.split(EXAMPLES_PER_SUM), strict=True):
+            if self.window is not None:
+                self.window.view(-1).addmv_(grad.t(), weight)
+            else:
+                self.total.view(-1).add_(torch.mv(grad.t(), weight))
+
+
+def blocks(length: int, size: int) -> Iterator[slice]:
+    """0 to `length` in steps of `size`."""
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def require_resolution(num_additions: int, num_rows: int) -> None:
+    """Refuses a logical batch for whose fp64 totals the second rule of the module docstring does not hold.
+
+    Args:
+        num_additions: into one total, one for every EXAMPLES_PER_SUM examples of a micro-batch or fewer.
+        num_rows: examples behind the total, padding included.
+
+    Raises:
+        PrivacyConfigError: the batch is too large.
+    """
+    if num_additions * num_rows > 1 << 40:
+        raise PrivacyConfigError(
+            f"a logical batch of {num_rows:,} rows is added up in {num_additions:,} parts, which is more than fp64 sums take "
+            "within the stated rounding; use a larger train.micro_batch_size or a smaller batch"
+        )
 
 
 class Accumulator(Protocol):
@@ -22,11 +120,11 @@ class Accumulator(Protocol):
         ...
 
     def start(self, num_rows: int) -> None:
-        """A micro-batch of so many examples begins, padding included."""
+        """A micro-batch of so many examples begins, padding included. Raises as `require_resolution` does."""
         ...
 
-    def slot(self, name: str) -> Tensor:
-        """The tensor, of the parameter's shape, to which this micro-batch's contribution is to be added."""
+    def slot(self, name: str, *, of_products: bool) -> Slot:
+        """Where this micro-batch's contribution is to be added; `of_products` if the slot's `add_...` will be called."""
         ...
 
     def filled(self, name: str) -> None:
@@ -39,32 +137,47 @@ class Accumulator(Protocol):
 
 
 class LocalSums:
-    """Whole sums in this process: fp32 (fp64 for an fp64 model), emptied into fp64 totals after EXAMPLES_PER_FLUSH examples.
+    """Whole sums in this process: fp64 totals, and for products of small micro-batches fp32 windows that are emptied into them.
 
-    An fp32 sum over the 100,000 examples that a rank may hold of a logical batch would let one example move it by 1.008 C.
-    The totals are made at the first flush: small batches never need them.
+    A window saves memory traffic: an fp64 total of every weight at each micro-batch of 8 costs 1.5 % of a step. Windows are
+    made when they are needed and live no longer than the logical batch. Micro-batches of more than half of EXAMPLES_PER_SUM
+    examples need none, and fp64 models neither.
     """
 
     leaves_process = False
 
-    def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device) -> None:
-        self._sums = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
-        self._totals: dict[str, Tensor] = {}
-        self._rows = 0
+    def __init__(
+        self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device, *, windows: bool = True
+    ) -> None:
+        self._totals = {n: torch.zeros(shape, dtype=torch.float64, device=device) for n, shape in shapes.items()}
+        self._windows: dict[str, Tensor] = {}
+        self._may_have_windows = windows and dtype == torch.float32
+        self.zero_()
 
     def zero_(self) -> None:
-        self._rows = 0
-        for total in (*self._sums.values(), *self._totals.values()):
+        self._rows = self._additions = self._rows_in_windows = 0
+        self._has_windows = False
+        self._windows = {}
+        for total in self._totals.values():
             total.zero_()
 
     def start(self, num_rows: int) -> None:
-        self._rows += num_rows  # padding counts: when the sums are emptied must not depend on the data
-        if self._rows > EXAMPLES_PER_FLUSH:
-            self._flush()
-            self._rows = num_rows
+        self._rows += num_rows
+        self._additions += -(-num_rows // EXAMPLES_PER_SUM)
+        require_resolution(self._additions, self._rows)
+        self._has_windows = 2 * num_rows <= EXAMPLES_PER_SUM and self._may_have_windows
+        if self._has_windows:
+            if self._rows_in_windows + num_rows > EXAMPLES_PER_SUM:
+                self._empty_windows()
+            self._rows_in_windows += num_rows
 
-    def slot(self, name: str) -> Tensor:
-        return self._sums[name]
+    def slot(self, name: str, *, of_products: bool) -> Slot:
+        total = self._totals[name]
+        if not (of_products and self._has_windows):
+            return Slot(total)
+        if name not in self._windows:
+            self._windows[name] = torch.zeros_like(total, dtype=torch.float32)
+        return Slot(total, self._windows[name])
 
     def filled(self, name: str) -> None:
         pass
@@ -72,16 +185,27 @@ class LocalSums:
     def finish(self) -> None:
         pass
 
-    def _flush(self) -> None:
-        for name, part in self._sums.items():
-            if name not in self._totals:
-                self._totals[name] = torch.zeros_like(part, dtype=torch.float64)
-            self._totals[name] += part
-            part.zero_()
-        self._rows = 0
+    def _empty_windows(self) -> None:
+        for name, window in self._windows.items():
+            self._totals[name] += window
+            window.zero_()
+        self._rows_in_windows = 0
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, sum); fp64 once a batch was too large for fp32."""
-        if self._totals:
-            self._flush()
-        yield from (self._totals or self._sums).items()
+        """(parameter name, sum in fp64)."""
+        self._empty_windows()
+        self._windows = {}
+        yield from self._totals.items()
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x y, in fp32 at least."""
+    return torch.mm(x, y, out_dtype=torch.float32) if x.dtype == torch.bfloat16 else torch.mm(x, y)
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """total += x y, in fp32."""
+    if x.dtype == torch.bfloat16:
+        torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(x, y)

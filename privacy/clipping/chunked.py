@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from privacy.clipping.accumulators import EXAMPLES_PER_SUM, Slot
+from privacy.clipping.underflow import Norm, norm_of_grams
+
 Chunks = Callable[[], Iterator[tuple[slice, Tensor]]]
 
 
@@ -28,6 +31,7 @@ class ChunkedOuterProducts:
     gram_g_BTT: Tensor
     num_rows: int
     gradients: Chunks
+    is_product = True
 
     @property
     def norm_terms(self) -> int:
@@ -35,20 +39,21 @@ class ChunkedOuterProducts:
 
     @property
     def sum_terms(self) -> int:
-        return self.a_BTd.shape[0] * self.a_BTd.shape[1]
+        return min(len(self.a_BTd), EXAMPLES_PER_SUM) * self.a_BTd.shape[1]
 
-    def norm(self) -> tuple[Tensor, Tensor]:
-        """(B,) squared norm and gross norm, as in `OuterProducts.norm`."""
+    def norm(self) -> Norm:
+        """As `OuterProducts.norm`."""
         a_BTd = self.a_BTd.to(self.gram_g_BTT.dtype)
-        products_BTT = torch.bmm(a_BTd, a_BTd.transpose(1, 2)) * self.gram_g_BTT
-        lengths_BT = products_BTT.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
-        return products_BTT.flatten(1).sum(1), lengths_BT.sum(1)
+        gram_a_BTT = torch.bmm(a_BTd, a_BTd.transpose(1, 2))
+        squared_B = (gram_a_BTT * self.gram_g_BTT).flatten(1).sum(1)
+        diagonals = (x.diagonal(dim1=1, dim2=2) for x in (gram_a_BTT, self.gram_g_BTT))
+        return norm_of_grams(squared_B, *diagonals, self.a_BTd.shape[2], self.num_rows)
 
-    def add_weighted(self, weight_B: Tensor, total: Tensor) -> None:
-        """total (V, d) += sum_b weight_b grad_b."""
-        a_Nd = (self.a_BTd.to(total.dtype) * weight_B[:, None, None]).flatten(0, 1)
+    def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
+        """slot (V, d) += sum_b weight_b grad_b."""
+        a_BTd = self.a_BTd.to(weight_B.dtype) * weight_B[:, None, None]
         for rows, g_BTv in self.gradients():
-            total[rows].addmm_(g_BTv.to(total.dtype).flatten(0, 1).t(), a_Nd)
+            slot.add_product(g_BTv.to(weight_B.dtype), a_BTd, rows)
 
     def without(self, excluded_B: Tensor) -> "ChunkedOuterProducts":
         def remaining() -> Iterator[tuple[slice, Tensor]]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.adaptive_clipping import AdaptiveClipping
-from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH, Accumulator, LocalSums
+from privacy.clipping.accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
 from privacy.clipping.blanking import needs_blanking
 from privacy.clipping.compiled import compiled_weights
 from privacy.clipping.contributions import Contribution
@@ -59,8 +59,11 @@ class MicroBatchStats(NamedTuple):
 class ClippedSum:
     """Accumulates the clipped sum for the trainable parameters of a model.
 
-    Guarantee: adding or removing one example changes the sum, as an L2 norm over all parameters, by at most
-    `sensitivity * (1 + SENSITIVITY_SLACK)`, whatever the example is: NaN and Inf contribute zero.
+    Guarantee: zeroing one example out (making it padding) changes the sum, as an L2 norm over all parameters, by at most
+    `sensitivity * (1 + SENSITIVITY_SLACK)`, whatever it and the others are, how all additions round included: NaN, infinity
+    and gradients whose norm overflows contribute zero. `accumulators.py` and `norms.py` derive that, from one assumption
+    about the order of additions inside one matrix product. Leaving the example out and closing the rows up also rounds the
+    matrix products of all others anew; docs/threat_model.md says what that may add.
 
     Args:
         model: every trainable parameter must be covered by a clipping rule.
@@ -159,8 +162,8 @@ class ClippedSum:
             is_padding_B: bool; True rows contribute exactly zero.
         """
         size = len(is_padding_B)
-        if size > EXAMPLES_PER_FLUSH:
-            cuts = [slice(start, start + EXAMPLES_PER_FLUSH) for start in range(0, size, EXAMPLES_PER_FLUSH)]
+        if size > EXAMPLES_PER_PART:
+            cuts = [slice(start, start + EXAMPLES_PER_PART) for start in range(0, size, EXAMPLES_PER_PART)]
             parts = [
                 self.add_micro_batch(task, {n: x[rows] for n, x in inputs.items()}, is_padding_B[rows]) for rows in cuts
             ]
@@ -247,10 +250,10 @@ class ClippedSum:
         return _Factors(norms, weights, is_finite_B, needs_blanking(is_finite_B), bound=self._function.sensitivity)
 
     def _accumulate(self, name: str, parts: Parts, factors: "_Factors") -> None:
-        total, weight_B = self.accumulator.slot(name), factors.weights[self._function.group_of[name]]
-        matrix = total.view(total.shape[0], -1) if total.dim() > 1 else total
+        slot = self.accumulator.slot(name, of_products=any(part.is_product for part in parts)).matrix()
+        weight_B = factors.weights[self._function.group_of[name]]
         for part in parts:
-            (part.without(~factors.is_finite_B) if factors.blank else part).add_weighted(weight_B, matrix)
+            (part.without(~factors.is_finite_B) if factors.blank else part).add_weighted(weight_B, slot)
         self.accumulator.filled(name)
 
 

@@ -21,8 +21,13 @@ import torch
 from torch import Tensor
 
 from privacy.clipping import triton_norm
+from privacy.clipping.accumulators import EXAMPLES_PER_SUM, Slot, blocks
 from privacy.clipping.blanking import blanked
 from privacy.clipping.chunked import ChunkedOuterProducts
+from privacy.clipping.underflow import Norm, hidden, norm_of_grams
+
+WIDENED_ENTRIES = 1 << 18
+"""Of a written-out gradient at a time, as fp64: 2 MiB, which stay in a processor's caches."""
 
 
 def _accumulate_dtype(tensor: Tensor) -> torch.dtype:
@@ -45,6 +50,7 @@ class OuterProducts:
 
     a_BTd: Tensor
     g_BTp: Tensor
+    is_product = True
 
     @property
     def prefers_instantiation(self) -> bool:
@@ -59,8 +65,8 @@ class OuterProducts:
 
     @property
     def sum_terms(self) -> int:
-        """Number of products behind one entry of the weighted sum."""
-        return self.a_BTd.shape[0] * self.a_BTd.shape[1]
+        """Number of products behind one entry of an fp32 sum."""
+        return min(len(self.a_BTd), EXAMPLES_PER_SUM) * self.a_BTd.shape[1]
 
     def settled(self) -> "OuterProducts | Dense":
         """What to keep until the weighted sum: the written-out gradient where it is the smaller, and then nothing is lost.
@@ -69,7 +75,7 @@ class OuterProducts:
         Under autocast on CUDA, an fp32 input is kept as the bf16 copy that the layer itself worked with.
         """
         if self.prefers_instantiation:
-            return Dense(self.instantiate())
+            return Dense(self.instantiate(), is_product=True)
         if _has_bf16_units(self.g_BTp.device) and self.g_BTp.dtype == torch.bfloat16:
             return OuterProducts(self.a_BTd.bfloat16(), self.g_BTp)
         return self
@@ -81,17 +87,14 @@ class OuterProducts:
             return torch.bmm(g_BpT, a_BTd, out_dtype=torch.float32)
         return torch.bmm(_wide(g_BpT), _wide(a_BTd))
 
-    def norm(self) -> tuple[Tensor, Tensor]:
-        """(B,) squared norm, and gross norm sum_t |a_t| |g_t|.
-
-        The gross norm is what the norm would be if no two tokens cancelled; it scales every rounding error.
-        """
+    def norm(self) -> Norm:
+        """By Gram matrices: the ghost norm."""
         if triton_norm.can_run(self.a_BTd, self.g_BTp):
             return triton_norm.ghost_norm(self.a_BTd, self.g_BTp)
         return _ghost_norm(_wide(self.a_BTd), _wide(self.g_BTp))
 
-    def add_weighted(self, weight_B: Tensor, total: Tensor) -> None:
-        """total (p, d) += sum_b weight_b grad_b; the factor goes into the smaller operand, which is copied."""
+    def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
+        """slot (p, d) += sum_b weight_b grad_b; the factor goes into the smaller operand, which is copied."""
         a, g = self.a_BTd, self.g_BTp
         if not self.folds_in_bf16:
             a, g = _wide(a), _wide(g)
@@ -99,7 +102,7 @@ class OuterProducts:
             a = _scaled(a, weight_B)
         else:
             g = _scaled(g, weight_B)
-        _add_product(total, g.flatten(0, 1).t(), a.flatten(0, 1))
+        slot.add_product(g, a)
 
     @property
     def folds_in_bf16(self) -> bool:
@@ -119,21 +122,34 @@ class Rows:
 
     ids_BT: Tensor
     g_BTp: Tensor
+    is_product = False
+    sum_terms = 1  # fp64
 
     @property
     def norm_terms(self) -> int:
         return self.ids_BT.shape[1] + self.g_BTp.shape[2]
 
-    @property
-    def sum_terms(self) -> int:
-        return self.ids_BT.numel()
+    def norm(self) -> Norm:
+        squared_B = inner(self, self)
+        num_tokens, width = self.ids_BT.shape[1], self.g_BTp.shape[2]
+        own = num_tokens * (hidden(width, squared_B.dtype) + hidden(1, squared_B.dtype))
+        return Norm(squared_B, _wide(self.g_BTp).norm(dim=2).sum(1), own)
 
-    def norm(self) -> tuple[Tensor, Tensor]:
-        return inner(self, self), _wide(self.g_BTp).norm(dim=2).sum(1)
+    def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
+        """slot (V, p) += sum_b weight_b grad_b.
 
-    def add_weighted(self, weight_B: Tensor, total: Tensor) -> None:
-        g = _wide(self.g_BTp) * weight_B[:, None, None]
-        total.index_add_(0, self.ids_BT.flatten(), g.flatten(0, 1))
+        Tokens of one row are added up first, so that a row of the total rounds once for many examples and not at every token.
+        """
+        for some in blocks(len(self.ids_BT), EXAMPLES_PER_SUM):
+            ids_N, order_N = self.ids_BT[some].flatten().sort()
+            g_Np = (self.g_BTp[some].double() * weight_B[some, None, None]).flatten(0, 1)[order_N]
+            is_new_N = torch.ones_like(ids_N, dtype=torch.bool)
+            is_new_N[1:] = ids_N[1:] != ids_N[:-1]
+            place_N = is_new_N.cumsum(0) - 1
+            sums_Np = torch.zeros_like(g_Np).index_add_(
+                0, place_N, g_Np
+            )  # zeros behind the last different id, for row 0
+            slot.total.index_add_(0, torch.zeros_like(ids_N).scatter_(0, place_N, ids_N), sums_Np)
 
     def without(self, excluded_B: Tensor) -> "Rows":
         return Rows(self.ids_BT, blanked(self.g_BTp, excluded_B))
@@ -141,27 +157,36 @@ class Rows:
 
 @dataclass(frozen=True)
 class Dense:
-    """The per-example gradient, written out: (B, *parameter shape)."""
+    """The per-example gradient, written out.
+
+    Attributes:
+        grad_B: (B, *parameter shape).
+        is_product: as many numbers as a matrix has, because the layer's product was written out (`OuterProducts.settled`);
+            its sums are fp32 over a few examples, as those of products are. All others are summed in fp64.
+    """
 
     grad_B: Tensor
+    is_product: bool = False
+    sum_terms = 1
 
     @property
     def norm_terms(self) -> int:
         return self.grad_B[0].numel()
 
-    @property
-    def sum_terms(self) -> int:
-        return len(self.grad_B)
-
-    def norm(self) -> tuple[Tensor, Tensor]:
+    def norm(self) -> Norm:
         norm_B = torch.linalg.vector_norm(self.grad_B.flatten(1), dim=1)
-        return norm_B.square(), norm_B
+        return Norm(norm_B.square(), norm_B, hidden(self.norm_terms, norm_B.dtype))
 
-    def add_weighted(self, weight_B: Tensor, total: Tensor) -> None:
-        total.view(-1).addmv_(self.grad_B.flatten(1).t(), weight_B)
+    def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
+        grad_Bn, wide_B = self.grad_B.flatten(1), weight_B.double()
+        if self.is_product:
+            slot.add_matrices(grad_Bn, weight_B)
+            return
+        for some in blocks(grad_Bn.shape[1], max(1, WIDENED_ENTRIES // len(grad_Bn))):
+            slot.total.view(-1)[some] += torch.mv(grad_Bn[:, some].double().t(), wide_B)
 
     def without(self, excluded_B: Tensor) -> "Dense":
-        return Dense(blanked(self.grad_B, excluded_B))
+        return Dense(blanked(self.grad_B, excluded_B), self.is_product)
 
 
 Contribution = OuterProducts | Rows | Dense | ChunkedOuterProducts
@@ -200,33 +225,25 @@ def _scaled(x_BTd: Tensor, weight_B: Tensor) -> Tensor:
     return torch.mul(x_BTd, weight_B[:, None, None], out=torch.empty_like(x_BTd))
 
 
-def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """total += x y, in total's precision whatever that of x and y."""
-    if x.is_cuda and x.dtype != total.dtype:
-        torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(x.to(total.dtype), y.to(total.dtype))
-
-
 def _gram(x_BTd: Tensor, y_BSd: Tensor) -> Tensor:
     return torch.bmm(_wide(x_BTd), _wide(y_BSd).transpose(1, 2))
 
 
-def _ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norm sum_{s,t} (a_s . a_t) (g_s . g_t) and gross norm of sum_t g_t (x) a_t, both (B,).
+def _ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
+    """Of sum_t g_t (x) a_t, whose squared norm is sum_{s,t} (a_s . a_t) (g_s . g_t).
 
     Both Gram matrices are symmetric, so only the lower triangle is computed, in strips: 5 / 8 of the products at 197 tokens.
-    The diagonals hold the squared lengths that the gross norm needs.
+    The diagonals hold the squared lengths of the tokens.
     """
-    squared_B, gross_B = a_BTd.new_zeros(len(a_BTd)), a_BTd.new_zeros(len(a_BTd))
+    squared_B, diagonals_2BT = a_BTd.new_zeros(len(a_BTd)), a_BTd.new_empty(2, *a_BTd.shape[:2])
     for rows, until in _row_strips(a_BTd):
         strip_a, strip_g = _gram(a_BTd[:, rows], a_BTd[:, :until]), _gram(g_BTp[:, rows], g_BTp[:, :until])
         square_a, square_g = strip_a[:, :, rows], strip_g[:, :, rows]
-        lengths_BT = (square_a.diagonal(dim1=1, dim2=2) * square_g.diagonal(dim1=1, dim2=2)).clamp_min(0).sqrt()
+        for diagonals_BT, square in zip(diagonals_2BT, (square_a, square_g), strict=True):
+            diagonals_BT[:, rows] = square.diagonal(dim1=1, dim2=2)
         square_g *= 0.5  # everything left of the square on the diagonal counts twice; halving and doubling are exact
         squared_B += 2 * strip_a.mul_(strip_g).flatten(1).sum(1)
-        gross_B += lengths_BT.sum(1)
-    return squared_B, gross_B
+    return norm_of_grams(squared_B, *diagonals_2BT, a_BTd.shape[2], g_BTp.shape[2])
 
 
 def _row_strips(x_BTd: Tensor) -> Iterator[tuple[slice, int]]:

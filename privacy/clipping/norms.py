@@ -5,22 +5,24 @@ The norm of example b is computed in floating point, and so is its clipped contr
 N^2 for the computed squared norm, S for the gross norm (what the norm would be if no tokens cancelled), u for the unit
 roundoff and k for the number of terms of a dot product. Then, with e(k) = (8 + 4 sqrt(k)) u, or k u where that is less,
 
-    |N^2 - n^2|                      <= E   = sum over parameters of  2 e(k) S_p^2              (Gram matrices)
+    |N^2 - n^2|                      <= E   = sum over parameters of  2 e(k) S_p^2 + h_p^2      (Gram matrices)
     |summation error of the example| <= e(BT) S                                                 (the weighted sum)
     |folding error of the example|   <= F   = sqrt(sum over parameters of  (f_p S_p)^2)         (bf16 on CUDA only)
 
-so that dividing by  safe = max(N, (sqrt(N^2 + E) + e(BT) S + F) / (1 + r))  gives
+so that dividing by  safe = max(N, (sqrt(N^2 + E) + e(BT) S + F) / (1 + r / 2))  gives
 
-    |contribution| <= C (n + e(BT) S + F) / safe <= C (1 + r).
+    |contribution| <= C (n + e(BT) S + F) / safe <= C (1 + r / 2).
+
+h is what underflow may hide (underflow.py); overflow makes safe infinite or NaN, and the example is left out. e(BT) belongs to
+fp32 sums, of at most EXAMPLES_PER_SUM examples. The other half of r is for the rounding of all additions against the
+contributions of others (accumulators.py: r / 4 and r / 8), and the rest for products of these small numbers.
 
 F: the weighted sum of bf16 tensors on CUDA multiplies one operand, say g, by the factor c and rounds to bf16. Entry by entry
 the rounding moves c g_t by at most u' = 2^-8 of itself, hence the token's vector by at most u' c |g_t|, and the example's sum
 of outer products by at most u' c sum_t |g_t| |a_t| = u' c S_p. That is a worst case, not a statistical one: who chooses an
 example chooses how it rounds. `fold_error` is f_p. Parameters are different coordinates, so their errors add in squares.
 
-(Rounding against the contributions of other examples in the same accumulator is kept below r in `clipped_sum.py`.)
-
-For ordinary examples E is far below r N^2, safe equals N to the last bit, and nothing is lost. Where tokens cancel
+For ordinary examples E is below r N^2, safe equals N to the last bit, and nothing is lost. Where tokens cancel
 (activations with a common mean), N^2 can be wrong by several per cent; there the second term takes over and the example is
 clipped a little more than needed, which costs no privacy.
 
@@ -37,6 +39,7 @@ import torch
 from torch import Tensor
 
 from privacy.clipping.contributions import Contribution, fold_error, inner
+from privacy.clipping.underflow import Norm
 from privacy.releases import SENSITIVITY_SLACK
 
 
@@ -50,7 +53,7 @@ def rounding(terms: int, dtype: torch.dtype) -> float:
 class NormTally:
     """Running sums over parameters, all (B,): squared norm N^2, its error bound E, squared gross norm S^2, F^2.
 
-    `sum_terms` is the length of the longest weighted sum over tokens and examples (B T).
+    `sum_terms` is the length of the longest fp32 sum over tokens and examples.
     """
 
     squared_B: Tensor
@@ -65,10 +68,10 @@ class NormTally:
 
     def add(self, contributions: list[Contribution]) -> None:
         """Adds one parameter: the norm of the sum of its contributions."""
-        squared_B, gross_B = _norm(contributions)
+        squared_B, gross_B, hidden_B = _norm(contributions)
         terms = max(c.norm_terms for c in contributions)
         self.squared_B += squared_B
-        self.error_B += 2 * rounding(terms, squared_B.dtype) * gross_B.square()
+        self.error_B += 2 * rounding(terms, squared_B.dtype) * gross_B.square() + hidden_B**2
         self.gross_squared_B += gross_B.square()
         fold = max(fold_error(c) for c in contributions)
         if fold > 0:
@@ -76,20 +79,20 @@ class NormTally:
         self.sum_terms = max(self.sum_terms, max(c.sum_terms for c in contributions))
 
     def safe_norm(self) -> Tensor:
-        """(B,) upper bound on norm / (1 + r)."""
-        squared_B = self.squared_B.clamp_min(0)
+        """(B,) upper bound on norm / (1 + r / 2); infinite or NaN where something overflowed."""
+        squared_B = torch.where(self.squared_B.isfinite(), self.squared_B.clamp_min(0), torch.inf)
         bound_B = (squared_B + self.error_B).sqrt()
         bound_B = bound_B + rounding(self.sum_terms, squared_B.dtype) * self.gross_squared_B.sqrt()
         bound_B = bound_B + self.fold_squared_B.sqrt()
-        return torch.maximum(squared_B.sqrt(), bound_B / (1 + SENSITIVITY_SLACK))
+        return torch.maximum(squared_B.sqrt(), bound_B / (1 + SENSITIVITY_SLACK / 2))
 
 
-def _norm(contributions: list[Contribution]) -> tuple[Tensor, Tensor]:
-    """Squared norm of the sum, and the sum of gross norms, which bounds the gross norm of the sum."""
-    squared_B, gross_B = contributions[0].norm()
+def _norm(contributions: list[Contribution]) -> Norm:
+    """Of the sum: gross norms and what underflow hides add up to bounds of the sum's."""
+    squared_B, gross_B, hidden_B = contributions[0].norm()
     for i, x in enumerate(contributions[1:], 1):
-        own_B, own_gross_B = x.norm()
-        squared_B, gross_B = squared_B + own_B, gross_B + own_gross_B
+        own = x.norm()
+        squared_B, gross_B, hidden_B = squared_B + own.squared_B, gross_B + own.gross_B, hidden_B + own.hidden_B
         for y in contributions[:i]:
             squared_B = squared_B + 2 * inner(x, y)
-    return squared_B, gross_B
+    return Norm(squared_B, gross_B, hidden_B)

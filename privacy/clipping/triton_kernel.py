@@ -34,7 +34,7 @@ def _gram_block(  # type: ignore[no-untyped-def]
 def pair_of_tiles(  # type: ignore[no-untyped-def]
     a, a_stride_b, a_stride_t, a_stride_k,
     g, g_stride_b, g_stride_t, g_stride_k,
-    squared_BN, gross_BI, one, tokens, d, p, num_pairs, num_tiles,
+    squared_BN, gross_BI, hidden_BI, one, hidden_a, hidden_g, tokens, d, p, num_pairs, num_tiles,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     pair, example = tl.program_id(0) % num_pairs, (tl.program_id(0) // num_pairs).to(tl.int64)
@@ -55,5 +55,8 @@ def pair_of_tiles(  # type: ignore[no-untyped-def]
     times = tl.where(i == j, 1.0, 2.0)
     tl.store(squared_BN + example * num_pairs + pair, times * tl.sum(tl.sum(products, 1), 0))
     if i == j:
-        lengths = tl.where(rows[:, None] == columns[None, :], tl.sqrt(tl.maximum(products, 0.0)), 0.0)
-        tl.store(gross_BI + example * num_tiles + i, tl.sum(tl.sum(lengths, 1), 0))
+        is_token = (rows[:, None] == columns[None, :]) & (rows[:, None] < tokens)
+        length_a = tl.where(is_token, tl.sqrt(gram_a + hidden_a * hidden_a), 0.0)
+        length_g = tl.where(is_token, tl.sqrt(gram_g + hidden_g * hidden_g), 0.0)
+        tl.store(gross_BI + example * num_tiles + i, tl.sum(tl.sum(length_a * length_g, 1), 0))
+        tl.store(hidden_BI + example * num_tiles + i, tl.sum(tl.sum(hidden_g * length_a + hidden_a * length_g, 1), 0))

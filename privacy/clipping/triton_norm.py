@@ -3,8 +3,8 @@
 For example b,   |sum_t g_t (x) a_t|^2 = sum_{s,t} (a_s . a_t) (g_s . g_t)   (Goodfellow 2015, arXiv 1510.01799; Li et al.
 2022, section 4). A program takes the n-th pair of tiles i >= j, forms the two small blocks of Gram matrices in registers
 and writes one partial sum, counted twice off the diagonal, where the blocks are each other's transposes. torch adds up the
-partial sums: no atomic additions, so two passes agree to the last bit. The diagonal blocks also hold the lengths |a_t| |g_t|
-of the gross norm.
+partial sums: no atomic additions, so two passes agree to the last bit. The diagonal blocks also hold the lengths |a_t| and
+|g_t|, for the gross norm and for what underflow may hide (underflow.py).
 
 Precision: products of fp32 are plain fp32 (never TF32), those of bf16 run on the matrix units, whose accumulators truncate
 rather than round; a truncated sum of squares reads low, which is the unsafe side. So no sum in a matrix unit is longer than
@@ -17,6 +17,8 @@ import os
 
 import torch
 from torch import Tensor
+
+from privacy.clipping.underflow import Norm, hidden
 
 BLOCK_T = 64
 """Tokens per tile. 197 tokens are 4 tiles, 10 of whose 16 pairs are computed."""
@@ -41,8 +43,8 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) squared norm and gross norm sum_t |a_t| |g_t| of sum_t g_t (x) a_t, in fp32.
+def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
+    """Of sum_t g_t (x) a_t, in fp32.
 
     Args:
         a_BTd, g_BTp: fp32 or bf16, any strides, any T, d and p; each in its own dtype.
@@ -54,16 +56,17 @@ def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> tuple[Tensor, Tensor]:
     num_tiles = -(-tokens // BLOCK_T)
     num_pairs = num_tiles * (num_tiles + 1) // 2
     squared_BN = torch.empty(batch_size, num_pairs, dtype=torch.float32, device=a_BTd.device)
-    gross_BI = torch.empty(batch_size, num_tiles, dtype=torch.float32, device=a_BTd.device)
+    gross_BI, hidden_BI = torch.empty(2, batch_size, num_tiles, dtype=torch.float32, device=a_BTd.device)
     with torch.cuda.device_of(a_BTd):  # Triton launches on the current device
         pair_of_tiles[(num_pairs * batch_size,)](
             *(a_BTd, *a_BTd.stride()),
             *(g_BTp, *g_BTp.stride()),
-            *(squared_BN, gross_BI, 1.0, tokens, d, p, num_pairs, num_tiles),
+            *(squared_BN, gross_BI, hidden_BI, 1.0, hidden(d, torch.float32), hidden(p, torch.float32)),
+            *(tokens, d, p, num_pairs, num_tiles),
             BLOCK_T=BLOCK_T,
             BLOCK_K=BLOCK_K,
             WIDEN=_interpreted(),
             num_warps=4,
             enable_fp_fusion=True,
         )
-    return squared_BN.sum(1), gross_BI.sum(1)
+    return Norm(squared_BN.sum(1), gross_BI.sum(1), hidden_BI.sum(1) + tokens * hidden(1, torch.float32))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import LocalSums
+from privacy.clipping.accumulators import LocalSums, Slot
 from privacy.noise import SystemNoise
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
@@ -85,8 +85,8 @@ class CountingOpenBuckets(ShardedSums):
 
     most = 0
 
-    def slot(self, name: str) -> Tensor:
-        slot = super().slot(name)
+    def slot(self, name: str, *, of_products: bool) -> Slot:
+        slot = super().slot(name, of_products=of_products)
         self.most = max(self.most, sum(b.sums.numel() for b in self._buckets if b.sums is not None))
         return slot
 
@@ -206,14 +206,12 @@ class WithExactSum(ClippedSum):
 
     def _accumulate(self, name: str, parts: Any, factors: Any) -> None:
         super()._accumulate(name, parts, factors)
-        shape = self.accumulator.slot(name).shape if isinstance(self.accumulator, LocalSums) else self._shapes[name]
-        total = self.exact.setdefault(name, torch.zeros(shape, dtype=torch.float64))
-        matrix = total.view(total.shape[0], -1) if total.dim() > 1 else total
+        total = self.exact.setdefault(name, torch.zeros(self._shapes[name], dtype=torch.float64))
         weight_B = factors.weights[self._function.group_of[name]].double()
         for part in parts:
             values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
             wide = {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in values.items()}
-            dataclasses.replace(part, **wide).add_weighted(weight_B, matrix)
+            dataclasses.replace(part, **wide).add_weighted(weight_B, Slot(total).matrix())
 
     _shapes: Mapping[str, torch.Size] = {}
 
@@ -291,7 +289,7 @@ def _random_sums(device: torch.device, seed: int) -> float:
         sums.start(2)
         for name in own.sample(sorted(shapes), own.randint(0, len(shapes))):  # this rank's own order; some are missing
             part = torch.randn(shapes[name], generator=generator)
-            slot = sums.slot(name)
+            slot = sums.slot(name, of_products=own.random() < 0.5).total
             assert slot.shape == shapes[name] and not slot.any()
             slot += part
             mine[name] += part

@@ -54,7 +54,8 @@ def recipe(name: str, *overrides: str) -> RunConfig:
 
 def probe(config: RunConfig, settings: MachineSettings, *, weights_of_one_pass: bool = False) -> Probe:
     task, _ = planning_task(config, ROOT)
-    return Probe(task, settings, config.privacy, weights_of_one_pass=weights_of_one_pass)
+    accumulation = config.train.accumulation
+    return Probe(task, settings, config.privacy, accumulation=accumulation, weights_of_one_pass=weights_of_one_pass)
 
 
 # Parameters and FLOP
@@ -185,14 +186,19 @@ def test_local_sums_are_counted_to_the_byte() -> None:
     sums = LocalSums(trainable.shapes, torch.float32, torch.device("cpu"))
 
     def held() -> int:
-        return sum(t.nbytes for t in (*sums._sums.values(), *sums._totals.values()))
+        return sum(t.nbytes for t in (*sums._totals.values(), *sums._windows.values()))
 
-    planned = accumulator_bytes(trainable, "local", 2, 1024)
-    sums.start(1024)
-    assert (planned.totals, planned.bucket) == (0, 0) and held() == planned.sums == 4 * trainable.count
-    sums.start(1)
-    planned = accumulator_bytes(trainable, "local", 2, 1025)
-    assert held() == planned.sums + planned.totals == 12 * trainable.count
+    planned = accumulator_bytes(trainable, "local", 2)
+    sums.start(64)
+    for name in trainable.shapes:
+        sums.slot(name, of_products=True)
+    assert planned.bucket == 0 and held() == planned.sums == 8 * trainable.count
+    sums.start(1)  # a small micro-batch has windows, which live no longer than the batch
+    for name in trainable.shapes:
+        sums.slot(name, of_products=True)
+    assert held() == planned.sums + 4 * trainable.count
+    sums.zero_()
+    assert held() == planned.sums
 
 
 @pytest.mark.parametrize(
@@ -220,12 +226,12 @@ def test_largest_micro_batch(peak: Callable[[int], int], available: int, expecte
 
 
 def test_room_is_the_rule_of_the_automatic_mode() -> None:
-    """choose_mode: what comes on top may take 80 % of what is free when weights, masters and fp32 sums are there."""
+    """choose_mode: what comes on top may take 80 % of what is free when weights, masters and sums are there."""
     memory = RankMemory(
-        weights=100, masters=200, gradient_buffer=0, moments=40, average=0, sums=300, totals=60, bucket=7, gathered=13,
+        weights=100, masters=200, gradient_buffer=0, moments=40, average=0, sums=300, bucket=7, gathered=13,
         step=0, host=0,
     )  # fmt: skip
-    assert room(memory, 2000) == int(0.8 * (2000 - 600)) - 40 - 60 - 7 - 13
+    assert room(memory, 2000) == int(0.8 * (2000 - 600)) - 40 - 7 - 13
 
 
 # Sharding, hardware, network

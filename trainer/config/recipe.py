@@ -225,7 +225,7 @@ class TrainSection(Section):
     """Examples per forward on one rank: speed and memory only, never the result."""
     accumulation: Literal["local", "sharded"] = "local"
     """Each rank sums in place and one reduction ends the logical batch; or every micro-batch is reduced to sharded sums, for
-    models whose fp32 sum does not fit. Speed and memory only, never the result."""
+    models whose sum does not fit. Speed and memory only, never the result."""
     compile: bool = False
     """torch.compile of the model's blocks: minutes at the start, less time per step on a GPU. May change between starts."""
     seed: int = Field(0, ge=0, lt=2**63)

@@ -1,18 +1,17 @@
-"""`train.accumulation = "sharded"`: no rank ever holds the whole clipped sum, for models whose fp32 sum does not fit beside them.
+"""`train.accumulation = "sharded"`: no rank ever holds the whole clipped sum, for models whose sum does not fit beside them.
 
 Parameters are dealt, from the last to the first as a backward pass finds them, into buckets. As soon as a micro-batch's
 contribution to every parameter of a bucket is known, the bucket is summed over ranks by a reduce-scatter; each rank keeps an
 equal part of every bucket and adds up the micro-batches there. After the last micro-batch the parts go to the owners of the
 coordinates, who may be others: an optimizer's shards follow their own rules.
 
-Memory: 8 bytes for each of a rank's 1/world_size of the coordinates, and 12 bytes per coordinate of one bucket (of the largest
-parameter, if that is larger), in place of 4 to 12 bytes for every coordinate of the model. Traffic: one fp64 reduce-scatter of
+Memory: 8 bytes for each of a rank's 1/world_size of the coordinates, and 8 bytes per coordinate of one bucket (of the largest
+parameter, if that is larger), in place of 8 to 12 bytes for every coordinate of the model. Traffic: one fp64 reduce-scatter of
 the model for every micro-batch, and one exchange of a rank's part for every logical batch.
 
-Precision (contract 6). A micro-batch's own sum is fp32, over at most EXAMPLES_PER_FLUSH examples, as in a local sum before it
-is flushed. Everything after it is fp64: the sum over ranks and the sum over micro-batches on the rank that keeps them. In fp32
-each of the many more additions would round at the size of the whole batch's sum, which is what the flush of local sums avoids;
-and one fp64 sum of 1/world_size of the coordinates is cheaper than an fp32 one with its fp64 total.
+Precision (contracts 4 and 6). Buckets are fp64, and so are the sum over ranks and the sum over micro-batches on the rank that
+keeps it. A matrix product is fp32, over a few examples, as `privacy.clipping.accumulators` has it; its fp32 windows over several
+micro-batches have no place here, where a bucket is complete after each.
 
 Every rank issues the same collectives in the same order, whatever its examples are: buckets are reduced strictly one after the
 other, and those that a micro-batch leaves incomplete (parameters without a gradient) when it ends. Nothing depends on data.
@@ -27,11 +26,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from privacy.clipping.accumulators import EXAMPLES_PER_SUM, Slot, require_resolution
 from trainer.engines.base import GradShard, Piece, ShardLayout, split
 from trainer.ranks import distributed
 
 BUCKET_COORDINATES = 1 << 24
-"""Coordinates of a bucket, at least one parameter: 64 MiB of fp32 and 128 MiB of fp64."""
+"""Coordinates of a bucket, at least one parameter: 128 MiB of fp64."""
 
 
 class _Bucket:
@@ -67,7 +67,7 @@ class ShardedSums:
         device: torch.device,
         bucket_coordinates: int = BUCKET_COORDINATES,
     ) -> None:
-        self._dtype, self._device = dtype, device
+        self._device = device
         self._world_size = distributed.world_size()
         self._buckets = list(_buckets(shapes, bucket_coordinates, self._world_size))
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.shapes}
@@ -80,19 +80,23 @@ class ShardedSums:
         return len(self._buckets)
 
     def zero_(self) -> None:
+        self._rows = self._additions = 0
         self._kept = [torch.zeros(b.part, dtype=torch.float64, device=self._device) for b in self._buckets]
 
     def start(self, num_rows: int) -> None:
+        self._rows += num_rows * self._world_size
+        self._additions += -(-num_rows // EXAMPLES_PER_SUM)
+        require_resolution(self._additions, self._rows)
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting, bucket.sums = set(bucket.shapes), None
 
-    def slot(self, name: str) -> Tensor:
+    def slot(self, name: str, *, of_products: bool) -> Slot:
         bucket = self._bucket_of[name]
         if bucket.sums is None:
-            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self._dtype, device=self._device)
+            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=torch.float64, device=self._device)
         start, shape = bucket.starts[name], bucket.shapes[name]
-        return bucket.sums[start : start + shape.numel()].view(shape)
+        return Slot(bucket.sums[start : start + shape.numel()].view(shape))
 
     def filled(self, name: str) -> None:
         self._bucket_of[name].waiting.discard(name)
@@ -105,12 +109,11 @@ class ShardedSums:
 
     def _reduce_next(self) -> None:
         bucket, kept = self._buckets[self._next], self._kept[self._next]
-        rows = torch.zeros(self._world_size, bucket.part, dtype=torch.float64, device=self._device)
-        if bucket.sums is not None:
-            rows.view(-1).copy_(bucket.sums)
-        bucket.sums = None
+        if bucket.sums is None:
+            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=torch.float64, device=self._device)
         part = torch.empty_like(kept)
-        distributed.reduce_scatter_sum(part, rows)
+        distributed.reduce_scatter_sum(part, bucket.sums.view(self._world_size, bucket.part))
+        bucket.sums = None
         kept += part
         self._next += 1
 

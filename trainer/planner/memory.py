@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH
+from privacy.clipping.accumulators import EXAMPLES_PER_PART
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
@@ -32,8 +32,7 @@ class RankMemory:
         gradient_buffer: what the engine keeps for gradients.
         moments: optimizer states.
         average: the moving average of the weights.
-        sums: of clipped gradients: fp32 ones of a micro-batch or a few, or this rank's part of them (sharded accumulation).
-        totals: fp64, into which local sums are emptied once a rank has more than EXAMPLES_PER_FLUSH rows of a batch.
+        sums: of clipped gradients, in fp64: whole ones, or this rank's part of them (sharded accumulation).
         bucket: of sharded accumulation, during a micro-batch.
         gathered: weights that exist while a micro-batch runs.
         activations: highest point of a micro-batch, inputs included; filled in by `with_activations`.
@@ -47,7 +46,6 @@ class RankMemory:
     moments: int
     average: int
     sums: int
-    totals: int
     bucket: int
     gathered: int
     step: int
@@ -58,7 +56,7 @@ class RankMemory:
     def lasting(self) -> int:
         """What is there all the time."""
         states = self.masters + self.gradient_buffer + self.moments + self.average
-        return self.weights + states + self.sums + self.totals
+        return self.weights + states + self.sums
 
     @property
     def before_activations(self) -> int:
@@ -74,19 +72,17 @@ class AccumulatorBytes(NamedTuple):
     """See `RankMemory`."""
 
     sums: int
-    totals: int
     bucket: int
 
 
-def accumulator_bytes(trainable: Trainable, accumulation: str, world_size: int, rows_per_rank: int) -> AccumulatorBytes:
-    """Exact: what `LocalSums` and `ShardedSums` hold."""
+def accumulator_bytes(trainable: Trainable, accumulation: str, world_size: int) -> AccumulatorBytes:
+    """Exact: what `LocalSums` and `ShardedSums` hold. The fp32 windows of small micro-batches count as activations."""
     if accumulation == "local":
-        has_totals = rows_per_rank > EXAMPLES_PER_FLUSH
-        return AccumulatorBytes(FP32 * trainable.count, FP64 * trainable.count if has_totals else 0, 0)
+        return AccumulatorBytes(FP64 * trainable.count, 0)
     parts = [-(-size // world_size) for size in bucket_sizes(trainable)]
-    # An fp32 bucket, its fp64 copy that is reduced, and this rank's part of the result.
-    bucket = max(part * world_size * (FP32 + FP64) + part * FP64 for part in parts)
-    return AccumulatorBytes(FP64 * sum(parts), 0, bucket)
+    # A bucket, and this rank's part of what it is reduced to.
+    bucket = max(part * (world_size + 1) * FP64 for part in parts)
+    return AccumulatorBytes(FP64 * sum(parts), bucket)
 
 
 def bucket_sizes(trainable: Trainable, size: int = BUCKET_COORDINATES) -> list[int]:
@@ -108,12 +104,11 @@ def rank_memory(
     *,
     accumulation: str,
     world_size: int,
-    rows_per_rank: int,
     average: bool,
 ) -> RankMemory:
     """Everything but the activations."""
     compute = machine.compute_dtype.itemsize
-    accumulator = accumulator_bytes(trainable, accumulation, world_size, rows_per_rank)
+    accumulator = accumulator_bytes(trainable, accumulation, world_size)
     keeps_gradients = engine == "deepspeed" and (machine.stage == 3 or machine.offload_optimizer)
     states = {
         "masters": FP32 * shares.masters,
@@ -168,11 +163,11 @@ def room(memory: RankMemory, total: int) -> int:
     The rest is for scratch memory inside of operations, the device's context, communication buffers and fragmentation.
     """
     there = memory.weights + memory.masters + memory.gradient_buffer + memory.average + memory.sums
-    return int(USABLE * (total - there)) - memory.totals - memory.moments - memory.gathered - memory.bucket
+    return int(USABLE * (total - there)) - memory.moments - memory.gathered - memory.bucket
 
 
 def largest_that_fits(
-    peak: Callable[[int], int], available: int, start: int, *, limit: int = EXAMPLES_PER_FLUSH, most_questions: int = 6
+    peak: Callable[[int], int], available: int, start: int, *, limit: int = EXAMPLES_PER_PART, most_questions: int = 6
 ) -> int:
     """The largest micro-batch with peak(size) <= available: a multiple of 8 from 8 on; 0 if not even one example fits.
 

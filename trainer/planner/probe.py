@@ -9,7 +9,7 @@ bf16 tensors do not exist, so the peak is an upper bound there; scratch memory i
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH
+from privacy.clipping.accumulators import EXAMPLES_PER_PART, LocalSums
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.functions import FUNCTIONS
 from trainer.config.machine import MachineSettings
@@ -132,7 +132,13 @@ class Probe:
     """
 
     def __init__(
-        self, task: TrainingTask, machine: MachineSettings, privacy: PrivacySection, *, weights_of_one_pass: bool
+        self,
+        task: TrainingTask,
+        machine: MachineSettings,
+        privacy: PrivacySection,
+        *,
+        accumulation: str,
+        weights_of_one_pass: bool,
     ) -> None:
         self.model = task.skeleton()
         """On the meta device, in fp32, without activation checkpointing; for counting."""
@@ -148,6 +154,7 @@ class Probe:
                 "flat" if privacy.clipping_function == "adaptive" or not privacy.enabled else privacy.clipping_function
             ],
             adaptive=privacy.adaptive_clipping if privacy.enabled else None,
+            accumulator=partial(LocalSums, windows=accumulation == "local"),
         )
         self.micro_batch = cache(self._micro_batch)
 
@@ -159,8 +166,8 @@ class Probe:
         }
 
     def _micro_batch(self, mode: Mode, size: int) -> MicroBatch:
-        """Above EXAMPLES_PER_FLUSH examples clipping goes through a micro-batch in parts; only the inputs grow."""
-        part = min(size, EXAMPLES_PER_FLUSH)
+        """Above EXAMPLES_PER_PART examples clipping goes through a micro-batch in parts; only the inputs grow."""
+        part = min(size, EXAMPLES_PER_PART)
         self._clipped.mode = mode
         with _with_fused_attention(), _Counter() as counter:
             is_padding_B = torch.zeros(part, dtype=torch.bool, device=META)

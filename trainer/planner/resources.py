@@ -83,7 +83,13 @@ def plan_resources(
     peak_rate = wanted.gpu.peak(machine.compute_dtype) if wanted.gpu is not None else None
     task, notes = planning_task(config, root)
     notes += _notes(config, machine, wanted.engine)
-    probe = Probe(task, machine, config.privacy, weights_of_one_pass=gathers_for_every_pass(wanted.engine, machine))
+    probe = Probe(
+        task,
+        machine,
+        config.privacy,
+        accumulation=config.train.accumulation,
+        weights_of_one_pass=gathers_for_every_pass(wanted.engine, machine),
+    )
     trainable = Trainable.of(probe.model, config.optimizer)
     batches, size = Batches.of(config, plan), config.train.micro_batch_size
     batch = _batch(config, batches, wanted.world_size)
@@ -96,7 +102,6 @@ def plan_resources(
         config.optimizer,
         accumulation=config.train.accumulation,
         world_size=wanted.world_size,
-        rows_per_rank=batches.most_rows(wanted.world_size, size),
         average=config.train.ema_decay is not None,
     )
     available = _device_memory(wanted)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.vocabulary_head import cut_as_for
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import EXAMPLES_PER_FLUSH
+from privacy.clipping.accumulators import EXAMPLES_PER_PART
 from privacy.clipping.clipped_sum import Mode
 from trainer.engines.base import Engine
 from trainer.ranks import distributed
@@ -73,17 +73,15 @@ def choose_mode(
     engine: Engine,
     synthetic_inputs: Callable[[int], dict[str, Tensor]],
     micro_batch_size: int,
-    rows_per_rank: int,
     available: Callable[[torch.device], int | None] = available_memory,
 ) -> ModeChoice:
     """Sets and returns the mode; equal on all ranks. Collective. Leaves empty sums.
 
     Args:
         synthetic_inputs: made-up examples, as many as asked for.
-        rows_per_rank: of a logical batch, for the fp64 totals that large ones need.
     """
-    count = min(micro_batch_size, EXAMPLES_PER_FLUSH)
-    later = _allocated_later(engine, rows_per_rank)
+    count = min(micro_batch_size, EXAMPLES_PER_PART)
+    later = MOMENT_BYTES * engine.layout.count(distributed.rank())  # made at the first step, to stay
     needed = later + _peak(clipped, engine, synthetic_inputs, "bookkeeping", count)
     room = _share(engine.device, available)
     tight = _tightest(needed, room)
@@ -98,24 +96,22 @@ def choose_mode(
 def _peak(
     clipped: ClippedSum, engine: Engine, synthetic_inputs: Callable[[int], dict[str, Tensor]], mode: Mode, count: int
 ) -> int:
-    """Of one micro-batch of `count` examples, predicted from small ones whose vocabulary is cut as its own is."""
+    """Of one micro-batch of `count` examples, predicted from small ones whose vocabulary is cut as its own is.
+
+    The small ones have fp32 windows of their sums. A large one may do without: it needs that much less.
+    """
     clipped.mode = mode
 
     def work(size: int) -> None:
         inputs = to_device(synthetic_inputs(size), engine)
         is_padding_B = torch.zeros(size, dtype=torch.bool, device=engine.device)
+        clipped.zero_()
         with cut_as_for(engine.module, count, size):
             clipped.add_micro_batch(engine.module, inputs, is_padding_B)
 
     peak = predict_peak(work, count)
     clipped.zero_()
     return peak
-
-
-def _allocated_later(engine: Engine, rows_per_rank: int) -> int:
-    """What is not there yet at the first micro-batch and stays from then on."""
-    totals = 8 * sum(shape.numel() for shape in engine.shapes.values()) if rows_per_rank > EXAMPLES_PER_FLUSH else 0
-    return totals + MOMENT_BYTES * engine.layout.count(distributed.rank())
 
 
 def _share(device: torch.device, available: Callable[[torch.device], int | None]) -> int | None:

@@ -1,6 +1,5 @@
 """Builds a run from its configuration, in the order in which things can be refused, and trains it."""
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,6 @@ from trainer.loop.schedule import learning_rate
 from trainer.loop.step import Mechanism
 from trainer.optimizers import moments
 from trainer.optimizers.adam_bc import NoiseVariance
-from trainer.ranks import distributed
 from trainer.ranks.agreement import require_shared
 from trainer.ranks.discovery import Ranks
 from trainer.ranks.distributed import first_on_main, on_main
@@ -318,8 +316,7 @@ def _clipped_sum(
         clipped.max_grad_norm = resumed_bound(resumed.manifest, plan.max_grad_norm)
     choice = None
     if privacy.clipping_mode == "auto":
-        rows = math.ceil(plan.max_batch_size / distributed.world_size())
-        choice = choose_mode(clipped, engine, task.synthetic_inputs, micro_batch_size, rows)
+        choice = choose_mode(clipped, engine, task.synthetic_inputs, micro_batch_size)
     if clipped.mode == "two_pass" or _cuts_vocabulary(engine.module, micro_batch_size, config.data.num_tokens):
         clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
     return clipped, choice

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping import ClippedSum, MicroBatchStats
-from privacy.clipping.clipped_sum import EXAMPLES_PER_FLUSH
+from privacy.clipping.accumulators import EXAMPLES_PER_PART
 from privacy.clipping.functions import RAMP, automatic, flat, grouped, per_layer, unclipped
 from privacy.errors import PrivacyConfigError
 from privacy.releases import SENSITIVITY_SLACK
@@ -104,8 +104,8 @@ def test_adaptive_clipping_is_flat_or_refused(function: object) -> None:
 
 
 def test_a_huge_micro_batch_is_taken_in_parts() -> None:
-    """No more than EXAMPLES_PER_FLUSH rows ever meet in one fp32 sum: 1.0001 half ulps each would all round up."""
-    width, rows = 8, 40 * EXAMPLES_PER_FLUSH + 3
+    """1.0001 half ulps each would all round up in fp32."""
+    width, rows = 8, 40 * EXAMPLES_PER_PART + 3
     model = WeightedOutput(torch.nn.Linear(1, width)).requires_grad_(False)
     model.layer.bias.requires_grad_(True)  # type: ignore[union-attr]
     scale = 63.51 / (1 << 23)
@@ -117,7 +117,7 @@ def test_a_huge_micro_batch_is_taken_in_parts() -> None:
     total._in_one_pass = lambda task, part, padded: (sizes.append(len(padded)), count_rows(task, part, padded))[1]  # type: ignore[method-assign]
     stats = total.add_micro_batch(model, inputs, padding)
     total.detach()
-    assert max(sizes) == EXAMPLES_PER_FLUSH and sum(sizes) == rows
+    assert max(sizes) == EXAMPLES_PER_PART and sum(sizes) == rows
     kept = int((~padding).sum())
     assert int(stats.num_examples) == kept and float(stats.centred_unclipped) == kept / 2
     (bias,) = dict(total.sums()).values()

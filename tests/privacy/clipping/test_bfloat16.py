@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
+from privacy.clipping.accumulators import Slot
 from privacy.clipping.contributions import Contribution, Dense, OuterProducts, Rows, dense_sum_over_tokens
 from privacy.clipping.norms import NormTally
 from privacy.releases import SENSITIVITY_SLACK
@@ -104,10 +105,10 @@ def test_factors_and_accumulators_are_not_rounded_to_bfloat16() -> None:
     generator = torch.Generator().manual_seed(0)
     for part, shape in contributions(generator):
         weight_B = torch.rand(B, generator=generator) / 3
-        total = torch.zeros(shape)
-        part.add_weighted(weight_B, total)
+        total = torch.zeros(shape, dtype=torch.float64)
+        part.add_weighted(weight_B, Slot(total))
         expected = exact_sum(part, weight_B.double())
-        assert float((total.double() - expected).norm() / expected.norm()) <= 1e-6
+        assert float((total - expected).norm() / expected.norm()) <= 1e-6
 
 
 def test_norms_are_those_of_the_stored_tensors() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from privacy.clipping import contributions, triton_norm
 from privacy.clipping.contributions import OuterProducts
 from privacy.clipping.norms import rounding
+from privacy.clipping.underflow import Norm
 from tests.privacy.clipping.test_sensitivity import WeightedOutput, cancelling, change
 
 SHAPES = [(1, 1, 1, 1), (2, 5, 3, 70), (2, 63, 65, 64), (1, 64, 128, 33), (3, 65, 40, 90), (1, 197, 100, 130)]
@@ -42,18 +43,19 @@ def adversarial_cases(num_seeds: int) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 def errors(name: str, a: Tensor, g: Tensor) -> dict[str, Any]:
     """Error of the squared norm in units of its bound in norms.py; relative error of the gross norm; bits of a second run."""
-    squared_B, gross_B = triton_norm.ghost_norm(a, g)
-    again_B, _ = triton_norm.ghost_norm(a, g)
+    squared_B, gross_B, hidden_B = triton_norm.ghost_norm(a, g)
+    again_B = triton_norm.ghost_norm(a, g).squared_B
     wide_a, wide_g = a.double(), g.double()
     exact_B = torch.bmm(wide_g.transpose(1, 2), wide_a).square().sum((1, 2))
     exact_gross_B = (wide_a.norm(dim=2) * wide_g.norm(dim=2)).sum(1)
     bound_B = 2 * rounding(a.shape[1] + a.shape[2] + g.shape[2], torch.float32) * exact_gross_B.square()
-    reference_B, _ = contributions._ghost_norm(a.float(), g.float())
+    reference_B, _, reference_hidden_B = contributions._ghost_norm(a.float(), g.float())
     return {
         "case": name,
         "of_bound": float(((squared_B - exact_B).abs() / bound_B).max()),
         "torch_of_bound": float(((reference_B - exact_B).abs() / bound_B).max()),
         "gross": float((gross_B / exact_gross_B - 1).abs().max()),
+        "hidden": float((hidden_B / reference_hidden_B - 1).abs().max()),
         "repeats": torch.equal(squared_B, again_B),
     }
 
@@ -64,7 +66,7 @@ def contract_4(num_seeds: int) -> dict[str, Any]:
     calls = 0
     kernel = triton_norm.ghost_norm
 
-    def counted(a_BTd: Tensor, g_BTp: Tensor) -> tuple[Tensor, Tensor]:
+    def counted(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
         nonlocal calls
         calls += 1
         return kernel(a_BTd, g_BTp)
@@ -79,6 +81,13 @@ def contract_4(num_seeds: int) -> dict[str, Any]:
                 example = {k: v.to(dtype) for k, v in cancelling(64, 256, 512, mean, seed).items()}
                 others = {k: v.to(dtype) for k, v in cancelling(64, 256, 512, 0.0, 99).items()}
                 worst = max(worst, change(model, others, example))
+    # Squares that underflow, and squares that overflow.
+    for large, small in ((3e17, 2e-23), (2e-23, 3e17), (1e18, 3e-21), (1e38, 1e-38), (1e-30, 1e-30)):
+        for dtype in DTYPES:
+            model = WeightedOutput(nn.Linear(256, 512)).to(dtype)
+            example = {"x": torch.full((1, 64, 256), large).to(dtype), "w": torch.full((1, 64, 512), small).to(dtype)}
+            others = {k: v.to(dtype) for k, v in cancelling(64, 256, 512, 0.0, 99).items()}
+            worst = max(worst, change(model, others, example))
     triton_norm.ghost_norm = kernel
     return {"worst": worst, "calls": calls}
 
