@@ -67,7 +67,7 @@ class Slot(NamedTuple):
         """The given rows (p, d) of the matrix += sum_{b,t} g_bt (x) a_bt, with no more than EXAMPLES_PER_SUM examples in fp32.
 
         Args:
-            g_BTp, a_BTd: of one dtype; bf16 on CUDA only, where products of bf16 matrices come in fp32.
+            g_BTp, a_BTd: of one dtype. Products of bf16 come in fp32.
         """
         for g, a in zip(g_BTp.split(EXAMPLES_PER_SUM), a_BTd.split(EXAMPLES_PER_SUM), strict=True):
             x_pN, y_Nd = g.flatten(0, 1).t(), a.flatten(0, 1)
@@ -199,13 +199,16 @@ class LocalSums:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """x y, in fp32 at least."""
-    return torch.mm(x, y, out_dtype=torch.float32) if x.dtype == torch.bfloat16 else torch.mm(x, y)
+    """x y in fp32, in fp64 for fp64."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return torch.mm(x, y, out_dtype=torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.mm(x.to(wide), y.to(wide))
 
 
 def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
     """total += x y, in fp32."""
-    if x.dtype == torch.bfloat16:
-        torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        torch.addmm(total, x, y, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(x, y)
+        total.addmm_(x.to(total.dtype), y.to(total.dtype))

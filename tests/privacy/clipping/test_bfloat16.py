@@ -27,7 +27,7 @@ def summed(model: nn.Module, inputs: dict[str, Tensor], c: float, mode: str) -> 
     total.add_micro_batch(model, inputs, torch.zeros(len(inputs["x"]), dtype=torch.bool))
     total.detach()
     sums = dict(total.sums())
-    assert all(value.dtype == torch.float32 for value in sums.values())
+    assert all(value.dtype == torch.float64 for value in sums.values())
     return sums
 
 

