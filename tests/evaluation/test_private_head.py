@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from evaluation.private_head.budget import Budget, Statistic, clip_rows
+from evaluation.private_head.budget import MAX_EXAMPLES, ROUNDING_SLACK, Budget, Statistic, clip_rows
 from evaluation.private_head.methods import METHODS, accuracy
 from evaluation.private_head.run import head_plan, make_method, train_head, without_noise
 from privacy.errors import BudgetSpent, PrivacyConfigError
@@ -80,6 +80,29 @@ def test_one_example_moves_a_statistic_by_at_most_its_sensitivity(
             assert np.isfinite(released[0].seen[name]).all()
             change = np.linalg.norm(released[0].seen[name] - released[1].seen[name])
             assert change <= bound * (1 + 1e-9), name
+
+
+def test_one_example_among_a_million_does_not_change_how_others_round() -> None:
+    """2^19 ones, a half, the example x of -1, then 3/4 of the last place below 2^19 each: one long fp64 sum moves by 2e-5."""
+    k = 19
+    features = np.full((2 ** (k + 1), 2), 0.0)
+    features[:, 0] = -0.75 * 2.0 ** (k - 53)
+    features[: 2**k, 0], features[2**k, 0], features[2**k + 1, 0] = 1, 0.5, -1
+    zeroed = features.copy()
+    zeroed[2**k + 1] = 0
+    seen = []
+    for x in (features, zeroed):
+        head = make_method("dp-ls", {})
+        budget = Recorder(head.statistics(1), 1.0, Replay())
+        head.fit(x, np.zeros(len(x), dtype=np.int64), 1, budget)
+        seen.append(budget.seen["class_sums"])
+    assert abs(float(np.linalg.norm(seen[0] - seen[1])) - 1) <= ROUNDING_SLACK
+
+
+def test_more_examples_than_the_slack_covers_are_refused() -> None:
+    head_plan(MAX_EXAMPLES, 1.0, None)
+    with pytest.raises(PrivacyConfigError, match="at most 4,194,304 examples"):
+        head_plan(MAX_EXAMPLES + 1, 1.0, None)
 
 
 def _keeping(self: Recorder, name: str, values: np.ndarray) -> np.ndarray:
