@@ -18,7 +18,7 @@ from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.clipped_sum import Mode
-from privacy.clipping.norms import SENSITIVITY_SLACK
+from privacy.releases import SENSITIVITY_SLACK
 from tests.distributed.ranks import run_ranks
 from trainer.engines.base import even_layout
 from trainer.engines.sharded_sums import ShardedSums
