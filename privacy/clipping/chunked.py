@@ -46,8 +46,8 @@ class ChunkedOuterProducts:
         a_BTd = self.a_BTd.to(self.gram_g_BTT.dtype)
         gram_a_BTT = torch.bmm(a_BTd, a_BTd.transpose(1, 2))
         squared_B = (gram_a_BTT * self.gram_g_BTT).flatten(1).sum(1)
-        diagonals = (x.diagonal(dim1=1, dim2=2) for x in (gram_a_BTT, self.gram_g_BTT))
-        return norm_of_grams(squared_B, *diagonals, self.a_BTd.shape[2], self.num_rows)
+        square_a_BT, square_g_BT = gram_a_BTT.diagonal(dim1=1, dim2=2), self.gram_g_BTT.diagonal(dim1=1, dim2=2)
+        return norm_of_grams(squared_B, square_a_BT, square_g_BT, self.a_BTd.shape[2], self.num_rows)
 
     def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
         """slot (V, d) += sum_b weight_b grad_b."""

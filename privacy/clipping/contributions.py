@@ -243,7 +243,7 @@ def _ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
             diagonals_BT[:, rows] = square.diagonal(dim1=1, dim2=2)
         square_g *= 0.5  # everything left of the square on the diagonal counts twice; halving and doubling are exact
         squared_B += 2 * strip_a.mul_(strip_g).flatten(1).sum(1)
-    return norm_of_grams(squared_B, *diagonals_2BT, a_BTd.shape[2], g_BTp.shape[2])
+    return norm_of_grams(squared_B, diagonals_2BT[0], diagonals_2BT[1], a_BTd.shape[2], g_BTp.shape[2])
 
 
 def _row_strips(x_BTd: Tensor) -> Iterator[tuple[slice, int]]:
