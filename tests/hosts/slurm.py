@@ -83,7 +83,9 @@ class Slurm:
     def notice_lost_nodes_after(self, seconds: int) -> None:
         """How long the controller waits for a silent node; 8 s to begin with, 300 s on most clusters."""
         path = self.folder / "slurm.conf"
-        path.write_text(re.sub(r"SlurmdTimeout=\d+", f"SlurmdTimeout={seconds}", path.read_text()))
+        whole = path.with_suffix(".new")  # commands of running jobs read it at any time
+        whole.write_text(re.sub(r"SlurmdTimeout=\d+", f"SlurmdTimeout={seconds}", path.read_text()))
+        whole.replace(path)
         self.run("scontrol", "reconfigure")
 
     def _start_munge(self, host: Host) -> None:
