@@ -13,6 +13,9 @@ so that dividing by  safe = max(N, (sqrt(N^2 + E) + e(BT) S + F) / (1 + r / 2)) 
 
     |contribution| <= C (n + e(BT) S + F) / safe <= C (1 + r / 2).
 
+safe is also at least S / MOST_CANCELLED: tokens that cancel carry the partial sums of a matrix product away and back again, and
+how all others round there depends on their size. Ordinary examples have S of 1 to 6 N.
+
 h is what underflow may hide (underflow.py); overflow makes safe infinite or NaN, and the example is left out. e(BT) belongs to
 fp32 sums, of at most EXAMPLES_PER_SUM examples. The other half of r is for the rounding of all additions against the
 contributions of others (accumulators.py: r / 4 and r / 8), and the rest for products of these small numbers.
@@ -41,6 +44,9 @@ from torch import Tensor
 from privacy.clipping.contributions import Contribution, fold_error, inner
 from privacy.clipping.underflow import Norm
 from privacy.releases import SENSITIVITY_SLACK
+
+MOST_CANCELLED = 32
+"""Gross norm of a clipped contribution, in units of C."""
 
 
 def rounding(terms: int, dtype: torch.dtype) -> float:
@@ -81,9 +87,9 @@ class NormTally:
     def safe_norm(self) -> Tensor:
         """(B,) upper bound on norm / (1 + r / 2); infinite or NaN where something overflowed."""
         squared_B = torch.where(self.squared_B.isfinite(), self.squared_B.clamp_min(0), torch.inf)
-        bound_B = (squared_B + self.error_B).sqrt()
-        bound_B = bound_B + rounding(self.sum_terms, squared_B.dtype) * self.gross_squared_B.sqrt()
-        bound_B = bound_B + self.fold_squared_B.sqrt()
+        gross_B = self.gross_squared_B.sqrt()
+        bound_B = (squared_B + self.error_B).sqrt() + rounding(self.sum_terms, squared_B.dtype) * gross_B
+        bound_B = torch.maximum(bound_B + self.fold_squared_B.sqrt(), gross_B / MOST_CANCELLED)
         return torch.maximum(squared_B.sqrt(), bound_B / (1 + SENSITIVITY_SLACK / 2))
 
 

@@ -169,6 +169,26 @@ def rank_sharded(device: torch.device) -> list[tuple[Case, float]]:
     return [(case, moved(case, accumulator=ShardedSums)) for case in CASES if case.micro_batches != (1,)]
 
 
+@pytest.mark.parametrize("tokens", [3, 8, 16, 32, 64])
+@pytest.mark.parametrize("count", [4, 16, 64])
+def test_contract_4_tokens_that_cancel_do_not_carry_partial_sums_away(tokens: int, count: int) -> None:
+    """Examples of +M, many of -3/4 of the last place below M, -M: their own sum is nothing, but x decides how it rounds."""
+    for magnitude in (4.0, 16.0, 64.0, 128.0):
+        model = Product(nn.Linear(WIDTH, WIDTH, bias=False))
+        clipped = ClippedSum(model, 1.0)
+        w_BTp = torch.zeros(count, tokens, WIDTH)
+        w_BTp[2:, :, 0] = -0.75 * magnitude * 2.0**-24
+        w_BTp[0, 0, 0], w_BTp[1, 0, 0], w_BTp[2:, 0, 0], w_BTp[2:, -1, 0] = 0.5, -1, magnitude, -magnitude
+        inputs = {"x": torch.eye(WIDTH)[0].expand(count, tokens, -1).clone(), "w": w_BTp}
+        sums = []
+        for is_out in (False, True):
+            clipped.zero_()
+            clipped.add_micro_batch(model, inputs, (torch.arange(count) == 1) & is_out)
+            sums.append(total_of(clipped))
+        clipped.detach()
+        assert float((sums[0] - sums[1]).norm()) <= 1 + SENSITIVITY_SLACK / 2, magnitude
+
+
 # Norms: inputs and output gradients of any magnitude
 
 
