@@ -28,7 +28,7 @@ from trainer.ranks.launcher import launcher_processes, watch  # noqa: E402
 LAUNCHER = launcher_processes()  # before torch is imported, which takes seconds in which a launcher may go
 
 from privacy.noise import NoiseSource  # noqa: E402
-from trainer.config.cli import Parser, explain, print_anything  # noqa: E402
+from trainer.config.cli import Parser, explain, print_anything, require_open_files  # noqa: E402
 from trainer.config.machine import load_machine_settings  # noqa: E402
 from trainer.config.recipe import EngineName, load_config, resolved  # noqa: E402
 from trainer.engines.refusals import require_supported  # noqa: E402
@@ -87,6 +87,7 @@ def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
     end_on_signals()
     ranks = Ranks()
     try:
+        require_open_files()
         # Everything that needs no other rank comes first, so that a wrong key costs no rendezvous.
         ranks = discover_ranks(os.environ)
         watch(LAUNCHER, speaks=ranks.local_rank == 0)

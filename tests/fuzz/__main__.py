@@ -25,6 +25,11 @@ mkdir -p "$0/made/full" "$0/made/readonly" && mount -t tmpfs -o size=64k tmpfs "
 mount -t tmpfs -o ro tmpfs "$0/made/readonly" && exec "$@"
 """
 INSIDE = "FUZZ_IN_A_NAMESPACE"
+ENVIRONMENT = {
+    INSIDE: "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}  # the last as train.py sets it, before torch
 
 
 def sandbox(folder: Path, *command: str) -> list[str]:
@@ -87,6 +92,8 @@ def main(seed: int, count: int, folder: Path, first: int = 0) -> int:
         case, wanted = known[number] if number in known else (make_case(seed, number), None)
         ended = run_case(case, folder / "case", made)
         codes[ended.code] += 1
+        if codes.total() % 50 == 0:
+            print(f"{codes.total()} cases in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         slowest = max(slowest, ended.seconds)
         if first or ended.problem() or wanted not in (None, ended.code):
             problems.append(described(number, case, ended))
@@ -126,7 +133,5 @@ if __name__ == "__main__":
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         command = sandbox(target, sys.executable, "-m", "tests.fuzz", *sys.argv[1:])
-        sys.exit(
-            subprocess.run(command, env={**os.environ, INSIDE: "1", "OMP_NUM_THREADS": "1"}, check=False).returncode
-        )
+        sys.exit(subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=False).returncode)
     sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), target, *map(int, sys.argv[4:])))

@@ -16,7 +16,7 @@ WORKING: dict[str, tuple[str, ...]] = {
     "plan": (
         "--num_examples 3000 --expected_batch_size 60 --num_steps 50 --noise_multiplier 1.0 --no_extras --json",
         "--num_examples 3000 --expected_batch_size 60 --num_steps 50 --target_epsilon 8 --delta 1e-5 --no_extras",
-        "--num_examples 3000 --expected_batch_size 60 --num_steps 50 --noise_multiplier 1.0 --cap --reserve 2",
+        "--num_examples 3000 --expected_batch_size 60 --num_steps 50 --noise_multiplier 1.0 --cap --reserve 2 --no_extras",
         "--recipe {case}/recipe.toml data.num_examples=3000 --no_extras --json",
         "--recipe {case}/recipe.toml --ds_config {case}/machine.json --gpu cpu --world_size 2 --bytes_per_example 3e4",
     ),
@@ -38,6 +38,7 @@ WORKING: dict[str, tuple[str, ...]] = {
         f"few-shot --checkpoint {{case}}/run {LABELLED} --shots 1 --num_splits 1",
         f"private-head --checkpoint {{case}}/run {LABELLED} --target_epsilon 8 --num_classes 2",
         "zero-shot --checkpoint {case}/run --synthetic_shapes 4",
+        "dense --checkpoint {case}/run --task segmentation --train synthetic:1:2 --test synthetic:2:1 --epochs 1 --image_size 32",
         "aro --checkpoint {case}/run --synthetic shapes --synthetic_tests 4",
         "captions --checkpoint {case}/run --data shards:data/demo/heldout-00000.tar --max_examples 2",
         "captions --checkpoint {case}/run --data folder:{made}/pictures --method sample --max_examples 2 --output {case}/new",

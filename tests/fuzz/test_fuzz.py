@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import ROOT, quiet_environment
-from tests.fuzz.__main__ import INSIDE, sandbox
+from tests.fuzz.__main__ import ENVIRONMENT, sandbox
 from tests.fuzz.cases import CONDITIONS, leaves, make_case
 from tests.fuzz.commands import SCRIPTS, options, parser_of
 from tests.fuzz.forks import MOST_LINES, SECONDS
@@ -26,7 +26,7 @@ def test_cases(count: int, tmp_path: Path) -> None:
     if subprocess.run(sandbox(tmp_path, "true"), capture_output=True, check=False).returncode:
         pytest.skip("this machine gives no namespace in which a command that writes anywhere could be tried")
     command = sandbox(tmp_path, sys.executable, "-m", "tests.fuzz", str(SEED), str(count), str(tmp_path))
-    environment = quiet_environment(**{INSIDE: "1"})
+    environment = quiet_environment(**ENVIRONMENT)
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from trainer.errors import ConfigError, RemoteError, in_one_line
 
 MAX_NUMBER = 2**63
 """No option of any command has a use for a larger one; NaN is below nothing."""
+
+OPEN_FILES = 128
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,6 +54,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     """
     print_anything()
     try:
+        require_open_files()
         code = main() or 0
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -92,3 +96,16 @@ def print_anything() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def require_open_files() -> None:
+    """Too few of them fail somewhere in the middle, in as many ways as there are libraries.
+
+    Raises:
+        ConfigError: this process may open fewer than `OPEN_FILES`.
+    """
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= allowed < OPEN_FILES:
+        raise ConfigError(
+            f"this process may have {allowed} open files, and at least {OPEN_FILES} are needed: ulimit -n {OPEN_FILES}"
+        )
