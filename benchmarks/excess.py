@@ -104,7 +104,8 @@ def bare_step(model: nn.Module, inputs: Mapping[str, Tensor], task: Task | None 
     batch_size = len(next(iter(inputs.values())))
 
     def step() -> None:
-        taps.differentiate(task or model, inputs, batch_size, lambda _: lambda call: None)
+        with taps.forward(task or model, inputs, batch_size) as passed:
+            passed.backward(lambda call: None)
 
     return step
 

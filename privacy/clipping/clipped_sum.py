@@ -15,8 +15,9 @@ after Abadi et al. 2016 (arXiv 1607.00133), without any weight gradient that is 
 The sums gather in an accumulator: by default in this process, without communication (`accumulators.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +31,12 @@ from privacy.clipping.coverage import claims
 from privacy.clipping.functions import ClippingFunction, flat, unclipped
 from privacy.clipping.norms import NormTally
 from privacy.clipping.precision import exact
-from privacy.clipping.recorder import Call, Recorder, Task
+from privacy.clipping.recorder import Call, Forward, Recorder, Task
 from privacy.errors import PrivacyConfigError
 from privacy.releases import Release, step_releases
 
 Mode = Literal["bookkeeping", "two_pass"]
 Parts = list[Contribution]
-
-
-class Sink(Protocol):
-    """Takes every layer call of a backward; see `Recorder.differentiate`."""
-
-    def start(self, num_calls: Mapping[str, int]) -> Callable[[Call], None]: ...
 
 
 class MicroBatchStats(NamedTuple):
@@ -182,12 +177,9 @@ class ClippedSum:
             PrivacyConfigError: they differ: nondeterministic kernels, or dropout.
         """
         batch_size = len(next(iter(inputs.values())))
-        with torch.no_grad():
-            first, again = (_NormPass(self._new_tallies(batch_size), self._function) for _ in range(2))
-            self._differentiate_twice(task, inputs, batch_size, first, lambda _: again)
-            first.finish()
-            again.finish()
-        if any(not torch.equal(a.squared_B, b.squared_B) for a, b in zip(first.tallies, again.tallies, strict=True)):
+        with torch.no_grad(), closing(self._twice(task, inputs, batch_size)) as passes:
+            first, again = (self._tallies(passed) for passed in passes)
+        if any(not torch.equal(a.squared_B, b.squared_B) for a, b in zip(first, again, strict=True)):
             raise PrivacyConfigError(
                 "clipping that computes gradients twice (two_pass, a vocabulary by chunks) is refused: the same backward gave "
                 "different gradients the second time; use deterministic kernels, or bookkeeping with a larger max_logits"
@@ -195,49 +187,46 @@ class ClippedSum:
 
     def _in_one_pass(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         kept: dict[str, Parts] = {}
-        norms = _NormPass(self._new_tallies(len(is_padding_B)), self._function, kept)
-        loss_B = self._recorder.differentiate(task, inputs, len(is_padding_B), norms.start)
-        with exact(loss_B.device):
-            norms.finish()
-            factors = self._factors(norms.tallies, loss_B, is_padding_B)
+        with self._recorder.forward(task, inputs, len(is_padding_B)) as passed:
+            tallies = self._tallies(passed, kept)
+        with exact(passed.loss_B.device):
+            factors = self._factors(tallies, passed.loss_B, is_padding_B)
             for name in list(kept):  # the last layer first, as two_pass does; what has been summed makes room
                 self._accumulate(name, kept.pop(name), factors)
-            return factors.stats(loss_B, is_padding_B)
+            return factors.stats(passed.loss_B, is_padding_B)
 
     def _in_two_passes(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
-        norms = _NormPass(self._new_tallies(len(is_padding_B)), self._function)
-        found: list[_Factors] = []
-        sums = _ByParameter(lambda name, parts: self._accumulate(name, parts, found[0]))
+        with closing(self._twice(task, inputs, len(is_padding_B))) as passes:
+            first = next(passes)
+            tallies = self._tallies(first)
+            with exact(first.loss_B.device):
+                factors = self._factors(tallies, first.loss_B, is_padding_B)
+            second = next(passes)
+            sums = _ByParameter(second.num_calls, lambda name, parts: self._accumulate(name, parts, factors))
+            sums.take_all(second)
+        return factors.stats(first.loss_B, is_padding_B)
 
-        def then(loss_B: Tensor) -> Sink:
-            norms.finish()
-            found.append(self._factors(norms.tallies, loss_B, is_padding_B))
-            return sums
+    def _twice(self, task: Task, inputs: Mapping[str, Tensor], batch_size: int) -> Generator[Forward, None, None]:
+        """Two times something to differentiate: one forward whose graph is kept, or two where it cannot be kept."""
+        with self._recorder.forward(task, inputs, batch_size, num_backwards=2 if self._keeps_graph else 1) as passed:
+            yield passed
+            if self._keeps_graph:
+                yield passed
+                return
+        with self._recorder.forward(task, inputs, batch_size) as passed:
+            yield passed
 
-        loss_B = self._differentiate_twice(task, inputs, len(is_padding_B), norms, then)
-        with exact(loss_B.device):
-            sums.finish()
-        return found[0].stats(loss_B, is_padding_B)
+    def _tallies(self, passed: Forward, kept: dict[str, Parts] | None = None) -> list[NormTally]:
+        """The norms of each group of parameters, by a backward; the contributions are kept in `kept`, if given."""
+        tallies = [NormTally.zeros(len(passed.loss_B), self._device, self._dtype) for _ in self._function.bounds]
 
-    def _differentiate_twice(
-        self, task: Task, inputs: Mapping[str, Tensor], batch_size: int, first: Sink, then: Callable[[Tensor], Sink]
-    ) -> Tensor:
-        """Two backwards: of one forward where its graph can be kept, else of two. Returns loss_B of the first.
+        def add(name: str, parts: Parts) -> None:
+            tallies[self._function.group_of[name]].add(parts)
+            if kept is not None:
+                kept[name] = parts
 
-        Args:
-            first: takes the first backward's calls.
-            then: called with loss_B between the two, returns what takes the second's.
-        """
-        if self._keeps_graph:
-            return self._recorder.differentiate(task, inputs, batch_size, first.start, then=lambda x: then(x).start)
-        loss_B = self._recorder.differentiate(task, inputs, batch_size, first.start)
-        with exact(loss_B.device):
-            second = then(loss_B)
-        self._recorder.differentiate(task, inputs, batch_size, second.start)
-        return loss_B
-
-    def _new_tallies(self, batch_size: int) -> list[NormTally]:
-        return [NormTally.zeros(batch_size, self._device, self._dtype) for _ in self._function.bounds]
+        _ByParameter(passed.num_calls, add).take_all(passed)
+        return tallies
 
     def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> "_Factors":
         norms = [tally.safe_norm() for tally in tallies]
@@ -281,19 +270,22 @@ class _Factors(NamedTuple):
 
 
 class _ByParameter:
-    """A sink that hands over a parameter's contributions as soon as the last of its calls is there, usually the only one:
+    """Hands over a parameter's contributions as soon as the last of its calls is there, usually the only one.
 
-    then they are still in the processor's caches.
+    Then they are still in the processor's caches.
     """
 
-    def __init__(self, use: Callable[[str, Parts], None]) -> None:
-        self._use = use
+    def __init__(self, num_calls: Mapping[str, int], use: Callable[[str, Parts], None]) -> None:
+        self._num_calls, self._use = num_calls, use
         self._waiting: dict[str, Parts] = {}
-        self._num_calls: Mapping[str, int] = {}
 
-    def start(self, num_calls: Mapping[str, int]) -> Callable[[Call], None]:
-        self._num_calls = num_calls
-        return self._take
+    def take_all(self, passed: Forward) -> None:
+        """Every contribution of a backward."""
+        passed.backward(self._take)
+        with exact(passed.loss_B.device):
+            # Parameters of which not every call has a gradient, because the loss does not depend on it.
+            for name, parts in self._waiting.items():
+                self._use(name, parts)
 
     def _take(self, call: Call) -> None:
         for name, part in call.contributions():
@@ -301,27 +293,6 @@ class _ByParameter:
             parts.append(part)
             if len(parts) == self._num_calls[name]:
                 self._use(name, self._waiting.pop(name))
-
-    def finish(self) -> None:
-        """Parameters of which not every call has a gradient, because the loss does not depend on it."""
-        for name, parts in self._waiting.items():
-            self._use(name, parts)
-        self._waiting = {}
-
-
-class _NormPass(_ByParameter):
-    """Tallies the norms of each group of parameters; keeps the contributions in `kept`, if given."""
-
-    def __init__(
-        self, tallies: list[NormTally], function: ClippingFunction, kept: dict[str, Parts] | None = None
-    ) -> None:
-        super().__init__(self._add)
-        self.tallies, self._group_of, self._kept = tallies, function.group_of, kept
-
-    def _add(self, name: str, parts: Parts) -> None:
-        self.tallies[self._group_of[name]].add(parts)
-        if self._kept is not None:
-            self._kept[name] = parts
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

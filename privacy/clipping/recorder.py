@@ -18,6 +18,7 @@ Under torch.compile's tracer a hook leaves an opaque operation in the graph that
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,6 @@ from privacy.clipping.rules import KEEPS, RULES
 from privacy.errors import PrivacyConfigError
 
 Task = Callable[..., Tensor]
-MakeSink = Callable[[Mapping[str, int]], "Callable[[Call], None]"]
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,30 @@ class _Tap(torch.autograd.Function):
         return gradients[0], *[None] * (4 + len(kept))
 
 
+@dataclass
+class Forward:
+    """A forward that can be differentiated.
+
+    Attributes:
+        loss_B: detached.
+        num_calls: parameter name -> number of calls of its layers.
+        num_backwards: how many are left.
+    """
+
+    recorder: "Recorder"
+    loss_B: Tensor
+    num_calls: Mapping[str, int]
+    loss: Tensor
+    num_backwards: int
+
+    def backward(self, sink: Callable[[Call], None]) -> None:
+        """Hands every call to `sink` as soon as its gradient is known, last layer first."""
+        self.num_backwards -= 1
+        self.recorder.backward(self.loss, sink, keep_graph=self.num_backwards > 0)
+
+
 class Recorder:
-    """Hooks on the claimed layers of a model; active only inside `differentiate`."""
+    """Hooks on the claimed layers of a model; active only inside `forward`."""
 
     def __init__(self, claims: list[Claim], compiled_weights: Sequence[nn.Parameter] = ()):
         self._claims = claims
@@ -113,42 +135,35 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
 
-    def differentiate(
-        self,
-        task: Task,
-        inputs: Mapping[str, Tensor],
-        batch_size: int,
-        make_sink: MakeSink,
-        then: Callable[[Tensor], MakeSink] | None = None,
-    ) -> Tensor:
-        """One forward and one backward of `task(**inputs)`, or two of the same graph; returns loss_B, detached.
-
-        Args:
-            make_sink: called between forward and backward with the number of calls by parameter name; what it returns
-                receives every call as soon as its gradient is known, last layer first.
-            then: called with loss_B after the first backward; what it returns takes the calls of a second one.
-        """
+    @contextmanager
+    def forward(
+        self, task: Task, inputs: Mapping[str, Tensor], batch_size: int, num_backwards: int = 1
+    ) -> Iterator["Forward"]:
+        """One forward of `task(**inputs)`; inside the context, `num_backwards` backwards of its graph are possible."""
         device = next(p.device for c in self._claims for p in c.module.parameters(recurse=False))
         self._root = torch.zeros((), device=device, requires_grad=True)
         self._batch_size = batch_size
         self._num_calls.clear()
         try:
-            with torch.enable_grad(), compiled.weights_at_rest(self._compiled_weights):
-                loss_B = task(**inputs)
-                if loss_B.shape != (batch_size,):
-                    raise RuntimeError(f"the task must return one loss per example, not shape {tuple(loss_B.shape)}")
-                num_calls, loss = dict(self._num_calls), loss_B.sum()
-                self._sink = make_sink(num_calls)
-                torch.autograd.grad(loss, [self._root], retain_graph=then is not None, allow_unused=True)
-                if then is not None:
-                    with torch.no_grad(), exact(device):
-                        self._sink = then(loss_B.detach())(num_calls)
-                    torch.autograd.grad(loss, [self._root], allow_unused=True)
-            return loss_B.detach()
+            with compiled.weights_at_rest(self._compiled_weights):
+                with torch.enable_grad():
+                    loss_B = task(**inputs)
+                    if loss_B.shape != (batch_size,):
+                        shape = tuple(loss_B.shape)
+                        raise RuntimeError(f"the task must return one loss per example, not shape {shape}")
+                    loss = loss_B.sum()
+                yield Forward(self, loss_B.detach(), dict(self._num_calls), loss, num_backwards)
         finally:
             self._root = self._sink = None
             for claim in self._claims:
                 _unshadow_all(claim)
+
+    def backward(self, loss: Tensor, sink: Callable[[Call], None], *, keep_graph: bool) -> None:
+        """Hands every call to `sink` as soon as its gradient is known, last layer first; `Forward.backward` calls it."""
+        assert self._root is not None
+        self._sink = sink
+        with torch.enable_grad():
+            torch.autograd.grad(loss, [self._root], retain_graph=keep_graph, allow_unused=True)
 
     def report(self, call: Call) -> None:
         """A tap saw its gradient."""
