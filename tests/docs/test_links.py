@@ -229,6 +229,7 @@ def known_options() -> frozenset[str]:
     ]
     text = "\n".join((ROOT / name).read_text() for name in sources)
     foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}
+    foreign |= {"--exclude", "--mtime", "--sort"}  # of tar
     return frozenset(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | foreign
 
 
