@@ -84,14 +84,13 @@ def ranks() -> list[list[Found]]:
     return run_ranks("tests.distributed.test_planner:on_rank", WORLD_SIZE)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: "-".join(CASES[i]))
-@pytest.mark.parametrize("accumulation", ["local", "sharded"])
+@pytest.mark.parametrize("accumulation", ["local", pytest.param("sharded", marks=pytest.mark.full)])
 def test_planned_is_what_engines_do(ranks: list[list[Found]], index: int, accumulation: str) -> None:
     engine, name = CASES[index]
     machine = settings(name)
-    trainable = Trainable.of(fresh_captioner(), OPTIMIZER)
-    busiest = shares(trainable, engine, machine, WORLD_SIZE)  # type: ignore[arg-type]
+    trainable = Trainable.of(fresh_captioner())
+    busiest = shares(trainable, engine, machine, OPTIMIZER, WORLD_SIZE)  # type: ignore[arg-type]
     memory: RankMemory = rank_memory(
         trainable, busiest, engine, machine, OPTIMIZER,  # type: ignore[arg-type]
         accumulation=accumulation, world_size=WORLD_SIZE, average=False,

@@ -5,6 +5,7 @@ is ours on every engine: clipped sums are reduced in fp64 to the rank that owns 
 batch (`trainer/engines/reduction.py`); that rank adds noise and divides; the engine takes the result.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -69,16 +70,22 @@ def even_layout(shapes: Mapping[str, torch.Size], world_size: int) -> ShardLayou
     """The concatenation of all parameters cut into `world_size` runs that differ by at most one coordinate."""
     total = sum(s.numel() for s in shapes.values())
     cuts = [total * r // world_size for r in range(world_size + 1)]
-    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+    whole = [Piece(name, 0, shape.numel()) for name, shape in shapes.items()]
+    return ShardLayout(tuple(map(tuple, runs(whole, cuts))))
+
+
+def runs(pieces: Iterable[Piece], cuts: Sequence[int]) -> list[list[Piece]]:
+    """The concatenation of `pieces`, cut at ascending positions: run r goes from cuts[r] to cuts[r + 1]."""
+    found: list[list[Piece]] = [[] for _ in cuts[1:]]
     start = 0
-    for name, shape in shapes.items():
-        stop = start + shape.numel()
-        for r in range(world_size):
-            a, b = max(start, cuts[r]), min(stop, cuts[r + 1])
+    for piece in pieces:
+        stop = start + piece.length
+        for run, (low, high) in zip(found, itertools.pairwise(cuts), strict=True):
+            a, b = max(start, low), min(stop, high)
             if a < b:
-                pieces[r].append(Piece(name, a - start, b - a))
+                run.append(Piece(piece.name, piece.offset + a - start, b - a))
         start = stop
-    return ShardLayout(tuple(tuple(p) for p in pieces))
+    return found
 
 
 def split(owned: Tensor, pieces: tuple[Piece, ...]) -> list[GradShard]:

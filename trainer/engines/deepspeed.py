@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from trainer.config.machine import MachineSettings, resolve
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState
+from trainer.engines.base import GradShard, Piece, ShardState
+from trainer.engines.layouts import layout_of, require_dealt
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
 
@@ -63,7 +64,8 @@ class DeepSpeedEngine:
         self._zero = self._engine.optimizer
         spans = _zero3_spans if self._stage == 3 else _zero12_spans
         self._spans = list(spans(self._zero, self._parameters, self.shapes))
-        self.layout = ShardLayout(tuple(distributed.gather_objects(tuple(s.piece for s in self._spans))))
+        self.layout = layout_of("deepspeed", self.shapes, optimizer, machine, distributed.world_size())
+        require_dealt(self.layout, distributed.rank(), [span.piece for span in self._spans], "DeepSpeed")
         segments: dict[Tensor, list[Segment]] = {flat: [] for flat in self._flat_partitions()}
         for span in self._spans:
             segments[self._flat_partitions()[span.group]].append(

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState
+from trainer.engines.base import GradShard, Piece, ShardState
+from trainer.engines.layouts import layout_of, require_dealt
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
 
@@ -52,19 +53,16 @@ class FairscaleEngine:
         self._config = optimizer
         groups = parameter_groups(self._masters.items(), self.shapes, optimizer)
         self._oss = OSS(groups, optim=lambda owned: make_optimizer(owned, optimizer))
-        self.layout = ShardLayout(tuple(self._partition()))
+        self.layout = layout_of("fairscale", self.shapes, optimizer, machine, distributed.world_size())
+        names = {id(master): name for name, master in self._masters.items()}
+        for rank, owned_groups in enumerate(self._oss.partition_parameters()):
+            dealt = [names[id(master)] for group in owned_groups for master in group["params"]]
+            require_dealt(self.layout, rank, [Piece(n, 0, self.shapes[n].numel()) for n in dealt], "fairscale")
         owned = self.layout.owned_by(distributed.rank())
         whole: dict[Tensor, list[Segment]] = {
             self._masters[piece.name]: [Segment(piece.name, 0, piece.length)] for piece in owned
         }
         bind_segments(self._oss.optim, whole, sharded=False)
-
-    def _partition(self) -> Iterator[tuple[Piece, ...]]:
-        """Whole parameters, by the rank that owns them."""
-        names = {id(master): name for name, master in self._masters.items()}
-        for groups in self._oss.partition_parameters():
-            owned = [names[id(master)] for group in groups for master in group["params"]]
-            yield tuple(Piece(name, 0, self.shapes[name].numel()) for name in owned)
 
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         for shard in shards:

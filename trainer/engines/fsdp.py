@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState
+from trainer.engines.base import GradShard, Piece, ShardState
+from trainer.engines.layouts import layout_of, replica_cut, row_shard
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
 
@@ -55,14 +56,27 @@ class FsdpEngine:
         self._sharded = {n: p for n, p in self.module.named_parameters() if n in self.shapes}
         self._locals = {name: nn.Parameter(_local(p)) for name, p in self._sharded.items()}
         self._replicas = mesh["replicate"]
-        self._spans = list(_spans(self._locals, mesh))
-        self.layout = ShardLayout(tuple(distributed.gather_objects(tuple(s.piece for s in self._spans))))
+        self.layout = layout_of("fsdp", self.shapes, optimizer, machine, distributed.world_size())
+        self._spans = self._find_spans(mesh["shard"])
         self._config = optimizer
         self._optimizer = make_optimizer(parameter_groups(self._locals.items(), self.shapes, optimizer), optimizer)
         segments: dict[Tensor, list[Segment]] = {
             local: [Segment(name, 0, local.numel())] for name, local in self._locals.items()
         }
         bind_segments(self._optimizer, segments, sharded=True)
+
+    def _find_spans(self, shard: DeviceMesh) -> list[_Span]:
+        """
+        Raises:
+            RuntimeError: FSDP cut a parameter elsewhere than the layout does.
+        """
+        offsets = {}
+        for name, local in self._locals.items():
+            offsets[name], length = row_shard(self.shapes[name], shard.get_local_rank(), shard.size())
+            if local.numel() != length:
+                raise RuntimeError(f"FSDP holds {local.numel()} coordinates of {name}, where {length} were expected")
+        owned = self.layout.owned_by(distributed.rank())
+        return [_Span(piece, piece.offset - offsets[piece.name]) for piece in owned]
 
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         self._free_gathered()
@@ -91,7 +105,7 @@ class FsdpEngine:
         """Whole shards by name, from what this rank and its replicas own of them; bit for bit equal on all replicas."""
         num_replicas, replica = self._replicas.size(), self._replicas.get_local_rank()
         total = sum(p.numel() for p in self._locals.values())
-        cut = _cut(total, num_replicas)
+        cut = replica_cut(total, num_replicas)
         first = next(iter(self._locals.values()))
         flat = torch.zeros(num_replicas, cut, dtype=first.dtype, device=self.device)
         position = 0
@@ -173,24 +187,3 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 def _part(tensor: Tensor, span: _Span) -> Tensor:
     return tensor.detach().view(-1)[span.start : span.start + span.piece.length]
-
-
-def _cut(total: int, num_replicas: int) -> int:
-    """Coordinates per replica; the last owns fewer."""
-    return -(-total // num_replicas)
-
-
-def _spans(local_shards: Mapping[str, Tensor], mesh: DeviceMesh) -> Iterator[_Span]:
-    """This replica's run of the concatenation of the local shards, parameter by parameter."""
-    sizes = {name: shard.numel() for name, shard in local_shards.items()}
-    mine = mesh.get_local_rank("shard")
-    by_index = dict(distributed.gather_objects((mine, sizes)))
-    offsets = {name: sum(by_index[index][name] for index in range(mine)) for name in sizes}
-    cut = _cut(sum(sizes.values()), mesh["replicate"].size())
-    begin = cut * mesh.get_local_rank("replicate")
-    position = 0
-    for name, size in sizes.items():
-        a, b = max(position, begin), min(position + size, begin + cut)
-        if a < b:
-            yield _Span(Piece(name, offsets[name] + a - position, b - a), a - position)
-        position += size

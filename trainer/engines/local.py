@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece, ShardLayout, ShardState, even_layout
+from trainer.engines.base import GradShard, Piece, ShardState
+from trainer.engines.layouts import layout_of
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
 
@@ -28,7 +29,7 @@ class LocalEngine:
         checkpoint_blocks(module, machine)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.shapes = {name: p.shape for name, p in trainable.items()}
-        self.layout: ShardLayout = even_layout(self.shapes, distributed.world_size())
+        self.layout = layout_of("local", self.shapes, optimizer, machine, distributed.world_size())
         self.device = device
         self.compute_dtype = machine.compute_dtype
         self._masters = {

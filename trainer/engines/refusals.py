@@ -1,4 +1,4 @@
-"""What an engine cannot honour of a ds_config, said before anything is begun. Imports no engine."""
+"""What an engine cannot honour of a ds_config, refused before anything is begun. No engine is imported: the planner asks too."""
 
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName

@@ -69,7 +69,10 @@ class ShardedSums:
     ) -> None:
         self._device = device
         self._world_size = distributed.world_size()
-        self._buckets = list(_buckets(shapes, bucket_coordinates, self._world_size))
+        self._buckets = [
+            _Bucket({name: shapes[name] for name in names}, self._world_size)
+            for names in bucket_names(shapes, bucket_coordinates)
+        ]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.shapes}
         self._kept: list[Tensor] = []
         self._next = 0
@@ -142,16 +145,17 @@ class ShardedSums:
         return split(owned, layout.owned_by(rank))
 
 
-def _buckets(shapes: Mapping[str, torch.Size], size: int, world_size: int) -> Iterator[_Bucket]:
-    names: list[str] = []
+def bucket_names(shapes: Mapping[str, torch.Size], size: int = BUCKET_COORDINATES) -> list[list[str]]:
+    """The parameters of each bucket, from the last to the first; at least one, and otherwise at most `size` coordinates."""
+    buckets: list[list[str]] = [[]]
     count = 0
     for name in reversed(list(shapes)):
-        if names and count + shapes[name].numel() > size:
-            yield _Bucket({n: shapes[n] for n in names}, world_size)
-            names, count = [], 0
-        names.append(name)
+        if buckets[-1] and count + shapes[name].numel() > size:
+            buckets.append([])
+            count = 0
+        buckets[-1].append(name)
         count += shapes[name].numel()
-    yield _Bucket({n: shapes[n] for n in names}, world_size)
+    return buckets
 
 
 class _Span(NamedTuple):

@@ -13,7 +13,7 @@ All of it is post-processing of noised sums: nothing here sees an example.
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ __all__ = [
     "Segment",
     "bind_segments",
     "fresh_state",
+    "group_names",
     "make_optimizer",
     "moments",
     "parameter_groups",
@@ -56,16 +57,41 @@ def parameter_groups(
     Raises:
         ConfigError: layer_decay for a model without an encoder of blocks.
     """
-    rates = layer_rates(shapes, config.layer_decay)
-    groups: dict[tuple[float, bool, float], list[nn.Parameter]] = {}
-    for name, parameter in parameters:
-        matrix = is_matrix(shapes[name])
-        key = (config.weight_decay if matrix else 0.0, matrix and config.name in LAYER_WISE, rates[name])
-        groups.setdefault(key, []).append(parameter)
+    by_name = dict(parameters)
     return [
-        {"params": params, "weight_decay": decay, "layer_wise": ratio, "lr_scale": rate}
-        for (decay, ratio, rate), params in groups.items()
+        {
+            "params": [by_name[name] for name in names],
+            "weight_decay": key.weight_decay,
+            "layer_wise": key.layer_wise,
+            "lr_scale": key.lr_scale,
+        }
+        for key, names in group_names(by_name, shapes, config).items()
     ]
+
+
+class GroupKey(NamedTuple):
+    """What the parameters of a group share."""
+
+    weight_decay: float
+    layer_wise: bool
+    lr_scale: float
+
+
+def group_names(
+    names: Iterable[str], shapes: Mapping[str, torch.Size], config: OptimizerSection
+) -> dict[GroupKey, list[str]]:
+    """The names in each group of `parameter_groups`, in its order.
+
+    Raises:
+        ConfigError: layer_decay for a model without an encoder of blocks.
+    """
+    rates = layer_rates(shapes, config.layer_decay)
+    groups: dict[GroupKey, list[str]] = {}
+    for name in names:
+        matrix = is_matrix(shapes[name])
+        key = GroupKey(config.weight_decay if matrix else 0.0, matrix and config.name in LAYER_WISE, rates[name])
+        groups.setdefault(key, []).append(name)
+    return groups
 
 
 def layer_rates(names: Iterable[str], decay: float | None) -> dict[str, float]:

@@ -72,12 +72,15 @@ def resources(
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}; it must be positive")
+    world_size = 1 if args.world_size is None else args.world_size
+    if world_size < 1:
+        raise ConfigError(f"--world_size is {world_size}; it must be at least 1")
     efficiency = EFFICIENCY if args.efficiency is None else args.efficiency
     if not 0 < efficiency <= 1:
         raise ConfigError(f"--efficiency is {efficiency}; it is a share of the peak, above 0 and at most 1")
     wanted = Wanted(
         engine=args.engine or "deepspeed",
-        world_size=1 if args.world_size is None else args.world_size,
+        world_size=world_size,
         gpu=None if args.gpu is None else find_gpu(args.gpu),
         efficiency=efficiency,
         gpus_per_node=args.gpus_per_node,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from privacy.clipping.clipped_sum import Mode
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName
-from trainer.planner.memory import FP32, FP64, bucket_sizes
+from trainer.planner.memory import FP32, FP64, bucket_parts
 from trainer.planner.sharding import Shares, Trainable
 
 
@@ -109,8 +109,7 @@ def _sums_bytes(
     """(per micro-batch, per logical batch) of clipped sums in fp64, and of noised gradients in fp32 between replicas."""
     reduced = FP64 * (world_size - 1) * shares.owned
     if accumulation == "sharded":
-        parts = [-(-size // world_size) for size in bucket_sizes(trainable)]
-        reduced = FP64 * (world_size - 1) * sum(parts)
+        reduced = FP64 * (world_size - 1) * sum(bucket_parts(trainable, world_size))
     gathered = 0
     if engine == "local":
         gathered = FP32 * (world_size - 1) * shares.owned

@@ -14,7 +14,7 @@ from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
 from trainer.engines.reduction import PACKED_COORDINATES
-from trainer.engines.sharded_sums import BUCKET_COORDINATES
+from trainer.engines.sharded_sums import bucket_names
 from trainer.optimizers import moments
 from trainer.planner.sharding import Shares, Trainable
 from trainer.run.clipping_mode import USABLE
@@ -79,20 +79,16 @@ def accumulator_bytes(trainable: Trainable, accumulation: str, world_size: int) 
     """Exact: what `LocalSums` and `ShardedSums` hold. The fp32 windows of small micro-batches count as activations."""
     if accumulation == "local":
         return AccumulatorBytes(FP64 * trainable.count, 0)
-    parts = [-(-size // world_size) for size in bucket_sizes(trainable)]
+    parts = bucket_parts(trainable, world_size)
     # A bucket, and this rank's part of what it is reduced to.
     bucket = max(part * (world_size + 1) * FP64 for part in parts)
     return AccumulatorBytes(FP64 * sum(parts), bucket)
 
 
-def bucket_sizes(trainable: Trainable, size: int = BUCKET_COORDINATES) -> list[int]:
-    """Coordinates of the buckets of sharded accumulation (trainer/engines/sharded_sums.py)."""
-    found = [0]
-    for count in reversed(trainable.sizes):
-        if found[-1] and found[-1] + count > size:
-            found.append(0)
-        found[-1] += count
-    return found
+def bucket_parts(trainable: Trainable, world_size: int) -> list[int]:
+    """Coordinates that a rank keeps of each bucket of sharded accumulation."""
+    sizes = [sum(trainable.shapes[name].numel() for name in names) for names in bucket_names(trainable.shapes)]
+    return [-(-size // world_size) for size in sizes]
 
 
 def rank_memory(

@@ -10,12 +10,13 @@ from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
+from trainer.engines.refusals import require_supported
 from trainer.planner.communication import Network, exposed_seconds, traffic
 from trainer.planner.hardware import Gpu
 from trainer.planner.memory import RankMemory, largest_that_fits, rank_memory, room
 from trainer.planner.padding import Batches
 from trainer.planner.probe import Probe
-from trainer.planner.sharding import Trainable, gathers_for_every_pass, require_supported, shares
+from trainer.planner.sharding import Shares, Trainable, gathers_for_every_pass, shares
 from trainer.planner.storage import Examples
 from trainer.run.clipping_mode import WORTHWHILE
 from trainer.tasks import TrainingTask, make_task
@@ -90,13 +91,14 @@ def plan_resources(
         accumulation=config.train.accumulation,
         weights_of_one_pass=gathers_for_every_pass(wanted.engine, machine),
     )
-    trainable = Trainable.of(probe.model, config.optimizer)
+    trainable = Trainable.of(probe.model)
+    busiest = shares(trainable, wanted.engine, machine, config.optimizer, wanted.world_size)
     batches, size = Batches.of(config, plan), config.train.micro_batch_size
     batch = _batch(config, batches, wanted.world_size)
     notes += [note for note in [batches.note(wanted.world_size, size)] if note is not None]
     memory = rank_memory(
         trainable,
-        shares(trainable, wanted.engine, machine, wanted.world_size),
+        busiest,
         wanted.engine,
         machine,
         config.optimizer,
@@ -125,7 +127,7 @@ def plan_resources(
     }
     if wanted.gpu is not None and peak_rate is not None and available is not None:
         found["memory"] |= _fitting(probe, memory, mode, size, available)
-        found["time"] = _time(found, config, machine, wanted, wanted.gpu, peak_rate, trainable)
+        found["time"] = _time(found, config, machine, wanted, wanted.gpu, peak_rate, trainable, busiest)
     return found
 
 
@@ -225,6 +227,7 @@ def _time(
     gpu: Gpu,
     peak_rate: float,
     trainable: Trainable,
+    busiest: Shares,
 ) -> dict[str, Any]:
     network = Network(
         gpu.node_bandwidth,
@@ -233,7 +236,7 @@ def _time(
     )
     sent = traffic(
         trainable,
-        shares(trainable, wanted.engine, machine, wanted.world_size),
+        busiest,
         wanted.engine,
         machine,
         mode=found["clipping_mode"],

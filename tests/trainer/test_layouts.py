@@ -1,0 +1,100 @@
+"""Who owns which coordinate under each engine, from shapes alone; real engines compare themselves with it at every start."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.config.machine import MachineSettings, load_machine_settings
+from trainer.config.optimizer import OptimizerSection
+from trainer.engines.base import Piece, ShardLayout, runs
+from trainer.engines.layouts import ZERO_ALIGNMENT, flat_partition, layout_of, require_dealt, row_shard
+from trainer.optimizers import group_names, parameter_groups
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIMIZER = OptimizerSection(peak_lr=1e-2, weight_decay=0.1)
+ENGINES = [
+    ("local", "zero1"),
+    ("fairscale", "zero1"),
+    ("fsdp", "zero3"),
+    ("deepspeed", "zero2"),
+    ("deepspeed", "zero3"),
+]
+
+
+def machine(name: str, **changes: Any) -> MachineSettings:
+    return replace(load_machine_settings(ROOT / f"ds_configs/{name}.json"), **changes)
+
+
+def random_shapes(seed: int) -> dict[str, torch.Size]:
+    draw = random.Random(seed)
+    return {
+        f"p{i}": torch.Size(draw.choice([1, 2, 3, 5, 8, 13]) for _ in range(draw.randint(1, 3)))
+        for i in range(draw.randint(1, 12))
+    }
+
+
+@pytest.mark.parametrize(("engine", "name"), ENGINES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 16])
+def test_every_coordinate_has_one_owner(engine: Any, name: str, world_size: int) -> None:
+    groups = [size for size in range(1, world_size + 1) if world_size % size == 0] if engine == "fsdp" else [None]
+    for seed in range(20):
+        shapes = random_shapes(seed)
+        for size in groups:
+            layout = layout_of(engine, shapes, OPTIMIZER, machine(name, shard_group_size=size), world_size)
+            assert len(layout.pieces) == world_size
+            layout.check(shapes)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7, 16])
+@pytest.mark.parametrize("shape", [(1,), (5,), (6, 4), (7, 1, 3), (16, 2)])
+def test_rows_are_cut_as_torch_cuts_them(shape: tuple[int, ...], num_shards: int) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    chunks = list(whole.chunk(num_shards))
+    for index in range(num_shards):
+        offset, length = row_shard(whole.shape, index, num_shards)
+        expected = chunks[index].flatten() if index < len(chunks) else whole.new_empty(0)
+        assert torch.equal(whole.flatten()[offset : offset + length], expected)
+
+
+def test_flat_groups_are_padded_to_equal_parts() -> None:
+    for count in range(1, 50):
+        for world_size in (1, 2, 3, 8):
+            part = flat_partition(count, world_size)
+            assert count <= part * world_size < count + ZERO_ALIGNMENT * world_size and part % ZERO_ALIGNMENT == 0
+
+
+def test_groups_of_names_are_those_of_the_parameters() -> None:
+    shapes = random_shapes(3) | {"w": torch.Size((4, 4)), "b": torch.Size((4,))}
+    named = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    of = {id(parameter): name for name, parameter in named.items()}
+    groups = parameter_groups(named.items(), shapes, OPTIMIZER)
+    assert [[of[id(p)] for p in group["params"]] for group in groups] == list(
+        group_names(shapes, shapes, OPTIMIZER).values()
+    )
+    assert len(groups) == 2 and {group["weight_decay"] for group in groups} == {0.0, 0.1}
+
+
+def concatenation(pieces: list[Piece], values: Mapping[str, list[int]]) -> list[int]:
+    return [x for p in pieces for x in values[p.name][p.offset : p.offset + p.length]]
+
+
+def test_runs_put_together_are_what_was_cut() -> None:
+    values = {"a": [1, 2, 3, 4, 5], "b": [6, 7], "c": [8, 9, 10]}
+    pieces = [Piece("a", 1, 4), Piece("b", 0, 2), Piece("c", 1, 2)]
+    found = [concatenation(run, values) for run in runs(pieces, [0, 3, 3, 7, 20])]
+    assert found == [[2, 3, 4], [], [5, 6, 7, 9], [10]]
+
+
+@pytest.mark.parametrize(
+    "dealt", [[], [Piece("a", 0, 2)], [Piece("a", 0, 2), Piece("b", 0, 4)], [Piece("b", 0, 3), Piece("a", 0, 2)]]
+)
+def test_a_library_that_deals_otherwise_is_refused(dealt: list[Piece]) -> None:
+    layout = ShardLayout(((Piece("c", 0, 1),), (Piece("a", 0, 2), Piece("b", 0, 3))))
+    require_dealt(layout, 1, [Piece("a", 0, 2), Piece("b", 0, 3)], "Library")
+    with pytest.raises(RuntimeError, match=r"Library gave .* to rank 1"):
+        require_dealt(layout, 1, dealt, "Library")
