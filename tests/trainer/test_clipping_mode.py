@@ -18,7 +18,7 @@ from tests.privacy.clipping.test_modes import Blocks
 from trainer.engines.base import Piece, ShardLayout
 from trainer.ranks import distributed
 from trainer.run import clipping_mode
-from trainer.run.clipping_mode import USABLE, ModeChoice, choose_mode
+from trainer.run.clipping_mode import USABLE, ModeChoice, better_mode, choose_mode
 from trainer.run.memory_estimate import MemoryTimeline
 
 ROWS = 16
@@ -46,6 +46,22 @@ def choose(available: int | None, *, checkpointed: bool = True) -> tuple[ModeCho
     assert clipped.mode == choice.mode
     assert not any(total.any() for _, total in clipped.sums()), "made-up examples must not stay in the sums"
     return choice, clipped
+
+
+@pytest.mark.parametrize(
+    ("usable", "two_passes", "expected"),
+    [
+        (None, 1, ("bookkeeping", None)),
+        (1000.0, 1, ("bookkeeping", None)),
+        (999.5, 899, ("two_pass", 899)),
+        (999.5, 900, ("bookkeeping", 900)),
+        (0.0, 1, ("two_pass", 1)),
+    ],
+)
+def test_two_passes_are_taken_where_they_save_a_tenth_of_what_does_not_fit(
+    usable: float | None, two_passes: int, expected: tuple[str, int | None]
+) -> None:
+    assert better_mode(1000, usable, lambda: two_passes) == expected
 
 
 def test_bookkeeping_where_it_fits_and_two_passes_where_it_does_not(one_rank: torch.device) -> None:

@@ -64,6 +64,11 @@ class RankMemory:
         return self.lasting + self.bucket + self.gathered
 
     @property
+    def on_top(self) -> int:
+        """What is allocated after the first micro-batch has begun, but for its activations."""
+        return self.moments + self.gathered + self.bucket
+
+    @property
     def peak(self) -> int:
         return max(self.before_activations + self.activations, self.lasting + self.step)
 
@@ -153,13 +158,13 @@ def _step_bytes(
 
 
 def room(memory: RankMemory, total: int) -> int:
-    """What activations may take, by the rule of `trainer.clipping_mode`: of the memory that is free when the first
+    """What activations may take, by the rule of `trainer.run.clipping_mode`: of the memory that is free when the first
     micro-batch starts, all that comes on top, activations and what is allocated later, may take the share `USABLE`.
 
     The rest is for scratch memory inside of operations, the device's context, communication buffers and fragmentation.
     """
     there = memory.weights + memory.masters + memory.gradient_buffer + memory.average + memory.sums
-    return int(USABLE * (total - there)) - memory.moments - memory.gathered - memory.bucket
+    return int(USABLE * (total - there)) - memory.on_top
 
 
 def largest_that_fits(

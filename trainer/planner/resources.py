@@ -18,7 +18,7 @@ from trainer.planner.padding import Batches
 from trainer.planner.probe import Probe
 from trainer.planner.sharding import Shares, Trainable, gathers_for_every_pass, shares
 from trainer.planner.storage import Examples
-from trainer.run.clipping_mode import WORTHWHILE
+from trainer.run.clipping_mode import better_mode
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.captioning import CaptioningTask
 
@@ -107,7 +107,7 @@ def plan_resources(
         average=config.train.ema_decay is not None,
     )
     available = _device_memory(wanted)
-    mode, peaks = _choose(config, probe, None if available is None else room(memory, available))
+    mode, peaks = _choose(config, probe, memory, None if available is None else room(memory, available))
     compute = _compute(probe, mode, size, batch)
     found: dict[str, Any] = {
         "engine": wanted.engine,
@@ -160,18 +160,23 @@ def _batch(config: RunConfig, batches: Batches, world_size: int) -> dict[str, An
     }
 
 
-def _choose(config: RunConfig, probe: Probe, available: int | None) -> tuple[Mode, dict[Mode, int]]:
-    """The mode as `trainer.run.clipping_mode.choose_mode` finds it, and the peaks of the modes that it looked at.
+def _choose(config: RunConfig, probe: Probe, memory: RankMemory, free: int | None) -> tuple[Mode, dict[Mode, int]]:
+    """The recipe's mode, or the one that a start would choose; and the activations of the modes that were looked at.
 
-    Without a device bookkeeping, which is its first choice.
+    Args:
+        free: bytes for activations; None, without a device, chooses bookkeeping.
     """
-    size, wanted = config.train.micro_batch_size, config.privacy.clipping_mode
-    first: Mode = "bookkeeping" if wanted == "auto" else wanted
-    peaks = {first: probe.micro_batch(first, size).peak}
-    if wanted != "auto" or available is None or peaks[first] <= available:
-        return first, peaks
-    peaks["two_pass"] = probe.micro_batch("two_pass", size).peak
-    return ("two_pass" if peaks["two_pass"] < WORTHWHILE * peaks[first] else first), peaks
+    size, stated = config.train.micro_batch_size, config.privacy.clipping_mode
+    if stated != "auto":
+        return stated, {stated: probe.micro_batch(stated, size).peak}
+    bookkeeping = probe.micro_batch("bookkeeping", size).peak
+    mode, less = better_mode(
+        bookkeeping + memory.on_top,
+        None if free is None else free + memory.on_top,
+        lambda: probe.micro_batch("two_pass", size).peak + memory.on_top,
+    )
+    peaks: dict[Mode, int] = {"bookkeeping": bookkeeping}
+    return mode, peaks if less is None else peaks | {"two_pass": less - memory.on_top}
 
 
 def _memory(memory: RankMemory, peaks: Mapping[Mode, int], mode: Mode) -> dict[str, Any]:

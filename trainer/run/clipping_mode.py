@@ -84,13 +84,27 @@ def choose_mode(
     later = MOMENT_BYTES * engine.layout.count(distributed.rank())  # made at the first step, to stay
     needed = later + _peak(clipped, engine, synthetic_inputs, "bookkeeping", count)
     room = _share(engine.device, available)
-    tight = _tightest(needed, room)
-    if tight[1] is None or tight[0] <= USABLE * tight[1]:
-        clipped.mode = "bookkeeping"
-        return ModeChoice("bookkeeping", micro_batch_size, tight[0], None, tight[1])
-    less = max(distributed.gather_objects(later + _peak(clipped, engine, synthetic_inputs, "two_pass", count)))
-    clipped.mode = "two_pass" if less < WORTHWHILE * tight[0] else "bookkeeping"
-    return ModeChoice(clipped.mode, micro_batch_size, tight[0], less, tight[1])
+    most_needed, least_room = _tightest(needed, room)
+    clipped.mode, less = better_mode(
+        most_needed,
+        None if least_room is None else USABLE * least_room,
+        lambda: max(distributed.gather_objects(later + _peak(clipped, engine, synthetic_inputs, "two_pass", count))),
+    )
+    return ModeChoice(clipped.mode, micro_batch_size, most_needed, less, least_room)
+
+
+def better_mode(needed: int, usable: float | None, needed_in_two_passes: Callable[[], int]) -> tuple[Mode, int | None]:
+    """The mode, and what two passes need where that was asked for; the planner decides by this function too.
+
+    Args:
+        needed: bytes by bookkeeping, with all that training allocates later.
+        usable: bytes that all of this may take; None where nobody knows.
+        needed_in_two_passes: the same as `needed`; it is called only where bookkeeping does not fit.
+    """
+    if usable is None or needed <= usable:
+        return "bookkeeping", None
+    less = needed_in_two_passes()
+    return ("two_pass" if less < WORTHWHILE * needed else "bookkeeping"), less
 
 
 def _peak(
