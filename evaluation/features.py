@@ -26,11 +26,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from data.errors import DataError, DecodeError, ReadError
 from data.examples.transforms import eval_image
+from data.files import named_when_whole, write_durably
 from data.reading.loader import Failure, as_is, end_with_parent, worker_context
 from evaluation.encoder import FeatureOptions, check_options, encoder_of, features
 from evaluation.sources import LabelledImages
 from trainer.ranks import distributed
-from trainer.run.files import fsync_path, write_durably
 from trainer.weights.open_model import OpenedModel
 
 FORMAT = 2
@@ -200,10 +200,8 @@ def _write_part(
     if path.exists():
         return
     found = _compute(model, source, options, rows, batch_size, num_workers)
-    temporary = path.with_name(f".{path.name}.tmp")
-    save_file({"features": found.values_ND, "labels": found.labels_N, "is_usable": found.is_usable_N}, temporary)
-    fsync_path(temporary)
-    temporary.replace(path)
+    with named_when_whole(path) as temporary:
+        save_file({"features": found.values_ND, "labels": found.labels_N, "is_usable": found.is_usable_N}, temporary)
 
 
 def _finish(folder: Path, facts: dict[str, Any], num_parts: int) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.errors import DataError, DecodeError, ReadError
+from data.files import named_when_whole
 from data.importers.captions import clean_caption
 from data.importers.images import encoded, perceptual_hash, resized
 from data.importers.items import Item, Part
@@ -89,10 +90,8 @@ def convert_part(work: Path, number: int, part: Part, conversion: Conversion) ->
     if not facts.exists():
         rows = _Rows()
         write_shard(part_path(work, number), _examples(number, part, conversion, rows))
-        temporary = facts.with_name(f".{facts.name}.{os.getpid()}.tmp")
-        with open(temporary, "wb") as file:
+        with named_when_whole(facts) as temporary, open(temporary, "wb") as file:
             rows.save(file)
-        os.replace(temporary, facts)
     return load_converted(work, number).num_items
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from data.errors import DataError
+from data.files import private_file, write_durably
 from data.importers.convert import Conversion, Converted, convert_part, load_converted, part_path
 from data.importers.duplicates import MAX_DISTANCE, exact_duplicates, near_duplicates
 from data.importers.items import REASONS, Source
 from data.importers.owners import over_limit
 from data.importers.provenance import PROVENANCE, provenance
 from data.index.shard import walk_shard
-from data.index.tar_index import write_private
 from data.index.tar_writer import Example, write_shard
 from data.reading.pool import run_all
 from data.reading.reader import parse_example
@@ -126,7 +126,8 @@ def _is_finished(output: Path, work: Path, claim: dict[str, Any]) -> bool:
     if output.is_dir() and any(path.name != _WORK for path in output.iterdir()):
         raise DataError(f"{output} is not empty; choose an empty folder")
     work.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_private(mine, lambda file: file.write(json.dumps(claim).encode()))
+    with private_file(mine) as file:
+        file.write(json.dumps(claim).encode())
     return False
 
 
@@ -204,10 +205,9 @@ def _report(parts: Sequence[Converted], dropped: Counter[str], written: int, cla
 def _finish(output: Path, work: Path, settings: Settings, report: dict[str, Any]) -> None:
     """Provenance first, the report, then the work folder goes: only then is the import done."""
     facts = provenance(IMPORTER_VERSION, asdict(settings))
-    temporary = work / PROVENANCE
-    temporary.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, output / PROVENANCE)
-    write_private(output / REPORT, lambda file: file.write(json.dumps(report, indent=1).encode()))
+    write_durably(output / PROVENANCE, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    with private_file(output / REPORT) as file:
+        file.write(json.dumps(report, indent=1).encode())
     shutil.rmtree(work)
 
 

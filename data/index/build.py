@@ -15,16 +15,17 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
 from data.errors import DataError
+from data.files import private_file
 from data.index.shard import ROW, index_file
 from data.index.shards import ShardSet
-from data.index.tar_index import FORMAT_VERSION, ExampleTable, manifest_digest, write_manifest, write_private
+from data.index.tar_index import FORMAT_VERSION, ExampleTable, manifest_digest, write_manifest
 from data.reading.pool import run_all
 from data.reading.storage import RemoteOptions, ShardEntry, ShardStatus, open_storage
 
@@ -128,8 +129,8 @@ def _refuse(index_dir: Path, shards: ShardSet, bad: dict[str, str], exclude: Col
     if len(bad) < len(shards.names):
         reasons = dict.fromkeys(exclude, "This shard was excluded already.") | bad
         lines = [f"# {' '.join(reasons[name].split())}\n{name}\n" for name in sorted(reasons)]
-        content = "".join(lines).encode("utf-8", "surrogateescape")
-        write_private(index_dir / BAD_SHARDS, lambda file: file.write(content))
+        with private_file(index_dir / BAD_SHARDS) as file:
+            file.write("".join(lines).encode("utf-8", "surrogateescape"))
         said += f"; {index_dir / BAD_SHARDS} lists every bad shard: mend them, or exclude them by prepare.py index --exclude"
     raise DataError(said)
 
@@ -180,7 +181,8 @@ def _part_name(name: str) -> str:
 
 def _write_part(path: Path, entry: ShardEntry, rows: bytes) -> None:
     header = json.dumps({"format_version": FORMAT_VERSION, "entry": asdict(entry)}).encode() + b"\n"
-    write_private(path, lambda file: file.write(header + rows))
+    with private_file(path) as file:
+        file.write(header + rows)
 
 
 def _read_part(path: Path) -> tuple[ShardEntry, bytes]:
@@ -211,14 +213,11 @@ def _assemble(index_dir: Path, shards: ShardSet, parts: Path, exclude: Collectio
             (parts / _part_name(name)).unlink()
         raise DataError(f"no example in {len(entries)} shards: {shards.locations()[0]} has no member with an extension")
     name = f"extents-{manifest_digest(entries).hex()[:16]}.npy"
-
-    def write(file: BinaryIO) -> None:
+    with private_file(index_dir / name) as file:
         header = {"descr": np.lib.format.dtype_to_descr(ROW), "fortran_order": False, "shape": (count,)}
         np.lib.format.write_array_header_1_0(file, header)
         for shard in shards.names:
             file.write(_read_part(parts / _part_name(shard))[1])
-
-    write_private(index_dir / name, write)
     write_manifest(index_dir, name, entries, sorted(exclude))
     for old in index_dir.glob("extents-*.npy"):
         if old.name != name:

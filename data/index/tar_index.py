@@ -13,15 +13,15 @@ data. `index_build` writes them.
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data.errors import DataError
+from data.files import private_file
 from data.index.shard import ROW
 from data.index.shards import ShardSet
 from data.index.tar_format import BLOCK
@@ -237,31 +237,8 @@ def write_manifest(index_dir: Path, extents: str, entries: Sequence[ShardEntry],
         "excluded": list(excluded),
         "shards": [asdict(entry) for entry in entries],
     }
-    content = json.dumps(manifest, indent=1).encode()
-    write_private(index_dir / MANIFEST, lambda file: file.write(content))
-
-
-def write_private(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Temporary name, mode 0600, fsync, rename, fsync of the folder.
-
-    Raises:
-        DataError: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+    with private_file(index_dir / MANIFEST) as file:
+        file.write(json.dumps(manifest, indent=1).encode())
 
 
 def _load_manifest(index_dir: Path) -> dict[str, Any]:

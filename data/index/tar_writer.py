@@ -1,10 +1,11 @@
 """Writes tar shards: plain ustar without times or owners, so that equal content gives equal bytes."""
 
 import io
-import os
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from data.files import named_when_whole
 
 Example = tuple[str, Mapping[str, bytes]]
 """Key and its members, extension -> bytes."""
@@ -23,20 +24,12 @@ def write_shard(path: Path, examples: Iterable[Example]) -> int:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     count = 0
-    try:
-        with open(temporary, "wb") as file:
-            with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-                for key, members in examples:
-                    count += 1
-                    for extension, payload in members.items():
-                        member = tarfile.TarInfo(f"{key}.{extension}")
-                        member.size = len(payload)
-                        tar.addfile(member, io.BytesIO(payload))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with named_when_whole(path) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for key, members in examples:
+            count += 1
+            for extension, payload in members.items():
+                member = tarfile.TarInfo(f"{key}.{extension}")
+                member.size = len(payload)
+                tar.addfile(member, io.BytesIO(payload))
     return count

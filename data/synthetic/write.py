@@ -6,7 +6,6 @@ interrupted run goes on with the shards that are missing.
 
 import io
 import json
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ import PIL
 from PIL import Image
 
 from data.errors import DataError, ReadError
+from data.files import write_durably
 from data.index.tar_writer import Example, write_shard
 from data.reading.pool import run_all
 from data.synthetic.generate import GENERATOR_VERSION, SyntheticData, SyntheticExample
@@ -159,6 +159,4 @@ def _claim(output: Path, record: dict[str, Any]) -> None:
         return
     if any(output.glob("*.tar")):
         raise DataError(f"{output} holds shards without {PROVENANCE}; choose an empty folder")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_durably(path, json.dumps(record, indent=1) + "\n")

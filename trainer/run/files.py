@@ -1,4 +1,4 @@
-"""Writes that survive a power cut: to a temporary name, fsynced, renamed, and the folder fsynced."""
+"""Files and folders of a run and of exports, written whole or not at all."""
 
 import os
 import shutil
@@ -6,25 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data.files import fsync_path, write_durably
 from trainer.errors import ConfigError
 
-
-def fsync_path(path: Path) -> None:
-    """Makes a file's or folder's content durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Replaces `path` by `content`: readers see the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    fsync_path(temporary)
-    temporary.replace(path)
-    fsync_path(path.parent)
+__all__ = ["fsync_path", "new_folder", "write_durably"]
 
 
 @contextmanager
