@@ -1,6 +1,7 @@
 """What the captioning task makes of a recipe's options."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +11,15 @@ from models.errors import ModelConfigError
 from privacy.clipping.selfcheck import check_against_autograd
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
-from trainer.tasks.captioning import CaptioningTask
+from trainer.tasks import make_task
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "model.overrides={patch_size = 8, encoder_depth = 1, decoder_depth = 1}"
 
 
-def task(*overrides: str) -> CaptioningTask:
+def task(*overrides: str) -> Any:
     small = ["data.image_size=16", "data.num_tokens=8", SMALL]
-    return CaptioningTask(load_config(ROOT / "recipes/quickstart.toml", [*small, *overrides]), ROOT)
+    return make_task(load_config(ROOT / "recipes/quickstart.toml", [*small, *overrides]), ROOT)
 
 
 def test_a_recipe_override_makes_cappa() -> None:

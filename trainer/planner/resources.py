@@ -50,17 +50,11 @@ def planning_task(config: RunConfig, root: Path) -> tuple[TrainingTask, list[str
     """The recipe's task, and what was assumed: without the recipe's tokenizer, the model size's own vocabulary."""
     if config.model.kind != "captioner" or (root / config.data.tokenizer).exists():
         return make_task(config, root), []
-    default = type(config.data).model_fields["tokenizer"].default
-    task = CaptioningTask(
-        config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": default})}), root
-    )
-    own = captioner_config(config.model.size, **config.model.overrides)
-    task.model_config = replace(
-        task.model_config, vocab_size=own.vocab_size, pad_id=own.pad_id, bos_id=own.bos_id, eos_id=own.eos_id
-    )
-    return task, [
-        f"there is no {config.data.tokenizer}: planned with the size's own vocabulary of {own.vocab_size:,} words"
-    ]
+    data, size = config.data, config.model.size
+    overrides = {**config.model.overrides, "image_size": data.image_size, "num_tokens": data.num_tokens}
+    model_config = captioner_config(size, **overrides)
+    note = f"there is no {data.tokenizer}: planned with the size's own vocabulary of {model_config.vocab_size:,} words"
+    return CaptioningTask(model_config, size, data, root / data.tokenizer), [note]
 
 
 def plan_resources(

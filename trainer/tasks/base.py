@@ -1,7 +1,7 @@
 """What the trainer asks of a kind of model."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -12,6 +12,7 @@ from data.batch import Batch
 from data.examples.examples import MakeExample
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.base import VisionModel
+from models.converters.native import model_facts
 from trainer.engines.base import Engine
 
 
@@ -112,7 +113,7 @@ class ModelTask(Generic[Model]):
             return self.model_class(self.model_config)
 
     def facts(self) -> dict[str, Any]:
-        return {"model": {"kind": self.kind, "size": self._size, **asdict(self.model_config)}}
+        return {"model": model_facts(self.model_config, self._size)}
 
     def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": engine.module(**inputs)}

@@ -13,9 +13,9 @@ from data.batch import Batch
 from data.examples.examples import CaptionExample
 from data.examples.tokenizer import CaptionTokenizer
 from models.captioner import Captioner
-from models.config import captioner_config
+from models.config import CaptionerConfig
 from models.generation import greedy_captions
-from trainer.config.recipe import RunConfig
+from trainer.config.recipe import DataSection
 from trainer.engines.base import Engine
 from trainer.errors import ConfigError
 from trainer.tasks.base import ModelTask, Samples, pixels, to_device
@@ -30,37 +30,26 @@ class CaptioningTask(ModelTask[Captioner]):
     unit = "one image-text pair"
     model_class = Captioner
 
-    def __init__(self, config: RunConfig, root: Path) -> None:
-        self._data = config.data
-        self.tokenizer_path = root / config.data.tokenizer
-        self.tokenizer = CaptionTokenizer.from_file(self.tokenizer_path)
-        from_data = {
-            "image_size": config.data.image_size,
-            "num_tokens": config.data.num_tokens,
-            "vocab_size": self.tokenizer.vocab_size,
-            "pad_id": self.tokenizer.pad_id,
-            "bos_id": self.tokenizer.bos_id,
-            "eos_id": self.tokenizer.eos_id,
-        }
-        super().__init__(
-            captioner_config(config.model.size, **{**config.model.overrides, **from_data}), config.model.size
-        )
-        if self.model_config.parallel_share > 0 and config.data.bucket_captions:
+    def __init__(self, model_config: CaptionerConfig, size: str, data: DataSection, tokenizer_path: Path) -> None:
+        super().__init__(model_config, size)
+        self._data = data
+        self.tokenizer_path = tokenizer_path
+        if model_config.parallel_share > 0 and data.bucket_captions:
             raise ConfigError(
                 "data.bucket_captions cuts captions to the longest of their micro-batch, which parallel prediction "
                 "(model.overrides.parallel_share) would show to every example of it; remove one of the two"
             )
 
     def make_example(self, *, train: bool) -> CaptionExample:
-        data = self._data
+        config, data = self.model_config, self._data
         return CaptionExample(
-            data.image_size, data.num_tokens, self.tokenizer_path, train, data.caption_field, data.augment,
-            parallel_share=self.model_config.parallel_share,
+            config.encoder.image_size, config.num_tokens, self.tokenizer_path, train, data.caption_field, data.augment,
+            parallel_share=config.parallel_share,
         )  # fmt: skip
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
-        config, size = self.model_config, self._data.image_size
+        config, size = self.model_config, self.model_config.encoder.image_size
         inputs = {
             "images_BCHW": torch.randn(count, 3, size, size, generator=generator),
             "tokens_BL": torch.randint(0, config.vocab_size, (count, config.num_tokens), generator=generator),
@@ -77,13 +66,14 @@ class CaptioningTask(ModelTask[Captioner]):
     @torch.no_grad()
     def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
         """Greedy captions."""
+        tokenizer = CaptionTokenizer.from_file(self.tokenizer_path)
         images: list[np.ndarray] = []
         lines: list[tuple[str, str]] = []
         for batch in batches:
             shown = to_device(batch.inputs, engine)["images_BCHW"]
-            tokens = greedy_captions(engine.module, shown, max_tokens=self._data.num_tokens - 1).cpu()
+            tokens = greedy_captions(engine.module, shown, max_tokens=self.model_config.num_tokens - 1).cpu()
             for row in (~batch.is_padding_B).nonzero().flatten().tolist():
                 images.append(pixels(batch.inputs["images_BCHW"][row]))
-                reference = self.tokenizer.decode(batch.inputs["tokens_BL"][row].tolist())
-                lines.append((self.tokenizer.decode(tokens[row].tolist()), reference))
+                reference = tokenizer.decode(batch.inputs["tokens_BL"][row].tolist())
+                lines.append((tokenizer.decode(tokens[row].tolist()), reference))
         return Samples(contact_sheet(images, lines), lines)

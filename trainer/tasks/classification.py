@@ -9,8 +9,8 @@ from torch import Tensor
 from data.batch import Batch
 from data.examples.labels import LabelledImageExample
 from models.classifier import Classifier, classification_loss
-from models.classifier_config import classifier_config
-from trainer.config.recipe import RunConfig
+from models.classifier_config import ClassifierConfig
+from trainer.config.recipe import DataSection
 from trainer.engines.base import Engine
 from trainer.tasks.base import ModelTask, Samples, pixels, to_device
 from trainer.tasks.pictures import contact_sheet
@@ -24,20 +24,19 @@ class ClassificationTask(ModelTask[Classifier]):
     unit = "one labelled image"
     model_class = Classifier
 
-    def __init__(self, config: RunConfig) -> None:
-        overrides = {**config.model.overrides, "image_size": config.data.image_size}
-        super().__init__(classifier_config(config.model.size, **overrides), config.model.size)
-        self._data = config.data
+    def __init__(self, model_config: ClassifierConfig, size: str, data: DataSection) -> None:
+        super().__init__(model_config, size)
+        self._data = data
 
     def make_example(self, *, train: bool) -> LabelledImageExample:
-        data = self._data
+        config, data = self.model_config, self._data
         return LabelledImageExample(
-            data.image_size, self.model_config.num_classes, train, data.label_field, data.augment
+            config.encoder.image_size, config.num_classes, train, data.label_field, data.augment
         )
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
-        size, num_classes = self._data.image_size, self.model_config.num_classes
+        size, num_classes = self.model_config.encoder.image_size, self.model_config.num_classes
         return {
             "images_BCHW": torch.randn(count, 3, size, size, generator=generator),
             "labels_B": torch.randint(0, num_classes, (count,), generator=generator),

@@ -1,14 +1,12 @@
 """An image encoder alone, as other projects release it: opened for its features, and to start other models from."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
 from data.examples.examples import ImageExample
-from models.converters.native import model_facts
 from models.image_encoder import ImageEncoder
 from trainer.engines.base import Engine
 from trainer.errors import ConfigError
@@ -41,9 +39,6 @@ class EncodingTask(ModelTask[ImageEncoder]):
         generator = torch.Generator().manual_seed(0)
         size = self.model_config.encoder.image_size
         return {"images_BCHW": torch.randn(count, 3, size, size, generator=generator)}
-
-    def facts(self) -> dict[str, Any]:
-        return {"model": model_facts(self.model_config, self._size)}
 
     def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         raise _no_loss()

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from data.batch import Batch
 from data.examples.examples import MaskedImageExample
-from models.mae_config import masked_autoencoder_config
+from models.mae_config import MaskedAutoencoderConfig
 from models.masked_autoencoder import MaskedAutoencoder, from_patches, to_patches
-from trainer.config.recipe import RunConfig
+from trainer.config.recipe import DataSection
 from trainer.engines.base import Engine
 from trainer.tasks.base import ModelTask, Samples, pixels, to_device
 from trainer.tasks.pictures import picture_grid
@@ -24,10 +24,9 @@ class MaskedAutoencodingTask(ModelTask[MaskedAutoencoder]):
     unit = "one image"
     model_class = MaskedAutoencoder
 
-    def __init__(self, config: RunConfig) -> None:
-        overrides = {**config.model.overrides, "image_size": config.data.image_size}
-        super().__init__(masked_autoencoder_config(config.model.size, **overrides), config.model.size)
-        self._augment = config.data.augment
+    def __init__(self, model_config: MaskedAutoencoderConfig, size: str, data: DataSection) -> None:
+        super().__init__(model_config, size)
+        self._augment = data.augment
 
     def make_example(self, *, train: bool) -> MaskedImageExample:
         encoder, visible = self.model_config.encoder, self.model_config.num_visible

@@ -7,38 +7,31 @@ somewhere (`find_tokenizer`).
     >>> loss_B = opened.model(**opened.task.synthetic_inputs(2))
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
-from models.converters.native import CUSTOM_SIZE, config_from_facts
+from models.classifier_config import ClassifierConfig
+from models.config import CaptionerConfig
+from models.converters.native import config_from_facts
 from models.image_encoder import EncoderConfig
+from models.mae_config import MaskedAutoencoderConfig
 from trainer.checkpoints.read import MANIFEST, Checkpoint, file_digest, usable_names
-from trainer.config.recipe import RunConfig
+from trainer.config.recipe import DataSection, read_toml, validated
 from trainer.errors import ConfigError
-from trainer.tasks import TrainingTask, make_task
+from trainer.tasks import TrainingTask
+from trainer.tasks.captioning import CaptioningTask
+from trainer.tasks.classification import ClassificationTask
 from trainer.tasks.encoding import EncodingTask
+from trainer.tasks.masked_autoencoding import MaskedAutoencodingTask
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = "tokenizer.json"
 """Beside a manifest: the tokenizer of an imported captioner."""
-
-_SHORT_NAMES = ("image_size", "patch_size")
-_ANY_SIZE = {"captioner": "dpcap_base", "masked_autoencoder": "vip_base", "classifier": "vip_base"}
-"""A size to override every field of, for shapes of no named size."""
-_WITHOUT_A_RECIPE: Mapping[str, Any] = {
-    "data": {"shards": "none"},
-    "privacy": {"enabled": False, "expected_batch_size": 1},
-    "optimizer": {"peak_lr": 1.0},
-    "train": {"num_steps": 1, "micro_batch_size": 1},
-}
-"""What a recipe must state and no model depends on."""
 
 
 class OpenedModel(NamedTuple):
@@ -137,21 +130,20 @@ def find_tokenizer(checkpoint: Path, manifest: Mapping[str, Any], given: Path | 
 
 def _tokenizers(checkpoint: Path) -> Iterator[Path]:
     yield checkpoint / TOKENIZER
-    stated = _run_recipe(checkpoint).get("data", {}).get("tokenizer")
-    if isinstance(stated, str):
-        yield ROOT / stated
+    data = _data_of_run(checkpoint)
+    if data is not None:
+        yield ROOT / data.tokenizer
     yield EMBEDDED_TOKENIZER
 
 
-def _run_recipe(checkpoint: Path) -> dict[str, Any]:
-    """config.toml of the run folder around a checkpoint; empty without one."""
+def _data_of_run(checkpoint: Path) -> DataSection | None:
+    """[data] of the recipe in the run folder around a checkpoint; None without one."""
     run = run_folder_of(checkpoint)
     if run is None:
-        return {}
-    try:
-        return tomllib.loads((run / "config.toml").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run / 'config.toml'} cannot be read: {error}") from error
+        return None
+    path = run / "config.toml"
+    tree = read_toml(path, "recipe", "restore it from a copy")
+    return validated(DataSection, tree.get("data", {}), f"{path}: [data]")
 
 
 def _task(checkpoint: Checkpoint, tokenizer: Path | None) -> TrainingTask:
@@ -159,58 +151,15 @@ def _task(checkpoint: Checkpoint, tokenizer: Path | None) -> TrainingTask:
     stated = checkpoint.manifest.get("model")
     if not isinstance(stated, dict) or not {"kind", "size"} <= stated.keys():
         raise ConfigError(f"{checkpoint.path}: {MANIFEST} does not state its model")
-    if stated["kind"] == EncodingTask.kind:
-        config = config_from_facts(stated, str(checkpoint.path))
-        assert isinstance(config, EncoderConfig)
-        return EncodingTask(config, stated["size"])
-    task = make_task(_recipe(checkpoint, stated, tokenizer), ROOT)
-    differing = _first_difference(stated, task.facts()["model"])
-    if differing is not None:
-        raise ConfigError(f"{checkpoint.path}: this version cannot build its model: {differing} would be another")
-    return task
-
-
-def _first_difference(stated: Mapping[str, Any], built: Mapping[str, Any]) -> str | None:
-    """A field whose value is not the one stated; fields that were added since have their defaults."""
-    for name, value in stated.items():
-        if isinstance(value, dict):
-            inner = _first_difference(value, built.get(name, {}))
-            if inner is not None:
-                return f"{name}.{inner}"
-        elif name != "size" and built.get(name) != value:
-            return name
-    return None
-
-
-def _recipe(checkpoint: Checkpoint, stated: Mapping[str, Any], tokenizer: Path | None) -> RunConfig:
-    """A recipe of the model that the manifest states; beside that, the run's own one where it is still there."""
-    path, manifest = checkpoint.path, checkpoint.manifest
-    tree = {**_WITHOUT_A_RECIPE, **_run_recipe(path)}
-    data = {**tree["data"], "image_size": stated.get("encoder", {}).get("image_size")}
-    if "tokenizer_sha256" in manifest:
-        found = find_tokenizer(path, manifest, tokenizer)
-        data |= {"num_tokens": stated.get("num_tokens"), "tokenizer": str(found.resolve())}
-    tree |= {"name": tree.get("name", "opened"), "model": _model_section(stated), "data": data}
-    tree.pop("init", None)
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: this version cannot build its model: {where}: {first['msg']}") from error
-
-
-def _model_section(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """[model] whose overrides set every field, so that a size that has changed since changes nothing."""
-    overrides: dict[str, Any] = {}
-    for name, value in stated.items():
-        if name in ("kind", "size"):
-            continue
-        if not isinstance(value, dict):
-            overrides[name] = value
-            continue
-        for field, inner in value.items():
-            short = name == "encoder" and field in _SHORT_NAMES
-            overrides[field if short else f"{name}_{field}"] = inner
-    size = _ANY_SIZE.get(stated["kind"]) if stated["size"] == CUSTOM_SIZE else stated["size"]
-    return {"kind": stated["kind"], "size": size, "overrides": overrides}
+    config, size = config_from_facts(stated, str(checkpoint.path)), stated["size"]
+    data = _data_of_run(checkpoint.path) or DataSection(shards="")  # fields of examples; no shards are read by it
+    match config:
+        case CaptionerConfig():
+            path = find_tokenizer(checkpoint.path, checkpoint.manifest, tokenizer)
+            return CaptioningTask(config, size, data, path.resolve())
+        case MaskedAutoencoderConfig():
+            return MaskedAutoencodingTask(config, size, data)
+        case ClassifierConfig():
+            return ClassificationTask(config, size, data)
+        case EncoderConfig():
+            return EncodingTask(config, size)
