@@ -1,7 +1,7 @@
 """What a logical step would take on many GPUs, from bytes and FLOPs that were measured on two ranks.
 
 A model, not a measurement: every assumption is a field of `Assumptions` and is written beside the numbers. Rings and overlap are
-the planner's (trainer/planner/communication.py); there the bytes follow from the engines' rules, here they were counted.
+the planner's (trainer/planner/hardware.py); there the bytes follow from the engines' rules, here they were counted.
 """
 
 import math
@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer.planner.communication import Network, Traffic, exposed_seconds
-from trainer.planner.hardware import GPUS
+from trainer.planner.hardware import GPUS, Network, Traffic, exposed_seconds
 
 H100 = GPUS["h100-80gb"]
 NETWORK = Network(H100.node_bandwidth, H100.network_bandwidth, H100.gpus_per_node)

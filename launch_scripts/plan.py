@@ -24,7 +24,7 @@ from privacy.errors import PrivacyConfigError
 from privacy.plan import PlanRequest, PrivacyPlan, make_plan
 from trainer.config.cli import Parser, run_command
 from trainer.planner import command
-from trainer.planner.privacy_summary import summarise
+from trainer.planner.privacy import summarise
 
 if TYPE_CHECKING:
     from trainer.config.recipe import RunConfig

@@ -16,9 +16,8 @@ from trainer.engines import build_engine
 from trainer.engines.base import split
 from trainer.engines.reduction import reduce_to_owners
 from trainer.engines.sharded_sums import ShardedSums
-from trainer.planner.communication import traffic
-from trainer.planner.memory import RankMemory, rank_memory
-from trainer.planner.sharding import Trainable, shares
+from trainer.planner.hardware import traffic
+from trainer.planner.memory import RankMemory, Trainable, rank_memory, shares
 from trainer.ranks import distributed
 
 CASES = [

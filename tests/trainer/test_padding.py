@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.trainer.test_planner import ROOT, machine, recipe
-from trainer.planner.padding import Batches
+from trainer.planner.batches import Batches, examples
 from trainer.planner.resources import Wanted, plan_resources
-from trainer.planner.storage import examples
 
 
 def test_padding_by_hand() -> None:

@@ -27,14 +27,12 @@ from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
 from trainer.engines.refusals import require_supported
 from trainer.errors import ConfigError
-from trainer.planner.communication import Network, Traffic, exposed_seconds
-from trainer.planner.hardware import GPUS, find_gpu
-from trainer.planner.memory import RankMemory, accumulator_bytes, largest_that_fits, room
+from trainer.planner.batches import BYTES_PER_EXAMPLE, examples
+from trainer.planner.hardware import GPUS, Network, Traffic, exposed_seconds, find_gpu
+from trainer.planner.memory import RankMemory, Trainable, accumulator_bytes, largest_that_fits, room
+from trainer.planner.privacy import scaling_rule
 from trainer.planner.probe import Probe, count_flops
 from trainer.planner.resources import Wanted, plan_resources, planning_task
-from trainer.planner.scaling_rule import scaling_rule
-from trainer.planner.sharding import Trainable
-from trainer.planner.storage import BYTES_PER_EXAMPLE, examples
 from trainer.planner.tables import scaling_table
 from trainer.tasks import make_task
 

@@ -22,7 +22,7 @@ from tests.e2e.launch import alone, train_arguments
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
 from trainer.loop.schedule import learning_rate
-from trainer.planner.padding import Batches
+from trainer.planner.batches import Batches
 from trainer.ranks.discovery import Ranks
 from trainer.run import start as training
 

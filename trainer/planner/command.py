@@ -9,7 +9,7 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
     from trainer.config.recipe import RunConfig
-    from trainer.planner.storage import Examples
+    from trainer.planner.batches import Examples
 
 ENGINES = ("deepspeed", "fsdp", "fairscale", "local")
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,8 +50,8 @@ def is_wanted(args: argparse.Namespace) -> bool:
 
 
 def known_examples(args: argparse.Namespace, config: "RunConfig") -> "Examples":
-    """How many examples there are, and how long; see `trainer.planner.storage`."""
-    from trainer.planner.storage import examples
+    """How many examples there are, and how long; see `trainer.planner.batches`."""
+    from trainer.planner.batches import examples
 
     return examples(config, ROOT, args.bytes_per_example)
 

@@ -128,7 +128,7 @@ class Probe:
 
     Args:
         machine: compute dtype and activation checkpointing.
-        weights_of_one_pass: see `sharding.gathers_for_every_pass`.
+        weights_of_one_pass: see `memory.gathers_for_every_pass`.
     """
 
     def __init__(

@@ -11,13 +11,19 @@ from privacy.plan import PrivacyPlan
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines.refusals import require_supported
-from trainer.planner.communication import Network, exposed_seconds, traffic
-from trainer.planner.hardware import Gpu
-from trainer.planner.memory import RankMemory, largest_that_fits, rank_memory, room
-from trainer.planner.padding import Batches
+from trainer.planner.batches import Batches, Examples
+from trainer.planner.hardware import Gpu, Network, exposed_seconds, traffic
+from trainer.planner.memory import (
+    RankMemory,
+    Shares,
+    Trainable,
+    gathers_for_every_pass,
+    largest_that_fits,
+    rank_memory,
+    room,
+    shares,
+)
 from trainer.planner.probe import Probe
-from trainer.planner.sharding import Shares, Trainable, gathers_for_every_pass, shares
-from trainer.planner.storage import Examples
 from trainer.run.clipping_mode import better_mode
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.captioning import CaptioningTask

@@ -5,16 +5,22 @@ from typing import Any
 from rich.table import Table
 
 
+def _empty_table(title: str) -> Table:
+    """Columns for a label, its value and a note."""
+    table = Table(title=title, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    return table
+
+
 def privacy_table(result: dict[str, Any]) -> Table:
-    """What the plan claims, beside what it does not."""
+    """What the plan claims, and what it does not."""
 
     def text(name: str, digits: int = 3) -> str:
         return "none" if result[name] is None else f"{result[name]:.{digits}f}"
 
-    table = Table(title="Privacy plan", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
+    table = _empty_table("Privacy plan")
     cap = "no cap" if result["cap"] is None else f"batches cut at {result['cap']:,}"
     table.add_row("examples", f"{result['num_examples']:,}", "one example is the unit of privacy")
     table.add_row("expected batch", f"{result['expected_batch_size']:,}", f"Poisson, {cap}")
@@ -42,7 +48,7 @@ def privacy_table(result: dict[str, Any]) -> Table:
 
 
 def _add_extras(table: Table, result: dict[str, Any]) -> None:
-    """Rows of `_extras`."""
+    """What the guarantee means, and what else the run could cost."""
     prv = "none" if result["opacus_prv"] is None else f"{result['opacus_prv']:.3f}"
     table.add_row("opacus RDP / PRV", f"{result['opacus_rdp']:.3f} / {prv}", "third opinion, without the cap")
     table.add_section()
@@ -72,11 +78,8 @@ def _add_extras(table: Table, result: dict[str, Any]) -> None:
 
 
 def scaling_table(rule: dict[str, Any], noise_multiplier: float) -> Table:
-    """The scaling rule at this plan; see `trainer.planner.scaling_rule`."""
-    table = Table(title="Scaling rule (TAN): equal sigma / B and steps, other batch sizes", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
+    """The scaling rule at this plan; see `trainer.planner.privacy`."""
+    table = _empty_table("Scaling rule (TAN): equal sigma / B and steps, other batch sizes")
     table.add_row("total amount of noise", f"{rule['tan']:.3f}", "TAN = sigma / (q sqrt(T / 2)), the same in every row")
     table.add_row(
         "epsilon by the rule", f"{rule['epsilon_formula']:.3f}", "eta^2 + 2 eta sqrt(log(1 / delta)), eta = 1 / TAN"
@@ -105,12 +108,7 @@ def resource_table(found: dict[str, Any]) -> Table:
     """Memory, time, traffic and reads; see `trainer.planner.resources`."""
     where = f", {found['gpu']}" if found["gpu"] else ""
     sharding = f"ZeRO-{found['zero_stage']}" if found["engine"] == "deepspeed" else found["engine"]
-    table = Table(
-        title=f"Memory and time: {found['world_size']} ranks, {sharding}, {found['dtype']}{where}", show_header=False
-    )
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
+    table = _empty_table(f"Memory and time: {found['world_size']} ranks, {sharding}, {found['dtype']}{where}")
     batch, memory, compute, reading = (found[key] for key in ("batch", "memory", "compute", "reading"))
     frozen = f"and {found['frozen_parameters']:,} frozen" if found["frozen_parameters"] else ""
     table.add_row("trainable parameters", f"{found['parameters']:,}", frozen)

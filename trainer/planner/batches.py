@@ -1,14 +1,19 @@
-"""How many micro-batches a logical batch takes, and how many of their rows are padding.
+"""How many micro-batches a logical batch takes, how many of their rows are padding, and what a step reads.
 
 Every rank runs the same number of micro-batches of the same size, so the last one is filled up with rows that cost as much as
 examples and count for nothing. Where every step runs the micro-batches of the capped batch (trainer/run/batches.py) their number
 is one; elsewhere it follows the Poisson batch, and a size that just holds B / W examples needs one more in half of the steps.
+A step makes one random read for each example, whose mean size the index knows where there is one.
 """
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist, fmean
 
+import numpy as np
+
+from data.index.tar_index import MANIFEST, ExampleTable
 from privacy.plan import PrivacyPlan
 from privacy.sampling.poisson import default_cap
 from trainer.config.recipe import RunConfig
@@ -93,3 +98,42 @@ class Batches:
 
 def _micro_batches(count: int, world_size: int, size: int) -> int:
     return max(1, math.ceil(math.ceil(count / world_size) / size))
+
+
+BYTES_PER_EXAMPLE = 50_000
+"""Assumed where no index says better: a JPEG of some 300 pixels a side and its caption."""
+SAMPLED = 100_000
+"""Examples whose lengths are averaged."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """
+    Attributes:
+        count: how many there are; None where nobody says.
+        mean_bytes: of one example's members in the shard, headers included.
+        source: where the mean is from, in words.
+    """
+
+    count: int | None
+    mean_bytes: float
+    source: str
+
+
+def examples(config: RunConfig, root: Path, bytes_per_example: float | None) -> Examples:
+    """From the option, else from the recipe's index, else assumed.
+
+    Raises:
+        DataError: the recipe's index is damaged.
+    """
+    table = None  # of the recipe's index, if that is there; the shards need not be
+    if config.data.index is not None and (root / config.data.index / MANIFEST).exists():
+        table = ExampleTable.open(root / config.data.index, root, check_shards=False)
+    count = config.data.num_examples if table is None else len(table)
+    if bytes_per_example is not None:
+        return Examples(count, bytes_per_example, "--bytes_per_example")
+    if table is None or len(table) == 0:
+        return Examples(count, BYTES_PER_EXAMPLE, "assumed: no index; --bytes_per_example says better")
+    step = -(-len(table) // SAMPLED)
+    lengths = table.extents(np.arange(0, len(table), step)).lengths
+    return Examples(count, float(lengths.mean()), f"index {config.data.index}")
