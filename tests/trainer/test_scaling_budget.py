@@ -114,12 +114,10 @@ def test_the_budget_of_a_study_cannot_be_reset(tmp_path: Path) -> None:
 
 def test_contract_12_consoles_and_private_timings_stay_private(tmp_path: Path) -> None:
     study = tmp_path / "study"
-    (study / "logs").mkdir(parents=True)
-    (study / "logs" / "earlier.log").write_text("loss 1.0\n")
-    (study / "attempts.jsonl").write_text(f'{{"point": "{FIRST}", "seconds": 5.0}}\n')
     folder, planned = prepared(tmp_path, BUDGET)
     assert folder.private.stat().st_mode & 0o777 == 0o700
-    assert folder.log("earlier").exists()
+    folder.log(FIRST).write_text("loss 1.0\n")
+    folder.record(point=FIRST, event="end", seconds=5.0)
     outside = {path.relative_to(study).parts[0] for path in study.rglob("*")} - {"private"}
     assert outside == {"lock", "recipes", "runs", "shared_ledger.jsonl", "study.toml"}
     begin(folder, FIRST)

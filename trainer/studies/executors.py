@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -162,17 +163,12 @@ def _end_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-class _stop_signals:
-    """Calls `handler` once at SIGTERM or SIGINT instead of ending."""
-
-    def __init__(self, handler: Callable[[], None]) -> None:
-        self._handler = handler
-
-    def __enter__(self) -> None:
-        self._before = {
-            number: signal.signal(number, lambda *_: self._handler()) for number in (signal.SIGTERM, signal.SIGINT)
-        }
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+@contextmanager
+def _stop_signals(handler: Callable[[], None]) -> Iterator[None]:
+    """Calls `handler` at SIGTERM or SIGINT instead of ending."""
+    before = {number: signal.signal(number, lambda *_: handler()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

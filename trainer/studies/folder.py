@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,7 +83,9 @@ class StudyFolder:
         """
         for folder in (self.recipes, self.runs):
             self._make(folder)
-        self._make_private()
+        self._make(self.private)
+        self.private.chmod(0o700)
+        self._make(self.logs)
         for one in planned:
             self._require_same_recipe(one)
         prepare_budget(study, self.shared_ledger, self.recipes, self.runs)
@@ -103,14 +104,6 @@ class StudyFolder:
         write_durably(self.definition, definition)
         return late
 
-    def _make_private(self) -> None:
-        self._make(self.private)
-        self.private.chmod(0o700)
-        for old, now in ((self.root / "logs", self.logs), (self.root / "attempts.jsonl", self.attempts)):
-            if old.exists() and not now.exists():  # where earlier programs left them for everybody to read
-                old.rename(now)
-        self._make(self.logs)
-
     def _require_same_recipe(self, one: PlannedPoint) -> None:
         if self.progress(one.name) == "new":
             return
@@ -121,9 +114,6 @@ class StudyFolder:
                 f"{self.recipe(one.name)}: {error.strerror}; its run is there, but not its recipe"
             ) from error
         keys = changed_keys(begun, to_toml(one.config))
-        if not one.claims and tomllib.loads(begun)["privacy"].get("shared_ledger") is None:
-            # Earlier programs counted it by its name when they wrote the recipe.
-            keys = [key for key in keys if key != "privacy.shared_ledger"]
         if keys:
             raise ConfigError(
                 f"point {one.name} of {self.root} began with another {keys[0]}; set it back, or choose another --study_dir"
