@@ -21,7 +21,8 @@ from models.converters.native import config_from_facts
 from models.image_encoder import EncoderConfig
 from models.mae_config import MaskedAutoencoderConfig
 from trainer.checkpoints.read import MANIFEST, Checkpoint, file_digest, usable_names
-from trainer.config.recipe import DataSection, read_toml, validated
+from trainer.config.recipe import DataSection, validated
+from trainer.config.toml_text import read_toml
 from trainer.errors import ConfigError
 from trainer.tasks import TrainingTask
 from trainer.tasks.captioning import CaptioningTask
