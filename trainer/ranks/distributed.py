@@ -5,6 +5,7 @@ aborts now and then ("terminate called without an active exception"), so a distr
 destroy_process_group, flush and `os._exit`.
 """
 
+import contextlib
 import os
 import pickle
 import socket
@@ -202,8 +203,9 @@ def quit_now(exit_code: int) -> NoReturn:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk, or a reader that is gone: nothing is left that could be said
+            stream.flush()
     os._exit(exit_code)
 
 
