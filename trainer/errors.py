@@ -42,6 +42,7 @@ _WRONG_PATH = {
 }  # fmt: skip
 """What a user mends by naming another path (exit code 2); the rest, such as a full disk, is the machine's state (1)."""
 _LONGEST_WORD = 240
+_CONTROL = re.compile(r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]")  # now: an error may find no memory for it
 
 
 def in_one_line(error: BaseException) -> Said | None:
@@ -86,8 +87,4 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _printable(text: str) -> str:
     """One line without control characters, in which no word is too long to read the rest."""
     words = [word if len(word) <= _LONGEST_WORD else f"{word[:160]}...{word[-40:]}" for word in text.split()]
-    return re.sub(
-        r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]",
-        lambda found: found[0].encode("unicode_escape").decode(),
-        " ".join(words),
-    )
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), " ".join(words))
