@@ -235,15 +235,16 @@ def _ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
     Both Gram matrices are symmetric, so only the lower triangle is computed, in strips: 5 / 8 of the products at 197 tokens.
     The diagonals hold the squared lengths of the tokens.
     """
-    squared_B, diagonals_2BT = a_BTd.new_zeros(len(a_BTd)), a_BTd.new_empty(2, *a_BTd.shape[:2])
+    squared_B = a_BTd.new_zeros(len(a_BTd))
+    square_a_BT, square_g_BT = a_BTd.new_empty(a_BTd.shape[:2]), a_BTd.new_empty(a_BTd.shape[:2])
     for rows, until in _row_strips(a_BTd):
         strip_a, strip_g = _gram(a_BTd[:, rows], a_BTd[:, :until]), _gram(g_BTp[:, rows], g_BTp[:, :until])
         square_a, square_g = strip_a[:, :, rows], strip_g[:, :, rows]
-        for diagonals_BT, square in zip(diagonals_2BT, (square_a, square_g), strict=True):
-            diagonals_BT[:, rows] = square.diagonal(dim1=1, dim2=2)
+        square_a_BT[:, rows] = square_a.diagonal(dim1=1, dim2=2)
+        square_g_BT[:, rows] = square_g.diagonal(dim1=1, dim2=2)
         square_g *= 0.5  # everything left of the square on the diagonal counts twice; halving and doubling are exact
         squared_B += 2 * strip_a.mul_(strip_g).flatten(1).sum(1)
-    return norm_of_grams(squared_B, diagonals_2BT[0], diagonals_2BT[1], a_BTd.shape[2], g_BTp.shape[2])
+    return norm_of_grams(squared_B, square_a_BT, square_g_BT, a_BTd.shape[2], g_BTp.shape[2])
 
 
 def _row_strips(x_BTd: Tensor) -> Iterator[tuple[slice, int]]:
