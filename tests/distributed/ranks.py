@@ -1,5 +1,6 @@
 """Runs a function on real ranks: one process each, gloo, a free port, an outer timeout."""
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -7,10 +8,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, Forked, kill_group, quiet_environment
+
+__all__ = ["ROOT", "free_port", "quiet_environment", "run_ranks"]
 
 
 def free_port() -> int:
@@ -19,44 +23,43 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def quiet_environment(**more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONWARNINGS": "ignore",
+def rank_environment(rank: int, world_size: int, port: str, **more: str) -> dict[str, str]:
+    """Tells a process which rank it is, as a launcher does."""
+    return quiet_environment(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
         **more,
-    }
+    )
 
 
 def run_ranks(target: str, world_size: int, timeout: float = 180, **arguments: Any) -> list[Any]:
     """Calls `target` ("package.module:function") as function(device, **arguments) on every rank; returns their results."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "arguments").write_bytes(pickle.dumps(arguments))
-        port = str(free_port())
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), str(free_port())
+        (folder / "arguments").write_bytes(pickle.dumps(arguments))
+        logs = [folder / f"log-{rank}" for rank in range(world_size)]
+        command = ["-m", "tests.distributed.ranks", target, name]
+        deadline = time.monotonic() + timeout
         processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed.ranks", target, folder],
-                cwd=ROOT,
-                env=quiet_environment(
-                    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                ),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            Forked(command, stdout=logs[rank], env=rank_environment(rank, world_size, port))
             for rank in range(world_size)
-        ]  # fmt: skip
+        ]
         try:
-            outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                for process in processes:
+                    process.wait(max(deadline - time.monotonic(), 0))
         finally:
             for process in processes:
-                process.kill()
+                kill_group(process)
         for rank, process in enumerate(processes):
-            assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{outputs[rank][-4000:]}"
-        return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+            output = logs[rank].read_text()[-4000:]
+            assert process.returncode == 0, (
+                f"rank {rank} ended with {process.returncode} (-9: killed after {timeout} s):\n{output}"
+            )
+        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
 def _main(target: str, folder: str) -> None:

@@ -1,14 +1,13 @@
 """Starts the real command as a user would, and reads what it left behind."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.distributed.ranks import ROOT, free_port, quiet_environment
+from tests.distributed.ranks import free_port, rank_environment
+from tests.processes import ROOT, Forked, kill_group, quiet_environment, run_python
 
 RECIPE = "recipes/tiny.toml"
 TRAIN = "launch_scripts/train.py"
@@ -44,7 +43,7 @@ def alone(
     arguments: list[str], *, script: str = TRAIN, timeout: float = 240, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """The same in one process, without a launcher."""
-    return _run([sys.executable, script, *arguments], timeout, environment)
+    return run_python([script, *arguments], timeout=timeout, env=quiet_environment(**environment))
 
 
 def _run(command: list[str], timeout: float, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -61,30 +60,13 @@ def _run(command: list[str], timeout: float, environment: dict[str, str]) -> sub
 
 def start_ranks(
     arguments: list[str], world_size: int, log: Path, *, script: str = TRAIN, **environment: str
-) -> list[subprocess.Popen[bytes]]:
+) -> list[Forked]:
     """Two ranks without a launcher that would react to their death; output goes to `log`."""
     port = str(free_port())
-    with log.open("ab") as output:
-        return [
-            subprocess.Popen(
-                [sys.executable, script, *arguments], cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
-                env=quiet_environment(
-                    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **environment,
-                ),
-            )
-            for rank in range(world_size)
-        ]  # fmt: skip
-
-
-def kill_group(process: subprocess.Popen[Any]) -> None:
-    """The process with its workers."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()
+    return [
+        Forked([script, *arguments], stdout=log, env=rank_environment(rank, world_size, port, **environment))
+        for rank in range(world_size)
+    ]
 
 
 def ledger_lines(run_dir: Path) -> list[dict[str, Any]]:

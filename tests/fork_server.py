@@ -1,0 +1,98 @@
+"""Forks fresh programs for tests/processes.py, which starts one such server per pytest worker.
+
+Importing torch, DeepSpeed and the trainer costs five to eight CPU seconds, and tests start hundreds of programs. The server
+imports them once, has one thread, runs nothing itself, and so forks children that nothing has touched before.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import runpy
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy
+import torch
+
+from tests.processes import Start
+
+PRELOADED = (
+    "torch", "torch.distributed.tensor", "deepspeed", "fairscale.optim.oss", "dp_accounting.pld.accountant", "trainer.run.start",
+    "trainer.engines.deepspeed", "trainer.engines.fairscale", "trainer.engines.fsdp", "trainer.engines.local",
+)  # fmt: skip
+
+
+def _serve(connection: Connection) -> Start | None:
+    """Answers starts with a process id, and process ids with an exit code or None; returns only in children, and at the end."""
+    running: set[int] = set()
+    while True:
+        try:
+            question = connection.recv()
+        except EOFError:
+            break
+        if isinstance(question, Start):
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                return question
+            running.add(pid)
+            connection.send(pid)
+        else:
+            pid, status = os.waitpid(question, os.WNOHANG)
+            running.discard(pid)
+            connection.send(os.waitstatus_to_exitcode(status) if pid else None)
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return None
+
+
+def _become(start: Start) -> None:
+    """Turns this child into what a fresh Python would be at the first line of the program."""
+    os.setsid()
+    for stream, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, start.stdout, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        (2, start.stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    ):
+        file = os.open(path, flags, 0o644)
+        os.dup2(file, stream)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    os.chdir(start.folder)
+    gc.enable()
+    numpy.random.seed()  # noqa: NPY002 - Python's own generator seeds itself after a fork
+    torch.seed()
+    paths = [path for path in start.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if start.command[0] == "-m":
+        sys.path[:1] = [str(start.folder), *paths]
+        sys.argv = list(start.command[1:])
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[:1] = [str(Path(start.folder, start.command[0]).parent), *paths]
+        sys.argv = list(start.command)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _main() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        raise RuntimeError(f"{len(threads)} threads run in the process that tests fork: a fork copies only one of them")
+    gc.collect()
+    gc.disable()
+    gc.freeze()  # the collector does not touch, and so does not copy, the memory that children share
+    start = _serve(Connection(int(sys.argv[1])))
+    if start is not None:
+        _become(start)
+
+
+if __name__ == "__main__":
+    _main()
