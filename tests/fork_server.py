@@ -4,6 +4,7 @@ Importing torch, DeepSpeed and the trainer costs five to eight CPU seconds, and 
 imports them once, has one thread, runs nothing itself, and so forks children that nothing has touched before.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -11,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -65,6 +67,8 @@ def _become(start: Start) -> None:
     os.environ.clear()
     os.environ.update(start.environment)
     os.chdir(start.folder)
+    if "PYTHONWARNINGS" not in start.environment:
+        warnings.filters.remove(("ignore", None, Warning, None, 0))  # type: ignore[attr-defined] - the server's own
     gc.enable()
     numpy.random.seed()  # noqa: NPY002 - Python's own generator seeds itself after a fork
     torch.seed()
@@ -79,7 +83,18 @@ def _become(start: Start) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+_exit_codes = [0]
+
+
+def _end_without_teardown() -> None:
+    """Python's last act, freeing every module one by one, costs more than most programs of tests."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_exit_codes[-1])
+
+
 def _main() -> None:
+    atexit.register(_end_without_teardown)  # the first to be registered is the last to be called
     for name in PRELOADED:
         importlib.import_module(name)
     torch.set_num_threads(1)
@@ -91,7 +106,14 @@ def _main() -> None:
     gc.freeze()  # the collector does not touch, and so does not copy, the memory that children share
     start = _serve(Connection(int(sys.argv[1])))
     if start is not None:
-        _become(start)
+        try:
+            _become(start)
+        except SystemExit as end:
+            _exit_codes.append(end.code if isinstance(end.code, int) else int(end.code is not None))
+            raise
+        except BaseException:
+            _exit_codes.append(1)
+            raise
 
 
 if __name__ == "__main__":

@@ -93,7 +93,14 @@ def kill_group(process: "Forked | subprocess.Popen[str] | subprocess.Popen[bytes
 def run_python(
     command: Sequence[str | Path], *, timeout: float = 240, env: dict[str, str] | None = None, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script or -m MODULE to its end and returns exit code and output; kills it with its workers at the timeout."""
+    """Runs a script or -m MODULE to its end and returns exit code and output; kills it with its workers at the timeout.
+
+    Args:
+        env: by default a quiet one in which warnings are shown, as users see them.
+    """
+    if env is None:
+        env = quiet_environment()
+        del env["PYTHONWARNINGS"]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "stdout", Path(folder) / "stderr"
         process = Forked(command, stdout=out, stderr=err, env=env, cwd=cwd)

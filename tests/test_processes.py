@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import run_ranks
-from tests.processes import ROOT, Forked, end_server, kill_group, quiet_environment, run_python
+from tests.processes import ROOT, Forked, end_server, kill_group, run_python
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def program(tmp_path: Path) -> Path:
 
 
 SHOW = """
-import json, os, random, sys, threading
-import numpy, torch
+import json, os, sys, threading, warnings
+import torch
 seen = {
     "argv": sys.argv, "path": sys.path[0], "folder": os.getcwd(), "name": __name__, "file": __file__,
     "environment": {name: os.environ.get(name) for name in ("COLOUR", "OMP_NUM_THREADS")},
@@ -29,6 +29,7 @@ seen = {
     "builtins": hasattr(__builtins__, "left_behind"), "descriptors": len(os.listdir("/proc/self/fd")) - 4,
 }
 print(json.dumps(seen))
+warnings.warn('seen')
 """
 SPOIL = """
 import builtins, os, sys, torch
@@ -38,12 +39,15 @@ os.environ["COLOUR"] = "red"; os.chdir("/"); torch.manual_seed(5); torch.set_gra
 """
 
 
-def test_a_forked_program_sees_what_a_fresh_python_shows_it(program: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("warnings", [{}, {"PYTHONWARNINGS": "ignore"}], ids=["shown", "hidden"])
+def test_a_forked_program_sees_what_a_fresh_python_shows_it(
+    program: Path, tmp_path: Path, warnings: dict[str, str]
+) -> None:
     """Whatever another one did before."""
     spoiler = tmp_path / "spoiler.py"
     spoiler.write_text(SPOIL)
     program.write_text(SHOW)
-    environment = quiet_environment(COLOUR="green", PYTHONPATH=str(ROOT))
+    environment = {**os.environ, "COLOUR": "green", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **warnings}
     fresh = subprocess.run(
         [sys.executable, program, "a", "-b"], cwd=tmp_path, env=environment, capture_output=True, text=True,
         stdin=subprocess.DEVNULL, check=True,
@@ -52,7 +56,7 @@ def test_a_forked_program_sees_what_a_fresh_python_shows_it(program: Path, tmp_p
     assert spoiled.returncode == 0, spoiled.stderr
     forked = run_python([program, "a", "-b"], env=environment, cwd=tmp_path)
     assert forked.returncode == 0, forked.stderr
-    assert forked.stdout == fresh.stdout
+    assert (forked.stdout, forked.stderr) == (fresh.stdout, fresh.stderr)
 
 
 def test_generators_that_the_system_seeds_differ(program: Path) -> None:

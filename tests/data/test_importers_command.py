@@ -1,28 +1,25 @@
 """`prepare.py import` as a user runs it."""
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.data.conftest import ROOT
 from tests.data.test_importers_pipeline import pictures, rows_of, write_csv
+from tests.processes import Forked, kill_group, run_python
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, str(ROOT / "launch_scripts/prepare.py"), "import", *map(str, arguments)]
+    return ["launch_scripts/prepare.py", "import", *map(str, arguments)]
 
 
 def test_command_prints_what_was_dropped(tmp_path: Path) -> None:
     pictures(tmp_path / "in", 4)
     write_csv(tmp_path / "in" / "t.csv", rows_of(["000.jpg", "001.jpg", "gone.jpg"]))
     arguments = ("--from", "csv", tmp_path / "in" / "t.csv", "--output", tmp_path / "out", "--workers", "1")
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    done = run_python(command(*arguments), timeout=120)
     assert done.returncode == 0, done.stderr
     assert "2 of 3 items" in done.stdout and "no such file" in done.stdout and "private" in done.stdout
 
@@ -41,7 +38,7 @@ def test_command_prints_what_was_dropped(tmp_path: Path) -> None:
 )
 def test_bad_arguments_are_one_line_and_exit_2(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     line = command(*arguments, "--output", tmp_path / "out", "--workers", "1")
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = run_python(line, timeout=120)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
@@ -65,21 +62,14 @@ def test_a_killed_import_goes_on(tmp_path: Path) -> None:
         "2",
         "--output",
     )
-    assert subprocess.run(command(*arguments, tmp_path / "plain"), timeout=300, capture_output=True).returncode == 0
+    assert run_python(command(*arguments, tmp_path / "plain"), timeout=300).returncode == 0
     kills = 0
     for seconds in np.linspace(1.0, 8.0, 8):
-        process = subprocess.Popen(
-            command(*arguments, tmp_path / "killed"),
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        process = Forked(command(*arguments, tmp_path / "killed"), stdout=Path(os.devnull))
         time.sleep(float(seconds))
         kills += process.poll() is None
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert subprocess.run(command(*arguments, tmp_path / "killed"), timeout=300, capture_output=True).returncode == 0
+        kill_group(process)
+    assert run_python(command(*arguments, tmp_path / "killed"), timeout=300).returncode == 0
     assert kills >= 2
     found = [{p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("plain", "killed")]
     assert found[0] == found[1]

@@ -2,9 +2,7 @@
 
 import json
 import subprocess
-import sys
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ from data.examples.transforms import denormalize, eval_image
 from data.reading.pool import worker_pool
 from data.synthetic.generate import GENERATOR_VERSION, SyntheticData
 from data.synthetic.write import PROVENANCE, Settings, write_synthetic
-from tests.data.conftest import ROOT
+from tests.processes import run_python
 
 SETTINGS = Settings(num_examples=25, image_size=32, seed=5, shard_examples=10)
 
@@ -84,8 +82,7 @@ def test_a_folder_with_foreign_or_damaged_files_is_refused(tmp_path: Path) -> No
 
 
 def prepare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command: Sequence[str] = [sys.executable, str(ROOT / "launch_scripts/prepare.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_python(["launch_scripts/prepare.py", *arguments], timeout=120)
 
 
 def test_command_writes_shards_that_can_be_indexed(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """A ledger that cannot be written stops the run before the step it would have charged (contract 9)."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from privacy.ledger.records import read_ledger
 from tests.e2e.launch import alone, train_arguments
+from tests.processes import run_python
 
 SCRIPT = "tests/e2e/full_disk_train.py"
 
@@ -32,10 +31,9 @@ def test_a_full_disk_or_a_read_only_ledger_stops_the_run_before_its_step(tmp_pat
 
 
 def test_delta_above_one_over_n_is_warned_and_printed(tmp_path: Path) -> None:
-    plan = [sys.executable, "launch_scripts/plan.py", "--num_examples", "3000", "--expected_batch_size", "24"]
+    plan = ["launch_scripts/plan.py", "--num_examples", "3000", "--expected_batch_size", "24"]
     more = ["--num_steps", "4", "--noise_multiplier", "1", "--delta", "0.01", "--no_extras"]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([*plan, *more], cwd=root, capture_output=True, text=True, timeout=120)
+    done = run_python([*plan, *more], timeout=120)
     assert done.returncode == 0 and "above 1/n" in done.stderr and "0.01" in done.stdout
 
 

@@ -1,11 +1,12 @@
 import json
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 DPCAP = "--num_examples 233000000 --expected_batch_size 1310720 --num_steps 5708 --delta 4.2918e-9"
@@ -13,9 +14,11 @@ SMALL = "--num_examples 3000 --expected_batch_size 60 --num_steps 50"
 
 
 def _plan(arguments, **environment):
-    command = [sys.executable, "launch_scripts/plan.py", *arguments.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120)
+    return run_python(
+        ["launch_scripts/plan.py", *arguments.split()],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        timeout=120,
+    )
 
 
 def test_dpcap_point():

@@ -4,20 +4,19 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from tests.data.servers import range_server
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def prepare(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launch_scripts" / "prepare.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    return run_python([ROOT / "launch_scripts" / "prepare.py", *map(str, arguments)], cwd=cwd, timeout=100)
 
 
 def test_index_and_verify(tmp_path: Path) -> None:

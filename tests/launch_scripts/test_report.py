@@ -2,10 +2,7 @@ import base64
 import fcntl
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import PlanRequest, make_plan
 from tests.privacy.ledger_epsilon import recompute
+from tests.processes import run_python
 from trainer.report import build_card, write_card
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,9 +19,7 @@ SECRET = "424242.125"
 
 
 def _report(run_dir, *arguments):
-    command = [sys.executable, "launch_scripts/report.py", "--run_dir", str(run_dir), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120)
+    return run_python(["launch_scripts/report.py", "--run_dir", run_dir, *arguments], timeout=120)
 
 
 @pytest.fixture

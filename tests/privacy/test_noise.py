@@ -3,8 +3,6 @@ import itertools
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ from scipy import stats
 from privacy import noise
 from privacy.accounting.noise_tail import BOX_MULLER_EDGE, EDGES, MOST_PARAMETERS, NOISE_SOURCES, noise_tail_delta
 from privacy.noise import _device_words, add_noise, box_muller, noise_source
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -140,8 +139,7 @@ def test_contract_7_single_precision_is_refused():
 
 
 def test_benchmark_prints_one_json_object():
-    command = [sys.executable, "benchmarks/noise.py", "--count", "1000", "--repeats", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_python(["benchmarks/noise.py", "--count", "1000", "--repeats", "1"], timeout=120)
     result = json.loads(done.stdout)
     assert done.returncode == 0 and done.stdout.count("\n") == 1
     assert all(result["samples_per_second"]["cpu"][name] > 0 for name in NOISE_SOURCES)

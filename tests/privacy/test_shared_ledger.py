@@ -4,8 +4,6 @@ import math
 import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import PlanRequest, make_plan
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-5
@@ -184,8 +183,7 @@ def test_the_filter_bounds_pld_from_above_and_counts_everything():
 
 def test_command(tmp_path):
     def run(*arguments):
-        command = [sys.executable, "launch_scripts/shared_ledger.py", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return run_python(["launch_scripts/shared_ledger.py", *arguments], timeout=60)
 
     path = tmp_path / "owner.jsonl"
     assert run("create", str(path), "--target_epsilon", "3", "--delta", "1e-6").returncode == 0

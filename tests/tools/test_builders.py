@@ -1,13 +1,12 @@
 """What built the embedded demo and the embedded tokenizers."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from data.errors import DataError
 from tests.data.conftest import ROOT, picture
+from tests.processes import run_python
 from tools.demo_build import build_demo
 from tools.demo_captions import Captioner, Metadata
 from tools.shapes_tokenizer import SHAPES_TOKENIZER, shapes_tokenizer
@@ -71,8 +70,7 @@ def test_the_tokenizer_of_shapes_is_the_one_that_is_shipped() -> None:
     ],
 )
 def test_errors_are_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / f"{arguments[0]}.py"), *arguments[1:]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_python([ROOT / "tools" / f"{arguments[0]}.py", *arguments[1:]], cwd=tmp_path, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
     assert not (tmp_path / "x").exists()

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from privacy.plan import PlanRequest, PrivacyPlan, make_plan
 from privacy.releases import SENSITIVITY_SLACK
 from tests.docs.pages import shell_commands
 from tests.e2e.launch import alone, train_arguments
+from tests.processes import run_python
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
 from trainer.loop.schedule import learning_rate
@@ -79,8 +78,9 @@ def test_sigma_of_every_recipe_by_rdp_and_by_an_epsilon_without_the_cap(path: Pa
 @pytest.mark.parametrize("path", CALIBRATED, ids=lambda p: p.stem)
 def test_every_calibrated_recipe(path: Path) -> None:
     """`plan.py --recipe` says what the comment says, rounded up, and it is the target."""
-    command = [sys.executable, "launch_scripts/plan.py", "--recipe", str(path), "--no_extras", "--json"]
-    said = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout)
+    said = json.loads(
+        run_python(["launch_scripts/plan.py", "--recipe", path, "--no_extras", "--json"], timeout=600).stdout
+    )
     target = {"dpcap_base_eps1": 1.0, "dpcap_base_eps2": 2.0}.get(path.stem, 8.0)
     # Over 72,720 attempts one step of sigma's last digit moves the discretised epsilon by 5e-3.
     assert target - (6e-3 if path.stem == "vip_base_batch8192" else 1e-3) <= said["epsilon_with_reserve"] <= target
