@@ -25,7 +25,7 @@ from data.index.shards import find_shards, read_shard_list
 from data.index.tar_index import ExampleTable
 from data.index.verify import STATES, verify_hashes, verify_sample
 from data.reading.pool import available_cores, worker_pool
-from data.reading.storage import RemoteOptions
+from data.reading.records import RemoteOptions
 from data.synthetic.command import add_synthetic
 from trainer.config.cli import Parser, run_command
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.house import ROOMS, import_circle, import_graph
+
 ROOT = Path(__file__).resolve().parents[1]
 LOWER = {"privacy", "models", "data"}
 MAY_IMPORT = {
@@ -38,6 +40,7 @@ ONLY_IN = {
 }
 """Where a package may be imported in what runs; tests are free."""
 MAX_LINES = 400
+MAX_MODULES = 12
 CARRIED = ROOT / "models/converters/modeling_captioner.py"
 """Goes with exported captioners to users of transformers; nothing of the project imports it."""
 
@@ -204,9 +207,33 @@ def test_no_error_is_swallowed() -> None:
                 assert not is_bare and not does_nothing, f"{relative(path)}:{node.lineno} swallows errors"
 
 
-def test_gradient_clipping_is_written_and_read_back() -> None:
-    """Contract 14; what the resolver writes is asserted in tests/trainer/test_ds_config.py."""
-    for path in sorted((ROOT / "ds_configs").glob("*.json")):
-        assert "gradient_clipping" not in json.loads(path.read_text()), "it is the resolver's"
-    source = (ROOT / "trainer/engines/deepspeed.py").read_text()
-    assert '"gradient_clipping": (engine.gradient_clipping(), 0.0)' in source
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_few_files_directly_in_it(room: str) -> None:
+    """The others lie in its folders, so that a reader sees what there is."""
+    modules = [path.stem for path in (ROOT / room).glob("*.py") if path.stem != "__init__"]
+    assert len(modules) <= MAX_MODULES, modules
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    """A circle of files is one file that nobody can read in parts."""
+    trees = {}
+    for path in python_files(*PACKAGES):
+        trees[relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = parsed(path)
+    assert import_circle(import_graph(trees)) == []
+
+
+def test_the_search_for_circles_sees_them() -> None:
+    """Also those whose imports stand inside of functions, and none in imports for types."""
+    lines = {"a": "import b.c", "b": "", "b.c": "def f():\n    from d import e", "d": "from a import x"}
+    trees = {name: ast.parse(line) for name, line in lines.items()}
+    assert set(import_circle(import_graph(trees))) == {"a", "b.c", "d"}
+    trees["d"] = ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a import x")
+    assert import_circle(import_graph(trees)) == []
+
+
+def test_no_stand_in_for_a_type_outside_of_tests() -> None:
+    """A SimpleNamespace is what no type checker sees through."""
+    for path in python_files(*PACKAGES):
+        for node in ast.walk(parsed(path)):
+            named = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            assert named != "SimpleNamespace", f"{relative(path)}:{node.lineno} uses SimpleNamespace"

@@ -27,7 +27,8 @@ from data.index.shard import ROW, index_file
 from data.index.shards import ShardSet
 from data.index.tar_index import FORMAT_VERSION, ExampleTable, manifest_digest, write_manifest
 from data.reading.pool import run_all
-from data.reading.storage import RemoteOptions, ShardEntry, ShardStatus, open_storage
+from data.reading.records import RemoteOptions, ShardEntry, ShardStatus
+from data.reading.storage import open_storage
 
 BAD_SHARDS = "bad-shards.txt"
 """Lists in the folder of the index what a build refused."""

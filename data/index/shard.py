@@ -18,7 +18,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.index.tar_format import BLOCK, CutOffError, Member, TarFormatError, iter_members, split_key
-from data.reading.storage import ShardEntry
+from data.reading.records import ShardEntry
 
 ROW = np.dtype([("first_block", "<u4"), ("crc32", "<u4"), ("low", "<u2"), ("high", "u1")])
 MAX_BLOCKS = (1 << 20) - 1

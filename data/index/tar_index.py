@@ -25,15 +25,8 @@ from data.files import private_file
 from data.index.shard import ROW
 from data.index.shards import ShardSet
 from data.index.tar_format import BLOCK
-from data.reading.storage import (
-    ReadRequest,
-    RemoteOptions,
-    ShardEntry,
-    ShardStatus,
-    Storage,
-    open_storage,
-    require_present,
-)
+from data.reading.records import ReadRequest, RemoteOptions, ShardEntry, ShardStatus
+from data.reading.storage import Storage, open_storage, require_present
 
 FORMAT_VERSION = 3
 """It changes whenever shards that were accepted are no longer, so that no index of such a shard is used."""

@@ -13,7 +13,8 @@ from data.index.shard import hash_file
 from data.index.tar_index import ExampleTable
 from data.reading.pool import run_all
 from data.reading.reader import MAX_EXAMPLE_BYTES, RawExample, TarReader
-from data.reading.storage import RemoteOptions, open_storage, require_present
+from data.reading.records import RemoteOptions
+from data.reading.storage import open_storage, require_present
 
 STATES = (
     "usable", "without image", "undecodable image", "labelled without caption", "without caption or label", "too large",

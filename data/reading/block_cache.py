@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from data.errors import DataError
-from data.reading.storage import ReadRequest
+from data.reading.records import ReadRequest
 
 _NUM_FOLDERS = 64
 _SLACK = 8

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data.errors import DataError, ReadError
-from data.reading.storage import ReadRequest, ShardEntry, ShardStatus, check_crc
+from data.reading.records import ReadRequest, ShardEntry, ShardStatus, check_crc
 
 MAX_OPEN_SHARDS = 64
 

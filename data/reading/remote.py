@@ -24,7 +24,7 @@ from fsspec.asyn import AsyncFileSystem
 
 from data.errors import DataError, ReadError
 from data.reading.block_cache import BlockCache
-from data.reading.storage import ReadRequest, RemoteOptions, ShardStatus, check_crc
+from data.reading.records import ReadRequest, RemoteOptions, ShardStatus, check_crc
 
 if TYPE_CHECKING:
     from aiohttp import TraceConfig, TraceRequestRedirectParams

@@ -16,7 +16,7 @@ from data.importers.tables import Columns, table_source
 from data.index.build import build_index
 from data.index.shards import find_shards
 from data.index.verify import verify_sample
-from data.reading.storage import RemoteOptions
+from data.reading.records import RemoteOptions
 from tests.data.conftest import picture, write_shard
 from tests.data.test_importers_pipeline import COLUMNS, captions, members, pictures, write_csv
 

@@ -20,7 +20,7 @@ from data.index.build import build_index
 from data.index.shards import find_shards
 from data.index.tar_index import ExampleTable
 from data.reading.reader import TarReader
-from data.reading.storage import RemoteOptions
+from data.reading.records import RemoteOptions
 from tests.data.conftest import ROOT
 from tests.data.servers import RangeServer, range_server
 
@@ -80,7 +80,7 @@ from data.errors import ReadError
 from data.index.build import build_index
 from data.reading.reader import TarReader
 from data.index.shards import find_shards
-from data.reading.storage import RemoteOptions
+from data.reading.records import RemoteOptions
 said = []
 for number, (url, allow) in enumerate(json.loads(sys.argv[3])):
     options = RemoteOptions(timeout_seconds=5, tries=2, backoff_seconds=0.01, allow_plain_http=allow)

@@ -20,7 +20,7 @@ from data.index.tar_index import ExampleTable
 from data.reading.block_cache import BlockCache
 from data.reading.loader import Loader, StepPlan
 from data.reading.reader import TarReader
-from data.reading.storage import RemoteOptions
+from data.reading.records import RemoteOptions
 from tests.data.servers import RangeServer, range_server
 from tests.distributed.ranks import free_port
 

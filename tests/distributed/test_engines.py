@@ -6,6 +6,7 @@ The batch is dealt out unevenly (5 and 2 examples, or 7 and none), so padding an
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -255,6 +256,49 @@ def rank_options(device: torch.device) -> dict[str, dict[str, Tensor]]:
             torch.nn.functional.linear is torch._C._nn.linear
         )  # DeepSpeed's would multiply weight gradients for nobody
     return found
+
+
+READERS = {
+    "gradient_clipping": 1.0,
+    "gradient_accumulation_steps": 2,
+    "train_micro_batch_size_per_gpu": 3,
+    "zero_optimization_stage": 2,
+    "bfloat16_enabled": True,
+    "fp16_enabled": True,
+}
+"""Methods of DeepSpeed's engine that say what it understood, each with what was not meant."""
+
+
+def rank_understands_otherwise(device: torch.device) -> dict[str, str]:
+    """What building an engine ends in where DeepSpeed says that it understood one setting otherwise than it was meant."""
+    import deepspeed
+
+    initialize = deepspeed.initialize
+    found = {}
+    for name, value in READERS.items():
+
+        def misunderstand(name: str = name, value: object = value, **options: Any) -> Any:
+            engine, *others = initialize(**options)
+            setattr(engine, name, lambda: value)
+            return engine, *others
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(deepspeed, "initialize", misunderstand)
+            try:
+                build(device, "deepspeed", 1)
+                found[name] = "nothing"
+            except RuntimeError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_contract_14_an_engine_that_understood_something_else_is_refused() -> None:
+    """First of all gradient clipping, which would clip the noised sum; DeepSpeed's default became 1.0 in 0.19.3."""
+    (found,) = run_ranks(f"{__name__}:rank_understands_otherwise", 1)
+    assert found["gradient_clipping"] == "DeepSpeed runs with gradient_clipping = 1.0, but 0.0 was asked for"
+    assert set(found) == set(READERS)
+    for name, value in READERS.items():
+        assert re.fullmatch(rf"DeepSpeed runs with \S+ = {value}, but \S+ was asked for", found[name]), found[name]
 
 
 @pytest.mark.full

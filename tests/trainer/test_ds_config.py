@@ -13,7 +13,6 @@ from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
-RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}}
 
 
@@ -232,9 +231,11 @@ def test_shipped_files_say_what_their_names_say(path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
-def test_every_recipe_resolves_on_every_machine(recipe: Path, path: Path, world_size: int) -> None:
-    machine, micro_batch_size = load_machine_settings(path), load_config(recipe).train.micro_batch_size
+@pytest.mark.parametrize("micro_batch_size", [1, 24])
+def test_every_shipped_file_resolves(path: Path, world_size: int, micro_batch_size: int) -> None:
+    """All that `resolve` sees of a recipe is its micro batch size."""
+    machine = load_machine_settings(path)
+    assert "gradient_clipping" not in machine.raw, "it is the resolver's"
     resolved = resolve(machine, micro_batch_size=micro_batch_size, world_size=world_size)
     # Written, not left to a default: DeepSpeed's own became 1.0 in 0.19.3 (contract 14).
     assert resolved["gradient_clipping"] == 0.0

@@ -11,7 +11,7 @@ from data.index.build import build_index
 from data.index.shards import ShardSet, find_shards
 from data.index.tar_index import MANIFEST, ExampleTable
 from data.reading.reader import TarReader, json_record
-from data.reading.storage import RemoteOptions
+from data.reading.records import RemoteOptions
 from trainer.config.recipe import RunConfig
 from trainer.ranks.distributed import first_on_main, on_main, rank
 from trainer.run.folder import RunFolder
