@@ -3,8 +3,21 @@
 from collections import Counter
 from typing import Any
 
-SLOWEST = 10
+from hypothesis import settings
+
+from tests.processes import end_server
+
+# Examples that each searched property is tried on. `make test` finds what a few find; `make test-all` searches.
+settings.register_profile("few", deadline=None, max_examples=25)
+settings.register_profile("full", deadline=None, max_examples=300)
+settings.load_profile("few")
+
+SLOWEST = 20
 AT_LEAST = 60.0  # seconds in all; a single file run by hand needs no table
+
+
+def pytest_sessionfinish() -> None:
+    end_server()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

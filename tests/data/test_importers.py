@@ -6,7 +6,7 @@ import tarfile
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
@@ -40,7 +40,6 @@ def test_caption_rules(text: str, cleaned: str | None) -> None:
     assert clean_caption(text) == cleaned
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.text(alphabet=st.characters() | st.sampled_from("<>&;\"'@. ab:/"), max_size=200))
 def test_cleaning_twice_changes_nothing(text: str) -> None:
     once = clean_caption(text)
@@ -120,7 +119,6 @@ def greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
     return dropped
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, MAX_DISTANCE), st.integers(0, 2**32), st.integers(1, 120))
 def test_near_duplicates_are_those_of_all_pairs(distance: int, seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
@@ -146,7 +144,6 @@ def test_exact_duplicates_keep_the_first() -> None:
     assert exact_duplicates(rows).tolist() == [False, False, True, True, False]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=60), st.integers(1, 5), st.integers(0, 9))
 def test_owner_limit_keeps_exactly_k_by_content(owners: list[str], limit: int, seed: int) -> None:
     ids = np.frombuffer(b"".join(owner_digest(owner) for owner in owners), dtype=np.uint8).reshape(-1, 16)

@@ -11,7 +11,7 @@ import pytest
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -40,7 +40,6 @@ def plan(**changed: Any) -> PrivacyPlan:
 # The mechanism
 
 
-@settings(deadline=None)
 @given(sigma=st.floats(0.3, 50), ratio=st.floats(1.01, 1e6), bound=st.floats(1e-6, 1e6))
 def test_both_releases_together_are_one_gaussian_of_the_planned_noise(sigma: float, ratio: float, bound: float) -> None:
     adaptive = AdaptiveClipping(0.5, 0.2, sigma / 2 * ratio)

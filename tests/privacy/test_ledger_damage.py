@@ -151,7 +151,7 @@ def test_contract_9_torn_repairs_at_every_byte(tmp_path, no_fsync):
         assert path.read_bytes().startswith(repaired[: len(data)] + TORN_MARK + b"\n" if end > len(data) + 6 else data)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tail=st.binary(min_size=1, max_size=60).filter(lambda tail: b"\n" not in tail))
 def test_contract_9_any_garbage_tail_is_kept_and_charged(tmp_path, tail):
     directory = tmp_path / "fresh"

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -40,7 +40,6 @@ def test_contract_1_coins_follow_their_definition():
     assert dict(zip(decided.ids.tolist(), decided.values.tolist(), strict=True)) == expected
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_contract_1_random_access_equals_sequential(data):
     n = data.draw(st.integers(1, 3000))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -96,7 +96,6 @@ def test_whole_parameters(kind: str) -> None:
     assert kept == set(moments(section(kind)))
 
 
-@settings(max_examples=20, deadline=None)
 @given(kind=st.sampled_from(["lamb", "lars"]), data=st.data())
 def test_flat_tensors_that_cut_and_join_parameters(kind: str, data: st.DataObject) -> None:
     """As ZeRO-1 and 2 step them: the concatenation of a group's parameters, cut anywhere, with padding at the end."""

@@ -14,8 +14,6 @@ from privacy.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 
 FEW = settings(
-    max_examples=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     derandomize=True,
 )
