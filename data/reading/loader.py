@@ -27,7 +27,7 @@ from data.index.tar_index import ExampleTable
 from data.reading.bucketing import by_caption_length, cut_to_longest, require_captions
 from data.reading.reader import RawExample, TarReader
 
-_PRELOAD = ["data.worker_signals", "torch", "PIL.Image", "tokenizers", "data.loader"]
+_PRELOAD = ["data.reading.worker_signals", "torch", "PIL.Image", "tokenizers", "data.reading.loader"]
 
 
 class StepPlan(NamedTuple):

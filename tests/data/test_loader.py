@@ -22,6 +22,7 @@ from data.index.tar_index import ExampleTable
 from data.reading.loader import Loader, StepPlan, batched_name, eval_batches
 from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
+from tests.processes import run_python
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER)
 
@@ -221,3 +222,25 @@ def test_names() -> None:
         "example_key_B",
     ]
     assert pickle.loads(pickle.dumps(MAKE)) == MAKE
+
+
+FORK_SERVER = """
+if __name__ == "__main__":
+    import os, signal, sys
+    sys.path.insert(0, sys.argv[1])
+    from data.reading.loader import worker_context
+    with worker_context().Pool(1) as pool:
+        server = pool.apply(os.getppid)
+        status = open(f"/proc/{server}/status").read()
+        ignored = int(status.split("SigIgn:")[1].split()[0], 16)
+        print([bool(ignored >> (number - 1) & 1) for number in (signal.SIGTERM, signal.SIGUSR1)])
+        print(pool.apply(eval, ("'data.reading.loader' in __import__('sys').modules",)))
+"""
+
+
+def test_the_fork_server_has_what_workers_need_and_leaves_signals_to_the_trainer(tmp_path: Path) -> None:
+    """What it cannot import it passes over in silence."""
+    script = tmp_path / "script.py"
+    script.write_text(FORK_SERVER)
+    done = run_python([script, str(ROOT)])
+    assert done.stdout.splitlines() == ["[True, True]", "True"], done.stdout + done.stderr
