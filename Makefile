@@ -2,10 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Each of two workers begins with one half of the tests; one that has none left takes over a half of what the other has.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+QUICK := not full and not gpu and not cluster
 STAMP := $(VENV)/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: quickstart test test-all coverage lint format clean venv
+.PHONY: quickstart test test-all test-cluster coverage lint format clean venv
 
 $(STAMP): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
@@ -18,21 +21,28 @@ venv: $(STAMP)
 quickstart: $(STAMP)
 	@$(BIN)/python launch_scripts/quickstart.py
 
-test: $(STAMP) lint
-	@tests/install_packages.sh cluster
-	$(BIN)/python -m pytest -m "not full and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+# Lint and types run in the background meanwhile; what they say is printed at the end.
+test: $(STAMP)
+	@tests/install_packages.sh hosts
+	@mkdir -p runs; $(MAKE) --no-print-directory lint >runs/lint.log 2>&1 & lint=$$!; \
+	$(PYTEST) -m "$(QUICK)"; tests=$$?; \
+	wait $$lint; lint=$$?; echo "lint and types:"; cat runs/lint.log; exit $$((tests ? tests : lint))
 
 test-all: $(STAMP) lint
 	@tests/install_packages.sh
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-triton.txt >&2 || echo "triton could not be installed: tests of its kernel will be skipped" >&2
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-evaluation.txt >&2 || echo "datasets and pycocotools could not be installed: tests with them will be skipped" >&2
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --hypothesis-profile=full -m "not gpu and not cluster"
+
+# Launchers between hosts that share this machine, and Slurm.
+test-cluster: $(STAMP)
+	@tests/install_packages.sh cluster
+	$(PYTEST) -m cluster
 
 # Statements that `make test` runs, in every rank and command; TESTS="tests/data ..." takes a part. Tracing makes tests slower.
 coverage: $(STAMP)
-	@tests/install_packages.sh cluster
-	$(BIN)/python -m pytest -m "not full and not gpu" -n 2 --dist loadfile --no-loadscope-reorder -o timeout=900 \
-		--cov --cov-report=term --cov-report=html $(TESTS)
+	@tests/install_packages.sh hosts
+	$(PYTEST) -m "$(QUICK)" -o timeout=900 --cov --cov-report=term --cov-report=html $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

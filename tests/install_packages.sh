@@ -1,7 +1,7 @@
 #!/bin/sh
-# Debian packages that tests use and do without: what a cluster has (ssh, pdsh, Open MPI, Slurm), a browser that looks at the privacy
-# card, and nginx to read shards from. Installs what is missing when it can; otherwise says so, and the tests that need it skip.
-# `install_packages.sh cluster`: the first of these only (20 s).
+# Debian packages that tests use and do without: what two hosts need (ssh, pdsh), what a cluster has (Open MPI, Slurm), a browser that
+# looks at the privacy card, and nginx to read shards from. Installs what is missing when it can; otherwise says so, and the tests that
+# need it skip. `install_packages.sh hosts` installs the first of these only, `install_packages.sh cluster` the first two.
 set -eu
 
 missing=""
@@ -12,12 +12,14 @@ want ip iproute2
 want ssh openssh-client
 want sshd openssh-server
 want pdsh pdsh
-want ompi_info openmpi-bin
-want munged munge
-want slurmctld slurmctld
-want slurmd slurmd
-want sbatch slurm-client
-if [ "${1:-}" != cluster ]; then
+if [ "${1:-}" != hosts ]; then
+    want ompi_info openmpi-bin
+    want munged munge
+    want slurmctld slurmctld
+    want slurmd slurmd
+    want sbatch slurm-client
+fi
+if [ "${1:-}" = "" ]; then
     want chromium chromium
     want nginx nginx-light
 fi

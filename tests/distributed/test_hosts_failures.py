@@ -14,7 +14,7 @@ from tests.e2e.launch import TRAIN, count, kill_group
 from tests.hosts.hosts import Network, wait_until
 from tests.hosts.launchers import BIN, WITHIN, openmpi, pdsh, tiny
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.parametrize("victim", [0, 1])

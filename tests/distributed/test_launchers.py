@@ -1,4 +1,7 @@
-"""Every launcher between two hosts (tests/hosts): the real command, a real private run, and a whole ledger."""
+"""Every launcher between two hosts (tests/hosts): the real command, a real private run, and a whole ledger.
+
+`make test` keeps one of them; `make test-cluster` runs all.
+"""
 
 import subprocess
 import sys
@@ -28,9 +31,9 @@ from tests.hosts.slurm import Slurm
     ("name", "launcher"),
     [
         ("deepspeed, pdsh over ssh", pdsh),
-        ("deepspeed --launcher openmpi", openmpi_with_variables),
-        ("mpirun (mpich wheel) over ssh", mpich),
-        ("torchrun, two agents", torchrun),
+        pytest.param("deepspeed --launcher openmpi", openmpi_with_variables, marks=pytest.mark.cluster),
+        pytest.param("mpirun (mpich wheel) over ssh", mpich, marks=pytest.mark.cluster),
+        pytest.param("torchrun, two agents", torchrun, marks=pytest.mark.cluster),
     ],
 )
 def test_a_run_on_two_hosts(
@@ -43,6 +46,7 @@ def test_a_run_on_two_hosts(
     measured(name, "node1, node2", run)
 
 
+@pytest.mark.cluster
 def test_deepspeed_with_slurm(hosts: Network, slurm: Slurm, tmp_path: Path, measured: Callable[..., None]) -> None:
     def run() -> None:
         result = deepspeed_slurm(hosts, tmp_path / "run")
@@ -51,6 +55,7 @@ def test_deepspeed_with_slurm(hosts: Network, slurm: Slurm, tmp_path: Path, meas
     measured("deepspeed --launcher slurm", "node1, node2", run)
 
 
+@pytest.mark.cluster
 def test_sbatch_with_srun(slurm: Slurm, tmp_path: Path, measured: Callable[..., None]) -> None:
     """The shipped batch script; the sampling key stays in its file."""
 
@@ -76,6 +81,7 @@ def test_sbatch_with_srun(slurm: Slurm, tmp_path: Path, measured: Callable[..., 
     measured("sbatch slurm.sbatch (srun)", "node1, node2", run)
 
 
+@pytest.mark.cluster
 def test_mpirun_without_root(tmp_path: Path, measured: Callable[..., None]) -> None:
     """The mpich wheel on this machine alone."""
 

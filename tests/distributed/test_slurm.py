@@ -18,7 +18,7 @@ from tests.privacy.ledger_epsilon import recompute
 BATCH = "launch_scripts/cluster/slurm.sbatch"
 ARRAY = "launch_scripts/cluster/slurm_array.sbatch"
 WITHIN = 240
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,6 @@ def is_whole(run_dir: Path, steps: int) -> None:
     assert epsilon * 0.9999 <= printed <= epsilon * 1.01, "what is printed while training is rounded up"
 
 
-@pytest.mark.full
 def test_preempted_twice_and_a_node_lost_once(slurm: Slurm, tmp_path: Path) -> None:
     steps, log, run_dir = 80, tmp_path / "job.log", tmp_path / "run"
     number = submit(slurm, log, BATCH, *arguments(run_dir, steps))
@@ -114,7 +113,6 @@ def expanded(node_list: str) -> set[str]:
     return names
 
 
-@pytest.mark.full
 def test_the_batch_host_is_lost(slurm: Slurm, tmp_path: Path) -> None:
     """With rank 0, the store and the batch script."""
     steps, log, run_dir = 30, tmp_path / "job.log", tmp_path / "run"
@@ -129,7 +127,6 @@ def test_the_batch_host_is_lost(slurm: Slurm, tmp_path: Path) -> None:
     slurm.wait_for_nodes()
 
 
-@pytest.mark.full
 def test_a_lost_node_that_slurm_does_not_notice(slurm: Slurm, tmp_path: Path) -> None:
     """The script does not wait for ever: after NODE_LOSS_SECONDS it puts the job back by itself."""
     steps, log, run_dir = 30, tmp_path / "job.log", tmp_path / "run"
@@ -152,7 +149,6 @@ def test_a_lost_node_that_slurm_does_not_notice(slurm: Slurm, tmp_path: Path) ->
     slurm.wait_for_nodes()
 
 
-@pytest.mark.full
 def test_the_time_limit(slurm: Slurm, tmp_path: Path) -> None:
     """Slurm looks every half minute: the signal comes early."""
     steps, log, run_dir = 4000, tmp_path / "job.log", tmp_path / "run"
@@ -170,7 +166,6 @@ def test_the_time_limit(slurm: Slurm, tmp_path: Path) -> None:
     slurm.run("scancel", number)
 
 
-@pytest.mark.full
 def test_what_is_not_started_again(slurm: Slurm, tmp_path: Path) -> None:
     """Wrong input, a spent budget, a file STOP, and a crash without progress."""
     log, run_dir = tmp_path / "wrong.log", tmp_path / "wrong"
@@ -196,7 +191,6 @@ def test_what_is_not_started_again(slurm: Slurm, tmp_path: Path) -> None:
     assert {slurm.job(n)["Restarts"] for n in (wrong, lacking, number, refused)} == {"0"}
 
 
-@pytest.mark.full
 def test_a_crash_is_started_again_as_long_as_there_is_progress(slurm: Slurm, tmp_path: Path) -> None:
     log, run_dir = tmp_path / "crash.log", tmp_path / "run"
     number = submit(slurm, log, BATCH, *arguments(run_dir, 4000))
@@ -228,7 +222,6 @@ def ranks_of(run_dir: Path) -> list[int]:
     return found
 
 
-@pytest.mark.full
 def test_an_array_of_runs(slurm: Slurm, tmp_path: Path) -> None:
     points, log = tmp_path / "points.txt", tmp_path / "array-%a.log"
     points.write_text("# two learning rates\noptimizer.peak_lr=1e-3\n\noptimizer.peak_lr=2e-3 train.num_steps=3\n")
@@ -241,7 +234,6 @@ def test_an_array_of_runs(slurm: Slurm, tmp_path: Path) -> None:
     assert "peak_lr = 0.002" in (tmp_path / "sweep" / "2" / "config.toml").read_text()
 
 
-@pytest.mark.full
 def test_a_study_as_an_array(slurm: Slurm, tmp_path: Path) -> None:
     """`study.py` writes the points, submits the array, and reports what it trained; the same command submits nothing more."""
     study, folder = tmp_path / "two.toml", tmp_path / "study"

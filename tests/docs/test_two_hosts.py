@@ -62,7 +62,7 @@ class Terminal:
         os.close(self._ours)
 
 
-@pytest.mark.full
+@pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_a_newcomer_types_what_the_readme_says(tmp_path: Path) -> None:
     reason = why_not(*SSH_PROGRAMS, "pdsh", "setsid")
