@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import ROOT, free_port, quiet_environment
+from tests.distributed.ranks import ROOT, free_port, quiet_environment, rank_environment
 from tests.e2e.launch import count, kill_group, ledger_lines, start_ranks, train_arguments
+from tests.processes import Forked
 
 FAILING = "tests/e2e/failing_train.py"
 WITHIN = 60
 NO_FAILURE = ("none", "-1", "0", "0")
 
-Ranks = list[subprocess.Popen[bytes]]
+Ranks = list[Forked]
 
 
 def arguments(run_dir: Path, *more: str, engine: str = "local", steps: int = 400) -> list[str]:
@@ -91,9 +92,9 @@ def resumes(run_dir: Path) -> None:
     ],
 )
 def test_a_killed_rank(tmp_path: Path, victim: int, engine: str) -> None:
-    """SIGKILL to each rank in turn at a random point of a step."""
+    """SIGKILL to each rank in turn at a random point of a step, while data workers read ahead."""
     run_dir = tmp_path / "run"
-    with running(run_dir, engine=engine) as ranks:
+    with running(run_dir, more=("data.num_workers=1",), engine=engine) as ranks:
         wait_for(run_dir, lambda: count(run_dir, "done") >= 3, ranks)
         time.sleep(random.random() * 0.3)
         os.kill(ranks[victim].pid, signal.SIGKILL)
@@ -132,8 +133,8 @@ def test_a_full_disk_in_a_checkpoint(tmp_path: Path, victim: int) -> None:
 
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     run_dir, port = tmp_path / "run", str(free_port())
-    with log_of(run_dir).open("w") as log:
-        ranks = [start_one(r, 3, port, [*arguments(run_dir), "--rendezvous_seconds", "10"], log) for r in (0, 2)]
+    options = [*arguments(run_dir), "--rendezvous_seconds", "10"]
+    ranks = [start_one(r, 3, port, options, log_of(run_dir)) for r in (0, 2)]
     try:
         assert ends(ranks, run_dir) == [2, 2]
     finally:
@@ -144,13 +145,8 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     assert not (run_dir / "ledger.jsonl").exists()
 
 
-def start_one(rank: int, world_size: int, port: str, options: list[str], log: object) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "launch_scripts/train.py", *options], cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
-        env=quiet_environment(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-        ),
-    )  # type: ignore[call-overload,no-any-return]  # fmt: skip
+def start_one(rank: int, world_size: int, port: str, options: list[str], log: Path) -> Forked:
+    return Forked(["launch_scripts/train.py", *options], stdout=log, env=rank_environment(rank, world_size, port))
 
 
 @pytest.mark.parametrize(
@@ -159,12 +155,12 @@ def start_one(rank: int, world_size: int, port: str, options: list[str], log: ob
 def test_an_unreachable_rendezvous(tmp_path: Path, listens: bool) -> None:
     """Rank 1 alone meets something that is no store, or nothing."""
     run_dir = tmp_path / "run"
-    with socket.socket() as other, log_of(run_dir).open("w") as log:
+    with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         if listens:
             other.listen()
         port = str(other.getsockname()[1])
-        rank = start_one(1, 2, port, [*arguments(run_dir), "--rendezvous_seconds", "6"], log)
+        rank = start_one(1, 2, port, [*arguments(run_dir), "--rendezvous_seconds", "6"], log_of(run_dir))
         try:
             assert ends([rank], run_dir) == [2]
         finally:

@@ -22,7 +22,8 @@ ENGINES = [("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3), ("
 
 
 def launch_and_check(run_dir: Path, engine: str, stage: int, launcher: Any = "deepspeed") -> None:
-    arguments = train_arguments(run_dir, "heldout.num_captions=1", ds_config=f"ds_configs/zero{stage}.json")
+    workers = f"data.num_workers={int(launcher == 'deepspeed')}"
+    arguments = train_arguments(run_dir, "heldout.num_captions=1", workers, ds_config=f"ds_configs/zero{stage}.json")
     result = launch(["--engine", engine, *arguments], launcher=launcher)
     said = result.stdout + result.stderr
     assert result.returncode == 0, said[-4000:]
@@ -61,7 +62,7 @@ def test_sigterm_to_the_launcher_saves_and_exits_7(tmp_path: Path) -> None:
     """It reaches the whole process tree, data workers included; those must outlive it until the trainer has stopped."""
     run_dir = tmp_path / "run"
     arguments = train_arguments(
-        run_dir, "train.num_steps=4000", "heldout.num_captions=0", "train.checkpoint_every=1000"
+        run_dir, "train.num_steps=4000", "heldout.num_captions=0", "train.checkpoint_every=1000", "data.num_workers=1"
     )
     deepspeed = str(Path(sys.executable).parent / "deepspeed")
     with (tmp_path / "log").open("w") as log:

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import pytest
 from launch_scripts.study import main
 from privacy.accounting.accountants import epsilon
 from privacy.plan import make_plan
-from tests.distributed.ranks import ROOT, quiet_environment
+from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, count, kill_group, ledger_lines
+from tests.processes import Forked
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.report import build_card, write_card
@@ -48,27 +48,20 @@ def written(tmp_path: Path, **values: Any) -> Path:
     return path
 
 
-def started(study: Path, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, STUDY, "run", str(study), "--study_dir", str(folder)],
-        cwd=ROOT, env=quiet_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def wait_for_step(run: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_for_step(run: Path, process: Forked, log: Path, seconds: float = 120) -> None:
     until = time.monotonic() + seconds
     while count(run, "done") < 1:
-        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert process.poll() is None, log.read_text()
         assert time.monotonic() < until
         time.sleep(0.05)
 
 
 def kill_in_the_middle(study: Path, folder: StudyFolder, name: str) -> None:
     """SIGKILL of the study alone, while it trains point `name`: nobody tells its trainer but the kernel."""
-    process = started(study, folder.root)
+    log = folder.root.with_suffix(".log")
+    process = Forked([STUDY, "run", study, "--study_dir", folder.root], stdout=log)
     try:
-        wait_for_step(folder.run(name), process)
+        wait_for_step(folder.run(name), process, log)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     finally:
