@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import ROOT
-from tests.e2e.launch import RECIPE, alone, count, kill_group, launch, start_ranks, train_arguments
+from tests.e2e.launch import RECIPE, alone, count, kill_group, launch, start_ranks, train_arguments, train_together
 
 
 def refused(arguments: list[str], code: int, *words: str) -> None:
@@ -79,10 +79,9 @@ def test_empty_and_false_shards(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run of two steps under a launcher."""
+    """A whole run of two steps on two ranks."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    result = launch(train_arguments(run_dir, "train.num_steps=2"))
-    assert result.returncode == 0, result.stderr + result.stdout
+    train_together(train_arguments(run_dir, "train.num_steps=2"), run_dir.with_suffix(".log"))
     return run_dir
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import ROOT, free_port, quiet_environment
-from tests.e2e.launch import alone, count, kill_group, launch, ledger_lines, train_arguments
+from tests.e2e.launch import alone, count, kill_group, launch, ledger_lines, train_arguments, train_together
 
 ENGINES = [("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
 
@@ -164,9 +164,16 @@ def test_privacy_can_be_switched_off(tmp_path: Path) -> None:
     assert "formal_guarantee: false" in result.stdout
 
 
-def test_contract_12_private_quantities_stay_private(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    assert launch(train_arguments(run_dir)).returncode == 0
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks, to be read only."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    train_together(train_arguments(run_dir), run_dir.with_suffix(".log"))
+    return run_dir
+
+
+def test_contract_12_private_quantities_stay_private(finished: Path) -> None:
+    run_dir = finished
     assert (run_dir / "private").stat().st_mode & 0o777 == 0o700
     assert (run_dir / "private" / "sampling.key").stat().st_mode & 0o777 == 0o600
     private = set(json.loads((run_dir / "private" / "metrics.jsonl").read_text().splitlines()[-1])) - {
@@ -182,12 +189,10 @@ def test_contract_12_private_quantities_stay_private(tmp_path: Path) -> None:
     assert key.hex() not in public and str(key) not in public
 
 
-def test_tensorboard_shows_what_matters(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    assert launch(train_arguments(run_dir)).returncode == 0
+def test_tensorboard_shows_what_matters(finished: Path) -> None:
     port = free_port()
     board = subprocess.Popen(
-        [str(Path(sys.executable).parent / "tensorboard"), "--logdir", str(run_dir / "tensorboard"), "--port", str(port)],
+        [str(Path(sys.executable).parent / "tensorboard"), "--logdir", str(finished / "tensorboard"), "--port", str(port)],
         env=quiet_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
