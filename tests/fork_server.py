@@ -22,9 +22,13 @@ import torch
 from tests.processes import Start
 
 PRELOADED = (
-    "torch", "torch.distributed.tensor", "deepspeed", "fairscale.optim.oss", "dp_accounting.pld.accountant", "trainer.run.start",
-    "trainer.engines.deepspeed", "trainer.engines.fairscale", "trainer.engines.fsdp", "trainer.engines.local",
+    "pytest", "torch", "torch._dynamo", "torch.distributed.tensor", "functorch.compile", "networkx", "setuptools",
+    "deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.utils.pin_memory", "fairscale.optim.oss", "dp_accounting.pld.accountant",
+    "trainer.run.start", "trainer.engines.deepspeed", "trainer.engines.fairscale", "trainer.engines.fsdp",
 )  # fmt: skip
+"""What ranks and commands import, at once or when they build an engine."""
 
 
 def _serve(connection: Connection) -> Start | None:
