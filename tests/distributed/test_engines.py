@@ -5,6 +5,7 @@ All engines against each other, and their noise: test_parity.py.
 The batch is dealt out unevenly (5 and 2 examples, or 7 and none), so padding and empty ranks are always part of it.
 """
 
+import itertools
 import json
 import re
 import tempfile
@@ -159,49 +160,74 @@ def whole_parameters(engine: Any) -> dict[str, Tensor]:
     return {name: values.view(engine.shapes[name]) for name, values in out.items()}
 
 
-def rank_clipped_sums(
-    device: torch.device, name: str, stage: int, counts: tuple[int, ...], c: float
-) -> dict[str, Tensor]:
-    engine = build(device, name, stage)
-    clipped = ClippedSum(engine.module, c, shapes=engine.shapes)
-    for batch in micro_batches(pairs(), counts):
-        clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
-    return {f"{s.name}|{s.offset}": s.values for s in reduce_to_owners(clipped, engine.layout)}
+Case = tuple[tuple[str, int], tuple[int, ...]]
+"""An engine, and how many examples each rank has."""
 
 
-@pytest.mark.parametrize(("name", "stage"), ENGINES)
-@pytest.mark.parametrize("counts", [(5, 2), (7, 0)])
-def test_clipped_sums_are_as_good_as_a_float32_loop(name: str, stage: int, counts: tuple[int, ...]) -> None:
+def rank_clipped_sums(device: torch.device, cases: list[Case], c: float) -> dict[Case, dict[str, Tensor]]:
+    found = {}
+    for case in cases:
+        engine = build(device, *case[0])
+        clipped = ClippedSum(engine.module, c, shapes=engine.shapes)
+        for batch in micro_batches(pairs(), case[1]):
+            clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
+        found[case] = {f"{s.name}|{s.offset}": s.values for s in reduce_to_owners(clipped, engine.layout)}
+    return found
+
+
+DEALS = [(5, 2), (7, 0)]
+
+
+@pytest.fixture(scope="module")
+def clipped_sums() -> tuple[float, list[dict[Case, dict[str, Tensor]]]]:
+    """The clipping bound, and what each of two ranks owns of every case's sum."""
+    model = tiny_captioner(torch.float64)
+    c = oracle.median_norm(model, model, double(pairs()))
+    cases = list(itertools.product(ENGINES, DEALS))
+    return c, run_ranks(f"{__name__}:rank_clipped_sums", 2, cases=cases, c=c)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: f"{engine[0]}-{engine[1]}")
+@pytest.mark.parametrize("counts", DEALS, ids=str)
+def test_clipped_sums_are_as_good_as_a_float32_loop(
+    engine: tuple[str, int], counts: tuple[int, ...], clipped_sums: Any
+) -> None:
+    c, ranks = clipped_sums
     exact_model, model, inputs = tiny_captioner(torch.float64), tiny_captioner(), pairs()
-    c = oracle.median_norm(exact_model, exact_model, double(inputs))
     exact = oracle.clipped_sum(exact_model, exact_model, double(inputs), c)
     loop_error = oracle.relative_error(oracle.clipped_sum(model, model, inputs, c), exact)
     found = {n: torch.full((p.numel(),), torch.nan, dtype=torch.float64) for n, p in model.named_parameters()}
-    for shards in run_ranks(f"{__name__}:rank_clipped_sums", 2, name=name, stage=stage, counts=counts, c=c):
-        for key, values in shards.items():
+    for rank in ranks:
+        for key, values in rank[engine, counts].items():
             parameter, offset = key.split("|")
             found[parameter][int(offset) : int(offset) + len(values)] = values
     error = oracle.relative_error(found, exact)
     assert error <= 2 * loop_error, (error, loop_error)
 
 
-def rank_three_steps(device: torch.device, name: str, stage: int, counts: tuple[int, ...]) -> Any:
-    engine = build(device, name, stage)
-    run = a_mechanism(engine, ClippedSum(engine.module, 1e9, shapes=engine.shapes), SystemNoise(), 0.0, NUM_EXAMPLES)
-    for step in (1, 2, 3):
-        train_step(run, step, iter(micro_batches(pairs(), counts)))
-    # Raw replicas, compared without a collective that would hide a difference.
-    raw = (
-        None
-        if stage == 3 and name == "deepspeed"
-        else {n: p.detach().clone() for n, p in engine.module.named_parameters()}
-    )
-    return whole_parameters(engine), raw
+def rank_three_steps(device: torch.device, counts: tuple[int, ...]) -> dict[tuple[str, int], Any]:
+    """Every engine's whole weights, and its raw replicas, compared without a collective that would hide a difference."""
+    found = {}
+    for name, stage in ENGINES:
+        engine = build(device, name, stage)
+        clipped = ClippedSum(engine.module, 1e9, shapes=engine.shapes)
+        run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
+        for step in (1, 2, 3):
+            train_step(run, step, iter(micro_batches(pairs(), counts)))
+        is_whole = (name, stage) != ("deepspeed", 3)
+        raw = {n: p.detach().clone() for n, p in engine.module.named_parameters()} if is_whole else None
+        found[name, stage] = whole_parameters(engine), raw
+    return found
 
 
-@pytest.mark.parametrize(("name", "stage"), ENGINES)
-@pytest.mark.parametrize("counts", [(5, 2), (7,)])
-def test_without_noise_and_clipping_it_is_ordinary_training(name: str, stage: int, counts: tuple[int, ...]) -> None:
+@pytest.fixture(scope="module", params=[(5, 2), (7,)], ids=str)
+def three_steps(request: pytest.FixtureRequest) -> list[dict[tuple[str, int], Any]]:
+    """What each rank has after three steps without noise and clipping."""
+    return run_ranks(f"{__name__}:rank_three_steps", len(request.param), counts=request.param)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: f"{engine[0]}-{engine[1]}")
+def test_without_noise_and_clipping_it_is_ordinary_training(engine: tuple[str, int], three_steps: Any) -> None:
     model, inputs = tiny_captioner(), pairs()
     groups = parameter_groups(
         list(model.named_parameters()), {n: p.shape for n, p in model.named_parameters()}, OPTIMIZER
@@ -211,7 +237,7 @@ def test_without_noise_and_clipping_it_is_ordinary_training(name: str, stage: in
         optimizer.zero_grad()
         (model(**inputs).sum() / NUM_EXAMPLES).backward()
         optimizer.step()
-    results = run_ranks(f"{__name__}:rank_three_steps", len(counts), name=name, stage=stage, counts=counts)
+    results = [rank[engine] for rank in three_steps]
     expected = {n: p.detach() for n, p in model.named_parameters()}
     assert oracle.relative_error(results[0][0], expected) < 1e-5
     if len(results) == 2 and results[0][1] is not None:
