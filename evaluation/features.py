@@ -29,7 +29,7 @@ from data.examples.transforms import eval_image
 from data.files import named_when_whole, write_durably
 from data.reading.loader import Failure, as_is, end_with_parent, worker_context
 from evaluation.encoder import FeatureOptions, check_options, encoder_of, features
-from evaluation.sources import LabelledImages
+from evaluation.sources.records import LabelledImages
 from trainer.ranks import distributed
 from trainer.weights.open_model import OpenedModel
 

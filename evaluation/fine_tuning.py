@@ -16,7 +16,7 @@ from torch import Tensor
 from data.errors import DataError, DecodeError
 from data.examples.transforms import train_image
 from evaluation.features import decoded_batches
-from evaluation.sources import LabelledImages
+from evaluation.sources.records import LabelledImages
 from models.adapters import without_adapters
 from models.classifier import Classifier, build_classifier
 from models.classifier_config import ClassifierConfig

@@ -19,8 +19,8 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
-    from evaluation.captioned import CaptionedImages
     from evaluation.results import Results
+    from evaluation.sources.records import CaptionedImages
 
 NAME = "captions"
 HELP = "captions of images, and their BLEU, ROUGE-L and CIDEr"
@@ -68,7 +68,7 @@ def add_captioned(parser: argparse.ArgumentParser) -> None:
 
 def open_captioned(args: argparse.Namespace) -> "CaptionedImages":
     """What `add_captioned` names."""
-    from evaluation.captioned import open_images
+    from evaluation.sources.captioned import open_images
 
     return open_images(
         args.data,
@@ -83,9 +83,9 @@ def run(args: argparse.Namespace) -> "Results":
     """See `evaluation.commands`."""
     from data.errors import DataError
     from evaluation.caption_metrics import caption_metrics, require_metrics
-    from evaluation.captioned import decoded
     from evaluation.captions import CaptionOptions, CaptionWriter, picture_grid
     from evaluation.results import DataUse, ModelFacts, Results
+    from evaluation.sources.captioned import decoded
 
     if args.metrics:
         require_metrics()

@@ -13,7 +13,7 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from evaluation.features import Features
     from evaluation.results import DataUse, ModelFacts
-    from evaluation.sources import LabelledImages
+    from evaluation.sources.records import LabelledImages
     from trainer.weights.open_model import OpenedModel
 
 KINDS = ("pooled", "class_token", "blocks", "memory")
@@ -159,7 +159,7 @@ def _options(args: argparse.Namespace):  # type: ignore[no-untyped-def]
 def _open_source(args: argparse.Namespace, text: str, cache: Path | None) -> "LabelledImages":
     import torch.distributed as dist
 
-    from evaluation.sources import ReadingOptions, open_source
+    from evaluation.sources.labelled import ReadingOptions, open_source
     from trainer.ranks.distributed import first_on_main
 
     options = ReadingOptions(args.label_field, args.image_column, args.label_column, cache)

@@ -31,10 +31,10 @@ def run(args: argparse.Namespace) -> "Results":
     import torch
 
     from data.errors import DataError
-    from evaluation.captioned import decoded
     from evaluation.results import DataUse, ModelFacts, Results
     from evaluation.retrieval import recalls, same_texts
     from evaluation.scoring import PrefixTree, encoded_captions, fits, tree_log_probs
+    from evaluation.sources.captioned import decoded
 
     opened, model = open_captioner(args)
     tokenizer = opened.task.make_example(train=False).tokenizer  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from evaluation.results import Results
-    from evaluation.sources import LabelledImage, LabelledImages
+    from evaluation.sources.records import LabelledImage, LabelledImages
     from models.captioner import Captioner
     from trainer.weights.open_model import OpenedModel
 
@@ -138,7 +138,7 @@ def open_captioner(args: argparse.Namespace) -> "tuple[OpenedModel, Captioner]":
 
 
 def _source(args: argparse.Namespace, text: str | None) -> "LabelledImages":
-    from evaluation.sources import ReadingOptions, open_source
+    from evaluation.sources.labelled import ReadingOptions, open_source
 
     if text is None:
         return _SyntheticShapes(args.synthetic_shapes, args.synthetic_seed)
@@ -164,7 +164,7 @@ class _SyntheticShapes:
         return len(self._images)
 
     def read(self, ids: Sequence[int]) -> "list[LabelledImage]":
-        from evaluation.sources import LabelledImage
+        from evaluation.sources.records import LabelledImage
 
         return [LabelledImage(self._images[i], int(self._labels_N[i])) for i in ids]
 

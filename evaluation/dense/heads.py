@@ -20,7 +20,7 @@ from data.examples.transforms import decode, eval_image, to_rgb
 from evaluation.dense.metrics import Detections, average_precision, confusion, mean_iou, overlaps, pixel_accuracy
 from evaluation.dense.sources import IGNORED, DensePictures, Objects
 from evaluation.encoder import encoder_of, token_maps
-from evaluation.sources import encode_png
+from evaluation.sources.records import encode_png
 
 HeadKind = Literal["linear", "conv"]
 Loss = Callable[[Tensor, Tensor], Tensor]

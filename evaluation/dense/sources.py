@@ -22,7 +22,7 @@ from data.synthetic.generate import SyntheticData
 from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Shape, Texture
 from data.synthetic.shapes import SIMPLE
-from evaluation.sources import bytes_of, encode_png
+from evaluation.sources.records import bytes_of, encode_png
 
 IGNORED = -1
 

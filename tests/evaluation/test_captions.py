@@ -13,8 +13,8 @@ from PIL import Image
 from data.errors import DataError
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from evaluation import caption_metrics
-from evaluation.captioned import decoded, open_images
 from evaluation.captions import CaptionOptions, CaptionWriter, picture_grid
+from evaluation.sources.captioned import decoded, open_images
 from models.captioner import Captioner, build_captioner
 from models.generation import greedy_captions
 from tests.models.tiny import tiny_config

@@ -15,7 +15,7 @@ from evaluation.dense import metrics
 from evaluation.dense.heads import DenseOptions, boxes_of, cell_targets, detection_scores, prepare, segmentation_scores
 from evaluation.dense.metrics import Detections, average_precision, confusion, mean_iou, overlaps, pixel_accuracy
 from evaluation.dense.sources import IGNORED, Objects, SyntheticShapes, decode_segmentation, open_dense
-from evaluation.sources import encode_png
+from evaluation.sources.records import encode_png
 from tests.models.tiny import tiny_captioner
 
 

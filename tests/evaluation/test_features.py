@@ -15,7 +15,8 @@ from data.examples.transforms import eval_image
 from data.index.tar_writer import write_shard
 from evaluation.encoder import FeatureOptions, check_options, encoder_of, features, token_maps
 from evaluation.features import Features, extract, read_features
-from evaluation.sources import ArrayImages, ReadingOptions, encode_png, open_source
+from evaluation.sources.labelled import ArrayImages, ReadingOptions, open_source
+from evaluation.sources.records import encode_png
 from models.layers import image_sincos_table, resized_positions
 from tests.distributed.ranks import run_ranks
 from tests.evaluation.tiny_models import SIZE, opened_autoencoder, opened_captioner, pictures

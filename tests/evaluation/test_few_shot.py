@@ -11,7 +11,7 @@ from data.errors import DataError
 from evaluation.encoder import encoder_of
 from evaluation.few_shot import Shots, few_shot_probe, split, unit_rows
 from evaluation.fine_tuning import FineTuneOptions, _start, classifier_accuracy, fine_tune
-from evaluation.sources import ArrayImages
+from evaluation.sources.labelled import ArrayImages
 from models.adapters import adapters
 from tests.evaluation.commands import evaluate
 from tests.evaluation.digits import digits, save_digits

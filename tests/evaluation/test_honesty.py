@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from data.index.tar_writer import write_shard
 from evaluation.private_head.sweep import spent_in
-from evaluation.sources import encode_png
+from evaluation.sources.records import encode_png
 from privacy.errors import PrivacyStateRefused
 from privacy.plan import PlanRequest, make_plan
 from tests.evaluation.commands import ROOT, evaluate

@@ -11,10 +11,11 @@ from PIL import Image
 
 from data.errors import DataError
 from data.examples.transforms import eval_image
-from evaluation.captioned import open_images
 from evaluation.encoder import FeatureOptions, features
 from evaluation.features import extract
-from evaluation.sources import ReadingOptions, encode_png, open_source
+from evaluation.sources.captioned import open_images
+from evaluation.sources.labelled import ReadingOptions, open_source
+from evaluation.sources.records import encode_png
 from tests.evaluation.commands import evaluate
 from tests.evaluation.tiny_models import SIZE, opened_captioner, pictures
 from tests.trainer.trained_runs import recipe, trained

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data.examples.transforms import eval_image
 from evaluation.captions import CaptionOptions, CaptionWriter
-from evaluation.sources import encode_png
+from evaluation.sources.records import encode_png
 from privacy.plan import PlanRequest, make_plan
 from tests.launch_scripts.conftest import Run
 from tests.launch_scripts.test_export import DPCAP, EPSILON, VIP, statements

@@ -1,8 +1,8 @@
 """Images to caption, with reference captions where there are any.
 
 images:a.jpg,b.png               these files
-folder:DIR                       all images below a folder, in the order of their paths; `x.txt` beside `x.jpg` has its
-                                 captions, one per line
+folder:DIR                       all images below a folder, in the order of their paths; the captions of `x.jpg` are the
+                                 lines of `x.txt`
 shards:train-{000..012}.tar      webdataset shards with their captions
 hf:coco/validation               a split that Hugging Face's `datasets` saved with `save_to_disk`
 """
@@ -10,51 +10,22 @@ hf:coco/validation               a split that Hugging Face's `datasets` saved wi
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from data.errors import DataError, DecodeError, ReadError
+from data.errors import DataError, DecodeError
 from data.examples.transforms import eval_image
 from data.index.shards import find_shards
 from data.reading.reader import TarReader
-from evaluation.sources import FOLDER_EXTENSIONS, ReadingOptions, shard_table
-
-
-class CaptionedImage(NamedTuple):
-    """
-    Attributes:
-        name: for people.
-        image: encoded bytes, or None.
-        captions: references; may be empty.
-    """
-
-    name: str
-    image: bytes | None
-    captions: tuple[str, ...]
-
-
-class CaptionedImages(Protocol):
-    """A source."""
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, ids: Sequence[int]) -> Iterator[CaptionedImage]:
-        """
-        Raises:
-            ReadError: bytes that were promised cannot be read.
-        """
-        ...
+from evaluation.sources.hugging_face import HuggingFaceCaptions
+from evaluation.sources.labelled import shard_table
+from evaluation.sources.records import FOLDER_EXTENSIONS, CaptionedImage, CaptionedImages, bytes_of
 
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Files, each with the captions beside it."""
+    """Image files, each with the captions in the text file of its name."""
 
     name: str
     files: tuple[Path, ...]
@@ -65,13 +36,10 @@ class ImageFiles:
     def read(self, ids: Sequence[int]) -> Iterator[CaptionedImage]:
         for i in ids:
             path = self.files[i]
-            beside = path.with_suffix(".txt")
-            try:
-                image = path.read_bytes()
-                text = beside.read_text(encoding="utf-8", errors="replace") if beside.is_file() else ""
-            except OSError as error:
-                raise ReadError(f"cannot read {path}: {error.strerror or error}") from error
-            yield CaptionedImage(str(path), image, tuple(line.strip() for line in text.splitlines() if line.strip()))
+            captions = path.with_suffix(".txt")
+            text = bytes_of(captions).decode("utf-8", "replace") if captions.is_file() else ""
+            lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+            yield CaptionedImage(str(path), bytes_of(path), lines)
 
 
 class CaptionedShards:
@@ -79,7 +47,7 @@ class CaptionedShards:
 
     def __init__(self, pattern: str, cache: Path | None, caption_field: str | None = None) -> None:
         self.name = f"shards:{pattern}"
-        self._table = shard_table(find_shards(pattern, Path.cwd()), ReadingOptions(cache=cache))
+        self._table = shard_table(find_shards(pattern, Path.cwd()), cache)
         self._reader, self._field = TarReader(self._table), caption_field
 
     def __len__(self) -> int:
@@ -124,8 +92,6 @@ def open_images(
     if kind == "shards" and where:
         return CaptionedShards(where, cache, caption_field)
     if kind == "hf" and where:
-        from evaluation.hugging_face import HuggingFaceCaptions  # which gives what is defined here
-
         return HuggingFaceCaptions(Path(where).expanduser(), image_column, caption_column)
     raise DataError(f"{text!r} names no images; write images:FILE,..., folder:DIR, shards:PATTERN or hf:DIR")
 

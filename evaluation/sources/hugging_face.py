@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from evaluation.captioned import CaptionedImage
-from evaluation.sources import LabelledImage, bytes_of, files_digest, label_value
+from evaluation.sources.records import CaptionedImage, LabelledImage, bytes_of, files_digest, label_value
 
 
 def _load(path: Path, columns: dict[str, str]) -> Any:

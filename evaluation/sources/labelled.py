@@ -7,63 +7,31 @@ arrays:digits.npz                `images` (N, H, W) or (N, H, W, 3) uint8 and `l
 """
 
 import hashlib
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from PIL import Image
 
-from data.errors import DataError, DecodeError, ReadError
+from data.errors import DataError, DecodeError
 from data.examples.labels import read_label
 from data.index.build import build_index
 from data.index.shards import ShardSet, find_shards
 from data.index.tar_index import ExampleTable
 from data.reading.reader import RawExample, TarReader
 from data.reading.storage import RemoteOptions
+from evaluation.sources.hugging_face import HuggingFaceImages
+from evaluation.sources.records import (
+    FOLDER_EXTENSIONS,
+    LabelledImage,
+    LabelledImages,
+    bytes_of,
+    encode_png,
+    files_digest,
+    label_value,
+)
 
 _MOST_CLASSES = 10**9
-FOLDER_EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"})
-
-
-class LabelledImage(NamedTuple):
-    """
-    Attributes:
-        image: encoded bytes, or None.
-        label: 0, 1, ...; None where the example has no such label.
-    """
-
-    image: bytes | None
-    label: int | None
-
-
-class LabelledImages(Protocol):
-    """A source: picklable, so that worker processes can read it."""
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        ...
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Of the labels 0, 1, ...; empty where the source does not know them."""
-        ...
-
-    def identity(self) -> str:
-        """Changes when the data do: part of a cache's name."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, ids: Sequence[int]) -> list[LabelledImage]:
-        """
-        Raises:
-            ReadError: bytes that were promised cannot be read.
-        """
-        ...
 
 
 class ShardImages:
@@ -211,63 +179,30 @@ def open_source(text: str, options: ReadingOptions) -> LabelledImages:
     """
     kind, _, where = text.partition(":")
     if kind == "shards" and where:
-        return _open_shards(where, options)
+        shards = find_shards(where, Path.cwd())
+        table = shard_table(shards, options.cache)
+        table.require_shards(shards)
+        return ShardImages(text, table, options.label_field)
     if kind == "folder" and where:
         return FolderImages.find(Path(where).expanduser())
     if kind == "arrays" and where:
         return ArrayImages.load(Path(where).expanduser())
     if kind == "hf" and where:
-        from evaluation.hugging_face import HuggingFaceImages  # which reads by what is here
-
         return HuggingFaceImages(Path(where).expanduser(), options.image_column, options.label_column)
     raise DataError(f"{text!r} names no images; write shards:PATTERN, folder:DIR, hf:DIR or arrays:FILE.npz")
 
 
-def _open_shards(pattern: str, options: ReadingOptions) -> ShardImages:
-    shards = find_shards(pattern, Path.cwd())
-    table = shard_table(shards, options)
-    table.require_shards(shards)
-    return ShardImages(f"shards:{pattern}", table, options.label_field)
+def shard_table(shards: ShardSet, cache: Path | None) -> ExampleTable:
+    """The index in the cache, which is made or brought up to date where it does not fit.
 
-
-def shard_table(shards: ShardSet, options: ReadingOptions) -> ExampleTable:
-    """The index in the cache, which is made or brought up to date where it does not fit."""
-    if options.cache is None:
-        raise DataError(f"shards at {shards.root} need a folder for their index: give --cache")
-    own = options.cache / f"index-{hashlib.sha256(' '.join(shards.locations()).encode()).hexdigest()[:16]}"
-    try:
-        return ExampleTable.open(own, shards.root)
-    except DataError:
-        return build_index(shards, own, remote=RemoteOptions(), progress=True)
-
-
-def encode_png(image: np.ndarray) -> bytes:
-    """Lossless bytes of a uint8 image, (H, W) or (H, W, 3)."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
-
-
-def label_value(value: Any) -> int | None:
-    """A whole number from 0 on; anything else is no label."""
-    return int(value) if isinstance(value, int | np.integer) and value >= 0 else None
-
-
-def bytes_of(path: Path) -> bytes:
-    """
     Raises:
-        ReadError: it cannot be read.
+        DataError: there is no cache; or the shards are refused.
+        ReadError: remote shards cannot be read.
     """
+    if cache is None:
+        raise DataError(f"shards at {shards.root} need a folder for their index: give --cache")
+    folder = cache / f"index-{hashlib.sha256(' '.join(shards.locations()).encode()).hexdigest()[:16]}"
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ReadError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def files_digest(root: Path, names: Sequence[str]) -> str:
-    """Of names, sizes and times of files below a folder."""
-    digest = hashlib.sha256()
-    for name in names:
-        status = (root / name).stat()
-        digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
+        return ExampleTable.open(folder, shards.root)
+    except DataError:
+        return build_index(shards, folder, remote=RemoteOptions(), progress=True)
