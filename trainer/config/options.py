@@ -1,0 +1,117 @@
+"""One frozen model of options per command: a notebook builds it, and the parser of the command line is built from it.
+
+    class ProbeOptions(Options):
+        train: Annotated[str, Shown("SOURCE")]
+        "shards:PATTERN or folder:DIR"
+        epochs: int = Field(90, ge=1)
+        "how often the data are seen"
+
+A field is the option of its name (or alias), and the string below it is the option's help. A field without a default is required;
+a bool is a switch; a Literal has choices; a tuple takes one value or more, and an optional tuple takes none, too.
+"""
+
+import argparse
+import inspect
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from trainer.errors import ConfigError
+
+OptionsT = TypeVar("OptionsT", bound="Options")
+_BOUNDS = {"greater_than_equal": "at least {ge:g}", "greater_than": "above {gt:g}", "less_than_equal": "at most {le:g}"}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How the command line shows a field.
+
+    Attributes:
+        metavar: what stands for its value in the help; the name in capitals by default.
+        is_positional: the field is an argument without a name.
+        is_repeated: the option is given once per value of the tuple.
+    """
+
+    metavar: str | None = None
+    is_positional: bool = False
+    is_repeated: bool = False
+
+
+class Options(BaseModel):
+    """Options of a command, checked wherever they are built.
+
+    Attributes:
+        GROUP: heading in the help of the fields that the class itself adds.
+        ONE_OF: names of optional fields of which exactly one must be given.
+
+    Raises:
+        ValidationError: an unknown option, or a value that is refused; on the command line a ConfigError of one line.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    GROUP: ClassVar[str | None] = None
+    ONE_OF: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="after")
+    def _gives_one_of(self) -> Self:
+        if self.ONE_OF and sum(getattr(self, name) is not None for name in self.ONE_OF) != 1:
+            raise ValueError(f"give exactly one of {' and '.join(f'--{name}' for name in self.ONE_OF)}")
+        return self
+
+
+def add_options(parser: argparse.ArgumentParser, model: type[Options]) -> None:
+    """Adds the options of a model to a parser: those of its own first, then those that it inherits."""
+    one_of = parser.add_mutually_exclusive_group(required=True) if model.ONE_OF else None
+    added: set[str] = set()
+    for owner in model.__mro__:
+        names = [name for name in inspect.get_annotations(owner) if name in model.model_fields and name not in added]
+        group = vars(owner).get("GROUP")
+        target = parser.add_argument_group(group) if names and group else parser
+        for name in names:
+            field = model.model_fields[name]
+            shown = next((item for item in field.metadata if isinstance(item, Shown)), Shown())
+            settings = _settings(field, shown)
+            if not shown.is_positional:
+                settings["required"] = field.is_required()
+            flag = (field.alias or name) if shown.is_positional else f"--{field.alias or name}"
+            (one_of if one_of and name in model.ONE_OF else target).add_argument(flag, **settings)
+        added.update(names)
+
+
+def _settings(field: FieldInfo, shown: Shown) -> dict[str, Any]:
+    """What argparse is told about a field; defaults stay in the model."""
+    settings: dict[str, Any] = {"help": (field.description or "").replace("%", "%%"), "default": argparse.SUPPRESS}
+    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
+    is_optional = NoneType in get_args(field.annotation)
+    kind = kinds[0] if is_optional else field.annotation
+    if kind is bool:
+        return settings | {"action": "store_true"}
+    settings["metavar"] = shown.metavar
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        settings |= {"action": "append"} if shown.is_repeated else {"nargs": "*" if is_optional else "+"}
+    return settings | ({"choices": get_args(kind)} if get_origin(kind) is Literal else {"type": kind})
+
+
+def options_from(model: type[OptionsT], parsed: argparse.Namespace) -> OptionsT:
+    """The model's options among what a parser has read.
+
+    Raises:
+        ConfigError: a value that the model refuses; one line that names the option.
+    """
+    names = {field.alias or name for name, field in model.model_fields.items()}
+    try:
+        return model.model_validate({name: value for name, value in vars(parsed).items() if name in names})
+    except ValidationError as error:
+        first = error.errors()[0]
+        context, option = first.get("ctx", {}), f"--{first['loc'][0]}" if first["loc"] else ""
+        if "error" in context:
+            raise ConfigError(str(context["error"])) from error
+        if first["type"] in _BOUNDS:
+            bound = _BOUNDS[first["type"]].format(**context)
+            raise ConfigError(f"{option} must be {bound}, got {first['input']}") from error
+        raise ConfigError(f"{option}: {first['msg']}") from error
