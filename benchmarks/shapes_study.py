@@ -35,8 +35,9 @@ from data.synthetic.generate import SyntheticData
 from data.synthetic.write import encode
 from evaluation.captions import CaptionOptions, CaptionWriter, picture_grid
 from evaluation.compositional import Answers, choose
+from evaluation.scoring import tree_log_probs
 from evaluation.synthetic_tests import SHAPE_CLASSES, SHAPE_GROUPS, shape_choices, shape_images
-from evaluation.zero_shot import Prompts, accuracy, log_probs_of
+from evaluation.zero_shot import Prompts, accuracy
 from models.captioner import Captioner
 from privacy.card.report import read_snapshot
 from trainer.weights.open_model import OpenedModel, open_model
@@ -85,7 +86,9 @@ def asked(model: Captioner, tokenizer: CaptionTokenizer, seed: int, count: int) 
         for k in range(0, len(images), 100)
     ]
     prompts = Prompts.of(SHAPE_CLASSES, ("{a}",), tokenizer, model.config.num_tokens)
-    scores_NK = prompts.by_rule(log_probs_of(model, prompts, batches))["sum"]
+    device = next(model.parameters()).device
+    log_probs_NC = torch.cat([tree_log_probs(model, batch.to(device), prompts.tree) for batch in batches])
+    scores_NK = prompts.by_rule(log_probs_NC)["sum"]
     top1 = accuracy(scores_NK, labels_N).top1
     found["zero-shot"] = result(round(top1 * len(labels_N)), len(labels_N), len(SHAPE_CLASSES))
     scores_NCS = scores_NK.unflatten(1, (12, 10)).logsumexp(2), scores_NK.unflatten(1, (12, 10)).logsumexp(1)

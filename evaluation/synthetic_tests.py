@@ -18,6 +18,7 @@ from data.synthetic.statement import Group, Statement
 from data.synthetic.vocabulary import BASIC, OPPOSITES
 from data.synthetic.write import encode
 from evaluation.compositional import Choice
+from evaluation.sources.records import LabelledImage
 
 SHAPE_GROUPS = ("colour", "shape", "relation", "order")
 SHAPE_CLASSES = tuple(f"{colour} {shape}" for colour in BASIC for shape in shapes.SIMPLE)
@@ -29,6 +30,25 @@ def shape_images(data: SyntheticData, count: int) -> tuple[list[bytes], np.ndarr
     examples = _with_number(data, 1, count)
     labels = [SHAPE_CLASSES.index(f"{e.statement.groups[0].colour} {e.statement.groups[0].shape}") for e in examples]
     return [encode(example, "png") for example in examples], np.array(labels)
+
+
+class ShapePictures:
+    """Pictures of single shapes as a source of labelled images."""
+
+    class_names: tuple[str, ...] = SHAPE_CLASSES
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.name = f"{count} synthetic shapes, seed {seed}"
+        self._images, self._labels_N = shape_images(SyntheticData(seed, 64, "numpy", "shapes"), count)
+
+    def identity(self) -> str:
+        return self.name
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, ids: Sequence[int]) -> list[LabelledImage]:
+        return [LabelledImage(self._images[i], int(self._labels_N[i])) for i in ids]
 
 
 def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE_GROUPS) -> list[Choice]:

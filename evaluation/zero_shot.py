@@ -12,7 +12,7 @@ Shapes: N images, K classes, P templates, C = K P captions.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,8 +23,7 @@ from torch import Tensor
 from data.errors import DataError
 from data.examples.tokenizer import CaptionTokenizer
 from data.synthetic.vocabulary import a
-from evaluation.scoring import MAX_NUMBERS, PrefixTree, encoded_captions, tree_log_probs
-from models.captioner import Captioner
+from evaluation.scoring import PrefixTree, encoded_captions
 
 Rule = Literal["sum", "mean", "prior"]
 RULES: tuple[Rule, ...] = get_args(Rule)
@@ -74,7 +73,7 @@ class Prompts:
         """Scores (N, K) by each rule; see the module.
 
         Args:
-            log_probs_NC: of all captions, from `tree_log_probs`.
+            log_probs_NC: of all captions, from `evaluation.scoring.tree_log_probs`.
             calibration_MC: the same for calibration images; default: `log_probs_NC`.
         """
         lengths_C = torch.from_numpy(self.tree.lengths_C)
@@ -99,17 +98,6 @@ def fill(template: str, name: str) -> str:
             f"the template {template!r} has no place for the class name; write {{}}, or {{a}} for it with a/an"
         )
     return template.replace("{a}", a(name)).replace("{}", name)
-
-
-def log_probs_of(
-    model: Captioner, prompts: Prompts, batches: Iterable[Tensor], *, max_numbers: int = MAX_NUMBERS
-) -> Tensor:
-    """(N, C) for all images of the batches (B, 3, S, S), wherever they lie."""
-    device = next(model.parameters()).device
-    found = [tree_log_probs(model, images.to(device), prompts.tree, max_numbers=max_numbers) for images in batches]
-    if not found:
-        raise DataError("there are no images to classify")
-    return torch.cat(found)
 
 
 @dataclass(frozen=True)

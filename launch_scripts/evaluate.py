@@ -8,9 +8,10 @@ Exit codes: 0 done, 2 bad input, 3 a private head's budget is spent, 4 its priva
 """
 
 import argparse
-import functools
+import inspect
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,27 +20,28 @@ sys.path.insert(0, str(ROOT))
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from evaluation.commands import COMMANDS, Command  # noqa: E402
-from evaluation.commands.common import add_output, output_of  # noqa: E402
-from trainer.config.cli import Parser, explain, run_command  # noqa: E402
+from evaluation.commands import COMMANDS, command_of  # noqa: E402
+from evaluation.commands.common import CommandOptions, output_of  # noqa: E402
+from trainer.config.cli import Parser, run_command  # noqa: E402
+from trainer.config.options import add_options, options_from  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 
 
-def parse_args(arguments: list[str]) -> argparse.Namespace:
-    """Command-line arguments; a bad one is a ConfigError (exit 2)."""
+def parse_args(arguments: list[str]) -> CommandOptions:
+    """The options of the command that the arguments name; a bad argument is a ConfigError (exit 2)."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="evaluate.py", description=__doc__, formatter_class=formatter)
     # The deepspeed launcher puts it before everything else; the environment says it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for command in COMMANDS:
-        sub = commands.add_parser(
-            command.NAME, help=command.HELP, description=command.__doc__, formatter_class=formatter
-        )
-        command.add_arguments(sub)
-        add_output(sub)
-        sub.set_defaults(command=command)
-    return parser.parse_args(arguments)
+        description = inspect.getmodule(command.run).__doc__
+        sub = commands.add_parser(command.name, help=command.help, description=description, formatter_class=formatter)
+        add_options(sub, command.options)
+        sub.set_defaults(options=command.options)
+    parsed = parser.parse_args(arguments)
+    options: CommandOptions = options_from(parsed.options, parsed)
+    return options
 
 
 def main() -> int:
@@ -54,31 +56,46 @@ def main() -> int:
     _on_ranks(options, arguments)
 
 
-def _run(options: argparse.Namespace, arguments: list[str]) -> None:
+def _run(options: CommandOptions, arguments: list[str]) -> None:
     from evaluation.results import publish
 
-    command: Command = options.command
-    results = command.run(options)
+    results = command_of(options).run(options)
     if results is not None:
-        public = options.data_is_public
-        publish(results, output=output_of(options), data_is_public=public, as_json=options.json, arguments=arguments)
+        publish(
+            results, output=output_of(options), data_is_public=options.results_are_public, as_json=options.as_json,
+            arguments=arguments,
+        )  # fmt: skip
 
 
-def _on_ranks(options: argparse.Namespace, arguments: list[str]) -> NoReturn:
+def _on_ranks(options: CommandOptions, arguments: list[str]) -> NoReturn:
+    from trainer.errors import RemoteError
     from trainer.ranks.discovery import discover_ranks
     from trainer.ranks.distributed import fail, finish, quit_now, start
 
     ranks = discover_ranks(os.environ)
 
+    def explain(error: Exception) -> bool:
+        if isinstance(error, RemoteError):
+            return True  # the other rank has said it
+        if not hasattr(error, "exit_code"):
+            traceback.print_exception(error)
+        elif ranks.is_main or not isinstance(error, ConfigError):
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        else:
+            return False
+        return True
+
     try:
-        if not getattr(options.command, "RANKS", False):
-            raise ConfigError(f"{options.name} works in one process; start it without a launcher")
+        command = command_of(options)
+        if not command.uses_ranks:
+            raise ConfigError(f"{command.name} works in one process; start it without a launcher")
         start(ranks)
         _run(options, arguments)
     except KeyboardInterrupt:
         quit_now(130)
-    except Exception as error:
-        fail(error, functools.partial(explain, error, ranks.rank))
+    except Exception as caught:
+        error = caught
+        fail(error, lambda: explain(error))
     finish(0)
 
 

@@ -7,89 +7,97 @@
 File formats: evaluation/compositional.py; synthetic tests, which need no download: evaluation/synthetic_tests.py.
 """
 
-import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from data.options import MOST, MOST_AT_ONCE, MOST_REPEATS, MOST_SEED, between
-from evaluation.commands.common import add_checkpoint
-from evaluation.commands.zero_shot import SYNTHETIC_SEED, add_too_long, open_captioner
+from pydantic import Field
+
+from evaluation.commands.captioner import SYNTHETIC_SEED, Count, TooLongOptions, open_captioner
+from evaluation.commands.common import CheckpointOptions
+from trainer.config.options import Shown
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from evaluation.compositional import Choice
     from evaluation.results import Results
 
-NAME = "aro"
-HELP = "does it see attributes, relations and order? (ARO's files, or synthetic tests)"
+
+class AroOptions(TooLongOptions, CheckpointOptions):
+    """Options of `aro`."""
+
+    ONE_OF = ("test", "synthetic")
+
+    test: Annotated[str | None, Shown("FORMAT:FILE")] = None
+    """vg-relation:, vg-attribution: or order: and a JSON file"""
+    synthetic: Literal["shapes", "scenes"] | None = None
+    """plain shapes, or pictures of every kind"""
+    images: Annotated[Path | None, Shown("DIR")] = None
+    """that the image paths of --test are relative to"""
+    synthetic_tests: Annotated[int, Shown("N"), Field(ge=1)] = 500
+    """of each kind (default: 500)"""
+    synthetic_seed: int = SYNTHETIC_SEED
+    """of the pictures"""
+    max_examples: Count = None
+    """the first N tests only"""
+    batch_size: Annotated[int, Shown("B"), Field(ge=1)] = 32
+    """images at once"""
+
+    @property
+    def results_are_public(self) -> bool:
+        """Pictures from a seed are public."""
+        return self.data_is_public or self.test is None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `evaluation.commands`."""
-    add_checkpoint(parser)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--test", metavar="FORMAT:FILE", help="vg-relation:, vg-attribution: or order: and a JSON file")
-    source.add_argument("--synthetic", choices=("shapes", "scenes"), help="plain shapes, or pictures of every kind")
-    parser.add_argument("--images", type=Path, metavar="DIR", help="that the image paths of --test are relative to")
-    parser.add_argument(
-        "--synthetic_tests", type=between(1, MOST_REPEATS), default=500, metavar="N", help="of each kind (default: 500)"
-    )
-    parser.add_argument("--synthetic_seed", type=between(0, MOST_SEED), default=SYNTHETIC_SEED, help="of the pictures")
-    parser.add_argument("--max_examples", type=between(1, MOST), metavar="N", help="the first N tests only")
-    parser.add_argument("--batch_size", type=between(1, MOST_AT_ONCE), default=32, metavar="B", help="images at once")
-    add_too_long(parser)
-
-
-def run(args: argparse.Namespace) -> "Results":
-    """See `evaluation.commands`."""
+def aro(options: AroOptions) -> "Results":
+    """Asks all tests by all rules."""
     import numpy as np
 
     from evaluation.compositional import RULES, Answers, choose
-    from evaluation.results import DataUse, ModelFacts, Results
+    from evaluation.results import DataUse, Results
     from evaluation.scoring import fits
 
-    args.data_is_public |= args.test is None  # computed from a seed
-    opened, model = open_captioner(args)
-    name, tests = _tests(args, model.config.encoder.image_size)
-    tests = tests[: args.max_examples]
-    tokenizer = opened.task.make_example(train=False).tokenizer  # type: ignore[attr-defined]
-    given, longest = len(tests), model.config.num_tokens
-    if args.too_long == "skip":
+    model, tokenizer, facts = open_captioner(options)
+    name, tests = _tests(options, model.config.encoder.image_size)
+    tests = tests[: options.max_examples]
+    num_given = len(tests)
+    if options.too_long == "skip":
+        longest = model.config.num_tokens
         tests = [test for test in tests if all(fits(tokenizer, caption, longest) for caption in test.captions)]
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
     undecodable = 0
     for rule in RULES:
-        answers, undecodable = choose(model, tokenizer, tests, batch_size=args.batch_size, rule=rule)
+        answers, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size, rule=rule)
         everything = Answers(
-            *(np.concatenate([getattr(a, f) for a in answers.values()]) for f in ("credits_N", "num_options_N"))
+            np.concatenate([answer.credits_N for answer in answers.values()]),
+            np.concatenate([answer.num_options_N for answer in answers.values()]),
         )
         scalars |= {f"accuracy_{rule}": everything.accuracy, "chance": everything.chance}
         scalars[f"group_mean_{rule}"] = float(np.mean([answer.accuracy for answer in answers.values()]))
-        few = answers if len(answers) <= 20 else {}
-        scalars |= {f"accuracy_{rule}_{group}": answer.accuracy for group, answer in few.items()}
+        if len(answers) <= 20:
+            scalars |= {f"accuracy_{rule}_{group}": answer.accuracy for group, answer in answers.items()}
         for group, answer in [*answers.items(), ("all", everything)]:
             row = {"rule": rule, "group": group, "accuracy": answer.accuracy, "chance": answer.chance}
             table.append({**row, "tests": len(answer.credits_N), "p (guessing)": answer.p_value})
     uses = [DataUse("tests", name, len(tests) - undecodable, undecodable)]
     notes = ["loss: least loss per token; sum: likeliest caption; prior: sum minus what it is for a black image"]
-    details = {"num_too_long": given - len(tests)}
-    return Results(NAME, scalars, uses, ModelFacts.of(opened.path, opened.manifest), table, details, notes=notes)
+    return Results("aro", scalars, uses, facts, table, {"num_too_long": num_given - len(tests)}, notes=notes)
 
 
-def _tests(args: argparse.Namespace, image_size: int) -> "tuple[str, list[Choice]]":
+def _tests(options: AroOptions, image_size: int) -> "tuple[str, list[Choice]]":
+    """The tests and their name."""
     from data.synthetic.generate import SyntheticData
     from evaluation.compositional import FORMATS, read_aro
     from evaluation.synthetic_tests import scene_choices, shape_choices
 
-    if args.test is None:
-        content = "shapes" if args.synthetic == "shapes" else "all"
-        data = SyntheticData(args.synthetic_seed, max(image_size, 16), content)
-        make = shape_choices if args.synthetic == "shapes" else scene_choices
-        return f"synthetic {args.synthetic}, seed {args.synthetic_seed}", make(data, args.synthetic_tests)
-    kind, _, file = args.test.partition(":")
+    if options.test is None:
+        content = "shapes" if options.synthetic == "shapes" else "all"
+        data = SyntheticData(options.synthetic_seed, max(image_size, 16), "numpy", content)
+        make = shape_choices if options.synthetic == "shapes" else scene_choices
+        return f"synthetic {options.synthetic}, seed {options.synthetic_seed}", make(data, options.synthetic_tests)
+    kind, _, file = options.test.partition(":")
     if kind not in FORMATS or not file:
-        raise ConfigError(f"--test {args.test}: write FORMAT:FILE with FORMAT one of {', '.join(FORMATS)}")
-    if args.images is None:
+        raise ConfigError(f"--test {options.test}: write FORMAT:FILE with FORMAT one of {', '.join(FORMATS)}")
+    if options.images is None:
         raise ConfigError("--test needs --images DIR, the folder that its image paths are relative to")
-    return args.test, read_aro(Path(file), args.images, kind)
+    return options.test, read_aro(Path(file), options.images, kind)

@@ -1,9 +1,11 @@
-"""Arguments that several commands share, and what follows from them."""
+"""Options that all commands share, and what follows from them."""
 
-import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field
+
+from trainer.config.options import Options, Shown
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -12,67 +14,100 @@ if TYPE_CHECKING:
     from trainer.weights.open_model import OpenedModel
 
 
-def add_checkpoint(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """--checkpoint, --use_average and --device."""
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        required=required,
-        help="run folder (its newest checkpoint) or checkpoint",
-    )
-    parser.add_argument(
-        "--use_average", action="store_true", help="the moving average of the weights (train.ema_decay)"
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; default: a GPU where there is one")
+class CommandOptions(Options):
+    """What every command takes."""
+
+    checkpoint: Annotated[Path | None, Shown("DIR")] = None
+    """run folder (its newest checkpoint) or checkpoint"""
+    use_average: bool = False
+    """the moving average of the weights (train.ema_decay)"""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; default: a GPU where there is one"""
+    output: Annotated[Path | None, Shown("DIR")] = None
+    """for results; default: the checkpoint's run folder"""
+    data_is_public: bool = False
+    """the evaluation data are public: results may leave the private part of the run folder"""
+    as_json: bool = Field(False, alias="json")
+    """print one JSON object on stdout"""
+
+    @property
+    def results_are_public(self) -> bool:
+        """Whether results are computed from public data alone: the user's word, or the data come from a seed."""
+        return self.data_is_public
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """What every command takes: where results go, and what counts as public."""
-    parser.add_argument("--output", type=Path, metavar="DIR", help="for results; default: the checkpoint's run folder")
-    parser.add_argument(
-        "--data_is_public", action="store_true",
-        help="the evaluation data are public: results may leave the private part of the run folder",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+class CheckpointOptions(CommandOptions):
+    """What commands take that need a checkpoint."""
+
+    checkpoint: Annotated[Path, Shown("DIR")]
+    """run folder (its newest checkpoint) or checkpoint"""
 
 
-def open_checkpoint(args: argparse.Namespace) -> "OpenedModel":
-    """The model that --checkpoint names, in fp32 on --device.
+class ImageOptions(CommandOptions):
+    """How images are read."""
+
+    image_column: Annotated[str, Shown("NAME")] = "image"
+    """of Hugging Face data sets"""
+    cache: Annotated[Path | None, Shown("DIR")] = None
+    """for indexes of shards; default: the run's private part"""
+    batch_size: Annotated[int, Shown("B"), Field(ge=1)] = 64
+    """images at once"""
+
+
+class LabelledImageOptions(ImageOptions):
+    """How labelled images are read, and how many processes decode."""
+
+    label_field: Annotated[str, Shown("NAME")] = "cls"
+    """of shards: cls, or a field of .json"""
+    label_column: Annotated[str, Shown("NAME")] = "label"
+    """of Hugging Face data sets"""
+    num_workers: Annotated[int, Shown("N"), Field(ge=0)] = 0
+    """processes that decode, per rank"""
+
+
+def open_checkpoint(options: CommandOptions) -> "OpenedModel":
+    """The model of the checkpoint, in fp32 on the device.
 
     Raises:
-        ConfigError: no checkpoint there, or no such device.
+        ConfigError: there is no checkpoint, or no such device.
     """
     from trainer.weights.open_model import open_model
 
-    return open_model(args.checkpoint, device=device_of(args), use_average=args.use_average)
+    assert options.checkpoint is not None
+    return open_model(options.checkpoint, device=device_of(options), use_average=options.use_average)
 
 
-def device_of(args: argparse.Namespace) -> "torch.device":
+def device_of(options: CommandOptions) -> "torch.device":
     """
     Raises:
-        ConfigError: no such device.
+        ConfigError: there is no such device.
     """
     import torch
 
-    if args.device == "auto":
+    if options.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(args.device)
+        device = torch.device(options.device)
     except RuntimeError as error:
-        raise ConfigError(f"--device {args.device} is no device of torch") from error
+        raise ConfigError(f"--device {options.device} is no device of torch") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {args.device}: this machine has no usable GPU")
+        raise ConfigError(f"--device {options.device}: this machine has no usable GPU")
     return device
 
 
-def output_of(args: argparse.Namespace) -> Path | None:
-    """Where results go: --output, or the run folder of --checkpoint; None for nowhere."""
-    if args.output is not None:
-        return Path(args.output)
-    checkpoint = getattr(args, "checkpoint", None)
-    if checkpoint is None:
-        return None
+def output_of(options: CommandOptions) -> Path | None:
+    """Where results go: the output, or the run folder of the checkpoint; None writes nothing."""
+    if options.output is not None or options.checkpoint is None:
+        return options.output
     from trainer.weights.open_model import run_folder_of
 
-    return Path(checkpoint) if (checkpoint / "checkpoints").is_dir() else run_folder_of(checkpoint)
+    is_run = (options.checkpoint / "checkpoints").is_dir()
+    return options.checkpoint if is_run else run_folder_of(options.checkpoint)
+
+
+def cache_of(options: ImageOptions) -> Path | None:
+    """The cache, or a place in the private part of the run folder; None keeps nothing."""
+    if options.cache is not None:
+        return options.cache
+    output = output_of(options)
+    return None if output is None else output / "private" / "features"

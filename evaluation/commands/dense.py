@@ -7,58 +7,56 @@
 Whole pictures are squeezed to a square of --image_size pixels. Masks are scored at their own resolution.
 """
 
-import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from data.options import LEAST_RATE, MOST_PIXELS, MOST_RATE, MOST_REPEATS, between, number_between
-from evaluation.commands.common import add_checkpoint, open_checkpoint
+from pydantic import Field
+
+from evaluation.commands.common import CheckpointOptions, open_checkpoint
+from trainer.config.options import Shown
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from evaluation.results import Results
 
-NAME = "dense"
-HELP = "segmentation or detection on frozen token maps, not private"
-SOURCE = "synthetic:SEED:COUNT, ade20k:DIR/SPLIT or coco:FILE.json:IMAGES"
+
+class DenseCommandOptions(CheckpointOptions):
+    """Options of `dense`."""
+
+    task: Literal["segmentation", "detection"]
+    train: Annotated[str, Shown("SOURCE")]
+    """synthetic:SEED:COUNT, ade20k:DIR/SPLIT or coco:FILE.json:IMAGES"""
+    test: Annotated[str, Shown("SOURCE")]
+    """synthetic:SEED:COUNT, ade20k:DIR/SPLIT or coco:FILE.json:IMAGES"""
+    image_size: Annotated[int | None, Shown("PIXELS"), Field(ge=1)] = None
+    """default: the model's; positions are interpolated"""
+    head: Literal["linear", "conv"] = "conv"
+    epochs: int = Field(30, ge=1)
+    lr: float = Field(2e-3, gt=0)
+    """of AdamW, in one cycle"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `evaluation.commands`."""
-    add_checkpoint(parser)
-    parser.add_argument("--task", choices=("segmentation", "detection"), required=True)
-    parser.add_argument("--train", required=True, metavar="SOURCE", help=SOURCE)
-    parser.add_argument("--test", required=True, metavar="SOURCE", help=SOURCE)
-    parser.add_argument(
-        "--image_size",
-        type=between(1, MOST_PIXELS),
-        metavar="PIXELS",
-        help="default: the model's; positions are interpolated",
-    )
-    parser.add_argument("--head", choices=("linear", "conv"), default="conv")
-    parser.add_argument("--epochs", type=between(1, MOST_REPEATS), default=30)
-    parser.add_argument("--lr", type=number_between(LEAST_RATE, MOST_RATE), default=2e-3, help="of AdamW, in one cycle")
-
-
-def run(args: argparse.Namespace) -> "Results | None":
-    """See `evaluation.commands`."""
+def dense(options: DenseCommandOptions) -> "Results":
+    """Trains the head and scores it."""
     from evaluation.dense.heads import DenseOptions, detection_scores, prepare, segmentation_scores
     from evaluation.dense.sources import open_dense
     from evaluation.encoder import encoder_of
     from evaluation.results import DataUse, ModelFacts, Results
 
-    opened = open_checkpoint(args)
-    options = DenseOptions(args.image_size, args.head, args.epochs, lr=args.lr)
-    side = args.image_size or encoder_of(opened.model).config.image_size
-    sources = {role: open_dense(getattr(args, role), side) for role in ("train", "test")}
-    if sources["train"].mask_classes != sources["test"].mask_classes:
+    opened = open_checkpoint(options)
+    how = DenseOptions(options.image_size, options.head, options.epochs, lr=options.lr)
+    side = options.image_size or encoder_of(opened.model).config.image_size
+    sources = {"train": open_dense(options.train, side), "test": open_dense(options.test, side)}
+    classes = sources["train"]
+    if classes.mask_classes != sources["test"].mask_classes:
         raise ConfigError("--train and --test have other classes")
-    if args.task == "detection" and not sources["train"].object_classes:
-        raise ConfigError(f"detection needs boxes, and {sources['train'].name} has masks only")
-    train, test = (prepare(opened.model, sources[role], options) for role in ("train", "test"))
-    if args.task == "segmentation":
-        scores = segmentation_scores(train, test, len(sources["train"].mask_classes), options)
+    if options.task == "detection" and not classes.object_classes:
+        raise ConfigError(f"detection needs boxes, and {classes.name} has masks only")
+    train, test = (prepare(opened.model, source, how) for source in sources.values())
+    if options.task == "segmentation":
+        scores = segmentation_scores(train, test, len(classes.mask_classes), how)
     else:
-        scores = detection_scores(train, test, len(sources["train"].object_classes), options)
+        scores = detection_scores(train, test, len(classes.object_classes), how)
     uses = [DataUse(role, source.name, len(source)) for role, source in sources.items()]
-    scalars = {f"{args.task}/{name}": value for name, value in scores.items()}
-    return Results(NAME, scalars, uses, ModelFacts.of(opened.path, opened.manifest), details={"head": args.head})
+    scalars = {f"{options.task}/{name}": value for name, value in scores.items()}
+    facts = ModelFacts.of(opened.path, opened.manifest)
+    return Results("dense", scalars, uses, facts, details={"head": options.head})

@@ -6,39 +6,38 @@
 Under a launcher the ranks share the images.
 """
 
-import argparse
 from typing import TYPE_CHECKING
 
-from evaluation.commands.inputs import add_inputs, cache_of, load_inputs
+from evaluation.commands.common import cache_of
+from evaluation.commands.inputs import FeatureInputOptions, Source, load_inputs
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from evaluation.results import Results
 
-NAME = "features"
-HELP = "features of a frozen encoder, computed once"
-RANKS = True
+
+class FeaturesOptions(FeatureInputOptions):
+    """Options of `features`."""
+
+    data: Source
+    """shards:PATTERN, folder:DIR, hf:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `evaluation.commands`."""
-    add_inputs(parser, ["data"])
-
-
-def run(args: argparse.Namespace) -> "Results | None":
-    """See `evaluation.commands`."""
+def features(options: FeaturesOptions) -> "Results | None":
+    """Computes and keeps features; None on other ranks than 0."""
     from evaluation.results import Results
 
-    if cache_of(args) is None:
+    cache = cache_of(options)
+    if cache is None:
         raise ConfigError("the checkpoint lies in no run folder: give --cache, a folder for the features")
-    inputs = load_inputs(args, ["data"])
+    inputs = load_inputs(options, data=options.data)
     if inputs is None:
         return None
-    found = inputs.features["data"]
+    computed = inputs.features["data"]
     scalars = {
-        "num_examples": len(found.labels_N),
-        "num_unusable": found.num_unusable,
-        "width": found.values_ND.shape[1],
-        "num_classes": found.num_classes,
+        "num_examples": len(computed.labels_N),
+        "num_unusable": computed.num_unusable,
+        "width": computed.values_ND.shape[1],
+        "num_classes": computed.num_classes,
     }
-    return Results(NAME, scalars, inputs.uses(), inputs.model, notes=[f"kept in {cache_of(args)}"])
+    return Results("features", scalars, inputs.uses(), inputs.model, notes=[f"kept in {cache}"])

@@ -5,87 +5,73 @@
 `--method probe` is DP-Cap's regression on frozen features; `--method finetune` trains the whole encoder (in one process).
 """
 
-import argparse
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from data.options import LEAST_RATE, MOST_RATE, MOST_REPEATS, MOST_SEED, between, number_between
+from pydantic import Field
+
 from evaluation.commands.common import device_of
-from evaluation.commands.inputs import Inputs, add_inputs, load_inputs
+from evaluation.commands.inputs import Inputs, TrainTestOptions, load_inputs
+from trainer.config.options import Shown
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from evaluation.few_shot import Shots
     from evaluation.results import Results
 
-NAME = "few-shot"
-HELP = "classifier from K examples per class (probe or fine-tuning), not private"
-RANKS = True
+
+class FewShotOptions(TrainTestOptions):
+    """Options of `few_shot`."""
+
+    GROUP = "few-shot"
+
+    method: Literal["probe", "finetune"] = "probe"
+    shots: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Shown("K"), Field(min_length=1)] = (1, 2, 5, 10)
+    """examples per class"""
+    num_splits: Annotated[int, Shown("S"), Field(ge=1)] = 3
+    """random splits for each K"""
+    seed: int = Field(0, ge=0)
+    """of the first split"""
+    epochs: int = Field(100, ge=1)
+    """of fine-tuning"""
+    base_lr: Annotated[float, Shown("R"), Field(gt=0)] = 5e-4
+    """of fine-tuning: rate is R * batch / 256"""
+    layer_decay: float = Field(0.65, gt=0, le=1)
+    """of fine-tuning"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `evaluation.commands`."""
-    add_inputs(parser, ["train", "test"])
-    group = parser.add_argument_group("few-shot")
-    group.add_argument("--method", choices=("probe", "finetune"), default="probe")
-    group.add_argument(
-        "--shots",
-        type=between(1, MOST_REPEATS),
-        nargs="+",
-        default=[1, 2, 5, 10],
-        metavar="K",
-        help="examples per class",
-    )
-    group.add_argument(
-        "--num_splits", type=between(1, MOST_REPEATS), default=3, metavar="S", help="random splits for each K"
-    )
-    group.add_argument("--seed", type=between(0, MOST_SEED), default=0, help="of the first split")
-    group.add_argument("--epochs", type=between(1, MOST_REPEATS), default=100, help="of fine-tuning")
-    group.add_argument(
-        "--base_lr",
-        type=number_between(LEAST_RATE, MOST_RATE),
-        default=5e-4,
-        metavar="R",
-        help="of fine-tuning: rate is R * batch / 256",
-    )
-    group.add_argument("--layer_decay", type=number_between(LEAST_RATE, 1), default=0.65, help="of fine-tuning")
-
-
-def run(args: argparse.Namespace) -> "Results | None":
-    """See `evaluation.commands`."""
+def few_shot(options: FewShotOptions) -> "Results | None":
+    """Trains and tests a classifier per K and split; None on other ranks than 0."""
+    from evaluation.few_shot import few_shot_probe
     from evaluation.results import Results
 
-    inputs = load_inputs(args, ["train", "test"])
+    inputs = load_inputs(options, train=options.train, test=options.test)
     if inputs is None:
         return None
-    found = _probe(args, inputs) if args.method == "probe" else _finetune(args, inputs)
+    if options.method == "finetune":
+        measured = _fine_tuned(options, inputs)
+    else:
+        measured = few_shot_probe(
+            inputs.usable("train"), inputs.usable("test"), inputs.num_classes(), options.shots,
+            num_splits=options.num_splits, seed=options.seed, device=device_of(options),
+        )  # fmt: skip
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
-    for shots in found:
+    for shots in measured:
         row: dict[str, Any] = {"shots": shots.shots, "test accuracy": shots.mean}
-        scalars[f"{args.method}/{shots.shots}-shot/accuracy"] = shots.mean
+        scalars[f"{options.method}/{shots.shots}-shot/accuracy"] = shots.mean
         if not math.isnan(shots.half_width):
             row["95 % interval"] = f"+- {shots.half_width:.4f}"
-            scalars[f"{args.method}/{shots.shots}-shot/interval_half_width"] = shots.half_width
+            scalars[f"{options.method}/{shots.shots}-shot/interval_half_width"] = shots.half_width
         table.append(row)
     details = {
-        "method": args.method, "num_splits": args.num_splits, "seed": args.seed,
-        "accuracies": {str(shots.shots): shots.accuracies for shots in found},
+        "method": options.method, "num_splits": options.num_splits, "seed": options.seed,
+        "accuracies": {str(shots.shots): shots.accuracies for shots in measured},
     }  # fmt: skip
-    return Results(NAME, scalars, inputs.uses(), inputs.model, table, details)
+    return Results("few-shot", scalars, inputs.uses(), inputs.model, table, details)
 
 
-def _probe(args: argparse.Namespace, inputs: Inputs) -> "list[Shots]":
-    from evaluation.few_shot import few_shot_probe
-
-    train, test = inputs.usable("train"), inputs.usable("test")
-    return few_shot_probe(
-        (train.values_ND, train.labels_N), (test.values_ND, test.labels_N), inputs.num_classes(), args.shots,
-        num_splits=args.num_splits, seed=args.seed, device=device_of(args),
-    )  # fmt: skip
-
-
-def _finetune(args: argparse.Namespace, inputs: Inputs) -> "list[Shots]":
+def _fine_tuned(options: FewShotOptions, inputs: Inputs) -> "list[Shots]":
     """The features that were computed say which images are usable; training sees the images."""
     import numpy as np
 
@@ -96,25 +82,22 @@ def _finetune(args: argparse.Namespace, inputs: Inputs) -> "list[Shots]":
     if inputs.opened is None or len(inputs.sources) < 2:
         raise ConfigError("fine-tuning needs --checkpoint and images for --train and --test, not features")
     encoder, train = encoder_of(inputs.opened.model), inputs.features["train"]
-    if args.image_size not in (None, encoder.config.image_size):
+    if options.image_size not in (None, encoder.config.image_size):
         raise ConfigError(
             f"--image_size is for --method probe; fine-tuning is at the model's {encoder.config.image_size}"
         )
     usable = np.flatnonzero(train.is_usable_N)
-    options = quick(FineTuneOptions(base_lr=args.base_lr, layer_decay=args.layer_decay), args.epochs)
-    found = []
-    for shots in args.shots:
+    how = quick(FineTuneOptions(base_lr=options.base_lr, layer_decay=options.layer_decay), options.epochs)
+    measured = []
+    for shots in options.shots:
         accuracies = []
-        for number in range(args.num_splits):
-            rows = usable[split(train.labels_N[usable], shots, args.seed + number)]
-            model = fine_tune(encoder, inputs.sources["train"], rows, inputs.num_classes(), options)
-            score = classifier_accuracy(
-                model,
-                inputs.sources["test"],
-                batch_size=args.batch_size,
-                num_workers=args.num_workers,
-                resize=args.resize,
-            )
-            accuracies.append(score)
-        found.append(Shots(shots, tuple(accuracies)))
-    return found
+        for number in range(options.num_splits):
+            rows = usable[split(train.labels_N[usable], shots, options.seed + number)]
+            model = fine_tune(encoder, inputs.sources["train"], rows, inputs.num_classes(), how)
+            accuracy = classifier_accuracy(
+                model, inputs.sources["test"], batch_size=options.batch_size, num_workers=options.num_workers,
+                resize=options.resize,
+            )  # fmt: skip
+            accuracies.append(accuracy)
+        measured.append(Shots(shots, tuple(accuracies)))
+    return measured

@@ -11,7 +11,6 @@ from PIL import Image
 
 from data.errors import DataError
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from evaluation.commands import aro, captions, retrieval, zero_shot
 from evaluation.compositional import _pixels, read_aro
 from models.captioner import build_captioner
 from tests.evaluation.commands import evaluate
@@ -54,15 +53,6 @@ def pictures(tmp_path: Path) -> Path:
         Image.fromarray(np.full((20, 20, 3), 60 * number, np.uint8)).save(path)
         path.with_suffix(".txt").write_text(f"picture number {number}\n")
     return tmp_path / "pictures"
-
-
-def test_they_are_commands() -> None:
-    assert [module.NAME for module in (zero_shot, aro, captions, retrieval)] == [
-        "zero-shot",
-        "aro",
-        "captions",
-        "retrieval",
-    ]
 
 
 def test_zero_shot(

@@ -162,7 +162,7 @@ def test_damaged_instances_are_one_line(tmp_path: Path, change: Callable[[Any], 
     [
         (("--train", "synthetic:1", "--test", "synthetic:2:1"), "names no pictures"),
         (("--train", "synthetic:1:2", "--test", "synthetic:2:1", "--epochs", 0), "at least 1"),
-        (("--train", "synthetic:1:2", "--test", "synthetic:2:1", "--lr", -1), "--lr: must be a number, at least 1e-12"),
+        (("--train", "synthetic:1:2", "--test", "synthetic:2:1", "--lr", -1), "--lr must be above 0"),
         (("--train", "synthetic:1:2", "--test", "synthetic:2:1", "--image_size", 50), "no whole number of patches"),
     ],
 )

@@ -146,7 +146,7 @@ def test_refused(
 def test_ranks_are_for_commands_that_share_their_work() -> None:
     from evaluation.commands import COMMANDS
 
-    assert {command.NAME for command in COMMANDS if getattr(command, "RANKS", False)} == {
+    assert {command.name for command in COMMANDS if command.uses_ranks} == {
         "features", "linear-probe", "few-shot", "private-head",
     }  # fmt: skip
     assert issubclass(ConfigError, ValueError)

@@ -3,14 +3,13 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from evaluation.commands.private_head import METHODS as COMMAND_METHODS
-from evaluation.commands.private_head import _private_rows
+from evaluation.commands.private_head import Method, _private_rows
 from evaluation.features import Features
 from evaluation.private_head import METHODS, sweep
 from tests.evaluation.commands import evaluate
@@ -96,7 +95,7 @@ def test_refused(run: Any, tmp_path: Path, arguments: list[str], match: str) -> 
 
 
 def test_every_method_of_the_library_is_offered() -> None:
-    assert set(COMMAND_METHODS) == set(METHODS)
+    assert set(get_args(Method)) == set(METHODS)
 
 
 @pytest.mark.parametrize("centre", [False, True])

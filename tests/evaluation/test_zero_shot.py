@@ -8,7 +8,8 @@ import torch
 
 from data.errors import DataError
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from evaluation.zero_shot import Prompts, accuracy, fill, log_probs_of
+from evaluation.scoring import tree_log_probs
+from evaluation.zero_shot import Prompts, accuracy, fill
 from models.captioner import Captioner, build_captioner
 from tests.models.tiny import tiny_config
 
@@ -67,7 +68,7 @@ def test_scores_come_from_the_model() -> None:
     """The likeliest of the prompts, by the model's own loss."""
     captioner, images = model(), torch.randn(6, 3, 16, 16)
     prompts = Prompts.of(NAMES, TEMPLATES, TOKENIZER, 20)
-    found = log_probs_of(captioner, prompts, images.split(4))
+    found = tree_log_probs(captioner, images, prompts.tree)
     for c, caption in enumerate(prompts.captions):
         tokens_L, mask_L = (torch.from_numpy(x) for x in TOKENIZER.encode(caption, 20))
         with torch.no_grad():
