@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from evaluation.commands.captioner import CaptionedOptions, open_captioned, open_captioner
+from evaluation.commands.common import Seed
 from trainer.config.options import Shown
 from trainer.errors import ConfigError
 
@@ -37,7 +38,7 @@ class CaptionsOptions(CaptionedOptions):
     """of sample"""
     top_p: Annotated[float, Shown("P"), Field(gt=0, le=1)] = 1.0
     """of sample"""
-    seed: int = 0
+    seed: Seed = 0
     """of sample"""
     metrics: bool = False
     """BLEU, ROUGE-L and CIDEr (an extra; needs Java)"""

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from trainer.weights.open_model import OpenedModel
 
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
 
 class CommandOptions(Options):
     """What every command takes."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from evaluation.commands.common import device_of
+from evaluation.commands.common import Seed, device_of
 from evaluation.commands.inputs import Inputs, TrainTestOptions, load_inputs
 from trainer.config.options import Shown
 from trainer.errors import ConfigError
@@ -30,7 +30,7 @@ class FewShotOptions(TrainTestOptions):
     """examples per class"""
     num_splits: Annotated[int, Shown("S"), Field(ge=1)] = 3
     """random splits for each K"""
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
     """of the first split"""
     epochs: int = Field(100, ge=1)
     """of fine-tuning"""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from evaluation.commands.common import device_of
+from evaluation.commands.common import Seed, device_of
 from evaluation.commands.inputs import TrainTestOptions, load_inputs
 from trainer.config.options import Shown
 
@@ -34,7 +34,7 @@ class LinearProbeOptions(TrainTestOptions):
     """LARS; to be raised for small data sets"""
     num_folds: int = Field(5, ge=2)
     """L-BFGS: of the cross-validation"""
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
 
 
 def linear_probe(options: LinearProbeOptions) -> "Results | None":

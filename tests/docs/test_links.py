@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.commands import COMMANDS
 from tests.docs.pages import GUIDES, PAGES, ROOT, anchors, project_files, prose, read, spans
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -223,14 +224,16 @@ def is_module(dotted: str) -> bool:
 
 @functools.cache
 def known_options() -> frozenset[str]:
-    """Every string that begins with -- in our programs, and those of launchers that the guides speak of."""
+    """Every option of a command's model, every string that begins with -- in our programs, and launchers' options."""
     sources = [
         n for n in project_files() if re.match(r"(launch_scripts|evaluation|data|trainer|benchmarks)/.*\.(py|s\w+)$", n)
     ]
     text = "\n".join((ROOT / name).read_text() for name in sources)
     foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}
     foreign |= {"--exclude", "--mtime", "--sort"}  # of tar
-    return frozenset(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | foreign
+    fields = [item for command in COMMANDS for item in command.options.model_fields.items()]
+    built = {f"--{field.alias or name}" for name, field in fields}
+    return frozenset(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | built | foreign
 
 
 @pytest.mark.parametrize("page", GUIDES)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,49 +9,11 @@ import torch
 from PIL import Image
 
 from data.errors import DataError
-from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from evaluation.compositional import _pixels, read_aro
-from models.captioner import build_captioner
 from tests.evaluation.commands import evaluate
-from tests.models.tiny import tiny_config
+from tests.evaluation.conftest import TOKENIZER
 from trainer.errors import ConfigError
 from trainer.weights import open_model as opening
-from trainer.weights.open_model import OpenedModel
-
-TOKENIZER = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
-
-
-class _Task:
-    def make_example(self, *, train: bool) -> SimpleNamespace:
-        return SimpleNamespace(tokenizer=TOKENIZER)
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder whose checkpoint opens as the small captioner."""
-    config = tiny_config(
-        vocab_size=TOKENIZER.vocab_size, bos_id=TOKENIZER.bos_id, eos_id=TOKENIZER.eos_id, num_tokens=32
-    )
-    model = build_captioner(config, generator=torch.Generator().manual_seed(0)).eval()
-    manifest = {"step": 7, "formal_guarantee": False, "reasons": ["a test"]}
-    monkeypatch.setattr(
-        opening,
-        "open_model",
-        lambda path, **how: OpenedModel(model, _Task(), manifest, path),  # type: ignore[arg-type]
-    )
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Two classes with two images each; captions beside them."""
-    for number, name in enumerate(("circle/a", "circle/b", "star/c", "star/d")):
-        path = tmp_path / "pictures" / f"{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((20, 20, 3), 60 * number, np.uint8)).save(path)
-        path.with_suffix(".txt").write_text(f"picture number {number}\n")
-    return tmp_path / "pictures"
 
 
 def test_zero_shot(

@@ -22,7 +22,11 @@ from pydantic.fields import FieldInfo
 from trainer.errors import ConfigError
 
 OptionsT = TypeVar("OptionsT", bound="Options")
-_BOUNDS = {"greater_than_equal": "at least {ge:g}", "greater_than": "above {gt:g}", "less_than_equal": "at most {le:g}"}
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("above", "gt"),
+    "less_than_equal": ("at most", "le"),
+}
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ def options_from(model: type[OptionsT], parsed: argparse.Namespace) -> OptionsT:
         if "error" in context:
             raise ConfigError(str(context["error"])) from error
         if first["type"] in _BOUNDS:
-            bound = _BOUNDS[first["type"]].format(**context)
-            raise ConfigError(f"{option} must be {bound}, got {first['input']}") from error
+            relation, key = _BOUNDS[first["type"]]
+            bound = int(context[key]) if context[key] == int(context[key]) else context[key]
+            raise ConfigError(f"{option} must be {relation} {bound}, got {first['input']}") from error
         raise ConfigError(f"{option}: {first['msg']}") from error

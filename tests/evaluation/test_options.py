@@ -1,0 +1,91 @@
+"""Commands as functions: each can be called from Python, prints and records nothing, and computes what the command line does."""
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evaluation.commands import COMMANDS, Command
+from tests.evaluation import tiny_models
+from tests.evaluation.commands import evaluate
+
+Values = dict[str, Any]
+each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+
+
+@pytest.fixture
+def values(run_dir: Path, pictures: Path, tmp_path: Path) -> dict[str, Values]:
+    """Options with which every command is short."""
+    images, labels = tiny_models.pictures(12)
+    np.savez(tmp_path / "arrays.npz", images=images, labels=labels)
+    arrays, folder = f"arrays:{tmp_path}/arrays.npz", f"folder:{pictures}"
+    probe = {"train": arrays, "test": arrays}
+    short: dict[str, Values] = {
+        "features": {"data": arrays},
+        "linear-probe": {**probe, "epochs": 2, "num_folds": 2},
+        "few-shot": {**probe, "shots": (1,), "num_splits": 2},
+        "private-head": {**probe, "method": ("dp-gd",), "target_epsilon": 1.0, "num_classes": 3},
+        "dense": {"task": "segmentation", "train": "synthetic:1:2", "test": "synthetic:2:2", "epochs": 1},
+        "zero-shot": {"data": folder},
+        "aro": {"synthetic": "shapes", "synthetic_tests": 1},
+        "captions": {"data": folder, "max_tokens": 2},
+        "retrieval": {"data": folder},
+    }
+    return {name: {"checkpoint": run_dir, **given} for name, given in short.items()}
+
+
+def words(given: Values) -> list[str]:
+    """The same options on a command line."""
+    return [
+        word
+        for name, value in given.items()
+        for word in (f"--{name}", *map(str, value if isinstance(value, tuple) else (value,)))
+    ]
+
+
+@each_command
+def test_a_command_is_a_function(
+    command: Command[Any], values: dict[str, Values], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    given = values[command.name]
+    options = command.options(**given, output=tmp_path / "python")
+    before = options.model_copy(deep=True)
+    results = command.run(options)
+    assert results is not None and results.name == command.name and options == before
+    assert capsys.readouterr() == ("", "")
+    assert not list(tmp_path.rglob("evaluation")), "a record is the business of `publish`"
+    record = evaluate(monkeypatch, capsys, command.name, *words(given), "--output", str(tmp_path / "shell"))
+    if command.name == "private-head":  # its noise is drawn anew
+        assert record["scalars"].keys() == results.scalars.keys()
+    else:
+        assert record["scalars"] == pytest.approx(dict(results.scalars), nan_ok=True)
+    assert record["data_is_public"] == options.results_are_public == (command.name == "aro")
+
+
+def numbers(command: Command[Any]) -> list[str]:
+    """The options that are numbers, or tuples of them."""
+    return [
+        name
+        for name, field in command.options.model_fields.items()
+        if typing.get_origin(field.annotation) is not typing.Literal
+        and ("int" in str(field.annotation) or "float" in str(field.annotation))
+    ]
+
+
+@each_command
+def test_no_number_ends_in_a_traceback(
+    command: Command[Any], values: dict[str, Values], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Every number by itself at zero and below, and seeds beyond 64 bits: a result, or one line with an exit code."""
+    for name in numbers(command):
+        for number in ("-1", "0", *(["9" * 20] if "seed" in name else [])):
+            given = words(values[command.name] | {name: number})
+            try:
+                evaluate(monkeypatch, capsys, command.name, *given, "--output", str(tmp_path / f"{name}{number}"))
+            except Exception as error:
+                if not hasattr(error, "exit_code"):
+                    raise AssertionError(f"--{name} {number} ends in a traceback") from error
