@@ -106,7 +106,12 @@ def tokens(encoder: VisionTransformer, images_BCHW: Tensor, num_blocks: int) -> 
     patches_BPD = encoder.patch_embedding(images_BCHW).flatten(2).transpose(1, 2)
     class_token_B1D = encoder.class_token.expand(len(patches_BPD), -1, -1)
     x_BTD = torch.cat([class_token_B1D, patches_BPD], dim=1)
-    x_BTD = x_BTD + _positions(encoder, grid).to(x_BTD.dtype)
+    assert isinstance(encoder.position, PositionEmbedding)
+    trained = encoder.config.grid_size, encoder.config.grid_size
+    position_1TD = encoder.position.table
+    if grid != trained:
+        position_1TD = resized_positions(position_1TD, trained, grid)
+    x_BTD = x_BTD + position_1TD.to(x_BTD.dtype)
     kept = []
     for number, block in enumerate(encoder.blocks):
         x_BTD = block(x_BTD)
@@ -120,11 +125,3 @@ def _grid(encoder: VisionTransformer, height: int, width: int) -> tuple[int, int
     if height < patch or width < patch or height % patch or width % patch:
         raise ConfigError(f"images of {height} x {width} pixels are no whole number of patches of {patch}")
     return height // patch, width // patch
-
-
-def _positions(encoder: VisionTransformer, grid: tuple[int, int]) -> Tensor:
-    """The table (1, T, D), interpolated for another grid than the model's."""
-    position = encoder.position
-    assert isinstance(position, PositionEmbedding)
-    own = encoder.config.grid_size
-    return position.table if grid == (own, own) else resized_positions(position.table, (own, own), grid)

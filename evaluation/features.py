@@ -115,18 +115,25 @@ def extract(
     check_options(opened.model, options)
     if not len(source):
         raise DataError(f"{source.name} holds no images")
-    rank, world_size = _place()
+    # One process without a launcher has no process group.
+    rank, world_size = (distributed.rank(), distributed.world_size()) if dist.is_initialized() else (0, 1)
     if cache is None:
         if world_size > 1:
             raise DataError("several ranks need a folder for the features: give --cache")
         return _compute(opened.model, source, options, range(len(source)), batch_size, num_workers)
     facts = _facts(opened, source, options, use_average=use_average)
-    folder = cache / _name_of(facts)
+    named = {key: value for key, value in facts.items() if key != "data_name"}
+    folder = cache / f"features-{hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:24]}"
     if not (folder / "manifest.json").exists():
         rows = range(len(source) * rank // world_size, len(source) * (rank + 1) // world_size)
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        _write_part(folder / _part(rank, world_size), opened.model, source, options, rows, batch_size, num_workers)
+        part = folder / _part(rank, world_size)
+        if not part.exists():  # an earlier start may have left it whole
+            computed = _compute(opened.model, source, options, rows, batch_size, num_workers)
+            columns = {"features": computed.values_ND, "labels": computed.labels_N, "is_usable": computed.is_usable_N}
+            with named_when_whole(part) as temporary:
+                save_file(columns, temporary)
         if world_size > 1:
             dist.barrier()
         if rank == 0:
@@ -154,11 +161,6 @@ def read_features(folder: Path) -> Features:
     )
 
 
-def _place() -> tuple[int, int]:
-    """Rank and number of ranks; one process without a launcher has no process group."""
-    return (distributed.rank(), distributed.world_size()) if dist.is_initialized() else (0, 1)
-
-
 def _facts(
     opened: OpenedModel, source: LabelledImages, options: FeatureOptions, *, use_average: bool
 ) -> dict[str, Any]:
@@ -178,30 +180,8 @@ def _facts(
     }
 
 
-def _name_of(facts: dict[str, Any]) -> str:
-    named = {key: value for key, value in facts.items() if key != "data_name"}
-    return f"features-{hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:24]}"
-
-
 def _part(rank: int, world_size: int) -> str:
     return f"part-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-def _write_part(
-    path: Path,
-    model: nn.Module,
-    source: LabelledImages,
-    options: FeatureOptions,
-    rows: range,
-    batch_size: int,
-    num_workers: int,
-) -> None:
-    """A part that an earlier start left whole is kept."""
-    if path.exists():
-        return
-    found = _compute(model, source, options, rows, batch_size, num_workers)
-    with named_when_whole(path) as temporary:
-        save_file({"features": found.values_ND, "labels": found.labels_N, "is_usable": found.is_usable_N}, temporary)
 
 
 def _finish(folder: Path, facts: dict[str, Any], num_parts: int) -> None:
@@ -245,19 +225,15 @@ class _Batches(Dataset):
                 if example.image is None or example.label is None:
                     continue
                 try:
-                    images[row] = _centre(eval_image(example.image, self._resize), size)
+                    edge = (self._resize - size) // 2
+                    whole_CHW = eval_image(example.image, self._resize)
+                    images[row] = whole_CHW[:, edge : edge + size, edge : edge + size]
                 except DecodeError:
                     continue
                 labels[row], usable[row] = example.label, True
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
         return _Decoded(torch.from_numpy(images), labels, usable)
-
-
-def _centre(image_CHW: np.ndarray, size: int) -> np.ndarray:
-    """The middle of a square image, (3, size, size)."""
-    edge = (image_CHW.shape[1] - size) // 2
-    return image_CHW[:, edge : edge + size, edge : edge + size]
 
 
 def decoded_batches(

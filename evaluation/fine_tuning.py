@@ -6,7 +6,6 @@ colour, mixup, cutmix, random erasing and stochastic depth. Fine-tuning with pri
 `model.kind = "classifier"`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -84,7 +83,9 @@ def fine_tune(
         for start in range(0, len(order), batch_size):
             step += 1
             ids = order[start : start + batch_size]
-            for images_BCHW, labels_B in _training_batches(source, ids, epoch, encoder.config.image_size, options):
+            for first in range(0, len(ids), options.micro_batch_size):
+                part = [int(i) for i in ids[first : first + options.micro_batch_size]]
+                images_BCHW, labels_B = _training_batch(source, part, epoch, encoder.config.image_size, options)
                 loss_B = model(images_BCHW.to(device), labels_B.to(device))
                 (loss_B.sum() / len(ids)).backward()
             lr = learning_rate(step, options.epochs * per_epoch, peak_lr, schedule)
@@ -103,22 +104,15 @@ def _start(encoder: VisionTransformer, num_classes: int, options: FineTuneOption
     return model
 
 
-def _training_batches(
-    source: LabelledImages, ids: np.ndarray, epoch: int, image_size: int, options: FineTuneOptions
-) -> Iterator[tuple[Tensor, Tensor]]:
-    for start in range(0, len(ids), options.micro_batch_size):
-        part = [int(i) for i in ids[start : start + options.micro_batch_size]]
-        yield (
-            _augmented(source, part, epoch, image_size, options)
-            if options.augment
-            else _plain(source, part, image_size)
-        )
-
-
-def _augmented(
+def _training_batch(
     source: LabelledImages, ids: list[int], epoch: int, image_size: int, options: FineTuneOptions
 ) -> tuple[Tensor, Tensor]:
-    """Random crops and flips; a key for every image and epoch."""
+    """Images, cropped and flipped at random by a key for every image and epoch where they are augmented, and labels."""
+    if not options.augment:
+        [batch] = decoded_batches(source, ids, batch_size=len(ids), image_size=image_size)
+        if not batch.is_usable_B.all():
+            raise DataError(f"{source.name}: an image cannot be decoded or has no label")
+        return batch.images_BCHW, torch.from_numpy(batch.labels_B)
     images, labels = [], []
     for i, example in zip(ids, source.read(ids), strict=True):
         if example.image is None or example.label is None:
@@ -130,13 +124,6 @@ def _augmented(
             raise DataError(f"{source.name}: image {i}: {error}") from error
         labels.append(example.label)
     return torch.from_numpy(np.stack(images)), torch.tensor(labels)
-
-
-def _plain(source: LabelledImages, ids: list[int], image_size: int) -> tuple[Tensor, Tensor]:
-    [batch] = decoded_batches(source, ids, batch_size=len(ids), image_size=image_size)
-    if not batch.is_usable_B.all():
-        raise DataError(f"{source.name}: an image cannot be decoded or has no label")
-    return batch.images_BCHW, torch.from_numpy(batch.labels_B)
 
 
 @torch.no_grad()

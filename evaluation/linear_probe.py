@@ -114,7 +114,10 @@ def lars_probe(
     per_epoch = len(x_ND) // batch_size
     peak_lr = options.base_lr * batch_size / 256
     schedule = ScheduleSection(warmup_steps=min(options.warmup_epochs, options.epochs - 1) * per_epoch)
-    head = _lars_head(x_ND.shape[1], num_classes, options.seed).to(device)
+    norm, linear = nn.BatchNorm1d(x_ND.shape[1], affine=False, eps=1e-6), nn.Linear(x_ND.shape[1], num_classes)
+    nn.init.normal_(linear.weight, std=0.01, generator=torch.Generator().manual_seed(options.seed))
+    nn.init.zeros_(linear.bias)
+    head = nn.Sequential(norm, linear).to(device)
     optimizer = _lars(head, options, peak_lr)
     generator = torch.Generator().manual_seed(options.seed)
     accuracies, step, moved = [], 0, 0.0
@@ -131,26 +134,10 @@ def lars_probe(
             optimizer.zero_grad()
         head.eval()
         accuracies.append(_accuracy(head, x_test_ND, y_test_N))
-    return LarsResult(tuple(accuracies), batch_size, peak_lr, moved >= SETTLED, _folded(head))
-
-
-def _lars_head(width: int, num_classes: int, seed: int) -> nn.Sequential:
-    head = nn.Sequential(nn.BatchNorm1d(width, affine=False, eps=1e-6), nn.Linear(width, num_classes))
-    linear = head[1]
-    assert isinstance(linear, nn.Linear)
-    with torch.no_grad():
-        linear.weight.normal_(std=0.01, generator=torch.Generator().manual_seed(seed))
-        linear.bias.zero_()
-    return head
-
-
-def _folded(head: nn.Sequential) -> LinearHead:
-    """What the head computes at test time."""
-    norm, linear = head
-    assert isinstance(norm, nn.BatchNorm1d) and isinstance(linear, nn.Linear)
     assert norm.running_mean is not None and norm.running_var is not None
-    scale_D = (norm.running_var + norm.eps).sqrt()
-    return LinearHead(norm.running_mean, scale_D, linear.weight.detach(), linear.bias.detach())
+    scale_D = (norm.running_var + norm.eps).sqrt()  # what the norm computes at test time
+    at_test = LinearHead(norm.running_mean, scale_D, linear.weight.detach(), linear.bias.detach())
+    return LarsResult(tuple(accuracies), batch_size, peak_lr, moved >= SETTLED, at_test)
 
 
 def _lars(head: nn.Module, options: LarsOptions, peak_lr: float) -> torch.optim.Optimizer:

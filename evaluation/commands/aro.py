@@ -33,13 +33,13 @@ class AroOptions(TooLongOptions, CheckpointOptions):
     """plain shapes, or pictures of every kind"""
     images: Annotated[Path | None, Shown("DIR")] = None
     """that the image paths of --test are relative to"""
-    synthetic_tests: Annotated[int, Shown("N"), Field(ge=1)] = 500
+    synthetic_tests: Annotated[int, Shown("N"), Field(ge=1, le=100_000)] = 500
     """of each kind (default: 500)"""
-    synthetic_seed: int = SYNTHETIC_SEED
+    synthetic_seed: int = Field(SYNTHETIC_SEED, ge=0, lt=2**63)
     """of the pictures"""
     max_examples: Count = None
     """the first N tests only"""
-    batch_size: Annotated[int, Shown("B"), Field(ge=1)] = 32
+    batch_size: Annotated[int, Shown("B"), Field(ge=1, le=2**20)] = 32
     """images at once"""
 
     @property
@@ -92,7 +92,7 @@ def _tests(options: AroOptions, image_size: int) -> "tuple[str, list[Choice]]":
 
     if options.test is None:
         content = "shapes" if options.synthetic == "shapes" else "all"
-        data = SyntheticData(options.synthetic_seed, max(image_size, 16), "numpy", content)
+        data = SyntheticData(options.synthetic_seed, max(image_size, 16), content)
         make = shape_choices if options.synthetic == "shapes" else scene_choices
         return f"synthetic {options.synthetic}, seed {options.synthetic_seed}", make(data, options.synthetic_tests)
     kind, _, file = options.test.partition(":")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SYNTHETIC_SEED = 1 << 40
 """Default of the test pictures, far from seeds that people train with."""
-Count = Annotated[int | None, Shown("N"), Field(ge=1)]
+Count = Annotated[int | None, Shown("N"), Field(ge=1, le=10**12)]
 
 
 class TooLongOptions(Options):

@@ -28,13 +28,13 @@ class CaptionsOptions(CaptionedOptions):
     """Options of `captions`."""
 
     method: Literal["greedy", "beam", "sample"] = "greedy"
-    max_tokens: Annotated[int | None, Shown("L"), Field(ge=1)] = None
+    max_tokens: Annotated[int | None, Shown("L"), Field(ge=1, le=2**16)] = None
     """default: as many as the model takes"""
-    num_beams: Annotated[int, Shown("K"), Field(ge=1)] = 4
+    num_beams: Annotated[int, Shown("K"), Field(ge=1, le=1024)] = 4
     """of beam (default: 4)"""
-    length_penalty: Annotated[float, Shown("P")] = 1.0
+    length_penalty: Annotated[float, Shown("P"), Field(ge=-100, le=100)] = 1.0
     """of beam: 1 compares means per token"""
-    temperature: Annotated[float, Shown("T"), Field(gt=0)] = 1.0
+    temperature: Annotated[float, Shown("T"), Field(gt=0, le=1e4)] = 1.0
     """of sample"""
     top_p: Annotated[float, Shown("P"), Field(gt=0, le=1)] = 1.0
     """of sample"""

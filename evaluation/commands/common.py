@@ -52,7 +52,7 @@ class ImageOptions(CommandOptions):
     """of Hugging Face data sets"""
     cache: Annotated[Path | None, Shown("DIR")] = None
     """for indexes of shards; default: the run's private part"""
-    batch_size: Annotated[int, Shown("B"), Field(ge=1)] = 64
+    batch_size: Annotated[int, Shown("B"), Field(ge=1, le=2**20)] = 64
     """images at once"""
 
 
@@ -63,7 +63,7 @@ class LabelledImageOptions(ImageOptions):
     """of shards: cls, or a field of .json"""
     label_column: Annotated[str, Shown("NAME")] = "label"
     """of Hugging Face data sets"""
-    num_workers: Annotated[int, Shown("N"), Field(ge=0)] = 0
+    num_workers: Annotated[int, Shown("N"), Field(ge=0, le=1024)] = 0
     """processes that decode, per rank"""
 
 

@@ -27,11 +27,11 @@ class DenseCommandOptions(CheckpointOptions):
     """synthetic:SEED:COUNT, ade20k:DIR/SPLIT or coco:FILE.json:IMAGES"""
     test: Annotated[str, Shown("SOURCE")]
     """synthetic:SEED:COUNT, ade20k:DIR/SPLIT or coco:FILE.json:IMAGES"""
-    image_size: Annotated[int | None, Shown("PIXELS"), Field(ge=1)] = None
+    image_size: Annotated[int | None, Shown("PIXELS"), Field(ge=1, le=8192)] = None
     """default: the model's; positions are interpolated"""
     head: Literal["linear", "conv"] = "conv"
-    epochs: int = Field(30, ge=1)
-    lr: float = Field(2e-3, gt=0)
+    epochs: int = Field(30, ge=1, le=100_000)
+    lr: float = Field(2e-3, gt=0, le=1e4)
     """of AdamW, in one cycle"""
 
 

@@ -26,15 +26,15 @@ class FewShotOptions(TrainTestOptions):
     GROUP = "few-shot"
 
     method: Literal["probe", "finetune"] = "probe"
-    shots: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Shown("K"), Field(min_length=1)] = (1, 2, 5, 10)
+    shots: Annotated[tuple[Annotated[int, Field(ge=1, le=100_000)], ...], Shown("K"), Field(min_length=1)] = (1, 2, 5, 10)
     """examples per class"""
-    num_splits: Annotated[int, Shown("S"), Field(ge=1)] = 3
+    num_splits: Annotated[int, Shown("S"), Field(ge=1, le=100_000)] = 3
     """random splits for each K"""
     seed: Seed = 0
     """of the first split"""
-    epochs: int = Field(100, ge=1)
+    epochs: int = Field(100, ge=1, le=100_000)
     """of fine-tuning"""
-    base_lr: Annotated[float, Shown("R"), Field(gt=0)] = 5e-4
+    base_lr: Annotated[float, Shown("R"), Field(gt=0, le=1e4)] = 5e-4
     """of fine-tuning: rate is R * batch / 256"""
     layer_decay: float = Field(0.65, gt=0, le=1)
     """of fine-tuning"""

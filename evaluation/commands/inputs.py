@@ -37,7 +37,7 @@ class FeatureInputOptions(LabelledImageOptions):
     """shorter side before the centre is cut out: 256 in the papers; default: the image size"""
     cache: Annotated[Path | None, Shown("DIR")] = None
     """where features are kept; default: private/features of the run folder"""
-    batch_size: Annotated[int, Shown("B"), Field(ge=1)] = 64
+    batch_size: Annotated[int, Shown("B"), Field(ge=1, le=2**20)] = 64
     """images at once, per rank"""
 
 

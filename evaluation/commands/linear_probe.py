@@ -24,15 +24,15 @@ class LinearProbeOptions(TrainTestOptions):
     GROUP = "probe"
 
     method: Literal["both", "lars", "lbfgs"] = "both"
-    epochs: int = Field(90, ge=1)
+    epochs: int = Field(90, ge=1, le=100_000)
     """LARS; default 90, a tenth of which at most warms up"""
-    probe_batch_size: Annotated[int, Shown("B"), Field(ge=1)] = 16384
+    probe_batch_size: Annotated[int, Shown("B"), Field(ge=1, le=10**12)] = 16384
     """LARS; capped at the data"""
-    base_lr: Annotated[float, Shown("R"), Field(gt=0)] = 0.1
+    base_lr: Annotated[float, Shown("R"), Field(gt=0, le=1e4)] = 0.1
     """LARS: rate is R * batch / 256"""
-    trust_coefficient: Annotated[float, Shown("R"), Field(gt=0)] = 1e-3
+    trust_coefficient: Annotated[float, Shown("R"), Field(gt=0, le=1e4)] = 1e-3
     """LARS; to be raised for small data sets"""
-    num_folds: int = Field(5, ge=2)
+    num_folds: int = Field(5, ge=2, le=1000)
     """L-BFGS: of the cross-validation"""
     seed: Seed = 0
 

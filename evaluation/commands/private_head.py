@@ -105,7 +105,13 @@ def private_head(options: PrivateHeadOptions) -> "Results | None":
     inputs = load_inputs(options, train=options.train, test=options.test)
     if inputs is None:
         return None
-    data = _data(options, inputs)
+    train, (x_test_ND, y_test_N) = inputs.features["train"], inputs.usable("test")
+    num_classes = options.num_classes or len(train.class_names)
+    if not num_classes:
+        raise ConfigError("give --num_classes: what the largest label of the training data is would be no public fact")
+    # Training rows that are not usable stay, as zeros: how many there are must not follow from an example's bytes.
+    x_ND, y_N = private_rows(train, num_classes, centre=options.centre_rows)
+    data = sweep.HeadData(x_ND, y_N, _centred(x_test_ND, centre=options.centre_rows), y_test_N, num_classes)
     request = replace(request, covers=_covers(options, inputs))
     heads = sweep.train_heads(data, request)
     rows = sweep.summary(heads)
@@ -159,19 +165,7 @@ def _request(options: PrivateHeadOptions) -> "HeadRequest":
     )  # fmt: skip
 
 
-def _data(options: PrivateHeadOptions, inputs: Inputs) -> "HeadData":
-    """Training rows that are not usable stay, as zeros: how many there are must not follow from an example's bytes."""
-    from evaluation.private_head.sweep import HeadData
-
-    train, (x_test_ND, y_test_N) = inputs.features["train"], inputs.usable("test")
-    num_classes = options.num_classes or len(train.class_names)
-    if not num_classes:
-        raise ConfigError("give --num_classes: what the largest label of the training data is would be no public fact")
-    x_ND, y_N = _private_rows(train, num_classes, centre=options.centre_rows)
-    return HeadData(x_ND, y_N, _centred(x_test_ND, centre=options.centre_rows), y_test_N, num_classes)
-
-
-def _private_rows(train: "Features", num_classes: int, *, centre: bool) -> "tuple[np.ndarray, np.ndarray]":
+def private_rows(train: "Features", num_classes: int, *, centre: bool) -> "tuple[np.ndarray, np.ndarray]":
     """Rows whose label is out of range become zero too, decided by each row alone."""
     import numpy as np
 

@@ -36,7 +36,7 @@ class ZeroShotOptions(CheckpointOptions, LabelledImageOptions):
     """shards:PATTERN, folder:DIR, hf:DIR or arrays:FILE.npz"""
     synthetic_shapes: Count = None
     """zero-shot on N pictures of plain shapes"""
-    synthetic_seed: int = SYNTHETIC_SEED
+    synthetic_seed: int = Field(SYNTHETIC_SEED, ge=0, lt=2**63)
     """of these pictures"""
     max_examples: Count = None
     """the first N only"""

@@ -119,7 +119,11 @@ class DenseHead(nn.Module):
 
 def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, options: DenseOptions) -> dict[str, float]:
     """Trains a segmentation head and scores it at the resolution of the test masks: mean IoU, accuracy of pixels."""
-    target_NSS = torch.stack([_nearest(mask, train.side) for mask in train.masks]).to(train.maps_NDhw.device)
+    targets = []
+    for mask_HW in train.masks:  # the nearest pixel of each of S x S
+        rows, columns = ((np.arange(train.side) + 0.5) * size // train.side for size in mask_HW.shape)
+        targets.append(torch.from_numpy(mask_HW[rows.astype(int)][:, columns.astype(int)]))
+    target_NSS = torch.stack(targets).to(train.maps_NDhw.device)
 
     def loss(values: Tensor, rows: Tensor) -> Tensor:
         logits = F.interpolate(values, size=target_NSS.shape[1:], mode="bilinear", align_corners=False)
@@ -232,9 +236,3 @@ def _suppressed(boxes: np.ndarray, scores: np.ndarray, candidates: np.ndarray) -
         kept.append(int(order[0]))
         order = order[1:][overlaps(boxes[order[:1]], boxes[order[1:]])[0] <= NMS_OVERLAP]
     return kept
-
-
-def _nearest(mask_HW: np.ndarray, side: int) -> Tensor:
-    """(S, S)"""
-    rows, columns = ((np.arange(side) + 0.5) * size // side for size in mask_HW.shape)
-    return torch.from_numpy(mask_HW[rows.astype(int)][:, columns.astype(int)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from evaluation.commands.private_head import Method, _private_rows
+from evaluation.commands.private_head import Method, private_rows
 from evaluation.features import Features
 from evaluation.private_head import METHODS, sweep
 from tests.evaluation.commands import evaluate
@@ -103,12 +103,12 @@ def test_a_row_decides_about_itself_alone(centre: bool) -> None:
     """An undecodable image, a missing label, one out of range: a row of zeros, and no other row or count changes."""
     x, y, _, _ = digits()
     x, y, usable = x[:6].astype(np.float32), y[:6] % 3, np.ones(6, dtype=bool)
-    plain_x, plain_y = _private_rows(Features(x, y, usable), 3, centre=centre)
+    plain_x, plain_y = private_rows(Features(x, y, usable), 3, centre=centre)
     for change in ("undecodable", "label", "negative"):
         bad_y, bad_usable = y.copy(), usable.copy()
         bad_y[2] = {"undecodable": y[2], "label": 3, "negative": -1}[change]
         bad_usable[2] = change != "undecodable"
-        found_x, found_y = _private_rows(Features(x, bad_y, bad_usable), 3, centre=centre)
+        found_x, found_y = private_rows(Features(x, bad_y, bad_usable), 3, centre=centre)
         assert not found_x[2].any() and len(found_x) == 6 and 0 <= found_y.min() <= found_y.max() < 3
         assert np.array_equal(np.delete(found_x, 2, 0), np.delete(plain_x, 2, 0))
         assert np.array_equal(np.delete(found_y, 2), np.delete(plain_y, 2))
