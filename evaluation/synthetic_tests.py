@@ -39,7 +39,7 @@ class ShapePictures:
 
     def __init__(self, count: int, seed: int) -> None:
         self.name = f"{count} synthetic shapes, seed {seed}"
-        self._images, self._labels_N = shape_images(SyntheticData(seed, 64, "numpy", "shapes"), count)
+        self._images, self._labels_N = shape_images(SyntheticData(seed, 64, "shapes"), count)
 
     def identity(self) -> str:
         return self.name

@@ -26,7 +26,12 @@ class FewShotOptions(TrainTestOptions):
     GROUP = "few-shot"
 
     method: Literal["probe", "finetune"] = "probe"
-    shots: Annotated[tuple[Annotated[int, Field(ge=1, le=100_000)], ...], Shown("K"), Field(min_length=1)] = (1, 2, 5, 10)
+    shots: Annotated[tuple[Annotated[int, Field(ge=1, le=100_000)], ...], Shown("K"), Field(min_length=1)] = (
+        1,
+        2,
+        5,
+        10,
+    )
     """examples per class"""
     num_splits: Annotated[int, Shown("S"), Field(ge=1, le=100_000)] = 3
     """random splits for each K"""

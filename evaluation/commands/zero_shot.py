@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+from pydantic import Field
+
 from evaluation.commands.captioner import SYNTHETIC_SEED, Count, open_captioner
 from evaluation.commands.common import CheckpointOptions, LabelledImageOptions
 from evaluation.commands.inputs import open_labelled
