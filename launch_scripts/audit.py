@@ -24,49 +24,88 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import get_args
+
+from pydantic import Field
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from privacy.audit.report import AuditReport  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
+from trainer.config.options import Options, add_options, parse_options  # noqa: E402
 from trainer.config.recipe import EngineName  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 
 
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Command-line arguments; a bad one is a ConfigError (exit 2)."""
+class LedgerOptions(Options):
+    """Options of `ledger`."""
+
+    run_dir: Path
+    """run folder that holds ledger.jsonl"""
+    as_json: bool = Field(False, alias="json")
+    """print one JSON object on stdout"""
+
+
+class ScheduleOptions(LedgerOptions):
+    """Options of `schedule`."""
+
+
+class MechanismOptions(LedgerOptions):
+    """Options of `mechanism`."""
+
+    engine: EngineName = "deepspeed"
+    ds_config: Path | None = None
+    """machine settings; default: those that the run used last"""
+    ranks: int = Field(2, ge=1, le=16)
+    """processes on this machine's CPU (default 2)"""
+
+
+class RunOptions(LedgerOptions):
+    """Options of `run`."""
+
+    canaries: Path
+    """folder that `audit.py canaries` wrote"""
+    checkpoint: Path | None = None
+    """default: the newest of the run"""
+
+
+class CanariesOptions(Options):
+    """Options of `canaries`."""
+
+    output: Path
+    """new folder for shards and secret coins"""
+    num_canaries: int = 1000
+    """in the data or not by one coin each"""
+    image_size: int = 64
+    """side of the random pictures in pixels"""
+    caption_field: str | None = None
+    """the recipe's data.caption_field, if it has one"""
+
+
+def parse_args(arguments: list[str] | None = None) -> LedgerOptions | CanariesOptions:
+    """The options of the chosen audit; a bad argument is a ConfigError (exit 2)."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="ledger/schedule/mechanism/canaries/run")
-    audits = {kind: kinds.add_parser(kind) for kind in ("ledger", "schedule", "mechanism", "run")}
-    for audit in audits.values():
-        audit.add_argument("--run_dir", type=Path, required=True, help="run folder that holds ledger.jsonl")
-        audit.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    mechanism, run = audits["mechanism"], audits["run"]
-    mechanism.add_argument("--engine", choices=get_args(EngineName), default="deepspeed")
-    mechanism.add_argument("--ds_config", type=Path, help="machine settings; default: those that the run used last")
-    mechanism.add_argument("--ranks", type=int, default=2, help="processes on this machine's CPU (default 2)")
-    run.add_argument("--canaries", type=Path, required=True, help="folder that `audit.py canaries` wrote")
-    run.add_argument("--checkpoint", type=Path, help="default: the newest of the run")
-    canaries = kinds.add_parser("canaries")
-    canaries.add_argument("--output", type=Path, required=True, help="new folder for shards and secret coins")
-    canaries.add_argument("--num_canaries", type=int, default=1000, help="in the data or not by one coin each")
-    canaries.add_argument("--image_size", type=int, default=64, help="side of the random pictures in pixels")
-    canaries.add_argument("--caption_field", help="the recipe's data.caption_field, if it has one")
-    return parser.parse_args(arguments)
+    kinds = parser.add_subparsers(required=True, metavar="ledger/schedule/mechanism/canaries/run")
+    for name, model in (
+        ("ledger", LedgerOptions), ("schedule", ScheduleOptions), ("mechanism", MechanismOptions), ("run", RunOptions),
+        ("canaries", CanariesOptions),
+    ):  # fmt: skip
+        add_options(kinds.add_parser(name), model)
+    options = parse_options(parser, arguments)
+    assert isinstance(options, LedgerOptions | CanariesOptions)
+    return options
 
 
 def main() -> int:
     """Audits, prints, and returns the verdict's exit code."""
     options = parse_args()
-    if options.kind == "canaries":
+    if isinstance(options, CanariesOptions):
         from trainer.audit.canaries import write_canaries
 
         print(write_canaries(options.output, options.num_canaries, options.image_size, options.caption_field))
         return 0
     report = _stamped(_audit(options), options.run_dir)
-    print(json.dumps(report.to_json(), allow_nan=False) if options.json else report.to_text())
+    print(json.dumps(report.to_json(), allow_nan=False) if options.as_json else report.to_text())
     return report.exit_code
 
 
@@ -77,24 +116,23 @@ def _stamped(report: AuditReport, run_dir: Path) -> AuditReport:
     return replace(report, facts={**report.facts, "date_utc": today, "ledger_sha256": digest})
 
 
-def _audit(options: argparse.Namespace) -> AuditReport:
-    if options.kind == "mechanism" and not 1 <= options.ranks <= 16:
-        raise ConfigError(f"--ranks must be between 1 and 16, not {options.ranks}")
-    if not options.run_dir.is_dir():
-        raise ConfigError(f"run folder {options.run_dir} does not exist")
-    if not (options.run_dir / "ledger.jsonl").is_file():
-        raise ConfigError(f"run folder {options.run_dir} has no ledger.jsonl: nothing was trained here")
-    if options.kind == "mechanism":
+def _audit(options: LedgerOptions) -> AuditReport:
+    run_dir = options.run_dir
+    if not run_dir.is_dir():
+        raise ConfigError(f"run folder {run_dir} does not exist")
+    if not (run_dir / "ledger.jsonl").is_file():
+        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
+    if isinstance(options, MechanismOptions):
         from trainer.audit.mechanism import mechanism_audit
 
-        return mechanism_audit(options.run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks)
-    if options.kind == "run":
+        return mechanism_audit(run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks)
+    if isinstance(options, RunOptions):
         from trainer.audit.run import run_audit
 
-        return run_audit(options.run_dir, options.canaries, options.checkpoint, ROOT)
+        return run_audit(run_dir, options.canaries, options.checkpoint, ROOT)
     from trainer.audit.folder import ledger_audit, schedule_audit
 
-    return (ledger_audit if options.kind == "ledger" else schedule_audit)(options.run_dir)
+    return schedule_audit(run_dir) if isinstance(options, ScheduleOptions) else ledger_audit(run_dir)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from evaluation.commands import COMMANDS, command_of  # noqa: E402
 from evaluation.commands.common import CommandOptions, output_of  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
-from trainer.config.options import add_options, options_from  # noqa: E402
+from trainer.config.options import add_options, parse_options  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 
 
@@ -38,9 +38,8 @@ def parse_args(arguments: list[str]) -> CommandOptions:
         description = inspect.getmodule(command.run).__doc__
         sub = commands.add_parser(command.name, help=command.help, description=description, formatter_class=formatter)
         add_options(sub, command.options)
-        sub.set_defaults(options=command.options)
-    parsed = parser.parse_args(arguments)
-    options: CommandOptions = options_from(parsed.options, parsed)
+    options = parse_options(parser, arguments)
+    assert isinstance(options, CommandOptions)
     return options
 
 

@@ -11,10 +11,14 @@ Every point is an ordinary run folder that launch_scripts/train.py trains. Exit 
 import argparse
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.config.cli import Parser, run_command
+from trainer.config.options import Options, Shown, add_options, parse_options
 from trainer.studies.collect import collect
 from trainer.studies.executors import LocalPool, Outcome, Trainer
 from trainer.studies.folder import StudyFolder
@@ -26,7 +30,27 @@ from trainer.studies.submission import submit_array, write_script
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(options: argparse.Namespace) -> int:
+class RunOptions(Options):
+    """Options of `run`."""
+
+    study: Annotated[Path, Shown("STUDY.toml", is_positional=True)]
+    """recipe, axes, seeds; see docs/studies.md"""
+    study_dir: Annotated[Path | None, Shown("DIR")] = None
+    """default: runs/studies/NAME"""
+    workers: Annotated[int, Shown("N"), Field(ge=1)] = 1
+    """runs at the same time (default: 1)"""
+    executor: Literal["local", "slurm-array", "script"] = "local"
+    """here; as a Slurm array job; or only write a script that trains a point by its number"""
+
+
+class ReportOptions(Options):
+    """Options of `report`."""
+
+    study_dir: Annotated[Path, Shown("DIR")]
+    """folder of the study"""
+
+
+def run(options: RunOptions) -> int:
     """Trains all points that are not done."""
     study = load_study(options.study)
     folder = StudyFolder(options.study_dir or ROOT / "runs" / "studies" / study.name)
@@ -50,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-def report(options: argparse.Namespace) -> int:
+def report(options: ReportOptions) -> int:
     """Writes study_dir/report/ from what the runs left behind, finished or not."""
     folder = StudyFolder(options.study_dir)
     study = load_study(folder.definition)
@@ -77,39 +101,23 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _workers(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
-
-
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> RunOptions | ReportOptions:
     """The command line; a bad argument is a ConfigError (exit 2)."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="study.py", description=__doc__, formatter_class=formatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser = Parser(prog="study.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     sub = commands.add_parser("run", help="train all points that are not done", description=run.__doc__)
-    sub.add_argument("study", type=Path, metavar="STUDY.toml", help="recipe, axes, seeds; see docs/studies.md")
-    sub.add_argument("--study_dir", type=Path, metavar="DIR", help="default: runs/studies/NAME")
-    sub.add_argument("--workers", type=_workers, default=1, metavar="N", help="runs at the same time (default: 1)")
-    sub.add_argument(
-        "--executor",
-        choices=("local", "slurm-array", "script"),
-        default="local",
-        help="here; as a Slurm array job; or only write a script that trains a point by its number",
-    )
-    sub.set_defaults(run=run)
+    add_options(sub, RunOptions)
     sub = commands.add_parser("report", help="tables and plots of what was trained", description=report.__doc__)
-    sub.add_argument("--study_dir", type=Path, required=True, metavar="DIR", help="folder of the study")
-    sub.set_defaults(run=report)
-    return parser.parse_args(arguments)
+    add_options(sub, ReportOptions)
+    options = parse_options(parser, arguments)
+    assert isinstance(options, RunOptions | ReportOptions)
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the chosen command; by default that of the process."""
     options = parse_args(arguments)
-    result: int = options.run(options)
-    return result
+    return run(options) if isinstance(options, RunOptions) else report(options)
 
 
 if __name__ == "__main__":

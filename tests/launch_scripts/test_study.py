@@ -153,7 +153,7 @@ def test_a_study_of_six_points_is_killed_twice_resumed_and_reported(
     ("arguments", "message"),
     [
         (["run", "recipes/quickstart.toml"], "study recipes/quickstart.toml"),
-        (["run", "studies/tan_dpcap.toml", "--workers", "0"], "not a positive number"),
+        (["run", "studies/tan_dpcap.toml", "--workers", "0"], "--workers must be at least 1, got 0"),
         (["run"], "STUDY.toml"),
         (["report", "--study_dir", "runs/studies/none"], "No such file"),
     ],

@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field, ValidationError
 
 from trainer.config.cli import Parser
-from trainer.config.options import Options, Shown, add_options, options_from
+from trainer.config.options import Options, Shown, add_options, parse_options
 from trainer.errors import ConfigError
 
 
@@ -43,7 +43,9 @@ class Cooking(Shared):
 def parsed(*arguments: str) -> Cooking:
     parser = Parser(prog="cook")
     add_options(parser, Cooking)
-    return options_from(Cooking, parser.parse_args(arguments))
+    options = parse_options(parser, arguments)
+    assert isinstance(options, Cooking)
+    return options
 
 
 NEEDED = ("soup", "--pan", "3", "--heat", "low")

@@ -12,16 +12,16 @@ a bool is a switch; a Literal has choices; a tuple takes one value or more, and 
 
 import argparse
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from trainer.errors import ConfigError
 
-OptionsT = TypeVar("OptionsT", bound="Options")
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("above", "gt"),
@@ -68,6 +68,7 @@ class Options(BaseModel):
 
 def add_options(parser: argparse.ArgumentParser, model: type[Options]) -> None:
     """Adds the options of a model to a parser: those of its own first, then those that it inherits."""
+    parser.set_defaults(model_of_options=model)
     one_of = parser.add_mutually_exclusive_group(required=True) if model.ONE_OF else None
     added: set[str] = set()
     for owner in model.__mro__:
@@ -88,9 +89,9 @@ def add_options(parser: argparse.ArgumentParser, model: type[Options]) -> None:
 def _settings(field: FieldInfo, shown: Shown) -> dict[str, Any]:
     """What argparse is told about a field; defaults stay in the model."""
     settings: dict[str, Any] = {"help": (field.description or "").replace("%", "%%"), "default": argparse.SUPPRESS}
-    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
-    is_optional = NoneType in get_args(field.annotation)
-    kind = kinds[0] if is_optional else field.annotation
+    parts = get_args(field.annotation)
+    is_optional = NoneType in parts
+    kind = next(part for part in parts if part is not NoneType) if is_optional else field.annotation
     if kind is bool:
         return settings | {"action": "store_true"}
     settings["metavar"] = shown.metavar
@@ -101,12 +102,17 @@ def _settings(field: FieldInfo, shown: Shown) -> dict[str, Any]:
     return settings | ({"choices": get_args(kind)} if get_origin(kind) is Literal else {"type": kind})
 
 
-def options_from(model: type[OptionsT], parsed: argparse.Namespace) -> OptionsT:
-    """The model's options among what a parser has read.
+def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Options:
+    """The options that a parser reads, as the model that `add_options` gave to it or to the chosen subcommand.
+
+    Args:
+        arguments: None is the command line of the process.
 
     Raises:
-        ConfigError: a value that the model refuses; one line that names the option.
+        ConfigError: a bad argument, or a value that the model refuses; one line that names the option.
     """
+    parsed = parser.parse_args(arguments)
+    model: type[Options] = parsed.model_of_options
     names = {field.alias or name for name, field in model.model_fields.items()}
     try:
         return model.model_validate({name: value for name, value in vars(parsed).items() if name in names})
