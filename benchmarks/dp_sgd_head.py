@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from privacy.clipping.clipped_sum import ClippedSum
 from privacy.noise import SystemNoise, add_noise
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK
 from privacy.sampling.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
 

@@ -24,7 +24,8 @@ from data.batch import Batch  # noqa: E402
 from models.captioner import build_captioner  # noqa: E402
 from models.config import captioner_config  # noqa: E402
 from privacy.clipping.accumulators import LocalSums  # noqa: E402
-from privacy.plan import PlanRequest, make_plan  # noqa: E402
+from privacy.plan import make_plan  # noqa: E402
+from privacy.plan_request import PlanRequest  # noqa: E402
 from privacy.releases import Release  # noqa: E402
 from trainer.config.machine import load_machine_settings  # noqa: E402
 from trainer.config.optimizer import OptimizerSection  # noqa: E402

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from privacy.errors import PrivacyConfigError
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command
 from trainer.planner import command
 from trainer.planner.privacy import summarise

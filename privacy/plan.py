@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from privacy.accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
@@ -16,6 +16,7 @@ from privacy.accounting.noise_tail import NOISE_SOURCES, noise_tail_delta
 from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
 from privacy.errors import PrivacyConfigError
 from privacy.limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
+from privacy.plan_request import CLIPPING_FUNCTIONS, SAMPLING, PlanChoices, PlanRequest
 from privacy.sampling.poisson import PoissonSampler, Sampler, default_cap
 from privacy.sampling.shuffle import ShuffleSampler, shuffle_participations
 
@@ -30,64 +31,6 @@ if TYPE_CHECKING:
     MakeAccumulator = Callable[[Mapping[str, torch.Size], torch.dtype, torch.device], Accumulator]
 
 ADJACENCY = "zero_out"
-SAMPLING = ("poisson", "shuffle")
-CLIPPING_FUNCTIONS = ("flat", "automatic", "per_layer", "grouped")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanChoices:
-    """What a request and its plan have in common.
-
-    Attributes:
-        num_examples: n, public under zero-out adjacency.
-        expected_batch_size: B = q n, public, the divisor of the noised sum.
-        num_steps: planned optimizer steps.
-        target_epsilon: what sigma is calibrated to, or None where sigma is given.
-        max_grad_norm: C, the L2 clipping bound of one example; under adaptive clipping the first one.
-        clipping_function: a name of `privacy.clipping.functions.FUNCTIONS`.
-        adaptive_clipping: C of flat clipping follows a quantile of the norms, whose release sigma pays for too; None where C is
-            constant.
-        sensitivity_slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
-        enabled: False trains without any privacy.
-        sampling: "poisson" or "shuffle" (privacy/sampling/shuffle.py).
-        shuffle_as_gaussian: says explicitly that shuffled data are accounted without any amplification, as a Gaussian with
-            mu = sqrt(k_max) / sigma, k_max = ceil(epochs) + replays; without it a shuffled run makes no claim.
-        noise_source: "system" or "aes_ctr" (privacy/noise.py).
-        informal_reasons: why the run makes no formal claim, as far as the plan does not see it by itself (contract, point 11).
-    """
-
-    num_examples: int
-    expected_batch_size: int
-    num_steps: int
-    target_epsilon: float | None = None
-    max_grad_norm: float = 1.0
-    clipping_function: str = "flat"
-    adaptive_clipping: AdaptiveClipping | None = None
-    sensitivity_slack: float = 0.0
-    enabled: bool = True
-    sampling: str = "poisson"
-    shuffle_as_gaussian: bool = False
-    noise_source: str = "system"
-    informal_reasons: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest(PlanChoices):
-    """What `make_plan` is asked for.
-
-    Attributes:
-        noise_multiplier: sigma; exactly one of it and `target_epsilon` is given (neither is needed without privacy).
-        target_delta: 1 / (2 n) by default.
-        reserved_attempts: max(2, ceil(1 % of the steps)) by default.
-        cap: "default" is ceil(B + 8 sqrt(B)); None samples without a cap. Shuffled batches need none.
-        allow_small_noise: allows sigma below 0.3.
-    """
-
-    noise_multiplier: float | None = None
-    target_delta: float | None = None
-    reserved_attempts: int | None = None
-    cap: int | Literal["default"] | None = "default"
-    allow_small_noise: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

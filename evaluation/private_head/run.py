@@ -15,7 +15,8 @@ from evaluation.private_head.methods import METHODS, HeadMethod
 from privacy.errors import BudgetSpent, PrivacyConfigError
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
 
 GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
 

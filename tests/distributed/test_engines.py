@@ -22,7 +22,8 @@ from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
 from privacy.noise import NoiseSource, SystemNoise
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import oracle
 from trainer.config.machine import ZERO_KEYS, MachineSettings, load_machine_settings

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from privacy.ledger.ledger import Ledger
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from trainer.report import build_card, write_card
 
 BROWSER = shutil.which("chromium")

@@ -18,7 +18,8 @@ from data.index.tar_writer import write_shard
 from evaluation.private_head.sweep import spent_in
 from evaluation.sources.records import encode_png
 from privacy.errors import PrivacyStateRefused
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from tests.evaluation.commands import ROOT, evaluate
 from tests.evaluation.digits import save_digits
 from tests.evaluation.test_private_head_command import exact_delta, spent

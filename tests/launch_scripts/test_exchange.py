@@ -24,7 +24,8 @@ from torch import Tensor
 from data.examples.transforms import eval_image
 from evaluation.captions import CaptionOptions, CaptionWriter
 from evaluation.sources.records import encode_png
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from tests.launch_scripts.conftest import Run
 from tests.launch_scripts.test_export import DPCAP, EPSILON, VIP, statements
 from tests.models import test_convert_dpcap as dpcap

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from models.converters.native import load_model
 from privacy.card.text import rounded_up
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from tests.launch_scripts.conftest import Run
 from tests.models import test_convert_dpcap as dpcap
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Plain, examples, published

@@ -9,7 +9,8 @@ import pytest
 
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from tests.privacy.ledger_epsilon import recompute
 from tests.processes import run_python
 from trainer.report import build_card, write_card

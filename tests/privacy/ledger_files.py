@@ -7,7 +7,8 @@ import pytest
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import encode_line, hash_line
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 
 # Large noise and few examples: the accountant answers in a fraction of a second.

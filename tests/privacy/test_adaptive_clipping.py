@@ -22,7 +22,8 @@ from privacy.card.report import privacy_card
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import noise_multiplier_of
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan, require_equal
+from privacy.plan import PrivacyPlan, make_plan, require_equal
+from privacy.plan_request import PlanRequest
 from privacy.releases import GRADIENT, UNCLIPPED, Release, step_releases
 from tests.privacy.ledger_epsilon import recompute
 

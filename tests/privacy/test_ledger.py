@@ -9,7 +9,8 @@ import pytest
 
 from privacy.errors import BudgetSpent, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.ledger_files import ENVIRONMENT, PLAN, RELEASE, create, take_step, written
 

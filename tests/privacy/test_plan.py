@@ -7,7 +7,8 @@ import pytest
 from privacy.accounting.accountants import ReleaseGroup, epsilon, epsilon_pld
 from privacy.accounting.noise_tail import noise_tail_delta
 from privacy.errors import PrivacyConfigError
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan, require_equal
+from privacy.plan import PrivacyPlan, make_plan, require_equal
+from privacy.plan_request import PlanRequest
 
 BASE = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 150, "noise_multiplier": 3.0}
 

@@ -16,7 +16,8 @@ from privacy.card.report import NO_MIRROR, privacy_card
 from privacy.card.text import rounded_up
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from tests.privacy.ledger_epsilon import recompute
 

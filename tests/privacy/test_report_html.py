@@ -22,7 +22,8 @@ from privacy.card.plots import draw_attempts, draw_delta, draw_trade_off, plots
 from privacy.card.report import privacy_card
 from privacy.card.text import rounded_down, rounded_up
 from privacy.ledger.ledger import Ledger
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 
 NASTY = '<script>alert(1)</script> | `x` **y** & "z" \\| \' &lt;img src=http://a.b/c&gt;'
 UTILITY = {

@@ -5,7 +5,8 @@ import pytest
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import open_run_state
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from privacy.sampling.keys import SamplingKey
 from tests.privacy.ledger_files import PLAN
 

@@ -14,7 +14,8 @@ from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,8 @@ import privacy.ledger.membership
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 
 DELTA = 1e-5

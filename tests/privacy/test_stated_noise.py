@@ -12,7 +12,8 @@ from privacy.audit.ledger import FolderClaims, audit_ledger
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from tests.privacy.ledger_files import rechained
 

@@ -21,7 +21,8 @@ from privacy.errors import BudgetSpent, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import hash_line, read_ledger
 from privacy.ledger.run_state import open_run_state
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from privacy.sampling.keys import SamplingKey
 from tests.privacy.ledger_files import rechained

@@ -11,7 +11,8 @@ from scipy import stats
 
 from privacy.audit.mechanism import audit_mechanism
 from privacy.audit.report import AuditReport
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.trainer.broken_mechanisms import ALL, NEED_TWO_RANKS, broken
 from trainer.audit.mechanism import make_settings, mechanism_audit, read_record

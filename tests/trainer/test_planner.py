@@ -20,7 +20,8 @@ from models.config import VitConfig
 from models.vit import VisionTransformer
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from tests.distributed.ranks import quiet_environment
 from tests.trainer.test_memory_estimate import process_memory
 from trainer.config.machine import MachineSettings, load_machine_settings

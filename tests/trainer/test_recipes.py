@@ -13,7 +13,8 @@ from models.captioner import Captioner
 from models.config import captioner_config
 from privacy.accounting.accountants import COARSE_INTERVAL, epsilon_pld, epsilon_rdp
 from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK
 from tests.docs.pages import shell_commands
 from tests.e2e.launch import alone, train_arguments

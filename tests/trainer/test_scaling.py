@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import PlanRequest, make_plan
+from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from trainer.config.recipe import load_config, to_toml
 from trainer.errors import ConfigError
 from trainer.studies.collect import Result, grouped

@@ -29,7 +29,8 @@ from privacy.clipping.selfcheck import check_against_autograd
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.noise import NoiseSource
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK, Release
 from privacy.sampling.keys import SamplingKey
 from trainer.audit.task import Canaries, CanaryModel, make_canaries

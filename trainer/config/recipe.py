@@ -20,7 +20,7 @@ from pydantic import (
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
 from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.limits import MAX_COUNT
-from privacy.plan import PlanRequest
+from privacy.plan_request import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK
 from trainer.config.declarations import Resolved, reset_declarations
 from trainer.config.did_you_mean import did_you_mean, known_words

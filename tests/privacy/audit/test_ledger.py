@@ -13,7 +13,8 @@ from privacy.audit.ledger import CheckpointClaim, EpsilonClaim, FolderClaims, au
 from privacy.audit.report import AuditReport
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_state
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
 from tests.privacy import ledger_files
 
 DIGEST = "d" * 64

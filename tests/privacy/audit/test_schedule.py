@@ -11,7 +11,8 @@ import pytest
 from privacy.audit.members import MembersRecord, attempts_by_name, members_digest, read_lines
 from privacy.audit.report import AuditReport
 from privacy.audit.schedule import Attempt, audit_schedule
-from privacy.plan import PlanRequest, PrivacyPlan, make_plan
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, assign
 
