@@ -25,7 +25,14 @@ RUN_FOLDER = ("private/", "checkpoints/", "report/", "tensorboard/", "evaluation
 WRITTEN = {
     # by commands, into folders that the page names
     *("config.toml", "ds_config.json", "environment.json", "ledger.jsonl", "metrics.jsonl", "manifest.json"),
-    *("privacy_card.json", "privacy_card.md", "privacy_card.html", "provenance.json", "import-report.json"),
+    *(
+        "bad-shards.txt",
+        "privacy_card.json",
+        "privacy_card.md",
+        "privacy_card.html",
+        "provenance.json",
+        "import-report.json",
+    ),
     *("points.csv", "groups.csv", "curves.csv", "study.json", "study.md"),
     *("head.json", "head.safetensors", "private-head-sweep.png"),
     *("config.json", "preprocessor_config.json", "extents-*.npy", "submit.sh", "model.pth", "model.safetensors"),

@@ -57,10 +57,10 @@ def whole_run(tmp_path: Path, name: str, device: torch.device, *overrides: str) 
         )
         take_step = loop.train_step
 
-        def stopping(own: Any, step: int, batches: Iterator[Any]) -> Any:
+        def stopping(mechanism: Any, step: int, batches: Iterator[Any]) -> Any:
             if step == STOPPED_AT:
-                own.folder.stop.touch()
-            return take_step(own, step, batches)
+                RunFolder(run).stop.touch()
+            return take_step(mechanism, step, batches)
 
         patched.setattr(loop, "train_step", stopping)
         assert start(run, device, *overrides) == 7

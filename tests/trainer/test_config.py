@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from privacy.errors import PrivacyConfigError
 from privacy.plan import make_plan
+from privacy.plan_request import PlanRequest
 from tests.fuzz.cases import flat, leaves
 from trainer.config.recipe import RunConfig, load_config, to_toml
 from trainer.errors import ConfigError
@@ -248,4 +249,4 @@ def test_no_plan_is_without_limits(numbers: dict[str, float]) -> None:
     """In seconds: an epsilon of thousands would take all memory."""
     usual = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 50, "target_delta": 1e-5}
     with pytest.raises(PrivacyConfigError):
-        make_plan(**usual | numbers)  # type: ignore[arg-type]
+        make_plan(PlanRequest(**usual | numbers))  # type: ignore[arg-type]

@@ -199,7 +199,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
     check_against_autograd(model, canaries.batch(np.arange(16), np.ones_like(present_N), 16).inputs)
     # A power of two above any gradient: then w -= lr * g / (|g| + eps) is w -= g up to rounding.
     enormous = 2.0 ** (30 + max(0, math.ceil(math.log2(settings.max_grad_norm))))
-    optimizer = OptimizerSection(peak_lr=enormous, betas=(0.0, 0.0), eps=enormous)
+    optimizer = OptimizerSection.model_construct(peak_lr=enormous, betas=(0.0, 0.0), eps=enormous)  # above any recipe's
     machine = load_machine_settings(Path(settings.ds_config))
     engine = build_engine(settings.engine, model, optimizer, machine, device, MICRO_BATCH_SIZE)
     noise = WatchedNoise(source)
