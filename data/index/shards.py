@@ -94,6 +94,19 @@ def expand_shards(pattern: str, root: Path) -> list[Path]:
     return shards
 
 
+def require_a_shard(pattern: str, root: Path) -> None:
+    """Refuses local shards of which none is there, in the words of `expand_shards`.
+
+    Whether all are there is for the index to say, which may have been told to leave some out.
+
+    Raises:
+        DataError: as `find_shards`; or no shard is there.
+    """
+    shards = find_shards(pattern, root)
+    if not is_url(shards.root) and not any((Path(shards.root) / name).is_file() for name in shards.names):
+        expand_shards(pattern, root)
+
+
 def read_shard_list(path: Path, shards: ShardSet) -> frozenset[str]:
     """Names of the shards that a text file lists.
 

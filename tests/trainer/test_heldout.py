@@ -14,6 +14,7 @@ from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import OptimizerSection, load_config
 from trainer.engines.local import LocalEngine
 from trainer.run.heldout import Heldout
+from trainer.tasks import make_task
 from trainer.tasks.captioning import CaptioningTask
 from trainer.tasks.pictures import contact_sheet
 
@@ -34,7 +35,10 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> ExampleTable:
 def task() -> CaptioningTask:
     overrides = ["data.image_size=16", "data.num_tokens=8", "model.size=pico"]
     shape = "{patch_size = 8, encoder_depth = 1, decoder_depth = 1}"
-    return CaptioningTask(load_config(ROOT / "recipes/quickstart.toml", [*overrides, f"model.overrides={shape}"]), ROOT)
+    config = load_config(ROOT / "recipes/quickstart.toml", [*overrides, f"model.overrides={shape}"])
+    made = make_task(config, ROOT)
+    assert isinstance(made, CaptioningTask)
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def test_the_command_line_gives_what_a_notebook_builds() -> None:
         (["--minutes", "0"], "--minutes must be at least 1, got 0"),
         (["--salt", "0"], "--salt must be above 0, got 0.0"),
         (["--salt", "3"], "--salt must be at most 2, got 3.0"),
-        (["--salt", "nan"], "--salt: Input should be a finite number"),
+        (["--salt", "nan"], "argument --salt: must be a number below 9.22e+18 in size, not nan"),
         (["--guests", "2", "-1"], "--guests must be at least 0, got -1"),
         (["--minutes", "soon"], "argument --minutes: invalid int value: 'soon'"),
         (["--heat", "mild"], "argument --heat: invalid choice: 'mild' (choose from 'low', 'high')"),

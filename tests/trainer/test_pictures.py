@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data.batch import Batch
 from trainer.config.recipe import load_config
+from trainer.tasks import make_task
 from trainer.tasks.base import pixels
 from trainer.tasks.masked_autoencoding import MaskedAutoencodingTask
 from trainer.tasks.pictures import GAP, SIDE, picture_grid
@@ -49,7 +50,8 @@ def test_small_images_keep_their_pixels() -> None:
 def test_a_perfect_prediction_looks_like_the_original(normalise: bool) -> None:
     """In pixels, also where the model predicts normalised ones; masked patches are gray, visible ones the original's."""
     overrides = [*SMALL, f"model.overrides.normalise_pixels={str(normalise).lower()}"]
-    task = MaskedAutoencodingTask(load_config(ROOT / "recipes/synthetic_vip_base.toml", overrides))
+    task = make_task(load_config(ROOT / "recipes/synthetic_vip_base.toml", overrides), ROOT)
+    assert isinstance(task, MaskedAutoencodingTask)
     model = task.build(torch.Generator().manual_seed(0))
     assert model.config.normalise_pixels is normalise
     inputs = task.synthetic_inputs(3)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.index.shards import expand_shards, find_shards
+from data.index.shards import expand_shards, require_a_shard
 from data.index.tar_index import ExampleTable
 from data.reading.loader import Loader
 from data.reading.streaming import Stream, StreamingLoader
@@ -94,7 +94,7 @@ def train(
     on_main(lambda: _take(folder))
     require_shared(folder)
     task = first_on_main(lambda: make_task(config, root))
-    first_on_main(lambda: find_shards(config.data.shards, root))  # before anything that takes long
+    first_on_main(lambda: require_a_shard(config.data.shards, root))  # before anything that takes long
     init = config.init
     if init is not None:  # before data are hashed; a resumed run does not look at it
         first_on_main(lambda: has_checkpoints(folder.checkpoints) or find_checkpoint(init, root))
