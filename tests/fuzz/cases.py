@@ -181,7 +181,8 @@ def _set(tree: dict[str, Any], path: tuple[str, ...], annotation: Any, rng: rand
 
 
 def _machine(machine: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    zero = dict(machine.get("zero_optimization", {}))
+    held = machine.get("zero_optimization")
+    zero = dict(held) if isinstance(held, dict) else {}
     value = values.in_file(rng)
     match rng.randrange(5):
         case 0:

@@ -80,7 +80,8 @@ def parser_of(script: str) -> argparse.ArgumentParser:
     def caught(self: argparse.ArgumentParser, *_: object) -> None:
         raise _Found(self)
 
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", caught):
+    parser = argparse.ArgumentParser
+    with mock.patch.object(parser, "parse_args", caught), mock.patch.object(parser, "parse_intermixed_args", caught):
         try:
             importlib.import_module(f"launch_scripts.{script}").parse_args([])
         except _Found as found:
