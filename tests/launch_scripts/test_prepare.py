@@ -92,7 +92,7 @@ def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:
         (["index", "data/demo", "--output", "x", "--exclude", "nowhere"], "cannot read the list of shards nowhere"),
         (["index", "README.md,LICENSE", "--output", "x"], "no tar archive"),
         (["verify", "data/demo", "--index", "nowhere"], "there is no index in nowhere"),
-        (["index", "--outputs", "x"], "required: --output"),
+        (["index", "--outputs", "x"], "unrecognized arguments: --outputs"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:

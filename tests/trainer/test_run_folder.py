@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,9 @@ def test_no_place_for_a_run_folder(tmp_path: Path) -> None:
         RunFolder(tmp_path / "file").create()
 
 
-def test_one_trainer_at_a_time(tmp_path: Path) -> None:
+def test_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused with exit code 2; SIGKILL of the first frees the folder."""
+    monkeypatch.setattr("trainer.run.folder.LOCK_PATIENCE", 0.2)
     first = hold(tmp_path)
     try:
         second = RunFolder(tmp_path)
@@ -76,6 +78,16 @@ def test_one_trainer_at_a_time(tmp_path: Path) -> None:
         first.send_signal(signal.SIGKILL)
         first.wait()
     RunFolder(tmp_path).lock()
+
+
+def test_a_lock_that_is_about_to_be_free(tmp_path: Path) -> None:
+    """A process that ends keeps its lock until its memory is freed; a start within that time waits."""
+    first = hold(tmp_path)
+    threading.Timer(0.5, first.kill).start()
+    second = RunFolder(tmp_path)
+    second.create()
+    second.lock()
+    assert first.wait() == -signal.SIGKILL
 
 
 def test_children_do_not_keep_the_lock(tmp_path: Path) -> None:

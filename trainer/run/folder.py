@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,8 @@ from trainer.errors import ConfigError
 from trainer.run.files import write_durably
 
 PACKAGES = ("torch", "deepspeed", "dp-accounting", "numpy", "cryptography", "tokenizers", "pillow", "pydantic")
+LOCK_PATIENCE = 5.0
+"""Seconds."""
 
 
 class RunFolder:
@@ -46,16 +49,23 @@ class RunFolder:
     def lock(self) -> None:
         """Takes the run folder for this process until it ends, however it ends.
 
+        A killed process gives its lock back only after its memory, which takes the kernel some time, and a scheduler may
+        start the run again within that time; so this waits a few seconds before it refuses.
+
         Raises:
             ConfigError: another trainer has it.
         """
         self._lock = os.open(self.private / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"run folder {self.root} is in use by another trainer; wait for it or choose another --run_dir"
-            ) from error
+        deadline = time.monotonic() + LOCK_PATIENCE
+        while True:
+            try:
+                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run folder {self.root} is in use by another trainer; wait for it or choose another --run_dir"
+                    ) from error
+                time.sleep(0.1)
 
     def record_configuration(
         self, config_toml: str, ds_config: Mapping[str, Any], chosen: Mapping[str, Any] | None = None
