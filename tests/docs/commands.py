@@ -28,7 +28,7 @@ TAKES_A_VALUE = {
     "python": set[str](),
 }
 FLAGS = {"deepspeed": {"--no_ssh_check"}, "mpirun": set[str](), "python": {"-u"}}
-_SCRIPT = re.compile(r"(launch_scripts|benchmarks|tools)/\w+\.py")
+_SCRIPT = re.compile(r"(launch_scripts|benchmarks|tools)/(\w+/)*\w+\.py")
 _BATCH = re.compile(r"(launch_scripts/cluster|tests)/\w+\.(sh|sbatch)")
 
 

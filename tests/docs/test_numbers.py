@@ -11,7 +11,7 @@ from tests.docs.pages import ROOT, read
 
 def record(ending: str) -> Any:
     """The newest one; their names begin with the date."""
-    found = sorted(path for path in (ROOT / "benchmarks/results").glob("2*.json") if path.name.endswith(ending))
+    found = sorted(path for path in (ROOT / "benchmarks/results").rglob("2*.json") if path.name.endswith(ending))
     return json.loads(found[-1].read_text())
 
 

@@ -1,16 +1,17 @@
-"""The record of benchmarks/shapes_study.py belongs to the recipes as they are, and says what it is quoted for."""
+"""The record of benchmarks/results/shapes/shapes_study.py belongs to the recipes as they are, and says what it is quoted for."""
 
 import json
 import math
+import tomllib
 from typing import Any
 
 import pytest
 
-from benchmarks.shapes_study import RUNS, TEST_SEED, VALIDATION_SEED, beats, markdown
+from benchmarks.results.shapes.shapes_study import RUNS, TEST_SEED, VALIDATION_SEED, beats, markdown
 from tests.docs.pages import ROOT
 from trainer.config.recipe import load_config
 
-NAME = "benchmarks/results/2026-11-22-shapes"
+NAME = "benchmarks/results/shapes/2026-11-22-shapes"
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,8 @@ def record() -> Any:
 
 def test_record_is_of_these_recipes(record: Any) -> None:
     for label, name in RUNS.items():
-        assert record["models"][label]["recipe"] == (ROOT / "recipes" / f"{name}.toml").read_text()
+        recipe = (ROOT / "recipes" / f"{name}.toml").read_text()
+        assert tomllib.loads(record["models"][label]["recipe"]) == tomllib.loads(recipe)
         assert record["models"][label]["step"] == load_config(ROOT / "recipes" / f"{name}.toml").train.num_steps
     assert markdown(record, NAME) == (ROOT / f"{NAME}.md").read_text()
 

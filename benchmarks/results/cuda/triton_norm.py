@@ -1,6 +1,6 @@
 """The fused Triton ghost norm against the torch path, on the Linear layers of the captioners: error and speed.
 
-    python benchmarks/triton_norm.py [--batch_size 64]
+    python benchmarks/results/cuda/triton_norm.py [--batch_size 64]
 
 Prints one JSON object: for each layer and dtype the median milliseconds of both, the share of the symmetric FLOPs per second
 (T (T + 1) (d + p) per example), and both errors against float64, in units of the rounding bound of privacy/clipping/norms.py
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=64, help="examples; default 64")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks/triton_norm.py needs a CUDA device: on this machine the torch path is used", file=sys.stderr)
+        print("this benchmark needs a CUDA device: on this machine torch computes the norm", file=sys.stderr)
         raise SystemExit(2)
     probe = torch.zeros(1, 1, 1, device="cuda")
     if not triton_norm.can_run(probe, probe):

@@ -1,6 +1,6 @@
 """What torch.compile of the blocks gains, with clipping and without.
 
-    python benchmarks/compile.py [--size dpcap_base] [--micro_batch_size 8] [--rounds 3]
+    python benchmarks/results/cuda/compile.py [--size dpcap_base] [--micro_batch_size 8] [--rounds 3]
 
 One captioner per case in one process, interleaved rounds, medians. Prints one JSON object: milliseconds of a micro-batch for
 non-private training and for book-keeping clipping, each with and without compiled blocks; the ratios compiled / plain and
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402

@@ -1,7 +1,7 @@
 """Zero-shot scoring of 200 labels: one prefix tree against one forward per label, in interleaved rounds.
 
-    python benchmarks/zero_shot.py --json > record.json
-    python benchmarks/zero_shot.py --size dpcap_tiny --image_size 224 --num_images 1 --rounds 2
+    python benchmarks/results/zero_shot/zero_shot.py --json > record.json
+    python benchmarks/results/zero_shot/zero_shot.py --size dpcap_tiny --image_size 224 --num_images 1 --rounds 2
 
 Four ways, which must agree to 1e-5 nats per token: `forward_per_label` runs the whole model for each label; `decoder_per_label`
 encodes the image once; `one_batch` sends all labels through the decoder together, padded; `prefix_tree` is evaluation/scoring.py.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 from torch import Tensor

@@ -1,10 +1,10 @@
 """Private heads on scikit-learn's digits (pixels as features) against non-private ones, as a function of epsilon.
 
-    python benchmarks/private_heads.py --json --plot benchmarks/results/2026-11-22-private-heads-digits.png
+    python benchmarks/results/private_heads/private_heads.py --json --plot runs/private-heads-digits.png
 
 1,200 training and 597 test images. A public, data-independent scaling (middle grey subtracted) is all that the features see.
 Options of the methods were chosen on these public data by hand; a private data set has to take them from elsewhere.
-`dp-sgd` is the trainer's own mechanism on the same features (benchmarks/dp_sgd_head.py).
+`dp-sgd` is the trainer's own mechanism on the same features (benchmarks/results/private_heads/dp_sgd_head.py).
 """
 
 import argparse
@@ -16,12 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 from sklearn.datasets import load_digits
 
-from benchmarks.dp_sgd_head import SgdOptions, sgd_plan, train_sgd_head
+from benchmarks.results.private_heads.dp_sgd_head import SgdOptions, sgd_plan, train_sgd_head
 from evaluation.linear_probe import LarsOptions, cross_validated_regression, lars_probe
 from evaluation.private_head import sweep
 from evaluation.private_head.methods import accuracy
@@ -104,7 +104,7 @@ def measure(repeats: int, plot: Path | None) -> dict[str, Any]:
         "largest_epsilon_over_target": max((h.epsilon or float("inf")) / h.target_epsilon for h in heads),
         "all_heads_together_but_dp_sgd": {"num_heads": len(heads), "epsilon": together, "delta": delta},
         "seconds": round(time.perf_counter() - start, 1),
-        "command": "python benchmarks/private_heads.py " + " ".join(sys.argv[1:]),
+        "command": "python benchmarks/results/private_heads/private_heads.py " + " ".join(sys.argv[1:]),
         "commit": facts["commit"],
         "modified": facts["modified"],
         "packages": facts["packages"],

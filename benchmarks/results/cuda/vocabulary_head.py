@@ -1,6 +1,6 @@
 """The vocabulary head in one piece and by chunks: time, memory and matrix products of one micro-batch.
 
-    python benchmarks/vocabulary_head.py [--micro_batch_size 64] [--width 768]
+    python benchmarks/results/cuda/vocabulary_head.py [--micro_batch_size 64] [--width 768]
 
 The head alone, 39 tokens and 30,522 words, with gradients of the hidden states and the weights (non_private) or with clipping
 (bookkeeping), each in a process of its own. Prints one JSON object: seconds, peak memory over what the process held before
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402

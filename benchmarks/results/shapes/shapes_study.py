@@ -1,6 +1,6 @@
 """What does a small captioner see of synthetic shapes, trained without and with differential privacy?
 
-    python benchmarks/shapes_study.py --output benchmarks/results/2026-11-22-shapes
+    python benchmarks/results/shapes/shapes_study.py --output benchmarks/results/shapes/2026-11-22-shapes
 
 makes 20,000 pairs (`prepare.py synthetic --content shapes`), trains recipes/synthetic_shapes.toml and recipes/shapes_dp.toml on
 them (about 5 and 18 processor minutes), and asks both and the untrained model what new pictures show:
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from models.captioner import Captioner
 from privacy.card.report import read_snapshot
 from trainer.weights.open_model import OpenedModel, open_model
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 DATA, HELDOUT = ROOT / "runs" / "shapes-data", ROOT / "runs" / "shapes-heldout"
 PICTURE_SIZE = 64
 """Pixels of the drawn pictures, in training and in tests; the model's own size may be another."""
@@ -179,7 +179,7 @@ def markdown(record: dict[str, Any], output: str) -> str:
     names = " | ".join(first_row.get(name, name) for name in models)
     lines = [
         "# What a small captioner sees of synthetic shapes", "",
-        f"`python benchmarks/shapes_study.py --output {output}`", "",
+        f"`python benchmarks/results/shapes/shapes_study.py --output {output}`", "",
         f"20,000 pairs, drawn at {PICTURE_SIZE} pixels; one run each. Accuracy of the likeliest caption, in brackets times "
         "chance and p of guessing. A model answers pictures of one colour alike, so p understates luck: of "
         f"{UNTRAINED} models with random weights the best stands beside (half as many tests).", "",
