@@ -71,12 +71,20 @@ class Slot(NamedTuple):
         """
         for g, a in zip(g_BTp.split(EXAMPLES_PER_SUM), a_BTd.split(EXAMPLES_PER_SUM), strict=True):
             x_pN, y_Nd = g.flatten(0, 1).t(), a.flatten(0, 1)
-            if self.window is not None:  # a micro-batch of so few examples that there is one product
-                _add_product(self.window[rows], x_pN, y_Nd)
+            on_matrix_units = g.is_cuda and g.dtype == torch.bfloat16
+            if self.window is not None:  # the micro-batch has so few examples that there is one product
+                window_pd = self.window[rows]
+                if on_matrix_units:
+                    torch.addmm(window_pd, x_pN, y_Nd, out_dtype=torch.float32, out=window_pd)
+                else:
+                    window_pd.addmm_(x_pN.to(window_pd.dtype), y_Nd.to(window_pd.dtype))
                 continue
-            total_pd = self.total[rows]
+            total_pd, wide = self.total[rows], torch.promote_types(g.dtype, torch.float32)
             for some in blocks(len(x_pN), max(1, PRODUCT_ENTRIES // y_Nd.shape[1])):
-                total_pd[some] += _product(x_pN[some], y_Nd)
+                if on_matrix_units:
+                    total_pd[some] += torch.mm(x_pN[some], y_Nd, out_dtype=torch.float32)
+                else:
+                    total_pd[some] += torch.mm(x_pN[some].to(wide), y_Nd.to(wide))
 
     def add_matrices(self, grad_Bn: Tensor, weight_B: Tensor) -> None:
         """The parameter, flattened, += sum_b weight_b grad_b, for as many numbers as matrices have: as in `add_product`."""
@@ -120,7 +128,7 @@ class Accumulator(Protocol):
         ...
 
     def start(self, num_rows: int) -> None:
-        """A micro-batch of so many examples begins, padding included. Raises as `require_resolution` does."""
+        """A micro-batch of `num_rows` examples begins, padding included. Raises as `require_resolution` does."""
         ...
 
     def slot(self, name: str, *, of_products: bool) -> Slot:
@@ -196,19 +204,3 @@ class LocalSums:
         self._empty_windows()
         self._windows = {}
         yield from self._totals.items()
-
-
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """x y in fp32, in fp64 for fp64."""
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        return torch.mm(x, y, out_dtype=torch.float32)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.mm(x.to(wide), y.to(wide))
-
-
-def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """total += x y, in fp32."""
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        torch.addmm(total, x, y, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(x.to(total.dtype), y.to(total.dtype))

@@ -29,9 +29,9 @@ def blanked(x: Tensor, excluded_B: Tensor) -> Tensor:
 
 def blank_rows_(x: Tensor, excluded_B: Tensor) -> Tensor:
     """Zeroes the excluded rows of a contiguous x (B, ...) in place, with Triton."""
-    from privacy.clipping.blanking_kernel import BLOCK, zero_excluded_row
+    from privacy.clipping.kernels import ROW_BLOCK, zero_excluded_row
 
     if x.numel() > 0:
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            zero_excluded_row[(len(x),)](x, excluded_B.to(torch.uint8), x.numel() // len(x), BLOCK=BLOCK)
+            zero_excluded_row[(len(x),)](x, excluded_B.to(torch.uint8), x.numel() // len(x), BLOCK=ROW_BLOCK)
     return x

@@ -30,7 +30,7 @@ from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
 from privacy.clipping.functions import ClippingFunction, flat, unclipped
 from privacy.clipping.norms import NormTally
-from privacy.clipping.precision import exact
+from privacy.clipping.precision import exact, wide_dtype
 from privacy.clipping.recorder import Call, Forward, Recorder, Task
 from privacy.errors import PrivacyConfigError
 from privacy.releases import Release, step_releases
@@ -99,7 +99,7 @@ class ClippedSum:
             type(p) is nn.Parameter and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
             for name, p in model.named_parameters()
         )
-        self._names, self._dtype, self._device = list(trained), _sum_dtype(first.dtype), device or first.device
+        self._names, self._dtype, self._device = list(trained), wide_dtype(first.dtype), device or first.device
         self.accumulator = accumulator({name: shapes[name] for name in trained}, self._dtype, self._device)
         self._make_function = function
         self.adaptive = adaptive
@@ -202,12 +202,11 @@ class ClippedSum:
             with exact(first.loss_B.device):
                 factors = self._factors(tallies, first.loss_B, is_padding_B)
             second = next(passes)
-            sums = _ByParameter(second.num_calls, lambda name, parts: self._accumulate(name, parts, factors))
-            sums.take_all(second)
+            _by_parameter(second, lambda name, parts: self._accumulate(name, parts, factors))
         return factors.stats(first.loss_B, is_padding_B)
 
     def _twice(self, task: Task, inputs: Mapping[str, Tensor], batch_size: int) -> Generator[Forward, None, None]:
-        """Two times something to differentiate: one forward whose graph is kept, or two where it cannot be kept."""
+        """Yields two forwards to differentiate: the same one, whose graph is kept, or two where it cannot be kept."""
         with self._recorder.forward(task, inputs, batch_size, num_backwards=2 if self._keeps_graph else 1) as passed:
             yield passed
             if self._keeps_graph:
@@ -225,7 +224,7 @@ class ClippedSum:
             if kept is not None:
                 kept[name] = parts
 
-        _ByParameter(passed.num_calls, add).take_all(passed)
+        _by_parameter(passed, add)
         return tallies
 
     def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> "_Factors":
@@ -269,31 +268,22 @@ class _Factors(NamedTuple):
         )
 
 
-class _ByParameter:
-    """Hands over a parameter's contributions as soon as the last of its calls is there, usually the only one.
+def _by_parameter(passed: Forward, use: Callable[[str, Parts], None]) -> None:
+    """Hands over the contributions of a backward, parameter by parameter, as soon as the last call of its layers is there.
 
-    Then they are still in the processor's caches.
+    That is usually the only one, and its tensors are still in the processor's caches.
     """
+    waiting: dict[str, Parts] = {}
 
-    def __init__(self, num_calls: Mapping[str, int], use: Callable[[str, Parts], None]) -> None:
-        self._num_calls, self._use = num_calls, use
-        self._waiting: dict[str, Parts] = {}
-
-    def take_all(self, passed: Forward) -> None:
-        """Every contribution of a backward."""
-        passed.backward(self._take)
-        with exact(passed.loss_B.device):
-            # Parameters of which not every call has a gradient, because the loss does not depend on it.
-            for name, parts in self._waiting.items():
-                self._use(name, parts)
-
-    def _take(self, call: Call) -> None:
+    def take(call: Call) -> None:
         for name, part in call.contributions():
-            parts = self._waiting.setdefault(name, [])
+            parts = waiting.setdefault(name, [])
             parts.append(part)
-            if len(parts) == self._num_calls[name]:
-                self._use(name, self._waiting.pop(name))
+            if len(parts) == passed.num_calls[name]:
+                use(name, waiting.pop(name))
 
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    passed.backward(take)
+    with exact(passed.loss_B.device):
+        # Parameters of which not every call has a gradient, because the loss does not depend on it.
+        for name, parts in waiting.items():
+            use(name, parts)

@@ -9,12 +9,12 @@ Four kinds cover every layer:
   matrices (the ghost norm of Goodfellow 2015; Li et al. 2022, section 4).
 * `Rows`: the same with one-hot a_t, of embeddings; the one-hot vectors are never formed.
 * `Dense`: the per-example gradient itself, of biases, norms and raw parameters.
-* `ChunkedOuterProducts`: outer products of which g is too large to hold, and computed again when it is needed (chunked.py).
+* `ChunkedOuterProducts`: outer products of which g is too large to hold, and computed again, chunk by chunk, when it is needed.
 
 Shapes: B examples, T tokens (any flattened middle dimensions), d input width, p output width, V rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,20 +23,10 @@ from torch import Tensor
 from privacy.clipping import triton_norm
 from privacy.clipping.accumulators import EXAMPLES_PER_SUM, Slot, blocks
 from privacy.clipping.blanking import blanked
-from privacy.clipping.chunked import ChunkedOuterProducts
-from privacy.clipping.underflow import Norm, hidden, norm_of_grams
+from privacy.clipping.precision import Norm, hidden, norm_of_grams, wide, wide_dtype
 
 WIDENED_ENTRIES = 1 << 18
-"""Of a written-out gradient at a time, as fp64: 2 MiB, which stay in a processor's caches."""
-
-
-def _accumulate_dtype(tensor: Tensor) -> torch.dtype:
-    """Gram matrices and sums are fp32 whatever the compute dtype, and fp64 for fp64 (contract 6)."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(_accumulate_dtype(tensor))
+"""Entries of a written-out gradient that are widened to fp64 at a time: 2 MiB, which stay in a processor's caches."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +75,19 @@ class OuterProducts:
         g_BpT, a_BTd = self.g_BTp.transpose(1, 2), self.a_BTd
         if self.folds_in_bf16 and a_BTd.is_cuda:
             return torch.bmm(g_BpT, a_BTd, out_dtype=torch.float32)
-        return torch.bmm(_wide(g_BpT), _wide(a_BTd))
+        return torch.bmm(wide(g_BpT), wide(a_BTd))
 
     def norm(self) -> Norm:
         """By Gram matrices: the ghost norm."""
         if triton_norm.can_run(self.a_BTd, self.g_BTp):
             return triton_norm.ghost_norm(self.a_BTd, self.g_BTp)
-        return _ghost_norm(_wide(self.a_BTd), _wide(self.g_BTp))
+        return ghost_norm(wide(self.a_BTd), wide(self.g_BTp))
 
     def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
         """slot (p, d) += sum_b weight_b grad_b; the factor goes into the smaller operand, which is copied."""
         a, g = self.a_BTd, self.g_BTp
         if not self.folds_in_bf16:
-            a, g = _wide(a), _wide(g)
+            a, g = wide(a), wide(g)
         if a.shape[2] < g.shape[2]:
             a = _scaled(a, weight_B)
         else:
@@ -132,8 +122,8 @@ class Rows:
     def norm(self) -> Norm:
         squared_B = inner(self, self)
         num_tokens, width = self.ids_BT.shape[1], self.g_BTp.shape[2]
-        own = num_tokens * (hidden(width, squared_B.dtype) + hidden(1, squared_B.dtype))
-        return Norm(squared_B, _wide(self.g_BTp).norm(dim=2).sum(1), own)
+        by_underflow = num_tokens * (hidden(width, squared_B.dtype) + hidden(1, squared_B.dtype))
+        return Norm(squared_B, wide(self.g_BTp).norm(dim=2).sum(1), by_underflow)
 
     def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
         """slot (V, p) += sum_b weight_b grad_b.
@@ -146,9 +136,8 @@ class Rows:
             is_new_N = torch.ones_like(ids_N, dtype=torch.bool)
             is_new_N[1:] = ids_N[1:] != ids_N[:-1]
             place_N = is_new_N.cumsum(0) - 1
-            sums_Np = torch.zeros_like(g_Np).index_add_(
-                0, place_N, g_Np
-            )  # zeros behind the last different id, for row 0
+            # Zeros behind the last different id, for row 0.
+            sums_Np = torch.zeros_like(g_Np).index_add_(0, place_N, g_Np)
             slot.total.index_add_(0, torch.zeros_like(ids_N).scatter_(0, place_N, ids_N), sums_Np)
 
     def without(self, excluded_B: Tensor) -> "Rows":
@@ -189,14 +178,65 @@ class Dense:
         return Dense(blanked(self.grad_B, excluded_B), self.is_product)
 
 
+@dataclass(frozen=True)
+class ChunkedOuterProducts:
+    """Per-example gradient sum_t g_t (x) a_t of shape (V, d), whose g (B, T, V) never exists as a whole (V output width).
+
+    Attributes:
+        a_BTd: layer inputs.
+        gram_g_BTT: g_s . g_t, fp32 (or fp64), summed over the chunks.
+        num_rows: V.
+        gradients: yields (rows, g_BTv) for a partition of the rows, the same bits at every call: norm, inner products and sum
+            must see the same gradient.
+    """
+
+    a_BTd: Tensor
+    gram_g_BTT: Tensor
+    num_rows: int
+    gradients: Callable[[], Iterator[tuple[slice, Tensor]]]
+    is_product = True
+
+    @property
+    def norm_terms(self) -> int:
+        return self.a_BTd.shape[1] + self.a_BTd.shape[2] + self.num_rows
+
+    @property
+    def sum_terms(self) -> int:
+        return min(len(self.a_BTd), EXAMPLES_PER_SUM) * self.a_BTd.shape[1]
+
+    def norm(self) -> Norm:
+        """As `OuterProducts.norm`."""
+        a_BTd = self.a_BTd.to(self.gram_g_BTT.dtype)
+        gram_a_BTT = torch.bmm(a_BTd, a_BTd.transpose(1, 2))
+        squared_B = (gram_a_BTT * self.gram_g_BTT).flatten(1).sum(1)
+        square_a_BT, square_g_BT = gram_a_BTT.diagonal(dim1=1, dim2=2), self.gram_g_BTT.diagonal(dim1=1, dim2=2)
+        return norm_of_grams(squared_B, square_a_BT, square_g_BT, self.a_BTd.shape[2], self.num_rows)
+
+    def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
+        """slot (V, d) += sum_b weight_b grad_b."""
+        a_BTd = self.a_BTd.to(weight_B.dtype) * weight_B[:, None, None]
+        for rows, g_BTv in self.gradients():
+            slot.add_product(g_BTv.to(weight_B.dtype), a_BTd, rows)
+
+    def without(self, excluded_B: Tensor) -> "ChunkedOuterProducts":
+        def remaining() -> Iterator[tuple[slice, Tensor]]:
+            for rows, g_BTv in self.gradients():
+                yield rows, blank(g_BTv)
+
+        def blank(x: Tensor) -> Tensor:  # not by multiplication: 0 * NaN is NaN
+            return torch.where(excluded_B[:, None, None], x.new_zeros(()), x)
+
+        return ChunkedOuterProducts(blank(self.a_BTd), blank(self.gram_g_BTT), self.num_rows, remaining)
+
+
 Contribution = OuterProducts | Rows | Dense | ChunkedOuterProducts
 
 
 def sum_over_tokens(x_BTd: Tensor) -> Tensor:
     """(B, d), widened. On CPU as a product with ones, which is four times as fast as torch's sum over a middle dimension."""
     if x_BTd.device.type != "cpu":
-        return x_BTd.sum(1, dtype=_accumulate_dtype(x_BTd))
-    x_BTd = _wide(x_BTd)
+        return x_BTd.sum(1, dtype=wide_dtype(x_BTd.dtype))
+    x_BTd = wide(x_BTd)
     return torch.bmm(x_BTd.new_ones(len(x_BTd), 1, x_BTd.shape[1]), x_BTd).squeeze(1)
 
 
@@ -226,18 +266,22 @@ def _scaled(x_BTd: Tensor, weight_B: Tensor) -> Tensor:
 
 
 def _gram(x_BTd: Tensor, y_BSd: Tensor) -> Tensor:
-    return torch.bmm(_wide(x_BTd), _wide(y_BSd).transpose(1, 2))
+    return torch.bmm(wide(x_BTd), wide(y_BSd).transpose(1, 2))
 
 
-def _ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
-    """Of sum_t g_t (x) a_t, whose squared norm is sum_{s,t} (a_s . a_t) (g_s . g_t).
+def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
+    """The norm of sum_t g_t (x) a_t, whose square is sum_{s,t} (a_s . a_t) (g_s . g_t).
 
     Both Gram matrices are symmetric, so only the lower triangle is computed, in strips: 5 / 8 of the products at 197 tokens.
     The diagonals hold the squared lengths of the tokens.
     """
     squared_B = a_BTd.new_zeros(len(a_BTd))
     square_a_BT, square_g_BT = a_BTd.new_empty(a_BTd.shape[:2]), a_BTd.new_empty(a_BTd.shape[:2])
-    for rows, until in _row_strips(a_BTd):
+    tokens, size = a_BTd.shape[1], _TOKENS_PER_STRIP[a_BTd.device.type == "cuda"]
+    count = max(1, tokens // size)
+    for i in range(count):
+        until = tokens if i == count - 1 else (i + 1) * size
+        rows = slice(i * size, until)
         strip_a, strip_g = _gram(a_BTd[:, rows], a_BTd[:, :until]), _gram(g_BTp[:, rows], g_BTp[:, :until])
         square_a, square_g = strip_a[:, :, rows], strip_g[:, :, rows]
         square_a_BT[:, rows] = square_a.diagonal(dim1=1, dim2=2)
@@ -245,15 +289,6 @@ def _ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
         square_g *= 0.5  # everything left of the square on the diagonal counts twice; halving and doubling are exact
         squared_B += 2 * strip_a.mul_(strip_g).flatten(1).sum(1)
     return norm_of_grams(squared_B, square_a_BT, square_g_BT, a_BTd.shape[2], g_BTp.shape[2])
-
-
-def _row_strips(x_BTd: Tensor) -> Iterator[tuple[slice, int]]:
-    """Blocks of rows of a symmetric matrix, each with the column where it ends: the lower triangle, rounded up to blocks."""
-    tokens, size = x_BTd.shape[1], _TOKENS_PER_STRIP[x_BTd.device.type == "cuda"]
-    count = max(1, tokens // size)
-    for i in range(count):
-        until = tokens if i == count - 1 else (i + 1) * size
-        yield slice(i * size, until), until
 
 
 _TOKENS_PER_STRIP = (48, 128)
@@ -275,7 +310,7 @@ def inner(x: Contribution, y: Contribution) -> Tensor:
             return (_gram(x.g_BTp, y.g_BTp) * same_BTS).flatten(1).sum(1)
         case Rows(), OuterProducts():
             # <sum_s e_{id_s} (x) r_s, sum_t g_t (x) a_t> = sum_{s,t} g_t[id_s] (r_s . a_t): a tied embedding and head.
-            picked_BTS = _wide(y.g_BTp).gather(2, x.ids_BT[:, None, :].expand(-1, y.g_BTp.shape[1], -1))
+            picked_BTS = wide(y.g_BTp).gather(2, x.ids_BT[:, None, :].expand(-1, y.g_BTp.shape[1], -1))
             return (picked_BTS * _gram(y.a_BTd, x.g_BTp)).flatten(1).sum(1)
         case OuterProducts(), Rows():
             return inner(y, x)
@@ -286,7 +321,7 @@ def inner(x: Contribution, y: Contribution) -> Tensor:
         case Dense(), Rows():
             # sum_t D[id_t] . g_t
             picked_BTp = x.grad_B.gather(1, y.ids_BT[:, :, None].expand(-1, -1, x.grad_B.shape[2]))
-            return (picked_BTp * _wide(y.g_BTp)).flatten(1).sum(1)
+            return (picked_BTp * wide(y.g_BTp)).flatten(1).sum(1)
         case OuterProducts() | Rows(), Dense():
             return inner(y, x)
         case _:
@@ -305,10 +340,8 @@ def _restricted(x: Contribution, rows: slice) -> Contribution:
         case Dense():
             return Dense(x.grad_B[:, rows])
         case ChunkedOuterProducts():
-            parts = [g[:, :, _overlap(own, rows)] for own, g in x.gradients()]
+            parts = [
+                g[:, :, max(rows.start - chunk.start, 0) : max(min(rows.stop, chunk.stop) - chunk.start, 0)]
+                for chunk, g in x.gradients()
+            ]
             return OuterProducts(x.a_BTd, torch.cat(parts, 2))
-
-
-def _overlap(own: slice, rows: slice) -> slice:
-    """Which of its own rows, numbered from 0, a chunk has in common with `rows`."""
-    return slice(max(rows.start - own.start, 0), max(min(rows.stop, own.stop) - own.start, 0))

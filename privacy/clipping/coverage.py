@@ -5,14 +5,13 @@ token, positions, layer scale) that the module's forward reads, and then raw.py 
 first forward; or, for a parameter that several modules share, all of its owners have a claim, and their contributions add up.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from privacy.clipping.rules import RULES, register_lazily, unsupported_reason
-from privacy.clipping.rules.unsupported import depends_on_mode
+from privacy.clipping.rules import RULES, register_lazily
 from privacy.errors import PrivacyConfigError
 
 
@@ -45,7 +44,12 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
     """
     register_lazily()
     canonical = {id(p): name for name, p in model.named_parameters()}
-    found = [c for c in _claims(model, canonical) if c.parameters or depends_on_mode(c.module)]
+    found = []
+    for path, module in model.named_modules():
+        refuse_unsupported(module, path)
+        parameters = {name: canonical[id(p)] for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if parameters or depends_on_mode(module):
+            found.append(Claim(module, path, parameters))
     claimed = {name for claim in found for name in claim.parameters.values()}
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     missing = trainable - claimed
@@ -61,13 +65,44 @@ def refuse_unsupported(module: nn.Module, path: str) -> None:
     """Raises `PrivacyConfigError` if the module, in its present mode, cannot be trained per example."""
     reason = unsupported_reason(module)
     if reason is not None:
-        own = [f"{path}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False) if p.requires_grad]
-        what = f"{type(module).__name__}, trains {', '.join(own)}" if own else type(module).__name__
+        names = [f"{path}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+        what = f"{type(module).__name__}, trains {', '.join(names)}" if names else type(module).__name__
         raise PrivacyConfigError(f"layer {path or 'root'} ({what}) is refused: {reason}")
 
 
-def _claims(model: nn.Module, canonical: Mapping[int, str]) -> Iterator[Claim]:
-    for path, module in model.named_modules():
-        refuse_unsupported(module, path)
-        own = {name: canonical[id(p)] for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-        yield Claim(module, path, own)
+def unsupported_reason(module: nn.Module) -> str | None:
+    """Why this module is refused and what to use instead, or None. Modes (training, eval) count as they are now."""
+    match module:  # These are wrong even with frozen parameters: an example's gradient would depend on the others.
+        case nn.modules.batchnorm._BatchNorm() if module.training or module.running_mean is None:
+            return "it mixes the examples of a batch (use LayerNorm or GroupNorm)"
+        case nn.modules.dropout._DropoutNd() if module.training and module.p > 0:
+            return "its mask depends on the place of an example in the batch (set p = 0, or call model.eval())"
+        case nn.MultiheadAttention() if module.training and module.dropout > 0:
+            return "its dropout mask depends on the place of an example in the batch (set dropout = 0)"
+    if not any(p.requires_grad for p in module.parameters(recurse=False)):
+        return None
+    match module:
+        case nn.modules.batchnorm._BatchNorm():
+            return "its parameters cannot be trained per example (use LayerNorm or GroupNorm)"
+        case nn.MultiheadAttention():
+            return (
+                "it reads its weights without calling its layers (use nn.Linear for query, key, value and output around "
+                "F.scaled_dot_product_attention)"
+            )
+        case nn.ParameterList() | nn.ParameterDict():
+            return "its parameters are read without calling it (make them attributes of the module that uses them)"
+        case nn.Embedding() if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            return "max_norm, scale_grad_by_freq and sparse embeddings are not supported"
+        case nn.modules.instancenorm._InstanceNorm() | nn.EmbeddingBag():
+            return "no clipping rule covers it (use GroupNorm or Embedding)"
+        case _ if nn.utils.parametrize.is_parametrized(module):
+            return "its weights are computed by a parametrization (remove it with parametrize.remove_parametrizations)"
+        case _ if type(module) not in RULES and type(module).__module__.startswith("torch.nn."):
+            return "no clipping rule covers it; add a rule (docs/add_a_rule.md) or freeze its parameters"
+        case _:
+            return None
+
+
+def depends_on_mode(module: nn.Module) -> bool:
+    """Whether `model.train()` could turn a supported module into an unsupported one."""
+    return isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention))

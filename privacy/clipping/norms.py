@@ -16,7 +16,7 @@ so that dividing by  safe = max(N, (sqrt(N^2 + E) + e(BT) S + F) / (1 + r / 2)) 
 safe is also at least S / MOST_CANCELLED: tokens that cancel carry the partial sums of a matrix product away and back again, and
 how all others round there depends on their size. Ordinary examples have S of 1 to 6 N.
 
-h is what underflow may hide (underflow.py); overflow makes safe infinite or NaN, and the example is left out. e(BT) belongs to
+h is what underflow may hide (precision.py); overflow makes safe infinite or NaN, and the example is left out. e(BT) belongs to
 fp32 sums, of at most EXAMPLES_PER_SUM examples. The other half of r is for the rounding of all additions against the
 contributions of others (accumulators.py: r / 4 and r / 8), and the rest for products of these small numbers.
 
@@ -42,7 +42,6 @@ import torch
 from torch import Tensor
 
 from privacy.clipping.contributions import Contribution, fold_error, inner
-from privacy.clipping.underflow import Norm
 from privacy.releases import SENSITIVITY_SLACK
 
 MOST_CANCELLED = 32
@@ -74,7 +73,14 @@ class NormTally:
 
     def add(self, contributions: list[Contribution]) -> None:
         """Adds one parameter: the norm of the sum of its contributions."""
-        squared_B, gross_B, hidden_B = _norm(contributions)
+        squared_B, gross_B, hidden_B = contributions[0].norm()
+        for i, x in enumerate(
+            contributions[1:], 1
+        ):  # of the sum: gross norms and what underflow hides add up to bounds
+            norm = x.norm()
+            squared_B, gross_B, hidden_B = squared_B + norm.squared_B, gross_B + norm.gross_B, hidden_B + norm.hidden_B
+            for y in contributions[:i]:
+                squared_B = squared_B + 2 * inner(x, y)
         terms = max(c.norm_terms for c in contributions)
         self.squared_B += squared_B
         self.error_B += 2 * rounding(terms, squared_B.dtype) * gross_B.square() + hidden_B**2
@@ -91,14 +97,3 @@ class NormTally:
         bound_B = (squared_B + self.error_B).sqrt() + rounding(self.sum_terms, squared_B.dtype) * gross_B
         bound_B = torch.maximum(bound_B + self.fold_squared_B.sqrt(), gross_B / MOST_CANCELLED)
         return torch.maximum(squared_B.sqrt(), bound_B / (1 + SENSITIVITY_SLACK / 2))
-
-
-def _norm(contributions: list[Contribution]) -> Norm:
-    """Of the sum: gross norms and what underflow hides add up to bounds of the sum's."""
-    squared_B, gross_B, hidden_B = contributions[0].norm()
-    for i, x in enumerate(contributions[1:], 1):
-        own = x.norm()
-        squared_B, gross_B, hidden_B = squared_B + own.squared_B, gross_B + own.gross_B, hidden_B + own.hidden_B
-        for y in contributions[:i]:
-            squared_B = squared_B + 2 * inner(x, y)
-    return Norm(squared_B, gross_B, hidden_B)

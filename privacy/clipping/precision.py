@@ -1,9 +1,32 @@
-"""Norms and sums keep their own precision, whatever the model computes in (contract 6)."""
+"""Norms and sums keep their own precision, whatever the model computes in (contract 6); what underflow hides is bounded.
 
+Squares of small numbers are nothing: with inputs of 3e17 and output gradients of 2e-23 the Gram matrix of the gradients is all
+zeros in fp32, and the example, whose gradient is long, would pass unclipped. So each norm comes with h such that what underflow
+took from the squared norm of a sum of contributions i is at most (sum_i h_i)^2.
+
+Let eta = 2 tiny, twice the smallest normal number (2^-126 in fp32). An underflowing operation is wrong by at most tiny, even
+where subnormal results are flushed to zero, so a dot product of k terms (k products, k additions) is wrong by at most k eta
+beyond its relative error. (Subnormal inputs that are flushed as well cost tiny sqrt(k) (|x| + |y|), which is below that, or
+below the relative error.) For Gram matrices A of a (width d) and G of g (width p), sum_{s,t} A_st G_st is then wrong by at most
+
+    sum_{s,t} (|a_s| |a_t| p eta + |g_s| |g_t| d eta + d p eta^2 + eta)
+        <= (sqrt(p eta) sum_t |a_t|' + sqrt(d eta) sum_t |g_t|' + T sqrt(eta))^2 = h^2,
+
+where |a_t|' = sqrt(A_tt + d eta) is an upper bound of |a_t| that cannot be zero. For two contributions to one parameter the
+same sum runs over s of one and t of the other, which gives h_i h_j. Embeddings are the case |a_t| = 1 with an exact A, and a
+written-out gradient of n numbers has h = sqrt(n eta); its products with other contributions are within h_i h_j too, or within
+their relative error. The lengths |a_t|' |g_t|' also replace the gross norm, which must not be zero either.
+
+Where a length is above 1.8e19, its square overflows: to infinity or NaN, which gives the example the weight zero.
+"""
+
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from privacy.errors import PrivacyConfigError
 
@@ -18,7 +41,13 @@ def exact(device: torch.device) -> Iterator[None]:
     Raises:
         PrivacyConfigError: reduced precision was switched on by a setting that cannot be lifted and put back.
     """
-    before = _matmul_precision()
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError as error:  # torch's answer when it was not set in this way
+        raise PrivacyConfigError(
+            "fp32 matrix products were given a reduced precision through torch.backends.*.fp32_precision, under which "
+            "per-example norms would not be fp32; use torch.set_float32_matmul_precision, whose setting is lifted for them"
+        ) from error
     try:
         if before != "highest":
             torch.set_float32_matmul_precision("highest")
@@ -29,11 +58,38 @@ def exact(device: torch.device) -> Iterator[None]:
             torch.set_float32_matmul_precision(before)
 
 
-def _matmul_precision() -> str:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError as error:  # torch's answer when it was not set in this way
-        raise PrivacyConfigError(
-            "fp32 matrix products were given a reduced precision through torch.backends.*.fp32_precision, under which "
-            "per-example norms would not be fp32; use torch.set_float32_matmul_precision, whose setting is lifted for them"
-        ) from error
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 whatever the compute dtype, and fp64 for fp64: what norms, Gram matrices and per-example gradients are in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x.dtype))
+
+
+class Norm(NamedTuple):
+    """Of per-example gradients; tensors (B,).
+
+    Attributes:
+        squared_B: the squared norm as computed.
+        gross_B: sum_t |a_t| |g_t|, the norm if no two tokens cancelled; it scales every rounding error.
+        hidden_B: h of the module docstring; a number where it is the same for all examples.
+    """
+
+    squared_B: Tensor
+    gross_B: Tensor
+    hidden_B: Tensor | float
+
+
+def hidden(num_terms: int, dtype: torch.dtype) -> float:
+    """sqrt(num_terms eta)."""
+    return math.sqrt(num_terms * 2 * torch.finfo(dtype).tiny)
+
+
+def norm_of_grams(squared_B: Tensor, square_a_BT: Tensor, square_g_BT: Tensor, d: int, p: int) -> Norm:
+    """Of outer products, from the diagonals of their Gram matrices: squared lengths of inputs and of output gradients."""
+    dtype = squared_B.dtype
+    hidden_a, hidden_g = hidden(d, dtype), hidden(p, dtype)
+    length_a_BT, length_g_BT = (square_a_BT + hidden_a**2).sqrt(), (square_g_BT + hidden_g**2).sqrt()
+    hidden_BT = hidden_g * length_a_BT + hidden_a * length_g_BT + hidden(1, dtype)
+    return Norm(squared_B, (length_a_BT * length_g_BT).sum(1), hidden_BT.sum(1))

@@ -134,12 +134,13 @@ def from_full(full: Tensor, scope: Scope) -> PerExample:
 
 
 def of_batch(x: Tensor, scopes: Sequence[Scope]) -> bool:
-    """Whether there is evidence that the first dimension of x is the examples."""
-    return any(x is a for scope in scopes for a in scope.arguments) or _depends_on_input(x)
+    """Whether there is evidence that the first dimension of x is the examples.
 
-
-def _depends_on_input(x: Tensor) -> bool:
-    """Whether x depends on a leaf that is no parameter: the recorder's root, or an input that requires a gradient."""
+    x is an argument of an owner's forward, or depends on a leaf that is no parameter: the recorder's root, or an input that
+    requires a gradient.
+    """
+    if any(x is a for scope in scopes for a in scope.arguments):
+        return True
     if x.grad_fn is None:
         return x.requires_grad and not isinstance(x, nn.Parameter)
     stack, seen = [x.grad_fn], set()

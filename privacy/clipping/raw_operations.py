@@ -166,17 +166,13 @@ def _view(func: Any, args: Any, kwargs: Any) -> PerExample:
     x, sizes = args[0], _numbers(args, kwargs)
     if not all(isinstance(s, int) for s in sizes):
         raise refusal(func, args, kwargs)
-    shape = _resolved(x.numel(), sizes)
+    known = math.prod(s for s in sizes if s != -1)
+    shape = [x.numel() // known if s == -1 else s for s in sizes]
     keeps = x.dim() > 0 and len(shape) > 0 and shape[0] == x.shape[0]
     size = x.scope.batch_size
     return _reshaped(
         x, shape, lambda: x.full().reshape(size, *shape), (lambda: x._diagonal.reshape(shape)) if keeps else None
     )
-
-
-def _resolved(numel: int, sizes: Sequence[int]) -> list[int]:
-    known = math.prod(s for s in sizes if s != -1)
-    return [numel // known if s == -1 else s for s in sizes]
 
 
 @handles(_methods("flatten", Tensor, torch))
@@ -272,22 +268,19 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> PerExample:
     """Integers, slices, None, ..., and at most one tensor of indices that is the same for all examples."""
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
-    if not isinstance(x, PerExample) or not _is_simple(index):
+    tensors, numbers = [i for i in index if isinstance(i, Tensor)], [i for i in index if isinstance(i, int)]
+    is_known = all(
+        isinstance(i, (int, slice, type(None), type(...), Tensor)) and not isinstance(i, bool) for i in index
+    )
+    are_plain = all(i.dtype in (torch.int32, torch.int64) and not isinstance(i, PerExample) for i in tensors)
+    # torch moves dimensions about when a tensor meets a number or another tensor in one index.
+    stay_in_place = len(tensors) <= (0 if numbers else 1)
+    if not (isinstance(x, PerExample) and is_known and are_plain and stay_in_place):
         raise refusal(func, args, kwargs, "such an index is not supported")
     if x._diagonal is not None and len(index) > 0 and isinstance(index[0], slice) and index[0] == slice(None):
         diagonal = x._diagonal[index]
         return PerExample.make(diagonal.shape, x, lambda: x.full()[(slice(None), *index)], diagonal, x.scope)
     return from_full(x.full()[(slice(None), *index)], x.scope)
-
-
-def _is_simple(index: tuple[Any, ...]) -> bool:
-    tensors = [i for i in index if isinstance(i, Tensor)]
-    if any(i.dtype not in (torch.int32, torch.int64) or isinstance(i, PerExample) for i in tensors):
-        return False
-    numbers = [i for i in index if isinstance(i, int)]
-    known = all(isinstance(i, (int, slice, type(None), type(...), Tensor)) for i in index)
-    # torch moves dimensions about when a tensor meets a number or another tensor in one index.
-    return known and not any(isinstance(i, bool) for i in numbers) and len(tensors) <= (0 if numbers else 1)
 
 
 @handles(_methods("to type_as", Tensor))
@@ -344,17 +337,15 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     size = stand_ins(tensors)[0].scope.batch_size
 
     def full() -> Tensor:
-        return torch.cat([_with_hidden(x, size) for x in tensors], dim + 1)
+        return torch.cat(
+            [x.full() if isinstance(x, PerExample) else x.expand(size, *x.shape) for x in tensors], dim + 1
+        )
 
     if dim == 0:
         return from_full(full(), _merged(stand_ins(tensors)))
     shape = list(tensors[0].shape)
     shape[dim] = sum(x.shape[dim] for x in tensors)
     return _both_readings(shape, tensors, full, joined)
-
-
-def _with_hidden(x: Tensor, size: int) -> Tensor:
-    return x.full() if isinstance(x, PerExample) else x.expand(size, *x.shape)
 
 
 @handles([torch.stack])

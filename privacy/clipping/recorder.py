@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ import privacy.clipping.raw_operations  # noqa: F401  # fills the table of what 
 from privacy.clipping import compiled
 from privacy.clipping.contributions import Contribution, Dense, OuterProducts
 from privacy.clipping.coverage import Claim, refuse_unsupported
-from privacy.clipping.precision import exact
+from privacy.clipping.precision import exact, wide
 from privacy.clipping.raw import per_example
 from privacy.clipping.rules import KEEPS, RULES
 from privacy.errors import PrivacyConfigError
@@ -58,8 +59,7 @@ class Call:
         """(canonical parameter name, contribution) for each trainable parameter of the layer."""
         gradient = self.output_gradient
         if self.input is None:
-            wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-            rows = gradient.to(wide)  # a scalar parameter is a vector of one
+            rows = wide(gradient)  # a scalar parameter is a vector of one
             yield self.claim.parameters[self.local_name], Dense(rows[:, None] if rows.dim() == 1 else rows)
             return
         found = RULES[type(self.claim.module)](self.claim.module, self.input, gradient, *self.kept)
@@ -125,7 +125,7 @@ class Recorder:
         for claim in claims:
             if claim.is_raw:
                 self._handles.append(claim.module.register_forward_pre_hook(self._shadow(claim), with_kwargs=True))
-                self._handles.append(claim.module.register_forward_hook(self._unshadow(claim), always_call=True))
+                self._handles.append(claim.module.register_forward_hook(partial(_unshadow, claim), always_call=True))
             else:
                 # First of all hooks: a sharded engine's would take the weights away that a rule may want to keep.
                 hook = claim.module.register_forward_hook(self._record(claim), prepend=True, with_kwargs=True)
@@ -156,7 +156,7 @@ class Recorder:
         finally:
             self._root = self._sink = None
             for claim in self._claims:
-                _unshadow_all(claim)
+                _unshadow(claim)
 
     def backward(self, loss: Tensor, sink: Callable[[Call], None], *, keep_graph: bool) -> None:
         """Hands every call to `sink` as soon as its gradient is known, last layer first; `Forward.backward` calls it."""
@@ -178,7 +178,13 @@ class Recorder:
         return tapped
 
     def _record(self, claim: Claim) -> Callable[..., Tensor | None]:
-        tap_in_graph, keep = self._tap_in_graph(claim), KEEPS.get(type(claim.module))
+        keep = KEEPS.get(type(claim.module))
+
+        def on_compiled_call(x: Tensor, output: Tensor) -> None:
+            self._require_examples(x, output, claim)
+            self._num_calls.update(claim.parameters.values())
+
+        tap_in_graph = compiled.CompiledTap(on_compiled_call, lambda x, g: self.report(Call(claim, "", x, g)))
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             if self._root is None:
@@ -187,24 +193,17 @@ class Recorder:
             if torch.compiler.is_compiling():
                 return compiled.tap(output, self._root, x, tap_in_graph.key)
             if len(x) == len(output) == 1 != self._batch_size and not x.requires_grad:
-                return self._shared(output, x, claim)
+                # One row for all examples: as if every example had made the call for itself.
+                rows, inputs = (t.detach().expand(self._batch_size, *t.shape[1:]) for t in (output, x))
+                return per_example(self._tap(rows, claim, "", inputs).unsqueeze(1), claim.path)
             self._require_examples(x, output, claim)
             with torch.no_grad():
                 others = keep(module, (*args, *kwargs.values()), output) if keep is not None else ()
-            return self._tap(output, claim, "", self._own(x), *others)
+            # On CUDA, bad rows of what is kept are overwritten (blanking.py), which must not happen to the caller's tensors.
+            x = x.clone() if x.is_cuda and not x.requires_grad else x.detach()
+            return self._tap(output, claim, "", x, *others)
 
         return hook
-
-    def _own(self, x: Tensor) -> Tensor:
-        """A layer's input, to keep. On CUDA, bad rows are overwritten (blanking.py): not in tensors of the caller."""
-        return x.clone() if x.is_cuda and not x.requires_grad else x.detach()
-
-    def _tap_in_graph(self, claim: Claim) -> compiled.CompiledTap:
-        def on_call(x: Tensor, output: Tensor) -> None:
-            self._require_examples(x, output, claim)
-            self._num_calls.update(claim.parameters.values())
-
-        return compiled.CompiledTap(on_call, lambda x, gradient: self.report(Call(claim, "", x, gradient)))
 
     def _require_examples(self, x: Tensor, output: Tensor, claim: Claim) -> None:
         if len(output) != self._batch_size or len(x) != self._batch_size:
@@ -212,12 +211,6 @@ class Recorder:
                 f"layer {claim.path} ({type(claim.module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, "
                 f"but the first dimension of both must be the {self._batch_size} examples of the micro-batch"
             )
-
-    def _shared(self, output: Tensor, x: Tensor, claim: Claim) -> Tensor:
-        """The output of a call with one row for all examples: as if every example had made the call for itself."""
-        size = self._batch_size
-        rows = output.detach().expand(size, *output.shape[1:])
-        return per_example(self._tap(rows, claim, "", x.detach().expand(size, *x.shape[1:])).unsqueeze(1), claim.path)
 
     def _shadow(self, claim: Claim) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -232,14 +225,8 @@ class Recorder:
 
         return hook
 
-    def _unshadow(self, claim: Claim) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            _unshadow_all(claim)
 
-        return hook
-
-
-def _unshadow_all(claim: Claim) -> None:
+def _unshadow(claim: Claim, *_hook_arguments: Any) -> None:
     if claim.is_raw:
         for local in claim.parameters:
             claim.module.__dict__.pop(local, None)

@@ -7,7 +7,7 @@ gradient of the other rows' losses; a few backwards on made-up inputs find out. 
 dimension (tokens, channels) can pass for the examples in both.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -32,13 +32,13 @@ def check_against_autograd(model: nn.Module, inputs: Mapping[str, Tensor]) -> No
     num_examples = len(next(iter(inputs.values())))
     if num_examples < 2:
         raise ValueError("the self-check needs at least two made-up examples")
+    rows = list(range(num_examples))
     clipped = ClippedSum(model, float("inf"))
     try:
         with _nothing_is_zero(model):
-            first, again = (
-                _check(model, clipped, {name: x[rows] for name, x in inputs.items()}, counted)
-                for rows, counted in _cases(num_examples)
-            )
+            first = _check(model, clipped, inputs, [i == 0 for i in rows])
+            with_one_more = {name: x[[*rows, 1]] for name, x in inputs.items()}
+            again = _check(model, clipped, with_one_more, [i > 0 for i in [*rows, 1]])
     finally:
         clipped.detach()
     if not torch.allclose(first, again, rtol=TOLERANCE, atol=TOLERANCE):
@@ -65,23 +65,19 @@ def _nothing_is_zero(model: nn.Module) -> Iterator[None]:
                 parameter.zero_()
 
 
-def _cases(num_examples: int) -> Iterator[tuple[list[int], list[bool]]]:
-    """(rows of the inputs, whether each counts): the first alone, then, in a batch with one row more, all others."""
-    rows = list(range(num_examples))
-    yield rows, [i == 0 for i in rows]
-    yield [*rows, 1], [i > 0 for i in [*rows, 1]]
-
-
 def _check(model: nn.Module, clipped: ClippedSum, inputs: Mapping[str, Tensor], counted: list[bool]) -> Tensor:
-    """Compares one sum; returns the first example's loss."""
-    counted_B = torch.tensor(counted, device=_device(inputs))
+    """Compares the sum over the counted examples; returns the first example's loss."""
+    counted_B = torch.tensor(counted, device=next(iter(inputs.values())).device)
     clipped.zero_()
     clipped.add_micro_batch(model, inputs, ~counted_B)
     parameters = [p for p in model.parameters() if p.requires_grad]
     loss_B = model(**inputs)
     gradients = torch.autograd.grad(loss_B[counted_B].sum(), parameters, allow_unused=True)
     scale = max((float(g.norm()) for g in gradients if g is not None), default=0.0)
-    differences = _differences(clipped, gradients)
+    differences = [
+        (name, float((total if gradient is None else total - gradient).norm()))
+        for (name, total), gradient in zip(clipped.sums(), gradients, strict=True)
+    ]
     name, worst = max(differences, key=lambda pair: pair[1] if pair[1] == pair[1] else float("inf"))
     if not worst <= TOLERANCE * scale:
         raise PrivacyConfigError(
@@ -91,14 +87,3 @@ def _check(model: nn.Module, clipped: ClippedSum, inputs: Mapping[str, Tensor], 
         )
     loss: Tensor = loss_B[0].detach()
     return loss
-
-
-def _differences(clipped: ClippedSum, gradients: Sequence[Tensor | None]) -> list[tuple[str, float]]:
-    return [
-        (name, float((total if gradient is None else total - gradient).norm()))
-        for (name, total), gradient in zip(clipped.sums(), gradients, strict=True)
-    ]
-
-
-def _device(inputs: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(inputs.values())).device

@@ -4,7 +4,7 @@ For example b,   |sum_t g_t (x) a_t|^2 = sum_{s,t} (a_s . a_t) (g_s . g_t)   (Go
 2022, section 4). A program takes the n-th pair of tiles i >= j, forms the two small blocks of Gram matrices in registers
 and writes one partial sum, counted twice off the diagonal, where the blocks are each other's transposes. torch adds up the
 partial sums: no atomic additions, so two passes agree to the last bit. The diagonal blocks also hold the lengths |a_t| and
-|g_t|, for the gross norm and for what underflow may hide (underflow.py).
+|g_t|, for the gross norm and for what underflow may hide (precision.py).
 
 Precision: products of fp32 are plain fp32 (never TF32), those of bf16 run on the matrix units, whose accumulators truncate
 rather than round; a truncated sum of squares reads low, which is the unsafe side. So no sum in a matrix unit is longer than
@@ -18,7 +18,7 @@ import os
 import torch
 from torch import Tensor
 
-from privacy.clipping.underflow import Norm, hidden
+from privacy.clipping.precision import Norm, hidden
 
 BLOCK_T = 64
 """Tokens per tile. 197 tokens are 4 tiles, 10 of whose 16 pairs are computed."""
@@ -29,13 +29,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def can_run(a_BTd: Tensor, g_BTp: Tensor) -> bool:
     """Whether the kernel is there for these tensors: Triton is installed, fp32 or bf16 on CUDA (or in its interpreter)."""
-    if not (a_BTd.is_cuda or _interpreted()) or not _is_installed():
+    if not (a_BTd.is_cuda or _interpreted()) or not is_installed():
         return False
     return a_BTd.dtype in DTYPES and g_BTp.dtype in DTYPES and 0 not in (*a_BTd.shape, *g_BTp.shape)
 
 
 @functools.cache
-def _is_installed() -> bool:
+def is_installed() -> bool:
+    """Whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -49,7 +50,7 @@ def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
     Args:
         a_BTd, g_BTp: fp32 or bf16, any strides, any T, d and p; each in its own dtype.
     """
-    from privacy.clipping.triton_kernel import pair_of_tiles
+    from privacy.clipping.kernels import pair_of_tiles
 
     batch_size, tokens, d = a_BTd.shape
     p = g_BTp.shape[2]

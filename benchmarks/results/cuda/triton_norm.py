@@ -24,7 +24,7 @@ from torch import Tensor  # noqa: E402
 
 from privacy.clipping import contributions, triton_norm  # noqa: E402
 from privacy.clipping.norms import rounding  # noqa: E402
-from privacy.clipping.underflow import Norm  # noqa: E402
+from privacy.clipping.precision import Norm  # noqa: E402
 
 LAYERS = {
     "encoder qkv, ViT-S": (197, 384, 1152),
@@ -40,7 +40,7 @@ GhostNorm = Callable[[Tensor, Tensor], Norm]
 
 
 def torch_path(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
-    return contributions._ghost_norm(a_BTd.float(), g_BTp.float())
+    return contributions.ghost_norm(a_BTd.float(), g_BTp.float())
 
 
 def milliseconds(norms: dict[str, GhostNorm], a: Tensor, g: Tensor) -> dict[str, float]:

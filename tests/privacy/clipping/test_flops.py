@@ -30,7 +30,7 @@ def test_the_parts_of_the_profile_are_the_excess() -> None:
         return model(input).square().sum((1, 2))
 
     clipped = ClippedSum(model, 1.0)
-    row = excess._round(
+    row = excess.round_of(
         lambda: task(**inputs).sum().backward(),
         excess.bare_step(model, inputs, task),
         lambda: (clipped.add_micro_batch(task, inputs, torch.zeros(32, dtype=torch.bool)), None)[1],

@@ -13,8 +13,7 @@ from models.captioner import build_captioner
 from models.config import captioner_config
 from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
-from privacy.clipping.chunked import ChunkedOuterProducts
-from privacy.clipping.contributions import Dense, OuterProducts, Rows, inner
+from privacy.clipping.contributions import ChunkedOuterProducts, Dense, OuterProducts, Rows, inner
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
 from privacy.releases import SENSITIVITY_SLACK

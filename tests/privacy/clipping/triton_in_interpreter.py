@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from privacy.clipping import contributions, triton_norm
 from privacy.clipping.contributions import OuterProducts
 from privacy.clipping.norms import rounding
-from privacy.clipping.underflow import Norm
+from privacy.clipping.precision import Norm
 from tests.privacy.clipping.test_sensitivity import WeightedOutput, cancelling, change
 
 SHAPES = [(1, 1, 1, 1), (2, 5, 3, 70), (2, 63, 65, 64), (1, 64, 128, 33), (3, 65, 40, 90), (1, 197, 100, 130)]
@@ -49,7 +49,7 @@ def errors(name: str, a: Tensor, g: Tensor) -> dict[str, Any]:
     exact_B = torch.bmm(wide_g.transpose(1, 2), wide_a).square().sum((1, 2))
     exact_gross_B = (wide_a.norm(dim=2) * wide_g.norm(dim=2)).sum(1)
     bound_B = 2 * rounding(a.shape[1] + a.shape[2] + g.shape[2], torch.float32) * exact_gross_B.square()
-    reference_B, _, reference_hidden_B = contributions._ghost_norm(a.float(), g.float())
+    reference_B, _, reference_hidden_B = contributions.ghost_norm(a.float(), g.float())
     return {
         "case": name,
         "of_bound": float(((squared_B - exact_B).abs() / bound_B).max()),

@@ -1,4 +1,4 @@
-"""The Triton kernel behind triton_norm.py, which explains it. Importing this file needs Triton."""
+"""The Triton kernels behind triton_norm.py and blanking.py, which explain them. Importing this file needs Triton."""
 
 import triton
 import triton.language as tl
@@ -60,3 +60,16 @@ def pair_of_tiles(  # type: ignore[no-untyped-def]
         length_g = tl.where(is_token, tl.sqrt(gram_g + hidden_g * hidden_g), 0.0)
         tl.store(gross_BI + example * num_tiles + i, tl.sum(tl.sum(length_a * length_g, 1), 0))
         tl.store(hidden_BI + example * num_tiles + i, tl.sum(tl.sum(hidden_g * length_a + hidden_a * length_g, 1), 0))
+
+
+ROW_BLOCK = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def zero_excluded_row(x, is_excluded_B, row_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program per row of x (B, row_size), contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(is_excluded_B + row) != 0:
+        for start in range(0, row_size, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            tl.store(x + row * row_size + place, tl.zeros((BLOCK,), dtype=x.dtype.element_ty), mask=place < row_size)

@@ -1,0 +1,229 @@
+"""From a layer call to contributions: one short function per kind of layer.
+
+A rule receives the module, its first input and the gradient of the summed loss with respect to its output, and returns what
+that call adds to each of the module's own parameters. Rules are found by exact type, because a subclass may compute
+something else; add one with `@rule(MyLayer)` (docs/add_a_rule.md).
+
+Sizes: B examples, T of any number of middle dimensions, d input width, p output width, V rows of a table.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from privacy.clipping.contributions import (
+    ChunkedOuterProducts,
+    Contribution,
+    Dense,
+    OuterProducts,
+    Rows,
+    dense_sum_over_tokens,
+    sum_over_tokens,
+)
+from privacy.clipping.precision import wide
+from privacy.errors import PrivacyConfigError
+
+Rule = Callable[..., dict[str, Contribution]]
+"""`function(module, x, g)`, and one more argument for each tensor of a `Keep`."""
+Keep = Callable[[nn.Module, Sequence[Any], Tensor], tuple[Tensor, ...]]
+"""`function(module, inputs of the call, its output)`: tensors that a rule needs besides x and g, at most once per call."""
+
+RULES: dict[type[nn.Module], Rule] = {}
+KEEPS: dict[type[nn.Module], Keep] = {}
+
+_LAZY: dict[tuple[str, str], tuple[Rule, Keep | None]] = {}
+
+
+def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
+    """Registers `function(module, x, g) -> {local parameter name: contribution}` for these types, not their subclasses.
+
+    x is the first input of the call, (B, ...); g the gradient with respect to its output, (B, ...). The rule may name
+    parameters that are frozen: they are left out.
+    """
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(kinds, function))
+        return function
+
+    return register
+
+
+def lazy_rule(module_name: str, class_name: str, *, keep: Keep | None = None) -> Callable[[Rule], Rule]:
+    """Like `rule`, for a class that is not imported here: it counts as soon as somebody else has imported its module."""
+
+    def register(function: Rule) -> Rule:
+        _LAZY[module_name, class_name] = function, keep
+        return function
+
+    return register
+
+
+def register_lazily() -> None:
+    """Looks for the classes of `lazy_rule` among the imported modules; a rule that was registered by hand stays."""
+    for (module_name, class_name), (function, keep) in _LAZY.items():
+        kind = getattr(sys.modules.get(module_name), class_name, None)
+        if kind is not None and RULES.setdefault(kind, function) is function and keep is not None:
+            KEEPS[kind] = keep
+
+
+def require_batch(module: nn.Module, x: Tensor, dims: int) -> None:
+    """Refuses an input without a batch dimension: its first dimension would be taken for the examples."""
+    if x.dim() < dims:
+        raise PrivacyConfigError(
+            f"{type(module).__name__} was called on a tensor of shape {tuple(x.shape)} without a batch dimension; "
+            "per-example clipping needs the examples in the first dimension"
+        )
+
+
+def tokens(x: Tensor) -> Tensor:
+    """(B, ..., d) -> (B, T, d)."""
+    return x.reshape(len(x), -1, x.shape[-1]) if x.numel() else x.new_zeros(len(x), 0, x.shape[-1])
+
+
+@rule(nn.Linear)
+def linear(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """y_t = W a_t + b. weight (p, d): sum_t g_t (x) a_t; bias (p,): sum_t g_t. x (B, ..., d), g (B, ..., p)."""
+    require_batch(module, x, 2)
+    a_BTd, g_BTp = tokens(x), tokens(g)
+    out: dict[str, Contribution] = {"weight": OuterProducts(a_BTd, g_BTp)}
+    if getattr(module, "bias", None) is not None:
+        out["bias"] = dense_sum_over_tokens(g_BTp)
+    return out
+
+
+@lazy_rule("transformers.pytorch_utils", "Conv1D")
+def transposed_linear(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """GPT-2's layer: weight (d, p), y_t = a_t W + b, so that input and output gradient change places."""
+    require_batch(module, x, 2)
+    a_BTd, g_BTp = tokens(x), tokens(g)
+    return {"weight": OuterProducts(g_BTp, a_BTd), "bias": dense_sum_over_tokens(g_BTp)}
+
+
+@rule(nn.Embedding)
+def embedding(module: nn.Module, ids: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """y_t = E[id_t]: row id_t of weight (V, p) receives g_t, for ids (B, ...), g (B, ..., p); row padding_idx nothing."""
+    assert isinstance(module, nn.Embedding)
+    ids_BT, g_BTp = ids.reshape(len(ids), -1), tokens(g)
+    if module.padding_idx is not None:
+        g_BTp = g_BTp.masked_fill((ids_BT == module.padding_idx)[:, :, None], 0)
+    return {"weight": Rows(ids_BT, g_BTp)}
+
+
+# Normalisation layers: y = normalised(x) * weight + bias, so their per-example gradients are sums over positions.
+# `normalised` is computed again from the layer's input, in fp32 at least, rather than stored.
+
+
+@rule(nn.LayerNorm)
+def layer_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """weight, bias (*normalized_shape,) for x, g (B, ..., *normalized_shape)."""
+    assert isinstance(module, nn.LayerNorm)
+    require_batch(module, x, len(module.normalized_shape) + 1)
+    normalised = F.layer_norm(wide(x), module.normalized_shape, eps=module.eps)
+    out: dict[str, Contribution] = {"weight": _summed(module, normalised.mul_(g))}
+    if module.bias is not None:
+        out["bias"] = _summed(module, g)
+    return out
+
+
+@rule(nn.RMSNorm)
+def rms_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """weight (*normalized_shape,) for x, g (B, ..., *normalized_shape)."""
+    assert isinstance(module, nn.RMSNorm)
+    require_batch(module, x, len(module.normalized_shape) + 1)
+    # By default eps is that of the dtype that the layer itself computes in: fp32 for half-precision inputs.
+    normalised = F.rms_norm(wide(x), list(module.normalized_shape), eps=module.eps)
+    return {"weight": _summed(module, normalised.mul_(g))}
+
+
+def _summed(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Dense:
+    """(B, ..., *normalized_shape) -> (B, *normalized_shape)."""
+    shape = module.normalized_shape
+    return Dense(sum_over_tokens(x.reshape(len(x), -1, math.prod(shape))).view(len(x), *shape))
+
+
+@rule(nn.GroupNorm)
+def group_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """weight, bias (C,) for x, g (B, C, ...)."""
+    assert isinstance(module, nn.GroupNorm)
+    normalised, g = F.group_norm(wide(x), module.num_groups, eps=module.eps), wide(g)
+    weight, bias = normalised.mul_(g), g  # (B, C, ...)
+    return {name: Dense(y.reshape(*x.shape[:2], -1).sum(2)) for name, y in (("weight", weight), ("bias", bias))}
+
+
+@rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def convolution(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """weight (p, d / groups, *kernel) and bias (p,) for x (B, d, *size), g (B, p, *out size), any padding and dilation.
+
+    A convolution is a Linear on unfolded patches (Rochette et al. 2019, arXiv 1912.06015).
+    """
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    n = len(module.kernel_size)
+    require_batch(module, x, n + 2)
+    both_sides: list[int] = module._reversed_padding_repeated_twice
+    if any(both_sides):
+        x = F.pad(x, both_sides, "constant" if module.padding_mode == "zeros" else module.padding_mode)
+    for i, (size, step, gap) in enumerate(zip(module.kernel_size, module.stride, module.dilation, strict=True)):
+        x = x.unfold(2 + i, (size - 1) * gap + 1, step)[..., ::gap]
+    places, kernel = range(2, 2 + n), range(2 + n, 2 + 2 * n)
+    # What each output position sees, d * kernel size numbers, in the order of the weight.
+    patches_BTd = x.permute(0, *places, 1, *kernel).flatten(1 + n).flatten(1, n)
+    g_BTp = g.flatten(2).transpose(1, 2)
+    out: dict[str, Contribution]
+    if module.groups == 1:
+        out = {"weight": OuterProducts(patches_BTd, g_BTp)}
+    else:  # Each group of output channels sees its own group of input channels: written out, it is that much smaller.
+        a = wide(patches_BTd).unflatten(2, (module.groups, -1))
+        by_group = torch.einsum("btgp,btgd->bgpd", wide(g_BTp).unflatten(2, (module.groups, -1)), a)
+        out = {"weight": Dense(by_group.reshape(len(a), *module.weight.shape))}
+    if module.bias is not None:
+        out["bias"] = dense_sum_over_tokens(g_BTp)
+    return out
+
+
+def keep_for_vocabulary_head(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> tuple[Tensor, ...]:
+    """(targets, log-sum-exp, weight, bias): copies, because sharded engines take the weights away after the forward."""
+    if len(inputs) == 1:
+        return ()
+    head: Any = module
+    _, weight_VD, bias_V = head.operands(inputs[0])
+    return inputs[1], output[..., 0].detach(), *(p.detach().clone() for p in (weight_VD, bias_V) if p is not None)
+
+
+@lazy_rule("models.vocabulary_head", "VocabularyHead", keep=keep_for_vocabulary_head)
+def vocabulary_head(module: nn.Module, x: Tensor, g: Tensor, *kept: Tensor) -> dict[str, Contribution]:
+    """weight (V, d), bias (V,). Called for scores, it is a Linear; with targets x is (B, T, d) and g is (B, T, 2).
+
+    The head goes straight to the cross-entropy, by chunks of the vocabulary. The rule uses the arithmetic of the class
+    (`operands`, `logit_gradients`). The output gradients (B, T, V) are computed three times, for the hidden states (by the
+    module), here for Gram matrix and bias, and for the weighted sum, and never held as a whole.
+    """
+    if not kept:
+        return linear(module, x, g)
+    head: Any = module
+    targets_BT, logsumexp_BT, weight_Vd, *biases = kept
+    a_BTd = x.to(weight_Vd.dtype)
+    bias_V = biases[0] if biases else None
+    num_chunks = head.num_chunks(x)
+
+    def gradients() -> Iterator[tuple[slice, Tensor]]:
+        chunks: Iterator[tuple[slice, Tensor]] = head.logit_gradients(
+            targets_BT, num_chunks, logsumexp_BT, g, a_BTd, weight_Vd, bias_V
+        )
+        return chunks
+
+    num_rows, num_tokens = len(weight_Vd), x.shape[1]
+    gram_BTT = wide(g).new_zeros(len(x), num_tokens, num_tokens)
+    bias_BV = gram_BTT.new_empty(len(x), num_rows)
+    for rows, g_BTv in gradients():
+        g_BTv = wide(g_BTv)
+        gram_BTT += torch.bmm(g_BTv, g_BTv.transpose(1, 2))
+        bias_BV[:, rows] = g_BTv.sum(1)
+    out: dict[str, Contribution] = {"weight": ChunkedOuterProducts(a_BTd, gram_BTT, num_rows, gradients)}
+    if bias_V is not None:
+        out["bias"] = Dense(bias_BV)
+    return out
