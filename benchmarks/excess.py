@@ -78,23 +78,23 @@ def timed_parts() -> Iterator[Stopwatch]:
     """Puts a stopwatch around the functions of `PARTS`."""
     watch = Stopwatch()
     originals = [(home, name, getattr(home, name), part) for part, found in PARTS.items() for home, name in found]
+
+    def timed(function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with watch.part(part):
+                result = function(*args, **kwargs)
+                return list(result) if isinstance(result, Iterator) else result  # a generator's work is inside, too
+
+        return call
+
     for home, name, function, part in originals:
-        setattr(home, name, _timed(function, part, watch))
+        setattr(home, name, timed(function, part))
     try:
         yield watch
         watch.switch()
     finally:
         for home, name, function, _ in originals:
             setattr(home, name, function)
-
-
-def _timed(function: Callable[..., Any], part: str, watch: Stopwatch) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with watch.part(part):
-            result = function(*args, **kwargs)
-            return list(result) if isinstance(result, Iterator) else result  # a generator's work is inside, too
-
-    return call
 
 
 def bare_step(model: nn.Module, inputs: Mapping[str, Tensor], task: Task | None = None) -> Step:
@@ -114,14 +114,15 @@ def explain(non_private: Step, bare: Step, clipped: Step, rounds: int) -> dict[s
     """Medians over interleaved rounds, in per cent of the non-private step; call it with one thread."""
     columns: dict[str, list[float]] = {}
     for round_number in range(rounds + 1):
-        row = _round(non_private, bare, clipped)
+        row = round_of(non_private, bare, clipped)
         if round_number > 0:
             for name, value in row.items():
                 columns.setdefault(name, []).append(value)
     return {name: round(statistics.median(values), 2) for name, values in columns.items()}
 
 
-def _round(non_private: Step, bare: Step, clipped: Step) -> dict[str, float]:
+def round_of(non_private: Step, bare: Step, clipped: Step) -> dict[str, float]:
+    """One row of `explain`."""
     whole, of_bare = _processor_time(non_private)[0], _processor_time(bare)[0]
     with timed_parts() as watch:
         total, system = _processor_time(clipped)

@@ -67,22 +67,19 @@ def sequential_batches(root: Path, num_workers: int) -> Iterator[int]:
     """The same from webdataset: shards from their start to their end, again and again."""
     import webdataset
 
+    def make(sample: dict[str, Any]) -> dict[str, np.ndarray]:
+        fields = {name: value for name, value in sample.items() if not name.startswith("__")}
+        image = next(fields[name] for name in fields if name in IMAGE_EXTENSIONS)
+        return MAKE(RawExample(image, fields), int.from_bytes(sample["__key__"].encode()[-8:], "little"))
+
+    def stack(rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in MAKE.padding()}
+
     urls = [str(path) for path in expand_shards("train-*.tar", root)]
-    pipeline = webdataset.WebDataset(urls, shardshuffle=False).repeat().map(_make)
-    batches = pipeline.batched(MICRO_BATCH, collation_fn=_stack)
+    pipeline = webdataset.WebDataset(urls, shardshuffle=False).repeat().map(make)
+    batches = pipeline.batched(MICRO_BATCH, collation_fn=stack)
     for batch in torch.utils.data.DataLoader(batches, batch_size=None, num_workers=num_workers):
         yield len(batch["images_CHW"])
-
-
-def _make(sample: dict[str, Any]) -> dict[str, np.ndarray]:
-    fields = {name: value for name, value in sample.items() if not name.startswith("__")}
-    image = next(fields[name] for name in fields if name in IMAGE_EXTENSIONS)
-    key = int.from_bytes(sample["__key__"].encode()[-8:], "little")
-    return MAKE(RawExample(image, fields), key)
-
-
-def _stack(rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in MAKE.padding()}
 
 
 def measure_pipeline(kind: str, index: Path, root: Path, images: int, num_workers: int) -> dict[str, float]:
@@ -106,7 +103,12 @@ def throughput(rounds: int, images: int, num_workers: int) -> dict[str, Any]:
         found: dict[str, list[dict[str, float]]] = {"poisson": [], "sequential": []}
         for number in range(rounds):
             for kind in sorted(found, reverse=bool(number % 2)):
-                found[kind].append(_in_child(kind, folder, str(root), str(images), str(num_workers)))
+                child = ["--child", kind, folder, str(root), str(images), str(num_workers)]
+                environment = os.environ | {"OMP_NUM_THREADS": "1"}
+                done = subprocess.run(
+                    [sys.executable, __file__, *child], stdout=subprocess.PIPE, check=True, text=True, env=environment
+                )
+                found[kind].append(json.loads(done.stdout.splitlines()[-1]))
     medians = {
         kind: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for kind, runs in found.items()
     }
@@ -122,13 +124,6 @@ def throughput(rounds: int, images: int, num_workers: int) -> dict[str, Any]:
     return result
 
 
-def _in_child(*arguments: str) -> dict[str, float]:
-    command = [sys.executable, __file__, "--child", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def index_rates(num_examples: int) -> dict[str, Any]:
     """Build rate (one process, then one per core), size and random reads of a synthetic index."""
     with tempfile.TemporaryDirectory() as name:
@@ -142,28 +137,22 @@ def index_rates(num_examples: int) -> dict[str, Any]:
             started = time.perf_counter()
             build_index(shards, folder / "parallel", executor=pool.executor)
             parallel = time.perf_counter() - started
+        # Whole examples in random order, sorted within a batch as in training; the page cache is warm.
+        reader, rng, batches, batch = TarReader(table), np.random.default_rng(0), 100, 1024
+        started, reading_cpu = time.perf_counter(), time.process_time()
+        for _ in range(batches):
+            for _raw in reader.read_all(np.sort(rng.integers(0, num_examples, batch))):
+                pass
+        reading, reading_cpu = time.perf_counter() - started, time.process_time() - reading_cpu
         return {
             "num_examples": num_examples,
             "examples_per_second_per_core": num_examples / cpu,
             "examples_per_second": num_examples / wall,
             "examples_per_second_all_cores": num_examples / parallel,
             "bytes_per_example": size / num_examples,
-            **_random_reads(table),
+            "random_reads_per_second": batches * batch / reading,
+            "random_reads_per_cpu_second": batches * batch / reading_cpu,
         }
-
-
-def _random_reads(table: ExampleTable, batches: int = 100, batch: int = 1024) -> dict[str, float]:
-    """Whole examples in random order, sorted within a batch as in training; warm page cache."""
-    reader, rng = TarReader(table), np.random.default_rng(0)
-    started, cpu = time.perf_counter(), time.process_time()
-    for _ in range(batches):
-        for _raw in reader.read_all(np.sort(rng.integers(0, len(table), batch))):
-            pass
-    count = batches * batch
-    return {
-        "random_reads_per_second": count / (time.perf_counter() - started),
-        "random_reads_per_cpu_second": count / (time.process_time() - cpu),
-    }
 
 
 def schedule() -> dict[str, float]:

@@ -7,10 +7,15 @@ beside a second rank. All processes are started once and step in turns, round by
 `two_alone` are two runs of one rank at the same time, which share memory bandwidth but no data: what they lose is the
 machine's, not the trainer's. Bytes and memory are of processes of their own, one pair per engine. With --json one JSON
 object on stdout, everything else on stderr.
+
+What a logical step would take on many GPUs is a model, not a measurement, from bytes and FLOPs that were measured on two ranks:
+every assumption is a field of `Assumptions` and stands in the record. Rings and overlap are the planner's
+(trainer/planner/hardware.py); there the bytes follow from the engines' rules, here they were counted.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import socket
@@ -21,14 +26,21 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.cost_model import Traffic, projections  # noqa: E402
+import torch  # noqa: E402
 
+from benchmarks.step import flops  # noqa: E402
+from benchmarks.workloads import CUDA_WORKLOADS  # noqa: E402
+from trainer.planner.hardware import GPUS, Network, Traffic, exposed_seconds  # noqa: E402
+
+H100 = GPUS["h100-80gb"]
+NETWORK = Network(H100.node_bandwidth, H100.network_bandwidth, H100.gpus_per_node)
 MICRO_BATCH, MICRO_BATCHES = 8, 4
 START_SECONDS, STEP_SECONDS = 180, 120
 
@@ -66,7 +78,9 @@ class Group:
     """The ranks of one run, waiting for orders."""
 
     def __init__(self, chosen: Case, cores: list[int]) -> None:
-        port = _free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
         self._ranks = [_Rank({**chosen, "core": core}, rank, len(cores), port) for rank, core in enumerate(cores)]
         self.num_parameters = 0
 
@@ -108,11 +122,8 @@ class _Rank:
         os.close(write)
         self._answers = os.fdopen(read)
         self._errors: list[str] = []
-        threading.Thread(target=self._collect_errors, daemon=True).start()
-
-    def _collect_errors(self) -> None:
         assert self._process.stderr is not None
-        self._errors.extend(self._process.stderr)
+        threading.Thread(target=self._errors.extend, args=(self._process.stderr,), daemon=True).start()
 
     def order(self, word: str) -> None:
         assert self._process.stdin is not None
@@ -219,18 +230,66 @@ def footprint(chosen: Case, cores: list[int]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Assumptions:
+    """Rates are per GPU and in one direction; sources in trainer/planner."""
+
+    matrix_peak: float = H100.peak(torch.bfloat16)  # FLOP/s, bf16, dense
+    utilisation: float = 0.4  # share of the peak that a vision transformer of this width reaches, clipping included
+    network: Network = NETWORK
+    expected_batch_size: int = 1_310_720  # DP-Cap's logical batch
+    micro_batch_size: int = 64
+    weight_bytes_scale: float = 0.5  # weights travel in bf16; they were measured in fp32
+    overlap: str = "weights are gathered while the previous block computes; the reduction of sums is not overlapped"
+    left_out: str = "data loading, noise, optimizer step, stragglers, failures; reading the ledger's acknowledgement"
+
+
+def projection(
+    measured: Traffic, flops_per_example: float, num_parameters: int, num_gpus: int, given: Assumptions
+) -> dict[str, Any]:
+    """Seconds of one logical step on `num_gpus`, and where they go.
+
+    Args:
+        measured: bytes that one rank of two sent, per parameter of the model.
+    """
+    examples = given.expected_batch_size / num_gpus
+    micro_batches = math.ceil(examples / given.micro_batch_size)
+    compute = examples * flops_per_example / (given.matrix_peak * given.utilisation)
+    # A rank of W sends (W - 1) / W of the whole in a ring, one of two sends half.
+    share = num_parameters * 2 * (num_gpus - 1) / num_gpus
+    traffic = Traffic(
+        measured.weights_per_micro_batch * share * given.weight_bytes_scale,
+        measured.weights_per_step * share * given.weight_bytes_scale,
+        measured.sums_per_micro_batch * share,
+        measured.sums_per_step * share,
+    )
+    exposed = exposed_seconds(traffic, given.network, num_gpus, micro_batches, compute)
+    return {
+        "gpus": num_gpus,
+        "micro_batches": micro_batches,
+        "compute_seconds": compute,
+        "exposed_communication_seconds": exposed,
+        "step_seconds": compute + exposed,
+        "efficiency": compute / (compute + exposed),
+        "examples_per_second": given.expected_batch_size / (compute + exposed),
+    }
+
+
 def projected(footprints: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """DP-Cap Large on 8 to 1,024 GPUs."""
-    import torch
-
-    from benchmarks.step import flops
-    from benchmarks.workloads import CUDA_WORKLOADS
-
-    workload = CUDA_WORKLOADS["dpcap_large"]
+    workload, given = CUDA_WORKLOADS["dpcap_large"], Assumptions()
     count = flops("bookkeeping", workload, torch.device("meta"), torch.bfloat16) / workload.batch_size
     num_parameters = sum(p.numel() for p in workload.meta_model().parameters())
-    traffic = {name: Traffic(**found["bytes_per_parameter"]) for name, found in footprints.items()}
-    return {"model": "dpcap_large", **projections(traffic, count, num_parameters, (8, 16, 64, 256, 1024))}
+    by_engine = {}
+    for name, measured in footprints.items():
+        traffic = Traffic(**measured["bytes_per_parameter"])
+        sizes = (8, 16, 64, 256, 1024)
+        by_engine[name] = [projection(traffic, count, num_parameters, size, given) for size in sizes]
+    return {
+        "model": "dpcap_large",
+        "assumptions": {**asdict(given), "flops_per_example": count, "parameters": num_parameters},
+        "by_engine": by_engine,
+    }
 
 
 def main() -> None:
@@ -255,12 +314,6 @@ def main() -> None:
     report["cost_model"] = projected(report["engines"])
     report["minutes"] = (time.monotonic() - started) / 60
     print(json.dumps(report) if options.json else json.dumps(report, indent=2))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _note(line: str) -> None:

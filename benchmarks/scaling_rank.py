@@ -53,7 +53,7 @@ class WireBytes(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
             name = function.__name__.split(".")[0].strip("_")
-            self.bytes[name] = self.bytes.get(name, 0.0) + _sent(name, [_nbytes(a) for a in args])
+            self.bytes[name] = self.bytes.get(name, 0.0) + sent_bytes(name, [_nbytes(a) for a in args])
         return function(*args, **(kwargs or {}))
 
 
@@ -63,8 +63,8 @@ def _nbytes(value: Any) -> int:
     return sum(_nbytes(v) for v in value) if isinstance(value, list | tuple) else 0
 
 
-def _sent(name: str, sizes: list[int]) -> float:
-    """From the sizes of a collective's first two arguments; a ring, or each part once."""
+def sent_bytes(name: str, sizes: list[int]) -> float:
+    """What a rank sends, by the sizes of a collective's first two arguments; a ring, or each part once."""
     world_size = distributed.world_size()
     share = (world_size - 1) / world_size
     if name.startswith("allgather"):
@@ -86,7 +86,7 @@ class _NoLedger:
         pass
 
 
-def _build(device: torch.device, case: dict[str, Any]) -> tuple[Mechanism, list[Batch]]:
+def build(device: torch.device, case: dict[str, Any]) -> tuple[Mechanism, list[Batch]]:
     """A step without data, ledger and files."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(case["ds_config"], file)
@@ -112,18 +112,17 @@ def _build(device: torch.device, case: dict[str, Any]) -> tuple[Mechanism, list[
         noise_variance=NoiseVariance(optimizer.betas[1]),
         learning_rate=lambda step: optimizer.peak_lr,
     )
-    return mechanism, [_batch(i) for i in range(case["micro_batches"])]
-
-
-def _batch(seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
     size, length = MODEL["image_size"], MODEL["num_tokens"]
-    inputs = {
-        "images_BCHW": torch.randn(MICRO_BATCH, 3, size, size, generator=generator),
-        "tokens_BL": torch.randint(3, MODEL["vocab_size"], (MICRO_BATCH, length), generator=generator),
-        "token_mask_BL": torch.ones(MICRO_BATCH, length, dtype=torch.bool),
-    }
-    return Batch(inputs, torch.zeros(MICRO_BATCH, dtype=torch.bool))
+    batches = []
+    for seed in range(case["micro_batches"]):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = {
+            "images_BCHW": torch.randn(MICRO_BATCH, 3, size, size, generator=generator),
+            "tokens_BL": torch.randint(3, MODEL["vocab_size"], (MICRO_BATCH, length), generator=generator),
+            "token_mask_BL": torch.ones(MICRO_BATCH, length, dtype=torch.bool),
+        }
+        batches.append(Batch(inputs, torch.zeros(MICRO_BATCH, dtype=torch.bool)))
+    return mechanism, batches
 
 
 def main() -> None:
@@ -133,7 +132,7 @@ def main() -> None:
     ranks = discover_ranks(os.environ)
     device = distributed.start(ranks)
     before = _peak_mib()
-    mechanism, batches = _build(device, case)
+    mechanism, batches = build(device, case)
     step = 0
     _answer(out, {"ready": True, "parameters": sum(s.numel() for s in mechanism.engine.shapes.values())})
     for line in sys.stdin:

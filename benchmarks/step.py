@@ -79,7 +79,7 @@ def _timed(step: Step, device: torch.device) -> float:
 
 
 def flops(mode: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> int:
-    """Of matrix products and attention in one step, as torch counts them; on the meta device nothing is computed."""
+    """FLOPs of matrix products and attention in one step, as torch counts them; on the meta device nothing is computed."""
     return count_flops(make_step(mode, workload, device, dtype))
 
 
@@ -102,17 +102,14 @@ def peak_memory_ratios(workload: Workload) -> tuple[Ratios, Ratios]:
     return against[0], against[1]
 
 
-def _peak_memory(mode: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> int:
+def peak_memory(mode: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes of this process, which has done nothing else, after two steps."""
     step = make_step(mode, workload, device, dtype)
     for _ in range(2):
         step()
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    return _high_water_mark()
-
-
-def _high_water_mark() -> int:
-    """Largest resident size of this process in bytes. (ru_maxrss would start at the size of the process that started it.)"""
+    # The largest resident size; ru_maxrss would start at the size of the process that started this one.
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
 
@@ -139,6 +136,49 @@ def matrix_peak(dtype: torch.dtype) -> float:
     return float(2 * size**3 / best)
 
 
+def count(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """FLOP ratios of our modes, without doing the arithmetic: on the meta device, in fp32."""
+    ratios = flop_ratios(workload, torch.device("meta"), torch.float32, OURS)
+    return {"workload": workload.name, "batch_size": workload.batch_size, "flop_ratio": ratios}
+
+
+def profile(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Where the time of our modes goes, with one thread."""
+    torch.set_num_threads(1)
+    non_private = make_step("non_private", workload, device, dtype)
+    bare = excess.bare_step(workload.model(), workload.inputs(device))
+    per_cent = {}
+    for mode in OURS:
+        clipped = make_step(mode, workload, device, dtype)
+        per_cent[mode] = excess.explain(non_private, bare, clipped, workload.rounds)
+        _note(f"{workload.name}: {mode} {per_cent[mode]}")
+    return {"workload": workload.name, "batch_size": workload.batch_size, "per_cent_of_non_private": per_cent}
+
+
+def compare(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """FLOPs, memory and time of all modes; on CUDA also throughput, and the share of what a plain matrix product reaches."""
+    measured: dict[str, Any] = {
+        "workload": workload.name,
+        "batch_size": workload.batch_size,
+        "rounds": workload.rounds,
+        "flop_ratio": flop_ratios(workload, device, dtype, MODES),
+    }
+    measured["peak_memory_ratio"], measured["peak_memory_ratio_to_accumulating"] = peak_memory_ratios(workload)
+    measured["time_ratio"], measured["time_ratio_to_accumulating"], seconds = time_ratios(workload, device, dtype)
+    measured["non_private_seconds"] = seconds
+    measured["largest_micro_batch"] = None
+    if device.type == "cuda":
+        peak, useful = matrix_peak(dtype), flops("non_private", workload, torch.device("meta"), dtype)
+        slower = {"non_private": 1.0, **measured["time_ratio"]}
+        measured |= {
+            "examples_per_second": {mode: workload.batch_size / (seconds * ratio) for mode, ratio in slower.items()},
+            "matrix_peak": peak,
+            "share_of_matrix_peak": {mode: useful / (seconds * ratio) / peak for mode, ratio in slower.items()},
+            "largest_micro_batch": {m: largest_micro_batch(workload, m, device, dtype) for m in ("non_private", *OURS)},
+        }
+    return measured
+
+
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -162,72 +202,21 @@ def main() -> None:
     if options.workload is not None and options.workload not in workloads:
         parser.error(f"--workload must be one of {', '.join(workloads)}")
     if options.peak_memory_of:
-        print(_peak_memory(options.peak_memory_of, workloads[options.workload], device, dtype))
+        print(peak_memory(options.peak_memory_of, workloads[options.workload], device, dtype))
         return
     chosen = [workloads[options.workload]] if options.workload else list(workloads.values())
     if options.rounds is not None:
         chosen = [replace(w, rounds=options.rounds) for w in chosen]
     if options.count:
-        results = [_count(w) for w in chosen]
-    elif options.profile:
-        results = [_profile(w, device, dtype) for w in chosen]
+        measure = count
     else:
-        results = [_measure(w, device, dtype) for w in chosen]
-    report = {"hardware": _hardware(device), "torch": torch.__version__, "dtype": str(dtype), "workloads": results}
+        measure = profile if options.profile else compare
+    results = [measure(workload, device, dtype) for workload in chosen]
+    hardware = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    report = {"hardware": hardware, "torch": torch.__version__, "dtype": str(dtype), "workloads": results}
     print(json.dumps(report) if options.json else json.dumps(report, indent=2))
-
-
-def _count(workload: Workload) -> dict[str, Any]:
-    ratios = flop_ratios(workload, torch.device("meta"), torch.float32, OURS)
-    return {"workload": workload.name, "batch_size": workload.batch_size, "flop_ratio": ratios}
-
-
-def _profile(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    non_private = make_step("non_private", workload, device, dtype)
-    bare = excess.bare_step(workload.model(), workload.inputs(device))
-    per_cent = {}
-    for mode in OURS:
-        clipped = make_step(mode, workload, device, dtype)
-        per_cent[mode] = excess.explain(non_private, bare, clipped, workload.rounds)
-        _note(f"{workload.name}: {mode} {per_cent[mode]}")
-    return {"workload": workload.name, "batch_size": workload.batch_size, "per_cent_of_non_private": per_cent}
-
-
-def _measure(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "workload": workload.name,
-        "batch_size": workload.batch_size,
-        "rounds": workload.rounds,
-        "flop_ratio": flop_ratios(workload, device, dtype, MODES),
-    }
-    found["peak_memory_ratio"], found["peak_memory_ratio_to_accumulating"] = peak_memory_ratios(workload)
-    found["time_ratio"], found["time_ratio_to_accumulating"], seconds = time_ratios(workload, device, dtype)
-    found["non_private_seconds"] = seconds
-    found["largest_micro_batch"] = None
-    if device.type == "cuda":
-        found |= _on_cuda(workload, device, dtype, seconds, found["time_ratio"])
-    return found
-
-
-def _on_cuda(
-    workload: Workload, device: torch.device, dtype: torch.dtype, seconds: float, ratios: dict[str, float]
-) -> dict[str, Any]:
-    """Throughput, and non-private FLOPs per second as a share of what a plain matrix product reaches."""
-    peak, useful = matrix_peak(dtype), flops("non_private", workload, torch.device("meta"), dtype)
-    slower = {"non_private": 1.0, **ratios}
-    return {
-        "examples_per_second": {mode: workload.batch_size / (seconds * ratio) for mode, ratio in slower.items()},
-        "matrix_peak": peak,
-        "share_of_matrix_peak": {mode: useful / (seconds * ratio) / peak for mode, ratio in slower.items()},
-        "largest_micro_batch": {m: largest_micro_batch(workload, m, device, dtype) for m in ("non_private", *OURS)},
-    }
-
-
-def _hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 if __name__ == "__main__":

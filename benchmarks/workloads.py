@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,45 +89,30 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
     model = (workload.meta_model() if on_meta else workload.model()).to(device, dtype)
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in workload.inputs(device).items()}
     if mode in BASELINES:
-        return _plain(model, inputs, accumulates=mode == "accumulating")
-    if mode in ("bookkeeping", "two_pass"):
-        return _ours(model, inputs, mode)
+
+        def baseline() -> None:
+            if mode == "non_private":
+                model.zero_grad(set_to_none=True)
+            model(**inputs).sum().backward()
+
+        return baseline
+    if mode in OURS:
+        clipped = ClippedSum(model, 1.0, mode=mode)  # type: ignore[arg-type]
+        is_padding_B = torch.zeros(workload.batch_size, dtype=torch.bool, device=device)
+        return lambda: clipped.add_micro_batch(model, inputs, is_padding_B)
+    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+
     for name, parameter in model.named_parameters():  # raw ones, which would turn the whole model into one vmap leaf
         if "token" in name.rpartition(".")[2] or "type_embedding" in name:
             parameter.requires_grad_(False)
     for module in model.modules():  # its embedding rule views the ids
         if isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(lambda _, arguments: (arguments[0].contiguous(),))
-    _tell_opacus_that_the_head_is_linear()
-    return _opacus_ghost(model, inputs) if mode == "opacus_ghost" else _opacus_hooks(model, inputs)
-
-
-def _plain(model: nn.Module, inputs: dict[str, Tensor], *, accumulates: bool) -> Step:
-    def step() -> None:
-        if not accumulates:
-            model.zero_grad(set_to_none=True)
-        model(**inputs).sum().backward()
-
-    return step
-
-
-def _ours(model: nn.Module, inputs: dict[str, Tensor], mode: Any) -> Step:
-    clipped = ClippedSum(model, 1.0, mode=mode)
-    is_padding_B = torch.zeros(len(inputs["images_BCHW"]), dtype=torch.bool, device=inputs["images_BCHW"].device)
-
-    def step() -> None:
-        clipped.add_micro_batch(model, inputs, is_padding_B)
-
-    return step
-
-
-def _tell_opacus_that_the_head_is_linear() -> None:
-    """It looks rules up by exact type, and would send a subclass through functorch."""
-    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
-
+    # Opacus looks rules up by exact type, and would send a subclass of Linear through functorch.
     fast = GradSampleModuleFastGradientClipping
     for table in (GradSampleModule.GRAD_SAMPLERS, fast.GRAD_SAMPLERS, fast.NORM_SAMPLERS):
         table[VocabularyHead] = table[nn.Linear]
+    return _opacus_ghost(model, inputs) if mode == "opacus_ghost" else _opacus_hooks(model, inputs)
 
 
 def _opacus_ghost(model: nn.Module, inputs: dict[str, Tensor]) -> Step:

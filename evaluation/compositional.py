@@ -69,7 +69,7 @@ def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
     found: list[Choice] = []
     for number, record in enumerate(records):
         try:
-            found += _order(record, image_root, number) if kind == "order" else [_pair(record, image_root, kind)]
+            found += _tests(record, image_root, kind, number)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(
                 f"{path}: test {number} is not of the format {kind}: {type(error).__name__} {error}"
@@ -77,28 +77,24 @@ def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
     return found
 
 
-def _pair(record: dict[str, Any], image_root: Path, kind: Format) -> Choice:
-    left, top, width, height = (float(record[f"bbox_{side}"]) for side in "xywh")
-    if kind == "vg-relation":
-        group = str(record["relation_name"])
-    else:
-        group = "_".join(str(attribute) for attribute in record["attributes"])
-    captions = (str(record["true_caption"]), str(record["false_caption"]))
-    return Choice(image_root / str(record["image_path"]), captions, group, (left, top, left + width, top + height))
-
-
-def _order(record: dict[str, Any], image_root: Path, number: int) -> Iterator[Choice]:
-    image = image_root / str(record["image"] if "image" in record else record["image_path"])
-    if "false_captions" in record:
+def _tests(record: dict[str, Any], image_root: Path, kind: Format, number: int) -> Iterator[Choice]:
+    """The tests that a record of a file of ARO makes."""
+    image = image_root / str(record["image" if kind == "order" and "image" in record else "image_path"])
+    if kind != "order":
+        left, top, width, height = (float(record[f"bbox_{side}"]) for side in "xywh")
+        attributes = [record["relation_name"]] if kind == "vg-relation" else record["attributes"]
+        captions = (str(record["true_caption"]), str(record["false_caption"]))
+        yield Choice(image, captions, "_".join(map(str, attributes)), (left, top, left + width, top + height))
+    elif "false_captions" in record:
         wrong = [str(caption) for caption in record["false_captions"]]
         yield Choice(image, (str(record["true_caption"]), *wrong), "order")
-        return
-    captions = [record["caption"]] if isinstance(record["caption"], str) else list(record["caption"])
-    for place, caption in enumerate(captions):
-        plain = " ".join(str(caption).lower().replace(".", " ").replace(",", " ").split()[:30])
-        others = perturbed(plain, random.Random(f"{number} {place}"))
-        if others:
-            yield Choice(image, (plain, *others), "order")
+    else:
+        true = [record["caption"]] if isinstance(record["caption"], str) else list(record["caption"])
+        for place, caption in enumerate(true):
+            plain = " ".join(str(caption).lower().replace(".", " ").replace(",", " ").split()[:30])
+            others = perturbed(plain, random.Random(f"{number} {place}"))
+            if others:
+                yield Choice(image, (plain, *others), "order")
 
 
 def perturbed(caption: str, rng: random.Random) -> list[str]:
@@ -143,7 +139,7 @@ class Answers:
 
     @property
     def p_value(self) -> float:
-        """Of guessing so well or better: one-sided binomial test, at the largest chance of any of these tests."""
+        """How often guessing is at least as good: one-sided binomial test, at the largest chance of any of these tests."""
         wins = int(np.floor(self.credits_N.sum()))
         chance = float((1 / self.num_options_N).max())
         return float(binomtest(wins, len(self.credits_N), chance, alternative="greater").pvalue)
@@ -172,7 +168,7 @@ def choose(
     undecodable = 0
     for start in range(0, len(tests), batch_size):
         some = tests[start : start + batch_size]
-        images = [_pixels(test, model.config.encoder.image_size) for test in some]
+        images = [pixels_of(test, model.config.encoder.image_size) for test in some]
         kept = [(test, image) for test, image in zip(some, images, strict=True) if image is not None]
         undecodable += len(some) - len(kept)
         if kept:
@@ -202,34 +198,33 @@ def losses(
     return [-score / length for score, length in zip(scores, lengths, strict=True)]
 
 
-def _pixels(test: Choice, size: int) -> np.ndarray | None:
-    """The shown part, squashed to a square: a central crop could leave out what the captions speak of."""
-    if isinstance(test.image, bytes):
-        data = test.image
-    else:
-        try:
-            data = test.image.read_bytes()
-        except OSError as error:
-            raise DataError(f"cannot read {test.image}: {error.strerror or error}") from error
+def pixels_of(test: Choice, size: int) -> np.ndarray | None:
+    """The shown part, squashed to a square: a central crop could leave out what the captions speak of.
+
+    Returns:
+        Normalised pixels (3, size, size); None where the bytes are no image.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     try:
-        if test.box is not None or isinstance(test.image, Path):
-            data = _squashed(data, test.box, size)
+        data = test.image if isinstance(test.image, bytes) else test.image.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {test.image}: {error.strerror or error}") from error
+    if test.box is not None or isinstance(test.image, Path):
+        buffer = io.BytesIO()
+        try:
+            with Image.open(io.BytesIO(data)) as opened:
+                image = opened.convert("RGB")
+                left, top, right, bottom = test.box or (0, 0, *image.size)
+                if not (left < right and top < bottom):
+                    return None
+                part = image.crop((round(left), round(top), round(right), round(bottom)))
+                part.resize((size, size), Image.Resampling.BICUBIC).save(buffer, "PNG")
+        except (OSError, ValueError, Image.DecompressionBombError):
+            return None
+        data = buffer.getvalue()
+    try:
         return eval_image(data, size)
     except DecodeError:
         return None
-
-
-def _squashed(data: bytes, box: Box | None, size: int) -> bytes:
-    try:
-        with Image.open(io.BytesIO(data)) as opened:
-            image = opened.convert("RGB")
-            box = box or (0, 0, *image.size)
-            if not (box[0] < box[2] and box[1] < box[3]):
-                raise DecodeError(f"the box {box} is empty")
-            left, top, right, bottom = (round(side) for side in box)
-            image = image.crop((left, top, right, bottom)).resize((size, size), Image.Resampling.BICUBIC)
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise DecodeError(str(error)) from error
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()

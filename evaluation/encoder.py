@@ -7,7 +7,7 @@ DP-Cap's few-shot evaluation (Sander et al. 2024, https://arxiv.org/abs/2403.025
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from models.vit import VisionTransformer
 from trainer.errors import ConfigError
 
 FeatureKind = Literal["pooled", "class_token", "blocks", "memory"]
-FEATURE_KINDS: tuple[FeatureKind, ...] = get_args(FeatureKind)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from evaluation.sources.records import LabelledImages
 from trainer.ranks import distributed
 from trainer.weights.open_model import OpenedModel
 
-FORMAT = 2
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,18 @@ def extract(
         if world_size > 1:
             raise DataError("several ranks need a folder for the features: give --cache")
         return _compute(opened.model, source, options, range(len(source)), batch_size, num_workers)
-    facts = _facts(opened, source, options, use_average=use_average)
+    manifest = opened.manifest
+    facts = {
+        "format": FORMAT,
+        "checkpoint": manifest.get("seal") or hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest(),
+        "use_average": use_average,
+        "dtype": str(next(opened.model.parameters()).dtype),
+        "data": source.identity(),
+        "data_name": source.name,
+        "class_names": list(source.class_names),
+        "num_examples": len(source),
+        "options": asdict(options),
+    }
     named = {key: value for key, value in facts.items() if key != "data_name"}
     folder = cache / f"features-{hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:24]}"
     if not (folder / "manifest.json").exists():
@@ -136,8 +147,18 @@ def extract(
                 save_file(columns, temporary)
         if world_size > 1:
             dist.barrier()
-        if rank == 0:
-            _finish(folder, facts, world_size)
+        if rank == 0:  # The manifest comes last: rows without a part would be read as features of other data.
+            parts = [folder / _part(r, world_size) for r in range(world_size)]
+            missing = [part for part in parts if not part.exists()]
+            if missing:
+                raise ReadError(f"{missing[0]} is not there: all ranks must see the same --cache")
+            content = {
+                "num_parts": world_size,
+                "facts": facts,
+                "formal_guarantee": False,
+                "reasons": ["features are computed from the images without noise"],
+            }
+            write_durably(folder / "manifest.json", json.dumps(content, indent=1) + "\n")
     return read_features(folder) if rank == 0 else None
 
 
@@ -161,38 +182,24 @@ def read_features(folder: Path) -> Features:
     )
 
 
-def _facts(
-    opened: OpenedModel, source: LabelledImages, options: FeatureOptions, *, use_average: bool
-) -> dict[str, Any]:
-    manifest = opened.manifest
-    seal = manifest.get("seal") or hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    weights = next(opened.model.parameters())
-    return {
-        "format": FORMAT,
-        "checkpoint": seal,
-        "use_average": use_average,
-        "dtype": str(weights.dtype),
-        "data": source.identity(),
-        "data_name": source.name,
-        "class_names": list(source.class_names),
-        "num_examples": len(source),
-        "options": asdict(options),
-    }
-
-
 def _part(rank: int, world_size: int) -> str:
     return f"part-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
-def _finish(folder: Path, facts: dict[str, Any], num_parts: int) -> None:
-    """Rows without a part would be read as features of other data: the manifest comes last."""
-    missing = [name for name in (_part(r, num_parts) for r in range(num_parts)) if not (folder / name).exists()]
-    if missing:
-        raise ReadError(f"{folder / missing[0]} is not there: all ranks must see the same --cache")
-    said = {"formal_guarantee": False, "reasons": ["features are computed from the images without noise"]}
-    write_durably(
-        folder / "manifest.json", json.dumps({"num_parts": num_parts, "facts": facts, **said}, indent=1) + "\n"
-    )
+def stored_features(path: Path) -> Features:
+    """A cache folder, or an .npz file with `features` and `labels`.
+
+    Raises:
+        DataError: neither.
+    """
+    if path.is_dir():
+        return read_features(path)
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            values_ND, labels_N = stored["features"], stored["labels"]
+    except (OSError, KeyError, ValueError) as error:
+        raise DataError(f"{path} is neither a cache of features nor an .npz with `features` and `labels`") from error
+    return Features.of(values_ND, labels_N, f"features:{path}")
 
 
 class _Decoded(NamedTuple):

@@ -1,19 +1,35 @@
 """Few-shot classification, without privacy: K examples per class, S random splits, mean and 95 % interval.
 
 The probe follows DP-Cap's evaluation (Sander et al. 2024, https://arxiv.org/abs/2403.02506): every feature vector is centred and
-brought to length 1, then multinomial regression without intercept, ridge 0.0025 / n. Whole fine-tuning: `evaluation.fine_tuning`.
+brought to length 1, then multinomial regression without intercept, ridge 0.0025 / n.
+
+Whole fine-tuning, in one process: AdamW with layer-wise decay of the rate, warm-up and cosine, random crops and flips, label
+smoothing: the masked autoencoder's recipe (He et al. 2021, https://arxiv.org/abs/2111.06377, appendix A.1; ViP fine-tunes by it
+too), without its random changes of colour, mixup, cutmix, random erasing and stochastic depth. Fine-tuning with privacy, or on
+many machines, is a training run of `model.kind = "classifier"`.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from scipy import stats
+from torch import Tensor
 
-from data.errors import DataError
+from data.errors import DataError, DecodeError
+from data.examples.transforms import train_image
+from evaluation.features import decoded_batches
 from evaluation.linear_probe import regression
+from evaluation.sources.records import LabelledImages
+from models.adapters import without_adapters
+from models.classifier import Classifier, build_classifier
+from models.classifier_config import ClassifierConfig
+from models.vit import VisionTransformer
+from trainer.config.optimizer import OptimizerSection, ScheduleSection
+from trainer.loop.schedule import learning_rate
+from trainer.optimizers import make_optimizer, parameter_groups, set_step
 
 DPCAP_RIDGE = 0.0025
 
@@ -35,7 +51,7 @@ class Shots:
 
     @property
     def half_width(self) -> float:
-        """Of the 95 % interval of the mean over splits (Student's t); NaN for one split. The test set counts as fixed."""
+        """Half of the 95 % interval of the mean over splits (Student's t); NaN for one. The test set counts as fixed."""
         count = len(self.accuracies)
         if count < 2:
             return math.nan
@@ -98,3 +114,135 @@ def few_shot_probe(
             accuracies.append(head.accuracy(x_test_ND, test[1]))
         found.append(Shots(count, tuple(accuracies)))
     return found
+
+
+@dataclass(frozen=True)
+class FineTuneOptions:
+    """Rate: base_lr * batch / 256. `batch_size` is capped at the number of images."""
+
+    epochs: int = 100
+    batch_size: int = 1024
+    micro_batch_size: int = 64
+    base_lr: float = 5e-4
+    layer_decay: float = 0.65
+    weight_decay: float = 0.05
+    warmup_epochs: int = 5
+    label_smoothing: float = 0.1
+    augment: bool = True
+    seed: int = 0
+
+
+def fine_tune(
+    encoder: VisionTransformer,
+    source: LabelledImages,
+    rows: np.ndarray,
+    num_classes: int,
+    options: FineTuneOptions,
+) -> Classifier:
+    """A classifier on the mean of the patch tokens that starts from the encoder; the encoder given stays as it is.
+
+    Low-rank adapters are first added into the weights that they correct: the start computes the same, whole weights are trained.
+
+    Args:
+        rows: which images of `source` to train on.
+
+    Raises:
+        DataError: an image among them that cannot be used.
+        ReadError: images cannot be read.
+    """
+    device = encoder.class_token.device
+    model = starting_classifier(encoder, num_classes, options).to(device)
+    named = dict(model.named_parameters())
+    batch_size = min(options.batch_size, len(rows))
+    per_epoch = -(-len(rows) // batch_size)
+    peak_lr = options.base_lr * batch_size / 256
+    section = OptimizerSection(
+        name="adamw",
+        peak_lr=peak_lr,
+        betas=(0.9, 0.999),
+        weight_decay=options.weight_decay,
+        layer_decay=options.layer_decay,
+    )
+    optimizer = make_optimizer(
+        parameter_groups(named.items(), {n: p.shape for n, p in named.items()}, section), section
+    )
+    schedule = ScheduleSection(warmup_steps=min(options.warmup_epochs, options.epochs - 1) * per_epoch)
+    rng, step = np.random.default_rng(options.seed), 0
+    model.train()
+    for epoch in range(options.epochs):
+        order = rng.permutation(rows)
+        for start in range(0, len(order), batch_size):
+            step += 1
+            ids = order[start : start + batch_size]
+            for first in range(0, len(ids), options.micro_batch_size):
+                part = [int(i) for i in ids[first : first + options.micro_batch_size]]
+                images_BCHW, labels_B = _training_batch(source, part, epoch, encoder.config.image_size, options)
+                loss_B = model(images_BCHW.to(device), labels_B.to(device))
+                (loss_B.sum() / len(ids)).backward()
+            lr = learning_rate(step, options.epochs * per_epoch, peak_lr, schedule)
+            set_step(optimizer.param_groups, lr=lr, noise_variance=0.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.eval()
+
+
+def starting_classifier(encoder: VisionTransformer, num_classes: int, options: FineTuneOptions) -> Classifier:
+    """A classifier with a new head whose encoder computes what the given one does."""
+    config = ClassifierConfig(
+        encoder=encoder.config, num_classes=num_classes, features="pooled", label_smoothing=options.label_smoothing
+    )
+    model = build_classifier(config, generator=torch.Generator().manual_seed(options.seed))
+    model.encoder.load_state_dict(without_adapters(encoder).state_dict())
+    return model
+
+
+def _training_batch(
+    source: LabelledImages, ids: list[int], epoch: int, image_size: int, options: FineTuneOptions
+) -> tuple[Tensor, Tensor]:
+    """Images, cropped and flipped at random by a key for every image and epoch where they are augmented, and labels."""
+    if not options.augment:
+        [batch] = decoded_batches(source, ids, batch_size=len(ids), image_size=image_size)
+        if not batch.is_usable_B.all():
+            raise DataError(f"{source.name}: an image cannot be decoded or has no label")
+        return batch.images_BCHW, torch.from_numpy(batch.labels_B)
+    images, labels = [], []
+    for i, example in zip(ids, source.read(ids), strict=True):
+        if example.image is None or example.label is None:
+            raise DataError(f"{source.name}: image {i} has no bytes or no label")
+        key = int(np.random.SeedSequence([options.seed, epoch, i]).generate_state(1, np.uint64)[0])
+        try:
+            images.append(train_image(example.image, image_size, key))
+        except DecodeError as error:
+            raise DataError(f"{source.name}: image {i}: {error}") from error
+        labels.append(example.label)
+    return torch.from_numpy(np.stack(images)), torch.tensor(labels)
+
+
+@torch.no_grad()
+def classifier_accuracy(
+    model: Classifier, source: LabelledImages, *, batch_size: int = 64, num_workers: int = 0, resize: int | None = None
+) -> float:
+    """Share of the usable images whose own class scores highest.
+
+    Args:
+        resize: see `evaluation.encoder.FeatureOptions`.
+
+    Raises:
+        DataError: none is usable.
+    """
+    correct, count = 0, 0
+    size, device = model.config.encoder.image_size, model.head.weight.device
+    for batch in decoded_batches(
+        source, range(len(source)), batch_size=batch_size, image_size=size, num_workers=num_workers, resize=resize
+    ):
+        predicted_B = model(batch.images_BCHW.to(device), output="logits").argmax(dim=1).cpu().numpy()
+        correct += int(((predicted_B == batch.labels_B) & batch.is_usable_B).sum())
+        count += int(batch.is_usable_B.sum())
+    if not count:
+        raise DataError(f"{source.name}: no example has both an image and a label")
+    return correct / count
+
+
+def quick(options: FineTuneOptions, epochs: int) -> FineTuneOptions:
+    """The same for another number of epochs, a tenth of which at most warms up."""
+    return replace(options, epochs=epochs, warmup_epochs=min(options.warmup_epochs, epochs // 10))

@@ -106,8 +106,8 @@ def lars_probe(
     Raises:
         DataError: fewer than two training examples.
     """
-    x_ND, y_N = _on_device(train, device)
-    x_test_ND, y_test_N = _on_device(test, device)
+    x_ND, x_test_ND = (torch.as_tensor(x, dtype=torch.float32, device=device) for x, _ in (train, test))
+    y_N, y_test_N = (torch.as_tensor(y, dtype=torch.int64, device=device) for _, y in (train, test))
     if len(x_ND) < 2:
         raise DataError("a probe with BatchNorm needs at least two training examples")
     batch_size = min(options.batch_size, len(x_ND))
@@ -118,7 +118,13 @@ def lars_probe(
     nn.init.normal_(linear.weight, std=0.01, generator=torch.Generator().manual_seed(options.seed))
     nn.init.zeros_(linear.bias)
     head = nn.Sequential(norm, linear).to(device)
-    optimizer = _lars(head, options, peak_lr)
+    section = OptimizerSection(
+        name="lars", peak_lr=peak_lr, momentum=options.momentum, trust_coefficient=options.trust_coefficient
+    )
+    named = dict(head.named_parameters())
+    groups = parameter_groups(named.items(), {n: p.shape for n, p in named.items()}, section)
+    optimizer = make_optimizer(groups, section)
+    bind_segments(optimizer, {p: [Segment(n, 0, p.numel())] for n, p in named.items()}, sharded=False)
     generator = torch.Generator().manual_seed(options.seed)
     accuracies, step, moved = [], 0, 0.0
     for _ in range(options.epochs):
@@ -133,23 +139,15 @@ def lars_probe(
             optimizer.step()
             optimizer.zero_grad()
         head.eval()
-        accuracies.append(_accuracy(head, x_test_ND, y_test_N))
+        correct = 0
+        with torch.no_grad():
+            for x, y in zip(x_test_ND.split(8192), y_test_N.split(8192), strict=True):
+                correct += int((head(x).argmax(dim=1) == y).sum())
+        accuracies.append(correct / len(y_test_N) if len(y_test_N) else math.nan)
     assert norm.running_mean is not None and norm.running_var is not None
     scale_D = (norm.running_var + norm.eps).sqrt()  # what the norm computes at test time
     at_test = LinearHead(norm.running_mean, scale_D, linear.weight.detach(), linear.bias.detach())
     return LarsResult(tuple(accuracies), batch_size, peak_lr, moved >= SETTLED, at_test)
-
-
-def _lars(head: nn.Module, options: LarsOptions, peak_lr: float) -> torch.optim.Optimizer:
-    section = OptimizerSection(
-        name="lars", peak_lr=peak_lr, momentum=options.momentum, trust_coefficient=options.trust_coefficient
-    )
-    named = dict(head.named_parameters())
-    optimizer = make_optimizer(
-        parameter_groups(named.items(), {n: p.shape for n, p in named.items()}, section), section
-    )
-    bind_segments(optimizer, {p: [Segment(n, 0, p.numel())] for n, p in named.items()}, sharded=False)
-    return optimizer
 
 
 def regression(
@@ -243,21 +241,3 @@ def cross_validated_regression(
     validation = {ridge: count / len(y_N) for ridge, count in correct.items()}
     chosen = max(ordered, key=lambda ridge: (round(validation[ridge], 12), ridge))
     return regression(x_ND, y_N, num_classes, ridge=chosen, device=device), validation
-
-
-def _on_device(pair: tuple[np.ndarray, np.ndarray], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    x_ND, y_N = pair
-    return (
-        torch.as_tensor(x_ND, dtype=torch.float32, device=device),
-        torch.as_tensor(y_N, dtype=torch.int64, device=device),
-    )
-
-
-@torch.no_grad()
-def _accuracy(head: nn.Module, x_ND: Tensor, y_N: Tensor) -> float:
-    if not len(x_ND):
-        return math.nan
-    correct = sum(
-        int((head(x).argmax(dim=1) == y).sum()) for x, y in zip(x_ND.split(8192), y_N.split(8192), strict=True)
-    )
-    return correct / len(x_ND)

@@ -65,11 +65,11 @@ class ModelFacts:
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> "ModelFacts":
-        """Of an opened model (`trainer.open_model`)."""
+        """The facts of an opened model (`trainer.weights.open_model`)."""
         proof, step = proof_of(path, manifest), int(manifest.get("step") or 0)
         if proof.state is None:
-            said = [f"not attested: {proof.reason}", *(manifest.get("reasons") or ())]
-            return cls(str(path), step, reasons=tuple(said))
+            reasons = (f"not attested: {proof.reason}", *(manifest.get("reasons") or ()))
+            return cls(str(path), step, reasons=reasons)
         plan = proof.state.plan
         if not plan.formal_guarantee:
             return cls(str(path), step, attested=True, reasons=plan.reasons)
@@ -190,14 +190,9 @@ def publish(
         print(json.dumps(record, allow_nan=False))
     else:
         _print_table(results)
-    for line in _remarks(results, path, data_is_public=data_is_public):
-        print(line, file=sys.stderr if as_json else sys.stdout)
-
-
-def _remarks(results: Results, path: Path | None, *, data_is_public: bool) -> list[str]:
-    lines = [f"note: {note}" for note in results.notes]
     used = ", ".join(f"{use.num_examples} {use.role}" for use in results.data)
     public = "declared public" if data_is_public else "not declared public (--data_is_public)"
+    lines = [f"note: {note}" for note in results.notes]
     lines.append(f"not private: {WITHOUT_NOISE} ({used}), {public}")
     for release in results.released:
         lines.append(
@@ -207,7 +202,7 @@ def _remarks(results: Results, path: Path | None, *, data_is_public: bool) -> li
     if results.model is not None:
         lines.append(results.model.statement())
     lines.append("nothing was written: give --output" if path is None else f"results: {path}")
-    return lines
+    print(*lines, sep="\n", file=sys.stderr if as_json else sys.stdout)
 
 
 def _print_table(results: Results) -> None:
@@ -220,14 +215,12 @@ def _print_table(results: Results) -> None:
     for name in columns:
         table.add_column(name, justify="right" if any(isinstance(row.get(name), float) for row in rows) else "left")
     for row in rows:
-        table.add_row(*(_cell(row.get(name)) for name in columns))
+        cells = []
+        for value in map(row.get, columns):
+            is_empty = value is None or (isinstance(value, float) and math.isnan(value))
+            cells.append("" if is_empty else f"{value:.4f}" if isinstance(value, float) else str(value))
+        table.add_row(*cells)
     Console().print(table)
-
-
-def _cell(value: object) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _finite(value: Any) -> Any:

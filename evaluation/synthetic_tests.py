@@ -5,7 +5,7 @@ many words as the true one, and in "relation" and "order" the very same words up
 about pictures of every kind. Test pictures come from seeds of their own: choose one that no training shard has.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count as count_from
 from itertools import islice, permutations
@@ -14,7 +14,7 @@ import numpy as np
 
 from data.synthetic import shapes
 from data.synthetic.generate import SyntheticData, SyntheticExample
-from data.synthetic.statement import Group, Statement
+from data.synthetic.statement import Statement
 from data.synthetic.vocabulary import BASIC, OPPOSITES
 from data.synthetic.write import encode
 from evaluation.compositional import Choice
@@ -82,36 +82,24 @@ def _with_number(data: SyntheticData, number: int, count: int) -> list[Synthetic
     return [data.example(index) for index in islice(found, count)]
 
 
-def _wrong(said: Statement, group: str, number: int) -> list[str]:
+def _wrong(true: Statement, group: str, number: int) -> list[str]:
+    """The false captions of a test."""
+    false: list[Statement] = []
     if group == "order":
-        others = [order for order in permutations(said.groups) if order != said.groups]
-        return [replace(said, groups=order).plain_caption() for order in others]
-    if group == "relation":
-        return [statement.plain_caption() for statement in _relations(said)]
-    place = number % 2
-    return [
-        replace(said, groups=(*said.groups[:place], other, *said.groups[place + 1 :])).plain_caption()
-        for other in _changed(said.groups, place, group)
-    ]
-
-
-def _changed(groups: tuple[Group, ...], place: int, group: str) -> Iterator[Group]:
-    if group == "colour":
-        used = {g.colour for g in groups}
-        yield from (replace(groups[place], colour=colour) for colour in BASIC if colour not in used)
+        false = [replace(true, groups=order) for order in permutations(true.groups) if order != true.groups]
+    elif group == "relation":
+        # For "A left of B": "A right of B" and "B left of A", and all three with exchanged colours.
+        first, second = true.groups
+        mixed = first.with_look_of(second), second.with_look_of(first)
+        opposite = OPPOSITES[str(true.relation)]
+        false = [replace(true, relation=opposite), replace(true, groups=(second, first))]
+        for groups in (mixed, mixed[::-1]):
+            false += [replace(true, groups=groups), replace(true, groups=groups, relation=opposite)]
     else:
-        taken = {g.shape for g in groups}
-        yield from (replace(groups[place], shape=shape) for shape in shapes.SIMPLE if shape not in taken)
-
-
-def _relations(said: Statement) -> Iterator[Statement]:
-    """For "A left of B": "A right of B" and "B left of A", and all three with exchanged colours."""
-    first, second = said.groups
-    opposite = OPPOSITES[str(said.relation)]
-    yield replace(said, relation=opposite)
-    yield replace(said, groups=(second, first))
-    mixed = first.with_look_of(second), second.with_look_of(first)
-    yield replace(said, groups=mixed)
-    yield replace(said, groups=mixed, relation=opposite)
-    yield replace(said, groups=mixed[::-1])
-    yield replace(said, groups=mixed[::-1], relation=opposite)
+        place, choices = number % 2, BASIC if group == "colour" else shapes.SIMPLE
+        used = {getattr(shown, group) for shown in true.groups}
+        for word in choices:
+            if word not in used:
+                changed = replace(true.groups[place], **{group: word})
+                false.append(replace(true, groups=(*true.groups[:place], changed, *true.groups[place + 1 :])))
+    return [statement.plain_caption() for statement in false]

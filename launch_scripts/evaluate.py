@@ -35,7 +35,7 @@ def parse_args(arguments: list[str]) -> CommandOptions:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for command in COMMANDS:
-        description = inspect.getmodule(command.run).__doc__
+        description = inspect.getdoc(command.run)
         sub = commands.add_parser(command.name, help=command.help, description=description, formatter_class=formatter)
         add_options(sub, command.options)
     options = parse_options(parser, arguments)

@@ -7,9 +7,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from models.config import SIZES, VitConfig, check_positive, check_types, named_size, with_overrides
+from models.config import SIZES, VitConfig, check_fields, named_size, with_overrides
 from models.errors import ModelConfigError
 from models.mae_config import MAE_SIZES
 
@@ -29,7 +29,7 @@ class ClassifierConfig:
         features: what the head sees: the class token, or the mean over the patch tokens.
         trainable: everything; the head alone; or low-rank adapters in the encoder and the head.
         adapter_rank, adapter_alpha: r and alpha of LoRA (Hu et al. 2022, https://arxiv.org/abs/2106.09685).
-        adapter_layers: adapters beside the attention's two layers of each block, or beside the MLP's two as well.
+        adapter_layers: adapters for the attention's two layers of each block, or for the MLP's two as well.
         feature_norm: LayerNorm without parameters between features and head, so that all images weigh alike.
         label_smoothing: share of the target that is spread over all classes.
     """
@@ -45,12 +45,7 @@ class ClassifierConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_positive(self, "adapter_rank", "adapter_alpha")
-        for name, kind in (("features", Features), ("trainable", Trainable), ("adapter_layers", AdapterLayers)):
-            choices, value = get_args(kind), getattr(self, name)
-            if value not in choices:
-                raise ModelConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        check_fields(self)
         if not 2 <= self.num_classes <= MAX_CLASSES:
             raise ModelConfigError(
                 f"num_classes must be at least 2 and at most {MAX_CLASSES:,}, got {self.num_classes}"

@@ -39,41 +39,30 @@ LIMITS: Mapping[str, float] = {
     "adapter_rank": 2**17,
     "adapter_alpha": 1e6,
 }
-"""More than any machine holds: what is above is a slip of the pen."""
+"""Most of each size, more than any machine holds: what is above is a slip of the pen."""
 
 
-def check_types(config: Any) -> None:
-    """Refuse values of another type than the field's, so that a quoted number in a recipe gives one clear line."""
+def check_fields(config: Any) -> None:
+    """Refuses a value of another type than its field's, outside of the field's choices, or beyond `LIMITS`.
+
+    Raises:
+        ModelConfigError: one line that names the field, what it takes and what it got.
+    """
     for field in fields(config):
-        value = getattr(config, field.name)
-        if field.type is int:
-            good = isinstance(value, int) and not isinstance(value, bool)
-        elif field.type is float:
-            good = isinstance(value, int | float) and not isinstance(value, bool)
-        elif field.type is bool:
-            good = isinstance(value, bool)
-        else:
-            continue
-        if not good:
-            raise ModelConfigError(f"{field.name} must be a {field.type.__name__}, got {value!r}")
-
-
-def check_positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not 0 < value <= LIMITS[name]:
+        name, value = field.name, getattr(config, field.name)
+        if field.type in (int, float, bool):
+            accepted = int | float if field.type is float else field.type
+            if not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool):
+                raise ModelConfigError(f"{name} must be a {field.type.__name__}, got {value!r}")
+        elif (choices := get_args(field.type)) and value not in choices:
+            raise ModelConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        if name in LIMITS and not 0 < value <= LIMITS[name]:
             raise ModelConfigError(f"{name} must be positive and at most {LIMITS[name]:,}, got {value}")
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ModelConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _check_transformer(config: "VitConfig | DecoderConfig", part: str) -> None:
-    check_types(config)
-    check_positive(config, "width", "depth", "num_heads", "mlp_ratio", "norm_eps")
-    _check_choice("position", config.position, ("sincos", "learned"))
+def check_transformer(config: Any, part: str) -> None:
+    """As `check_fields`, and that heads and positions fit the width of the transformer that is the model's `part`."""
+    check_fields(config)
     if config.width % config.num_heads:
         raise ModelConfigError(f"{part} width {config.width} is not a multiple of its num_heads {config.num_heads}")
     if config.position == "sincos" and config.width % 4:
@@ -103,8 +92,7 @@ class VitConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        _check_transformer(self, "encoder")
-        check_positive(self, "image_size", "patch_size", "num_channels")
+        check_transformer(self, "encoder")
         if self.image_size % self.patch_size:
             raise ModelConfigError(f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}")
 
@@ -149,10 +137,7 @@ class DecoderConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        _check_transformer(self, "decoder")
-        check_positive(self, "embedding_std")
-        _check_choice("norm_position", self.norm_position, ("pre", "post"))
-        _check_choice("activation", self.activation, get_args(Activation))
+        check_transformer(self, "decoder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +170,7 @@ class CaptionerConfig:
     tied_head: bool = False
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_positive(self, "vocab_size", "max_logits")
+        check_fields(self)
         if not 2 <= self.num_tokens <= MAX_TOKENS:
             raise ModelConfigError(
                 f"num_tokens must be at least 2 (first and last token) and at most {MAX_TOKENS:,}, got {self.num_tokens}"
@@ -234,16 +218,6 @@ SIZES: Mapping[str, CaptionerConfig] = {
 _SHORT_NAMES = ("image_size", "patch_size")  # of the encoder; every other field of a part carries the part's name
 
 
-def _override_targets(whole: type, parts: Mapping[str, type]) -> dict[str, tuple[str, str]]:
-    """Override name -> (part, field), where part is "" for the whole, or e.g. "encoder"."""
-    targets = {f.name: ("", f.name) for f in fields(whole) if f.name not in parts}
-    for part, config_class in parts.items():
-        for field in fields(config_class):
-            short = part == "encoder" and field.name in _SHORT_NAMES
-            targets[field.name if short else f"{part}_{field.name}"] = (part, field.name)
-    return targets
-
-
 def with_overrides(base: Config, overrides: Mapping[str, Any]) -> Config:
     """A configuration with some fields replaced; those of a part are named `encoder_width`, `decoder_depth`, ...
 
@@ -251,13 +225,17 @@ def with_overrides(base: Config, overrides: Mapping[str, Any]) -> Config:
         ModelConfigError: unknown field (the line lists the choices), or values that do not fit together.
     """
     parts = {f.name: type(getattr(base, f.name)) for f in fields(base) if is_dataclass(getattr(base, f.name))}
-    targets = _override_targets(type(base), parts)
+    targets = {f.name: ("", f.name) for f in fields(base) if f.name not in parts}  # name -> (part, field)
+    for part, config_class in parts.items():
+        for field in fields(config_class):
+            is_short = part == "encoder" and field.name in _SHORT_NAMES
+            targets[field.name if is_short else f"{part}_{field.name}"] = (part, field.name)
     changes: dict[str, dict[str, Any]] = {"": {}, **{part: {} for part in parts}}
     for name, value in overrides.items():
         if name not in targets:
             raise ModelConfigError(f"unknown model field {name!r}; choose among {', '.join(sorted(targets))}")
-        part, field = targets[name]
-        changes[part][field] = value
+        part, field_name = targets[name]
+        changes[part][field_name] = value
     return replace(base, **changes.pop(""), **{p: replace(getattr(base, p), **c) for p, c in changes.items()})
 
 

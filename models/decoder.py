@@ -72,7 +72,7 @@ class DecoderBlock(nn.Module):
         )
 
     def residuals(self, x_BLD: Tensor, to_text: Branch, to_image: Branch) -> Tensor:
-        """The block with its two attentions given, as whoever keeps keys and values computes them (models/incremental.py)."""
+        """The block with its two attentions given, as whoever keeps keys and values computes them (models/generation.py)."""
         if self.post_norm:
             x_BLD = self.norm1(x_BLD + to_text(x_BLD))
             x_BLD = self.norm2(x_BLD + to_image(x_BLD))
@@ -129,27 +129,22 @@ class TextDecoder(nn.Module):
         """
         x_BLD, visible_BLL = self.token_embedding(tokens_BL), None
         if is_parallel_B is not None:
-            x_BLD = torch.where(is_parallel_B[:, None, None], self._mask_tokens(tokens_BL), x_BLD)
-            visible_BLL = self._visible(is_parallel_B, tokens_BL.shape[1])
+            length = tokens_BL.shape[1]
+            if self.mask_embedding is None:
+                raise ValueError(
+                    "parallel prediction needs a model with parallel_share > 0, which has a mask embedding"
+                )
+            if length != self.num_tokens - 1:
+                raise ValueError(
+                    f"parallel prediction of {length} tokens: captions must be padded to num_tokens = {self.num_tokens}"
+                )
+            # One look-up per example, so that the gradient of the mask embedding is the example's own.
+            mask_B1D = self.mask_embedding(torch.zeros_like(tokens_BL[:, :1]))
+            x_BLD = torch.where(is_parallel_B[:, None, None], mask_B1D, x_BLD)
+            causal_LL = torch.ones(length, length, dtype=torch.bool, device=tokens_BL.device).tril()
+            visible_BLL = causal_LL | is_parallel_B[:, None, None]  # parallel examples see everything
         x_BLD = self.position(x_BLD) + self.type_embedding
         for block in self.blocks:
             x_BLD = block(x_BLD, memory_BTD) if visible_BLL is None else block(x_BLD, memory_BTD, visible_BLL)
         hidden_BLD = self.head_norm(x_BLD)
         return self.head(hidden_BLD) if targets_BL is None else self.head.token_losses(hidden_BLD, targets_BL)
-
-    def _mask_tokens(self, tokens_BL: Tensor) -> Tensor:
-        """(B, 1, D): one look-up per example, so that its gradient is the example's own."""
-        if self.mask_embedding is None:
-            raise ValueError("parallel prediction needs a model with parallel_share > 0, which has a mask embedding")
-        if tokens_BL.shape[1] != self.num_tokens - 1:
-            raise ValueError(
-                f"parallel prediction of {tokens_BL.shape[1]} tokens: captions must be padded to num_tokens = "
-                f"{self.num_tokens}"
-            )
-        return self.mask_embedding(torch.zeros_like(tokens_BL[:, :1]))
-
-    @staticmethod
-    def _visible(is_parallel_B: Tensor, length: int) -> Tensor:
-        """(B, L, L): everything for parallel examples, the tokens up to its own for each token of the others."""
-        causal_LL = torch.ones(length, length, dtype=torch.bool, device=is_parallel_B.device).tril()
-        return causal_LL | is_parallel_B[:, None, None]

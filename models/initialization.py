@@ -18,30 +18,6 @@ After = Callable[[nn.Module], None]
 """Called with every module as soon as its own parameters (not those of its children) are set."""
 
 
-def _uniform_(tensor: Tensor, bound: float, generator: torch.Generator | None) -> None:
-    sample = torch.empty(tensor.shape, dtype=torch.float32, device=_device_of(generator))
-    tensor.copy_(sample.uniform_(-bound, bound, generator=generator))
-
-
-def _normal_(tensor: Tensor, std: float, generator: torch.Generator | None) -> None:
-    sample = torch.empty(tensor.shape, dtype=torch.float32, device=_device_of(generator))
-    tensor.copy_(sample.normal_(0.0, std, generator=generator))
-
-
-def _device_of(generator: torch.Generator | None) -> torch.device:
-    return torch.device("cpu") if generator is None else generator.device
-
-
-def _init_leaf(module: nn.Linear | nn.Conv2d | nn.LayerNorm, generator: torch.Generator | None) -> None:
-    if isinstance(module, nn.LayerNorm):
-        module.weight.fill_(1.0)
-    elif module.weight is not None:
-        num_out, num_in = module.weight.flatten(1).shape
-        _uniform_(module.weight, math.sqrt(6.0 / (num_in + num_out)), generator)
-    if module.bias is not None:
-        module.bias.zero_()
-
-
 @torch.no_grad()
 def init_weights(
     model: nn.Module,
@@ -63,40 +39,50 @@ def init_weights(
         device: where what is still on the meta device is made.
         after: e.g. shards the module; it must not draw from the generator.
     """
-    owners = _earlier_owners(model)
+    first: dict[int, tuple[nn.Module, str]] = {}
+    # Module -> name there -> (the first module that owns the parameter, name there).
+    shared: dict[nn.Module, dict[str, tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        borrowed = owners.get(module, {})
+        for name, parameter in module.named_parameters(recurse=False):
+            owner, first_name = first.setdefault(id(parameter), (module, name))
+            if owner is not module:
+                shared.setdefault(module, {})[name] = owner, first_name
+    for module in model.modules():
+        borrowed = shared.get(module, {})
         for name in borrowed:
             module.register_parameter(name, None)
         if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             module.to_empty(device=device, recurse=False)
         _init_module(module, generator, token_std)
-        for name, (owner, own_name) in borrowed.items():
-            module.register_parameter(name, owner.get_parameter(own_name))
+        for name, (owner, first_name) in borrowed.items():
+            module.register_parameter(name, owner.get_parameter(first_name))
         if after is not None:
             after(module)
 
 
-def _earlier_owners(model: nn.Module) -> dict[nn.Module, dict[str, tuple[nn.Module, str]]]:
-    """Shared parameters: module -> name there -> (the first module that owns it, name there)."""
-    first: dict[int, tuple[nn.Module, str]] = {}
-    found: dict[nn.Module, dict[str, tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owner = first.setdefault(id(parameter), (module, name))
-            if owner[0] is not module:
-                found.setdefault(module, {})[name] = owner
-    return found
-
-
 def _init_module(module: nn.Module, generator: torch.Generator | None, token_std: float) -> None:
+    """The module's own parameters and buffers, not those of its children."""
+    device = torch.device("cpu") if generator is None else generator.device
+
+    def normal_(tensor: Tensor, std: float) -> None:
+        sample = torch.empty(tensor.shape, dtype=torch.float32, device=device)
+        tensor.copy_(sample.normal_(0.0, std, generator=generator))
+
     if isinstance(module, nn.Linear | nn.Conv2d | nn.LayerNorm):
-        _init_leaf(module, generator)
+        if isinstance(module, nn.LayerNorm):
+            module.weight.fill_(1.0)
+        elif module.weight is not None:
+            num_out, num_in = module.weight.flatten(1).shape
+            bound = math.sqrt(6.0 / (num_in + num_out))
+            sample = torch.empty(module.weight.shape, dtype=torch.float32, device=device)
+            module.weight.copy_(sample.uniform_(-bound, bound, generator=generator))
+        if module.bias is not None:
+            module.bias.zero_()
         return
     if isinstance(module, nn.Embedding):
-        _normal_(module.weight, token_std, generator)
+        normal_(module.weight, token_std)
         return
     for parameter in module.parameters(recurse=False):
-        _normal_(parameter, EMBEDDING_STD, generator)
+        normal_(parameter, EMBEDDING_STD)
     if callable(reset_buffers := getattr(module, "reset_buffers", None)):
         reset_buffers()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.config import PositionKind, VitConfig, check_positive, check_types, named_size, with_overrides
+from models.config import PositionKind, VitConfig, check_fields, check_transformer, named_size, with_overrides
 from models.errors import ModelConfigError
 
 
@@ -24,14 +24,7 @@ class PixelDecoderConfig:
     position: PositionKind = "sincos"
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_positive(self, "width", "depth", "num_heads", "mlp_ratio", "norm_eps")
-        if self.position not in ("sincos", "learned"):
-            raise ModelConfigError(f"position must be one of sincos, learned, got {self.position!r}")
-        if self.width % self.num_heads:
-            raise ModelConfigError(f"decoder width {self.width} is not a multiple of its num_heads {self.num_heads}")
-        if self.position == "sincos" and self.width % 4:
-            raise ModelConfigError(f"decoder width {self.width} must be a multiple of 4 for sin-cos positions")
+        check_transformer(self, "decoder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +42,7 @@ class MaskedAutoencoderConfig:
     normalise_pixels: bool = False
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_fields(self)
         if not 0 < self.num_visible < self.encoder.num_patches:
             raise ModelConfigError(
                 f"mask_ratio {self.mask_ratio} leaves {self.num_visible} of {self.encoder.num_patches} patches visible; "

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.errors import DataError
 from data.examples.transforms import to_rgb
 from data.index.tar_writer import write_shard
-from tools.demo_captions import Captioner, Metadata, read_metadata
+from tools.demo_captions import Captioner, read_metadata
 from trainer.config.cli import Parser, run_command
 
 IMAGE_SIZE = 96
@@ -75,7 +75,15 @@ def build_demo(source: Path, words_file: Path, output: Path, report: Callable[[s
     Raises:
         DataError: nothing usable in the source.
     """
-    files = _load_metadata(source, words_file, report)
+    if not (source / "svg").is_dir() or not (source / "png").is_dir():
+        raise DataError(f"{source} has no png and svg folders; install Debian's openclipart-png and openclipart-svg")
+    if not words_file.is_file():
+        raise DataError(f"there is no word list {words_file}; install Debian's wamerican or name one with --words")
+    listed = [read_metadata(path, source / "svg") for path in sorted((source / "svg").rglob("*.svg"))]
+    files = [file for file in listed if file is not None and re.search("public.?domain", file.licence, re.IGNORECASE)]
+    report(f"{len(listed)} files, {len(files)} of them tagged public domain")
+    if not files:
+        raise DataError(f"{source}/svg has no files tagged public domain")
     captioner = Captioner(files, frozenset(words_file.read_text(encoding="utf-8").split()))
     jobs = [(str(source / "png" / f"{file.path}.png"), file.path, captioner.caption(file)) for file in files]
     with ProcessPoolExecutor() as pool:
@@ -92,39 +100,18 @@ def build_demo(source: Path, words_file: Path, output: Path, report: Callable[[s
     return len(train), len(heldout)
 
 
-def _load_metadata(source: Path, words_file: Path, report: Callable[[str], None]) -> list[Metadata]:
-    if not (source / "svg").is_dir() or not (source / "png").is_dir():
-        raise DataError(f"{source} has no png and svg folders; install Debian's openclipart-png and openclipart-svg")
-    if not words_file.is_file():
-        raise DataError(f"there is no word list {words_file}; install Debian's wamerican or name one with --words")
-    found = [read_metadata(path, source / "svg") for path in sorted((source / "svg").rglob("*.svg"))]
-    public = [file for file in found if file is not None and re.search("public.?domain", file.licence, re.IGNORECASE)]
-    report(f"{len(found)} files, {len(public)} of them tagged public domain")
-    if not public:
-        raise DataError(f"{source}/svg has no files tagged public domain")
-    return public
-
-
 def _make_picture(png: str, path: str, caption: str | None) -> Picture | None:
+    """The candidate of a file, or None where there is no caption or nearly nothing to see."""
     if caption is None or not Path(png).is_file():
         return None
     try:
-        with Image.open(png) as image:
-            square = None if image.width * image.height > _MAX_SOURCE_PIXELS else _square(to_rgb(image))
+        with Image.open(png) as opened:
+            if opened.width * opened.height > _MAX_SOURCE_PIXELS:
+                return None
+            image = to_rgb(opened).copy()
     except Image.DecompressionBombError:
         return None
-    if square is None:
-        return None
-    values_D = np.asarray(square.resize((_THUMB, _THUMB), Image.Resampling.BOX), dtype=np.float32).ravel()
-    values_D = values_D - values_D.mean()
-    norm = float(np.linalg.norm(values_D))
-    if norm < 150:  # nearly one colour
-        return None
-    return Picture(path, caption, _encode(square), values_D / norm)
-
-
-def _square(image: Image.Image) -> Image.Image | None:
-    """Cuts white margins, centres on a white square, resizes."""
+    # White margins are cut, and the rest is centred on a white square.
     box = ImageChops.difference(image, Image.new("RGB", image.size, (255, 255, 255))).getbbox()
     if box is None:
         return None
@@ -132,7 +119,13 @@ def _square(image: Image.Image) -> Image.Image | None:
     side = round(max(cut.size) * 1.08)
     square = Image.new("RGB", (side, side), (255, 255, 255))
     square.paste(cut, ((side - cut.width) // 2, (side - cut.height) // 2))
-    return square.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.LANCZOS)
+    square = square.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.LANCZOS)
+    values_D = np.asarray(square.resize((_THUMB, _THUMB), Image.Resampling.BOX), dtype=np.float32).ravel()
+    values_D = values_D - values_D.mean()
+    norm = float(np.linalg.norm(values_D))
+    if norm < 150:  # nearly one colour
+        return None
+    return Picture(path, caption, _encode(square), values_D / norm)
 
 
 def _encode(image: Image.Image) -> bytes:

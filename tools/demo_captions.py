@@ -57,12 +57,9 @@ def read_metadata(svg: Path, root: Path) -> Metadata | None:
                 if kind == "title":
                     title = "".join(child.itertext()).strip()
                 elif kind == "subject":
-                    keywords += [item.text.strip().lower() for item in child.iter() if _is_item(item) and item.text]
+                    items = [item for item in child.iter() if isinstance(item.tag, str) and item.tag.endswith("}li")]
+                    keywords += [item.text.strip().lower() for item in items if item.text]
     return Metadata(svg.relative_to(root).with_suffix("").as_posix(), title, tuple(sorted(keywords)), licence)
-
-
-def _is_item(element: ElementTree.Element) -> bool:
-    return isinstance(element.tag, str) and element.tag.endswith("}li")
 
 
 class Captioner:
@@ -77,11 +74,12 @@ class Captioner:
 
     def caption(self, file: Metadata) -> str | None:
         """Returns "title, keyword, keyword" in lower case, or None when nothing can be said about the picture."""
-        special = _card(file.path) or _star(file.path)
-        if special is not None or file.path.startswith(("recreation/games/cards/", "shapes/stars/star_")):
-            return special
-        is_place = file.path.startswith(_FOREIGN_PLACES)
-        head = self._clean(self._source_of_title(file), is_place=is_place)[:MAX_TITLE_WORDS]
+        if file.path.startswith(("recreation/games/cards/", "shapes/stars/star_")):
+            return _caption_of_series(file.path)
+        title = file.title
+        if not title or self._title_counts[title.lower()] > _MAX_SHARED_TITLE or _COLLECTION_TITLE.search(title):
+            title = file.path.rpartition("/")[2]
+        head = self._clean(title, is_place=file.path.startswith(_FOREIGN_PLACES))[:MAX_TITLE_WORDS]
         while head and head[-1] in ("of", "and", "the", "with", "in", "on", "for", "to", "or", "at", "by", "a"):
             head.pop()
         if len(head) > 1 and head[-1] in COLORS and head[0] not in COLORS:
@@ -98,12 +96,6 @@ class Captioner:
         if not tail and set(head) <= {"icon", "symbol", "sport", "pattern", "sign", "logo", "picture", "hotel"}:
             return None
         return ", ".join([" ".join(head), *tail] if head else tail)
-
-    def _source_of_title(self, file: Metadata) -> str:
-        title = file.title
-        if not title or self._title_counts[title.lower()] > _MAX_SHARED_TITLE or _COLLECTION_TITLE.search(title):
-            return file.path.rpartition("/")[2]
-        return title
 
     def _clean(self, text: str, *, is_place: bool) -> list[str]:
         """Words that mean something, none twice."""
@@ -146,18 +138,16 @@ def _stem(word: str) -> str:
     return word.removesuffix("s") if len(word) > 3 else word
 
 
-def _card(path: str) -> str | None:
-    """recreation/games/cards/white/white_h_9 -> "nine of hearts, white playing card"."""
-    match = re.fullmatch(r"recreation/games/cards/(\w+)/\w+_([cdhs])_(\w+)", path)
-    if match is None or match[3] not in _RANKS:
-        return None
-    return f"{_RANKS[match[3]]} of {_SUITS[match[2]]}, {match[1]} playing card"
+def _caption_of_series(path: str) -> str | None:
+    """Playing cards and stars are told apart by their file names alone.
 
-
-def _star(path: str) -> str | None:
-    """shapes/stars/star_07pt03step -> "star with seven points, geometry"; above twelve they all look alike."""
-    match = re.fullmatch(r"shapes/stars/star_(\d+)pt(\d+)step", path)
-    if match is None or not 5 <= int(match[1]) <= 12:
-        return None
-    number = _NUMBERS[int(match[1]) - 2]
-    return f"star with {number} points, geometry, shape"
+    recreation/games/cards/white/white_h_9 -> "nine of hearts, white playing card";
+    shapes/stars/star_07pt03step -> "star with seven points, geometry, shape"; above twelve they all look alike.
+    """
+    card = re.fullmatch(r"recreation/games/cards/(\w+)/\w+_([cdhs])_(\w+)", path)
+    if card is not None and card[3] in _RANKS:
+        return f"{_RANKS[card[3]]} of {_SUITS[card[2]]}, {card[1]} playing card"
+    star = re.fullmatch(r"shapes/stars/star_(\d+)pt(\d+)step", path)
+    if star is not None and 5 <= int(star[1]) <= 12:
+        return f"star with {_NUMBERS[int(star[1]) - 2]} points, geometry, shape"
+    return None

@@ -82,10 +82,7 @@ def train_tokenizer(words_file: Path, output: Path) -> int:
     except UnicodeDecodeError as error:
         raise DataError(f"the word list {words_file} is not UTF-8: {error}") from error
     tokenizer = Tokenizer(models.BPE())
-    one_space = [
-        normalizers.Replace(Regex(r"\s+"), " "),
-        normalizers.Strip(),
-    ]  # as examples are read (data/examples/examples.py)
+    one_space = [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]  # as data/examples/examples.py reads
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), *one_space])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])  # without the prefix space
@@ -95,7 +92,9 @@ def train_tokenizer(words_file: Path, output: Path) -> int:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(words), trainer)
+    # Every word once, without possessives; the templates often, so that common words become single tokens.
+    corpus = [word for word in words if word and "'" not in word] + _TEMPLATE_REPEATS * list(caption_templates())
+    tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.post_processor = from_start_to_end(tokenizer, "<bos>", "<eos>")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -149,14 +148,6 @@ def caption_templates() -> Iterator[str]:
         yield f"a {color} {thing}, {other}"
         yield f"an image of {_NUMBERS[index % len(_NUMBERS)]} {thing} {relation} the {other}"
         yield f"the {thing} is {_ACTIONS[index % len(_ACTIONS)]} {relation} a {color} {other}"
-
-
-def _corpus(words: list[str]) -> Iterator[str]:
-    """Every word once, without possessives; the templates often, so that common words become single tokens."""
-    yield from (word for word in words if word and "'" not in word)
-    templates = list(caption_templates())
-    for _ in range(_TEMPLATE_REPEATS):
-        yield from templates
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,6 +1,6 @@
-"""The commands of `launch_scripts/evaluate.py`, one module each: a frozen model of options and the function that takes it.
+"""The commands of `launch_scripts/evaluate.py`: a frozen model of options and the function that takes it.
 
-    from evaluation.commands.zero_shot import ZeroShotOptions, zero_shot
+    from evaluation.commands import ZeroShotOptions, zero_shot
 
     results = zero_shot(ZeroShotOptions(checkpoint="runs/x", data="folder:imagenet/val"))
 
@@ -11,16 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from evaluation.commands.aro import AroOptions, aro
-from evaluation.commands.captions import CaptionsOptions, captions
+from evaluation.commands.captioner import CaptionsOptions, RetrievalOptions, captions, retrieval
+from evaluation.commands.choices import AroOptions, ZeroShotOptions, aro, zero_shot
 from evaluation.commands.common import CommandOptions
-from evaluation.commands.dense import DenseCommandOptions, dense
-from evaluation.commands.features import FeaturesOptions, features
-from evaluation.commands.few_shot import FewShotOptions, few_shot
-from evaluation.commands.linear_probe import LinearProbeOptions, linear_probe
 from evaluation.commands.private_head import PrivateHeadOptions, private_head
-from evaluation.commands.retrieval import RetrievalOptions, retrieval
-from evaluation.commands.zero_shot import ZeroShotOptions, zero_shot
+from evaluation.commands.probes import (
+    DenseCommandOptions,
+    FeaturesOptions,
+    FewShotOptions,
+    LinearProbeOptions,
+    dense,
+    features,
+    few_shot,
+    linear_probe,
+)
 
 if TYPE_CHECKING:
     from evaluation.results import Results
@@ -32,7 +36,7 @@ OptionsT = TypeVar("OptionsT", bound=CommandOptions)
 class Command(Generic[OptionsT]):
     """
     Attributes:
-        help: one line; the docstring of the function's module says more.
+        help: one line; the docstring of the function says more.
         uses_ranks: the command shares its work under a launcher, where all ranks but the first return None.
     """
 

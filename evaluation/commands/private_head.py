@@ -1,13 +1,4 @@
-"""A linear head trained with differential privacy on features of a frozen encoder, with a ledger of its own.
-
-    python launch_scripts/evaluate.py private-head --checkpoint runs/x --train shards:train/ --test shards:val/ \\
-        --num_classes 100 --method dp-ls --target_epsilon 1 --output runs/x-heads
-    python launch_scripts/evaluate.py private-head ... --method dp-ls dp-fc --sweep [0.1 1 10] --data_is_public
-
-The guarantee covers the training images given the encoder: where the encoder has seen them too, both epsilons add up. The test
-accuracy is computed without noise. A sweep releases many heads; their joint epsilon is printed, and belongs to public data or to
-a budget that has room for all of them. Weights, ledger and head.json are in OUTPUT/private_heads (--heads).
-"""
+"""The command `private-head`."""
 
 import json
 from dataclasses import replace
@@ -16,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import model_validator
 
-from evaluation.commands.common import device_of, output_of
-from evaluation.commands.inputs import Inputs, TrainTestOptions, load_inputs
+from evaluation.commands.common import TrainTestOptions, device_of, load_inputs, output_of
 from trainer.config.options import Shown
 from trainer.errors import ConfigError
 
@@ -25,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from evaluation.features import Features
-    from evaluation.private_head.sweep import HeadData, HeadRequest
+    from evaluation.private_head.sweep import HeadRequest
     from evaluation.results import Results
 
 Method = Literal["dp-ls", "dp-newton", "dp-fc", "dp-gd"]
@@ -96,7 +86,18 @@ class PrivateHeadOptions(TrainTestOptions):
 
 
 def private_head(options: PrivateHeadOptions) -> "Results | None":
-    """Trains, charges and tests the heads; None on other ranks than 0."""
+    """A linear head trained with differential privacy on features of a frozen encoder, with a ledger of its own.
+
+        python launch_scripts/evaluate.py private-head --checkpoint runs/x --train shards:train/ --test shards:val/ \\
+            --num_classes 100 --method dp-ls --target_epsilon 1 --output runs/x-heads
+        python launch_scripts/evaluate.py private-head ... --method dp-ls dp-fc --sweep [0.1 1 10] --data_is_public
+
+    The guarantee covers the training images given the encoder: where the encoder has seen them too, both epsilons add up. The
+    test accuracy is computed without noise. A sweep releases many heads; their joint epsilon is printed, and belongs to public
+    data or to a budget that has room for all of them. Weights, ledger and head.json are in OUTPUT/private_heads (--heads).
+    Under a launcher the others than rank 0 return None.
+    """
+    from evaluation.linear_probe import cross_validated_regression
     from evaluation.private_head import sweep
     from evaluation.results import PrivateRelease, Results, results_folder
     from privacy.card.text import rounded_up
@@ -112,7 +113,14 @@ def private_head(options: PrivateHeadOptions) -> "Results | None":
     # Training rows that are not usable stay, as zeros: how many there are must not follow from an example's bytes.
     x_ND, y_N = private_rows(train, num_classes, centre=options.centre_rows)
     data = sweep.HeadData(x_ND, y_N, _centred(x_test_ND, centre=options.centre_rows), y_test_N, num_classes)
-    request = replace(request, covers=_covers(options, inputs))
+    # The guarantee holds given what made the features; that has a guarantee of its own, or none.
+    if inputs.model is None or options.train.startswith("features:"):
+        given = "what made the features of each from that example alone"
+    elif inputs.model.formal_guarantee:
+        given = "the encoder, whose epsilon is to be added where it has seen them"
+    else:
+        given = "the encoder, which has no formal guarantee: if it has seen them, none is left"
+    request = replace(request, covers=f"the examples of {options.train}, given {given}")
     heads = sweep.train_heads(data, request)
     rows = sweep.summary(heads)
     scalars = {f"{row['method']}/epsilon-{row['epsilon']:g}/accuracy": row["accuracy"] for row in rows}
@@ -128,7 +136,12 @@ def private_head(options: PrivateHeadOptions) -> "Results | None":
             f"{rounded_up(together.epsilon, 4)} at delta {together.delta:.3g} together where they are of the same examples; "
             "choosing a head by its accuracy costs the test data's privacy"
         )
-    baselines = _baselines(options, data, request)
+    baselines: dict[str, float] = {}
+    if options.sweep is not None or options.compare:
+        used = x_ND.any(axis=1)
+        plain, _ = cross_validated_regression(x_ND[used], y_N[used], num_classes, device=device_of(options))
+        regression = plain.accuracy(data.x_test_ND, y_test_N)
+        baselines = {**sweep.without_privacy(data, request), "regression": regression}
     if options.sweep is not None:
         folder = results_folder(output_of(options) or request.folder, data_is_public=options.results_are_public)
         plot = folder / "private-head-sweep.png"
@@ -147,7 +160,7 @@ def private_head(options: PrivateHeadOptions) -> "Results | None":
 
 
 def _request(options: PrivateHeadOptions) -> "HeadRequest":
-    """What can be wrong without looking at the data, first."""
+    """The request, checked as far as that is possible without looking at the data."""
     from evaluation.private_head.run import make_method
     from evaluation.private_head.sweep import EPSILONS, HeadRequest
 
@@ -176,25 +189,3 @@ def private_rows(train: "Features", num_classes: int, *, centre: bool) -> "tuple
 
 def _centred(x_ND: "np.ndarray", *, centre: bool) -> "np.ndarray":
     return x_ND - x_ND.mean(axis=1, keepdims=True) if centre else x_ND
-
-
-def _baselines(options: PrivateHeadOptions, data: "HeadData", request: "HeadRequest") -> dict[str, float]:
-    """Test accuracies of the same heads without privacy, where they are asked for."""
-    if options.sweep is None and not options.compare:
-        return {}
-    from evaluation.linear_probe import cross_validated_regression
-    from evaluation.private_head.sweep import without_privacy
-
-    used = data.x_ND.any(axis=1)
-    head, _ = cross_validated_regression(data.x_ND[used], data.y_N[used], data.num_classes, device=device_of(options))
-    return {**without_privacy(data, request), "regression": head.accuracy(data.x_test_ND, data.y_test_N)}
-
-
-def _covers(options: PrivateHeadOptions, inputs: Inputs) -> str:
-    """The guarantee holds given what made the features; that has a guarantee of its own, or none."""
-    examples = f"the examples of {options.train}, given"
-    if inputs.model is None or options.train.startswith("features:"):
-        return f"{examples} what made the features of each from that example alone"
-    if inputs.model.formal_guarantee:
-        return f"{examples} the encoder, whose epsilon is to be added where it has seen them"
-    return f"{examples} the encoder, which has no formal guarantee: if it has seen them, none is left"

@@ -20,7 +20,7 @@ from PIL import Image
 from data.errors import DataError
 from data.synthetic.generate import SyntheticData
 from data.synthetic.render import draw
-from data.synthetic.scene import Scene, Shape, Texture
+from data.synthetic.scene import Scene, Texture
 from data.synthetic.shapes import SIMPLE
 from evaluation.sources.records import bytes_of, encode_png
 
@@ -53,9 +53,9 @@ class DensePictures(Protocol):
 
     name: str
     mask_classes: tuple[str, ...]
-    """Of the values of masks."""
+    """Names of the values of masks."""
     object_classes: tuple[str, ...]
-    """Of the values of boxes; empty without boxes."""
+    """Names of the classes of boxes; empty without boxes."""
 
     def __len__(self) -> int: ...
 
@@ -80,18 +80,15 @@ class SyntheticShapes:
         mask_HW = np.zeros(example.image_HWC.shape[:2], dtype=np.int64)
         boxes, classes = [], []
         for shape in example.scene.shapes:
-            covered_HW = self._cover(shape)
+            white = replace(shape, colour="white", fill="solid", second=None)
+            alone_HWC = draw(Scene((Texture("plain", ("black",)),), (white,)), self._data.image_size)
+            covered_HW = alone_HWC[:, :, 0] > 127  # the shape covers more than half of the pixel
             kind = SIMPLE.index(shape.name)
             mask_HW[covered_HW] = 1 + kind
             rows, columns = np.flatnonzero(covered_HW.any(1)), np.flatnonzero(covered_HW.any(0))
             boxes.append((columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
             classes.append(kind)
         return DensePicture(encode_png(example.image_HWC), mask_HW, _objects(boxes, classes, [False] * len(boxes)))
-
-    def _cover(self, shape: Shape) -> np.ndarray:
-        """(H, W) bool: pixels of which the shape covers more than half."""
-        white = replace(shape, colour="white", fill="solid", second=None)
-        return draw(Scene((Texture("plain", ("black",)),), (white,)), self._data.image_size)[:, :, 0] > 127
 
 
 class Ade20k:
@@ -168,8 +165,10 @@ class Coco:
         except (KeyError, TypeError, ValueError) as error:
             if hasattr(error, "exit_code"):
                 raise
-            said = f"{type(error).__name__} {error}"
-            raise DataError(f"{self.name}: image {image['id']} or an annotation of it is not COCO's: {said}") from error
+            problem = f"{type(error).__name__} {error}"
+            raise DataError(
+                f"{self.name}: image {image['id']} or an annotation of it is not COCO's: {problem}"
+            ) from error
 
     def _read(self, image: dict[str, Any]) -> DensePicture:
         size = (image["height"], image["width"])

@@ -37,7 +37,7 @@ class Budget:
 
     Args:
         statistics: all that will be asked for.
-        mu: of all of them together, 1 / noise_multiplier of the plan; infinite for no noise (comparisons that claim nothing).
+        mu: what they cost together, 1 / noise_multiplier of the plan; infinite for no noise (comparisons that claim nothing).
         noise: where normals come from.
     """
 

@@ -32,16 +32,8 @@ def accuracy(weights_LD: np.ndarray, features_ND: np.ndarray, labels_N: np.ndarr
     return float((np.argmax(features_ND @ weights_LD.T, axis=1) == labels_N).mean())
 
 
-def _second_moment(features_ND: np.ndarray) -> np.ndarray:
-    return _sum_of_products(features_ND, features_ND)
-
-
 def _sum_of_products(left_NK: np.ndarray, right_ND: np.ndarray) -> np.ndarray:
     return summed(lambda rows: left_NK[rows].T @ right_ND[rows], len(right_ND))
-
-
-def _sum(features_ND: np.ndarray) -> np.ndarray:
-    return summed(lambda rows: features_ND[rows].sum(axis=0), len(features_ND))
 
 
 def _solve(matrix_DD: np.ndarray, ridge: float, right_LD: np.ndarray) -> np.ndarray:
@@ -74,13 +66,15 @@ class LeastSquares:
     def fit(self, features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int, budget: Budget) -> np.ndarray:
         x_ND = clip_rows(features_ND, self.max_norm)
         by_class = [x_ND[labels_N == label] for label in range(num_classes)]
-        moment_DD = self.alpha * budget.release_symmetric("second_moment", _second_moment(x_ND))
-        sums_LD = budget.release("class_sums", np.stack([_sum(x) for x in by_class]))
+        moment_DD = self.alpha * budget.release_symmetric("second_moment", _sum_of_products(x_ND, x_ND))
+        class_sums = [summed(lambda rows, x=x: x[rows].sum(axis=0), len(x)) for x in by_class]  # type: ignore[misc]
+        sums_LD = budget.release("class_sums", np.stack(class_sums))
         ridge = self.ridge * len(x_ND) * self.max_norm**2
         if not self.class_moments:
             return _solve(moment_DD, ridge, sums_LD)
-        own_LDD = budget.release_symmetric("class_second_moments", np.stack([_second_moment(x) for x in by_class]))
-        return np.stack([_solve(own + moment_DD, ridge, b[None])[0] for own, b in zip(own_LDD, sums_LD, strict=True)])
+        moments_LDD = np.stack([_sum_of_products(x, x) for x in by_class])
+        moments_LDD = budget.release_symmetric("class_second_moments", moments_LDD) + moment_DD
+        return np.stack([_solve(m, ridge, b[None])[0] for m, b in zip(moments_LDD, sums_LD, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -147,7 +141,7 @@ class FeatureCovariance:
 
     def fit(self, features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int, budget: Budget) -> np.ndarray:
         x_ND = clip_rows(features_ND, self.max_norm)
-        moment_DD = budget.release_symmetric("second_moment", _second_moment(x_ND))
+        moment_DD = budget.release_symmetric("second_moment", _sum_of_products(x_ND, x_ND))
         ridge = self.ridge * len(x_ND) * self.max_norm**2
         weights_LD = np.zeros((num_classes, x_ND.shape[1]))
         for step in range(self.num_steps):

@@ -29,7 +29,7 @@ from models.converters.vip import (
     encoder_renamings,
     encoder_shape,
     position_kind,
-    same_shape,
+    published,
     with_tables,
     without_fixed_tables,
 )
@@ -90,24 +90,20 @@ def from_dpcap(
     unused = [*_UNUSED, _ENCODER_TYPE, *(name for name in state if _CAUSAL_MASK.fullmatch(name))]
     renamed = rename(state, _renamings(config), shapes, what, unused=unused)
     if _ENCODER_TYPE in state:
-        _add_type(renamed, state[_ENCODER_TYPE], what)
+        # What is added to every token of the encoder goes into what makes them, positions untouched.
+        type_11D, class_token = state[_ENCODER_TYPE], renamed["encoder.class_token"]
+        if type_11D.shape != class_token.shape:
+            raise WeightsError(
+                f"{what}: {_ENCODER_TYPE} has shape {tuple(type_11D.shape)}, but {tuple(class_token.shape)} was expected"
+            )
+        class_token += type_11D.float()
+        renamed["encoder.patch_embedding.bias"] += type_11D.float().flatten()
     kinds = {
         "encoder.": config.encoder.position,
         "memory.": config.decoder.position,
         "decoder.": config.decoder.position,
     }
     return config, without_fixed_tables(renamed, kinds)
-
-
-def _add_type(renamed: dict[str, Tensor], type_11D: Tensor, what: str) -> None:
-    """What is added to every token of the encoder goes into what makes them, positions untouched."""
-    class_token = renamed["encoder.class_token"]
-    if type_11D.shape != class_token.shape:
-        raise WeightsError(
-            f"{what}: {_ENCODER_TYPE} has shape {tuple(type_11D.shape)}, but {tuple(class_token.shape)} was expected"
-        )
-    class_token += type_11D.float()
-    renamed["encoder.patch_embedding.bias"] += type_11D.float().flatten()
 
 
 def _renamings(config: CaptionerConfig) -> Iterator[Renaming]:
@@ -139,41 +135,28 @@ def _config(state: Mapping[str, Tensor], what: str, unstated: Unstated) -> Capti
         "mlp_ratio": mlp_ratio(hidden, width),
         "bias": "decoder.layers.0.linear1.bias" in state,
     }
-    told = unstated.decided(
-        ("num_heads", "decoder_heads", "decoder_activation", "norm_eps"), _published(image, text), what
+    size: CaptionerConfig | None = published(SIZES, "dpcap_", image, text)
+    known = size and Unstated(
+        num_heads=size.encoder.num_heads,
+        decoder_heads=size.decoder.num_heads,
+        decoder_activation=size.decoder.activation,
+        norm_eps=size.encoder.norm_eps,
     )
-    encoder = VitConfig(**image, num_heads=told["num_heads"], norm_eps=told["norm_eps"])
+    decided = unstated.decided(("num_heads", "decoder_heads", "decoder_activation", "norm_eps"), known, what)
+    encoder = VitConfig(**image, num_heads=decided["num_heads"], norm_eps=decided["norm_eps"])
+    # The tables of image and text have one kind: learned, unless both are the fixed ones. `rename` reports a wrong shape.
+    position: PositionKind = "learned"
+    table = state["text_decoder_pos_embed"]
+    if width % 4 == 0 and tuple(table.shape) == (1, num_tokens, width):
+        difference = (table[0].double() - text_sincos_table(num_tokens, width)).abs().max()
+        if not bool(difference > POSITION_TOLERANCE):
+            position = position_kind(state, "decoder_pos_embed", encoder.grid_size, width, what)
     decoder = DecoderConfig(
         **text,
-        num_heads=told["decoder_heads"],
-        activation=told["decoder_activation"],
+        num_heads=decided["decoder_heads"],
+        activation=decided["decoder_activation"],
         norm_position="post",
-        position=_decoder_position_kind(state, encoder.grid_size, width, num_tokens, what),
+        position=position,
         norm_eps=1e-5,
     )
     return CaptionerConfig(encoder=encoder, decoder=decoder, vocab_size=vocab_size, num_tokens=num_tokens)
-
-
-def _decoder_position_kind(
-    state: Mapping[str, Tensor], grid_size: int, width: int, num_tokens: int, what: str
-) -> PositionKind:
-    """One kind for the tables of image and text, so learned unless both are the fixed ones."""
-    text = state["text_decoder_pos_embed"]
-    if width % 4 or tuple(text.shape) != (1, num_tokens, width):
-        return "learned"  # or a wrong shape, which `rename` reports
-    if bool((text[0].double() - text_sincos_table(num_tokens, width)).abs().max() > POSITION_TOLERANCE):
-        return "learned"
-    return position_kind(state, "decoder_pos_embed", grid_size, width, what)
-
-
-def _published(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> Unstated | None:
-    """What the size of DP-Cap with these shapes and biases has."""
-    for name, size in SIZES.items():
-        if name.startswith("dpcap_") and same_shape(size.encoder, encoder) and same_shape(size.decoder, decoder):
-            return Unstated(
-                num_heads=size.encoder.num_heads,
-                decoder_heads=size.decoder.num_heads,
-                decoder_activation=size.decoder.activation,
-                norm_eps=size.encoder.norm_eps,
-            )
-    return None

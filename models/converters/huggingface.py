@@ -21,6 +21,7 @@ from models.converters.vip import (
     without_fixed_tables,
 )
 from models.converters.weights import (
+    PartNames,
     Renaming,
     WeightsError,
     count_blocks,
@@ -45,6 +46,18 @@ _BLOCK = {
     "mlp.up": ("intermediate.dense",),
     "mlp.down": ("output.dense",),
 }
+_ENCODER = PartNames(
+    {"class_token": "embeddings.cls_token", "position.table": "embeddings.position_embeddings"},
+    {"patch_embedding": "embeddings.patch_embeddings.projection", "norm": "layernorm"},
+    "encoder.layer.",
+    _BLOCK,
+)
+_DECODER = PartNames(
+    {"mask_token": "decoder.mask_token", "position.table": "decoder.decoder_pos_embed"},
+    {"embedding": "decoder.decoder_embed", "norm": "decoder.decoder_norm", "head": "decoder.decoder_pred"},
+    "decoder.decoder_layers.",
+    _BLOCK,
+)
 _IN_MEMORY = (  # transformers 5 in memory -> in files
     (r"^vit\.", ""),
     (r"^decoder\.decoder_encoder\.layer\.", "decoder.decoder_layers."),  # version 5 writes the first for the second
@@ -62,42 +75,12 @@ _HEADS = (r"pooler\.dense\.(weight|bias)", r"classifier\.(weight|bias)", r"embed
 
 def encoder_renamings(config: VitConfig) -> list[Renaming]:
     """Names of a ViTModel without its pooler."""
-    found = [
-        Renaming("encoder.class_token", ("embeddings.cls_token",)),
-        Renaming("encoder.position.table", ("embeddings.position_embeddings",)),
-    ]
-    found += _both("encoder.patch_embedding", ("embeddings.patch_embeddings.projection",))
-    found += _both("encoder.norm", ("layernorm",))
-    for number in range(config.depth):
-        found += _block(f"encoder.blocks.{number}.", f"encoder.layer.{number}.", qkv_bias=config.qkv_bias)
-    return found
+    return _ENCODER.renamings("encoder", config.depth, qkv_bias=config.qkv_bias)
 
 
 def autoencoder_renamings(config: MaskedAutoencoderConfig) -> list[Renaming]:
     """Names of a ViTMAEForPreTraining, without the prefix `vit.` of its encoder."""
-    found = encoder_renamings(config.encoder)
-    found += [
-        Renaming("decoder.mask_token", ("decoder.mask_token",)),
-        Renaming("decoder.position.table", ("decoder.decoder_pos_embed",)),
-    ]
-    for ours in ("embedding", "norm", "head"):
-        theirs = {"embedding": "decoder_embed", "norm": "decoder_norm", "head": "decoder_pred"}[ours]
-        found += _both(f"decoder.{ours}", (f"decoder.{theirs}",))
-    for number in range(config.decoder.depth):
-        found += _block(f"decoder.blocks.{number}.", f"decoder.decoder_layers.{number}.", qkv_bias=True)
-    return found
-
-
-def _both(ours: str, theirs: tuple[str, ...], kinds: tuple[str, ...] = ("weight", "bias")) -> list[Renaming]:
-    return [Renaming(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs)) for kind in kinds]
-
-
-def _block(ours: str, theirs: str, *, qkv_bias: bool) -> list[Renaming]:
-    found = []
-    for a, b in _BLOCK.items():
-        kinds = ("weight", "bias") if qkv_bias or a != "attention.qkv" else ("weight",)
-        found += _both(ours + a, tuple(theirs + name for name in b), kinds)
-    return found
+    return encoder_renamings(config.encoder) + _DECODER.renamings("decoder", config.decoder.depth)
 
 
 def to_vit_model(encoder: VisionTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -181,8 +164,17 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
     Raises:
         WeightsError: no such folder, another architecture, missing or unknown names.
     """
-    stated = _read_config(folder)
-    state = {_file_name(name): value for name, value in _read_state(folder).items()}
+    try:
+        stated = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{folder} is no folder that transformers saved: {CONFIG}: {error}") from error
+    if not isinstance(stated, dict):
+        raise WeightsError(f"{folder / CONFIG} is no JSON object")
+    state = {}
+    for name, value in _read_state(folder).items():
+        for pattern, replacement in _IN_MEMORY:
+            name = re.sub(pattern, replacement, name)
+        state[name] = value
     what, kind = str(folder), stated.get("model_type")
     if kind not in ("vit", "vit_mae"):
         raise WeightsError(f"{folder}: model_type {kind!r} cannot be imported, only vit and vit_mae")
@@ -209,22 +201,6 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
     renamed = rename(state, autoencoder_renamings(config), autoencoder_shapes(config), what)
     kinds = {"encoder.": encoder.position, "decoder.": decoder.position}
     return config, without_fixed_tables(renamed, kinds)
-
-
-def _file_name(name: str) -> str:
-    for pattern, replacement in _IN_MEMORY:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        stated = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{folder} is no folder that transformers saved: {CONFIG}: {error}") from error
-    if not isinstance(stated, dict):
-        raise WeightsError(f"{folder / CONFIG} is no JSON object")
-    return stated
 
 
 def _read_state(folder: Path) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ class ExportedCaptioner(PreTrainedModel):
             folder = Path(snapshot_download(str(name), **hub))
         with _source(folder):
             native = importlib.import_module("models.converters.native")
-            search = importlib.import_module("models.search")
+            search = importlib.import_module("models.generation")
             captioner = native.load_model(folder)
         model = cls(config or ExportedCaptionerConfig.from_pretrained(folder), captioner, search)
         dtype = options.get("dtype") or options.get("torch_dtype")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.config import PositionKind, VitConfig
 from models.converters.weights import (
+    PartNames,
     Renaming,
     Unstated,
     WeightsError,
@@ -32,17 +33,25 @@ POSITION_TOLERANCE = 1e-6
 """A table this close to the sin-cos one is it: other programs compute it in other orders."""
 
 _BLOCK = {
-    "norm1": "norm1",
-    "attention.qkv": "attn.qkv",
-    "attention.out": "attn.proj",
-    "norm2": "norm2",
-    "mlp.up": "mlp.fc1",
-    "mlp.down": "mlp.fc2",
+    "norm1": ("norm1",),
+    "attention.qkv": ("attn.qkv",),
+    "attention.out": ("attn.proj",),
+    "norm2": ("norm2",),
+    "mlp.up": ("mlp.fc1",),
+    "mlp.down": ("mlp.fc2",),
 }
-_ENCODER = {"patch_embedding": "patch_embed.proj", "norm": "norm"}
-_DECODER = {"embedding": "decoder_embed", "norm": "decoder_norm", "head": "decoder_pred"}
-_RAW = {"class_token": "cls_token", "position.table": "pos_embed"}
-_RAW_DECODER = {"mask_token": "mask_token", "position.table": "decoder_pos_embed"}
+_ENCODER = PartNames(
+    {"class_token": "cls_token", "position.table": "pos_embed"},
+    {"patch_embedding": "patch_embed.proj", "norm": "norm"},
+    "blocks.",
+    _BLOCK,
+)
+_DECODER = PartNames(
+    {"mask_token": "mask_token", "position.table": "decoder_pos_embed"},
+    {"embedding": "decoder_embed", "norm": "decoder_norm", "head": "decoder_pred"},
+    "decoder_blocks.",
+    _BLOCK,
+)
 _DECODER_PREFIXES = ("decoder_", "mask_token")
 
 
@@ -77,17 +86,22 @@ def from_vip(
         "depth": count_blocks(state, "decoder_blocks.", what),
         "mlp_ratio": mlp_ratio(hidden, width),
     }
-    told = unstated.decided(
-        ("num_heads", "decoder_heads", "norm_eps", "normalise_pixels"), _published(shape, pixels), what
+    size: MaskedAutoencoderConfig | None = published(MAE_SIZES, "vip_", shape, pixels)
+    known = size and Unstated(
+        num_heads=size.encoder.num_heads,
+        decoder_heads=size.decoder.num_heads,
+        norm_eps=size.encoder.norm_eps,
+        normalise_pixels=size.normalise_pixels,
     )
-    encoder = VitConfig(**shape, qkv_bias=True, num_heads=told["num_heads"], norm_eps=told["norm_eps"])
+    decided = unstated.decided(("num_heads", "decoder_heads", "norm_eps", "normalise_pixels"), known, what)
+    encoder = VitConfig(**shape, qkv_bias=True, num_heads=decided["num_heads"], norm_eps=decided["norm_eps"])
     decoder = PixelDecoderConfig(
         **pixels,
-        num_heads=told["decoder_heads"],
-        norm_eps=told["norm_eps"],
+        num_heads=decided["decoder_heads"],
+        norm_eps=decided["norm_eps"],
         position=position_kind(state, "decoder_pos_embed", encoder.grid_size, width, what),
     )
-    config = MaskedAutoencoderConfig(encoder=encoder, decoder=decoder, normalise_pixels=told["normalise_pixels"])
+    config = MaskedAutoencoderConfig(encoder=encoder, decoder=decoder, normalise_pixels=decided["normalise_pixels"])
     renamed = rename(state, autoencoder_renamings(config), autoencoder_shapes(config), what)
     kinds = {"encoder.": encoder.position, "decoder.": decoder.position}
     return config, without_fixed_tables(renamed, kinds)
@@ -101,40 +115,22 @@ def to_timm(encoder: VisionTransformer) -> dict[str, Tensor]:
 
 def encoder_renamings(config: VitConfig) -> list[Renaming]:
     """timm's names of the encoder, positions included."""
-    found = [Renaming(f"encoder.{ours}", (theirs,)) for ours, theirs in _RAW.items()]
-    found += _with_kinds(_ENCODER, "encoder.", "")
-    for number in range(config.depth):
-        found += _with_kinds(_BLOCK, f"encoder.blocks.{number}.", f"blocks.{number}.", qkv_bias=config.qkv_bias)
-    return found
+    return _ENCODER.renamings("encoder", config.depth, qkv_bias=config.qkv_bias)
 
 
 def autoencoder_renamings(config: MaskedAutoencoderConfig) -> list[Renaming]:
     """ViP's names of the whole masked autoencoder, positions included."""
-    found = encoder_renamings(config.encoder)
-    found += [Renaming(f"decoder.{ours}", (theirs,)) for ours, theirs in _RAW_DECODER.items()]
-    found += _with_kinds(_DECODER, "decoder.", "")
-    for number in range(config.decoder.depth):
-        found += _with_kinds(_BLOCK, f"decoder.blocks.{number}.", f"decoder_blocks.{number}.")
-    return found
-
-
-def _with_kinds(table: Mapping[str, str], ours: str, theirs: str, *, qkv_bias: bool = True) -> list[Renaming]:
-    return [
-        Renaming(f"{ours}{a}.{kind}", (f"{theirs}{b}.{kind}",))
-        for a, b in table.items()
-        for kind in ("weight", "bias")
-        if qkv_bias or (a, kind) != ("attention.qkv", "bias")
-    ]
+    return encoder_renamings(config.encoder) + _DECODER.renamings("decoder", config.decoder.depth)
 
 
 def encoder_shapes(config: VitConfig) -> dict[str, torch.Size]:
-    """Of all parameters and position tables of an encoder, as `encoder.` + name."""
+    """Shapes of all parameters and position tables of an encoder, as `encoder.` + name."""
     with torch.device("meta"):
         return {f"encoder.{name}": value.shape for name, value in with_tables(VisionTransformer(config)).items()}
 
 
 def autoencoder_shapes(config: MaskedAutoencoderConfig) -> dict[str, torch.Size]:
-    """Of all parameters and position tables of a masked autoencoder."""
+    """Shapes of all parameters and position tables of a masked autoencoder."""
     with torch.device("meta"):
         return {name: value.shape for name, value in with_tables(MaskedAutoencoder(config)).items()}
 
@@ -184,21 +180,18 @@ def encoder_shape(state: Mapping[str, Tensor], what: str) -> dict[str, Any]:
     }
 
 
-def same_shape(config: Any, shape: Mapping[str, Any]) -> bool:
-    """Whether a part of a published model has these sizes; images and positions may differ, which heads do not depend on."""
-    return all(
-        getattr(config, name) == value for name, value in shape.items() if name not in ("image_size", "position")
-    )
+def published(sizes: Mapping[str, Any], prefix: str, encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> Any:
+    """The configuration of the published size with these shapes, or None.
 
+    Images and positions may differ, which heads do not depend on.
 
-def _published(encoder: Mapping[str, Any], decoder: Mapping[str, Any]) -> Unstated | None:
-    """What the size of ViP with these shapes has."""
-    for name, size in MAE_SIZES.items():
-        if name.startswith("vip_") and same_shape(size.encoder, encoder) and same_shape(size.decoder, decoder):
-            return Unstated(
-                num_heads=size.encoder.num_heads,
-                decoder_heads=size.decoder.num_heads,
-                norm_eps=size.encoder.norm_eps,
-                normalise_pixels=size.normalise_pixels,
-            )
-    return None
+    Args:
+        sizes: configurations by name.
+        prefix: of the names of published sizes.
+    """
+
+    def fits(config: Any, shape: Mapping[str, Any]) -> bool:
+        return all(getattr(config, n) == value for n, value in shape.items() if n not in ("image_size", "position"))
+
+    candidates = (size for name, size in sizes.items() if name.startswith(prefix))
+    return next((size for size in candidates if fits(size.encoder, encoder) and fits(size.decoder, decoder)), None)

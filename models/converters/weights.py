@@ -66,6 +66,34 @@ class Renaming(NamedTuple):
     theirs: tuple[str, ...]
 
 
+class PartNames(NamedTuple):
+    """How another project names the parameters of a vision transformer, by our names within it.
+
+    Attributes:
+        raw: parameters by themselves.
+        layers: layers with weight and bias.
+        blocks: what stands before the number of a block.
+        block: the layers of a block; ours may be the concatenation of several of theirs.
+    """
+
+    raw: Mapping[str, str]
+    layers: Mapping[str, str]
+    blocks: str
+    block: Mapping[str, tuple[str, ...]]
+
+    def renamings(self, part: str, depth: int, *, qkv_bias: bool = True) -> list[Renaming]:
+        """Renamings of our `part`, which has `depth` blocks."""
+        layers = {ours: (theirs,) for ours, theirs in self.layers.items()}
+        for i in range(depth):
+            for ours, names in self.block.items():
+                layers[f"blocks.{i}.{ours}"] = tuple(f"{self.blocks}{i}.{name}" for name in names)
+        found = [Renaming(f"{part}.{ours}", (theirs,)) for ours, theirs in self.raw.items()]
+        for ours, names in layers.items():
+            kinds = ("weight", "bias") if qkv_bias or not ours.endswith("attention.qkv") else ("weight",)
+            found += [Renaming(f"{part}.{ours}.{kind}", tuple(f"{name}.{kind}" for name in names)) for kind in kinds]
+        return found
+
+
 _WRAPPERS = ("module.", "_module.", "_orig_mod.")
 """What data-parallel training, per-example gradients and compilation put before every name."""
 
@@ -103,7 +131,7 @@ def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _read_torch(path: Path) -> object:
     try:
-        # Training scripts put their command line beside the weights; a Namespace is a plain bag of attributes.
+        # Training scripts store their command line with the weights; a Namespace is a plain bag of attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -115,8 +143,8 @@ def _read_torch(path: Path) -> object:
     except MemoryError:
         raise
     except Exception as error:  # whatever torch's reader runs into in bytes that are something else
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        raise WeightsError(f"{path} is no torch file of weights: {said[:200]}") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise WeightsError(f"{path} is no torch file of weights: {reason[:200]}") from error
 
 
 def rename(
@@ -130,7 +158,7 @@ def rename(
     """Our tensors, in fp32, from those of another project.
 
     Args:
-        renamings: all that is wanted.
+        renamings: one for each tensor of ours.
         shapes: of each of our tensors.
         what: the file, for errors.
         unused: their names that may be there and are not needed.
@@ -140,7 +168,13 @@ def rename(
     """
     renamings = list(renamings)
     wanted = [name for renaming in renamings for name in renaming.theirs]
-    _require_names(state, wanted, what, frozenset(unused))
+    missing, unknown = sorted(set(wanted) - state.keys()), sorted(state.keys() - set(wanted) - set(unused))
+    if missing or unknown:
+        problems = []
+        for problem, names in (("lacks", missing), ("has unknown", unknown)):
+            rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            problems += [f"{problem} {', '.join(names[:_MOST_NAMES])}{rest}"] if names else []
+        raise WeightsError(f"{what} {' and '.join(problems)}: it is not of the expected structure")
     renamed = {}
     for ours, theirs in renamings:
         for name in theirs:
@@ -164,19 +198,6 @@ def rename(
             )
         renamed[ours] = value.contiguous()
     return renamed
-
-
-def _require_names(state: Mapping[str, Tensor], wanted: list[str], what: str, unused: frozenset[str]) -> None:
-    missing = sorted(set(wanted) - state.keys())
-    unknown = sorted(state.keys() - set(wanted) - unused)
-    if missing or unknown:
-        said = [f"{kind} {_listed(names)}" for kind, names in (("lacks", missing), ("has unknown", unknown)) if names]
-        raise WeightsError(f"{what} {' and '.join(said)}: it is not of the expected structure")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def rename_back(parameters: Mapping[str, Tensor], renamings: Iterable[Renaming]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.commands import COMMANDS
+from launch_scripts.export import ExchangeOptions
 from tests.docs.pages import GUIDES, PAGES, ROOT, anchors, project_files, prose, read, spans
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -238,7 +239,8 @@ def known_options() -> frozenset[str]:
     text = "\n".join((ROOT / name).read_text() for name in sources)
     foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}
     foreign |= {"--exclude", "--mtime", "--sort"}  # of tar
-    fields = [item for command in COMMANDS for item in command.options.model_fields.items()]
+    models = [ExchangeOptions, *(command.options for command in COMMANDS)]
+    fields = [item for model in models for item in model.model_fields.items()]
     built = {f"--{field.alias or name}" for name, field in fields}
     return frozenset(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | built | foreign
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from data.errors import DataError
-from evaluation.compositional import _pixels, read_aro
+from evaluation.compositional import pixels_of, read_aro
 from tests.evaluation.commands import evaluate
 from tests.evaluation.conftest import TOKENIZER
 from trainer.errors import ConfigError
@@ -122,7 +122,7 @@ def test_every_format_of_aro(
     model = opening.open_model(run_dir).model
     right: dict[str, list[float]] = {}
     for test in read_aro(Path(file), pictures, format_name):  # type: ignore[arg-type]
-        pixels = torch.from_numpy(_pixels(test, 16))[None]  # type: ignore[arg-type]
+        pixels = torch.from_numpy(pixels_of(test, 16))[None]  # type: ignore[arg-type]
         losses = []
         for caption in test.captions:
             tokens_L, mask_L = (torch.from_numpy(x)[None] for x in TOKENIZER.encode(caption, 32))

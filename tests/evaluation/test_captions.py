@@ -12,8 +12,7 @@ from PIL import Image
 
 from data.errors import DataError
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from evaluation import caption_metrics
-from evaluation.captions import CaptionOptions, CaptionWriter, picture_grid
+from evaluation.captions import CaptionOptions, CaptionWriter, caption_metrics, picture_grid, require_metrics
 from evaluation.sources.captioned import decoded, open_images
 from models.captioner import Captioner, build_captioner
 from models.generation import greedy_captions
@@ -105,11 +104,11 @@ def test_numbers_out_of_range(captioner: Captioner, options: CaptionOptions, mes
 def test_metrics_without_package_or_java(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pycocoevalcap", None)
     with pytest.raises(ConfigError, match=r"pip install -r requirements-captions\.txt"):
-        caption_metrics.require_metrics()
+        require_metrics()
     monkeypatch.setitem(sys.modules, "pycocoevalcap", ModuleType("pycocoevalcap"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="need a Java runtime"):
-        caption_metrics.require_metrics()
+        require_metrics()
 
 
 def test_metrics_of_captions() -> None:
@@ -118,12 +117,12 @@ def test_metrics_of_captions() -> None:
     if shutil.which("java") is None:
         pytest.skip("no java")
     references = {"x": ["a red circle above a star"], "y": ["two blue hearts in a row", "hearts"]}
-    perfect = caption_metrics.caption_metrics({"x": references["x"][0], "y": references["y"][0]}, references)
+    perfect = caption_metrics({"x": references["x"][0], "y": references["y"][0]}, references)
     assert perfect["BLEU-4"] == pytest.approx(1.0) and perfect["ROUGE-L"] == pytest.approx(1.0)
     assert perfect["CIDEr"] > 5
-    one = caption_metrics.caption_metrics({"x": "A red circle above nothing else!"}, {"x": references["x"]})
+    one = caption_metrics({"x": "A red circle above nothing else!"}, {"x": references["x"]})
     assert one["BLEU-1"] == pytest.approx(4 / 6, abs=1e-6)
     with pytest.raises(ConfigError, match="y has no reference"):
-        caption_metrics.caption_metrics({"y": "hearts"}, {})
-    empty = caption_metrics.caption_metrics({"x": "", "y": "hearts"}, references)
+        caption_metrics({"y": "hearts"}, {})
+    empty = caption_metrics({"x": "", "y": "hearts"}, references)
     assert 0 < empty["BLEU-1"] < 1

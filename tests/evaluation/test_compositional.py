@@ -62,10 +62,10 @@ def test_pairs_of_aro(tmp_path: Path) -> None:
     (test,) = read_aro(path, tmp_path, "vg-relation")
     assert test.captions == ("the horse is on the grass", "the grass is on the horse") and test.group == "on"
     assert read_aro(path, tmp_path, "vg-attribution")[0].group == "brown_green"
-    pixels = compositional._pixels(test, 16)
+    pixels = compositional.pixels_of(test, 16)
     assert pixels is not None
     assert (denormalize(pixels).reshape(-1, 3) == (0, 0, 255)).all()
-    whole = compositional._pixels(Choice(tmp_path / "a.png", ("x",), "g"), 16)
+    whole = compositional.pixels_of(Choice(tmp_path / "a.png", ("x",), "g"), 16)
     assert whole is not None  # squashed, not cropped: both halves are whole
     assert denormalize(whole)[8, 0].tolist() == [255, 0, 0] and denormalize(whole)[8, 15].tolist() == [0, 0, 255]
 

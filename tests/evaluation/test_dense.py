@@ -11,9 +11,21 @@ import torch
 from PIL import Image
 
 from data.errors import DataError
-from evaluation.dense import metrics
-from evaluation.dense.heads import DenseOptions, boxes_of, cell_targets, detection_scores, prepare, segmentation_scores
-from evaluation.dense.metrics import Detections, average_precision, confusion, mean_iou, overlaps, pixel_accuracy
+from evaluation.dense.heads import (
+    THRESHOLDS,
+    DenseOptions,
+    Detections,
+    average_precision,
+    boxes_of,
+    cell_targets,
+    confusion,
+    detection_scores,
+    mean_iou,
+    overlaps,
+    pixel_accuracy,
+    prepare,
+    segmentation_scores,
+)
 from evaluation.dense.sources import IGNORED, Objects, SyntheticShapes, decode_segmentation, open_dense
 from evaluation.sources.records import encode_png
 from tests.models.tiny import tiny_captioner
@@ -220,4 +232,4 @@ def test_heads_learn_on_a_random_encoder() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     with pytest.raises(DataError, match="needs boxes"):
         detection_scores(replace(pictures, objects=None), pictures, 10, options)
-    assert metrics.THRESHOLDS[5] == pytest.approx(0.75)
+    assert THRESHOLDS[5] == pytest.approx(0.75)

@@ -9,8 +9,16 @@ import torch
 
 from data.errors import DataError
 from evaluation.encoder import encoder_of
-from evaluation.few_shot import Shots, few_shot_probe, split, unit_rows
-from evaluation.fine_tuning import FineTuneOptions, _start, classifier_accuracy, fine_tune
+from evaluation.few_shot import (
+    FineTuneOptions,
+    Shots,
+    classifier_accuracy,
+    few_shot_probe,
+    fine_tune,
+    split,
+    starting_classifier,
+    unit_rows,
+)
 from evaluation.sources.labelled import ArrayImages
 from models.adapters import adapters
 from tests.evaluation.commands import evaluate
@@ -108,7 +116,7 @@ def test_fine_tuning_starts_from_what_adapters_made(tmp_path: Path) -> None:
     """Their correction is in the weights, all of which are trained: the start computes the same."""
     encoder = encoder_of(open_model(adapted(tmp_path)).model)
     assert any(adapters(encoder))
-    start = _start(encoder, 3, FineTuneOptions())
+    start = starting_classifier(encoder, 3, FineTuneOptions())
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(start.encoder(images), encoder(images), atol=1e-5, rtol=1e-5)
     plain = {name: p for name, p in encoder.named_parameters() if "adapter" not in name}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.retrieval import recalls, same_texts
+from evaluation.scoring import recalls, same_texts
 
 
 def test_recalls_are_counts_over_sorted_answers() -> None:

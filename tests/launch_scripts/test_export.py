@@ -298,7 +298,7 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
         "FILE and OUT expected, got 1 paths": ("--import", "vip", out),
         "--provenance is for --import": (*hf, "--provenance", "public", out),
         "--format is for --checkpoint": ("--import", "vip", "--format", "hf", broken, out),
-        "--num_heads must be positive, got -1": ("--import", "vip", broken, out, "--num_heads", -1),
+        "--num_heads must be at least 1, got -1": ("--import", "vip", broken, out, "--num_heads", -1),
         "is there and not empty": (*hf, tmp_path / "full"),
         "neither a checkpoint nor a run folder": ("--checkpoint", tmp_path / "none", "--format", "hf", out),
         "there is no weight file": ("--import", "vip", tmp_path / "none", out),

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from models.captioner import Captioner
-from models.generation import greedy_captions
-from models.incremental import IncrementalDecoder
-from models.search import beam_captions, nucleus, sampled_captions
+from models.generation import IncrementalDecoder, beam_captions, greedy_captions, nucleus, sampled_captions
 from tests.models.tiny import VOCAB, tiny_captioner
 
 VARIANTS = [

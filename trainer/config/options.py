@@ -7,7 +7,8 @@
         "how often the data are seen"
 
 A field is the option of its name (or alias), and the string below it is the option's help. A field without a default is required;
-a bool is a switch; a Literal has choices; a tuple takes one value or more, and an optional tuple takes none, too.
+a bool is a switch, and an optional one has a --no- form; a Literal has choices; a tuple takes one value or more, and an optional
+tuple takes none, too.
 """
 
 import argparse
@@ -62,7 +63,8 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _gives_one_of(self) -> Self:
         if self.ONE_OF and sum(getattr(self, name) is not None for name in self.ONE_OF) != 1:
-            raise ValueError(f"give exactly one of {' and '.join(f'--{name}' for name in self.ONE_OF)}")
+            flags = [f"--{type(self).model_fields[name].alias or name}" for name in self.ONE_OF]
+            raise ValueError(f"give exactly one of {' and '.join(flags)}")
         return self
 
 
@@ -93,7 +95,7 @@ def _settings(field: FieldInfo, shown: Shown) -> dict[str, Any]:
     is_optional = NoneType in parts
     kind = next(part for part in parts if part is not NoneType) if is_optional else field.annotation
     if kind is bool:
-        return settings | {"action": "store_true"}
+        return settings | {"action": argparse.BooleanOptionalAction if is_optional else "store_true"}
     settings["metavar"] = shown.metavar
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
