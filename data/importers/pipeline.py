@@ -29,7 +29,7 @@ from data.index.tar_writer import Example, write_shard
 from data.reading.pool import run_all
 from data.reading.reader import parse_example
 
-IMPORTER_VERSION = 2
+IMPORTER_VERSION = 1
 REPORT = "import-report.json"
 _WORK = ".import"
 Advance = Callable[[str, int, int], None]

@@ -168,7 +168,7 @@ def _keep_known(index_dir: Path, shards: ShardSet, statuses: dict[str, ShardStat
     try:
         old = ExampleTable.open(index_dir, shards.root, check_shards=False)
     except DataError:
-        return  # none, an older format or damaged: everything is read
+        return  # There is no index that can be used, so every shard is read.
     for ordinal, entry in enumerate(old.entries):
         status = statuses.get(entry.name)
         part = parts / _part_name(entry.name)
@@ -201,7 +201,7 @@ def _is_part_of(status: ShardStatus, path: Path) -> bool:
     try:
         entry, rows = _read_part(path)
     except (OSError, ValueError, TypeError):
-        return False  # of another format
+        return False  # A damaged part is read again.
     return len(rows) == entry.count * ROW.itemsize and bool(status.version) and status == (entry.size, entry.version)
 
 

@@ -28,7 +28,7 @@ from data.index.tar_format import BLOCK
 from data.reading.records import ReadRequest, RemoteOptions, ShardEntry, ShardStatus
 from data.reading.storage import Storage, open_storage, require_present
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 1
 """It changes whenever shards that were accepted are no longer, so that no index of such a shard is used."""
 MANIFEST = "manifest.json"
 _LOCAL = RemoteOptions()

@@ -149,7 +149,7 @@ def test_a_list_of_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         build_index(found, tmp_path / "index", exclude=found.names)
 
 
-def test_an_index_and_parts_of_an_older_format_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_and_parts_of_another_format_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be of shards that are refused now."""
     shards = make_shards(tmp_path / "shards", 3)
     spoil_last = shards[2].read_bytes()
