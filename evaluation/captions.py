@@ -23,7 +23,7 @@ from PIL import Image
 
 from data.examples.tokenizer import CaptionTokenizer
 from data.examples.transforms import denormalize
-from data.synthetic.sheet import contact_sheet
+from data.synthetic.render import contact_sheet
 from models.captioner import Captioner
 from models.generation import beam_captions, sampled_captions
 from trainer.errors import ConfigError

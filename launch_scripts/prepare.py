@@ -5,55 +5,172 @@ mpirun -n 16 python launch_scripts/prepare.py index 'https://host/train-{000..12
 python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/ --sample 1000
 python launch_scripts/prepare.py import --from coco captions_train2017.json --image_root train2017/ --output coco/
 python launch_scripts/prepare.py synthetic --output synthetic/ --num_examples 1000000
+
+Each command is a function of its options, which a notebook can call: index(IndexOptions(shards="shards/")).
 """
 
 import argparse
+import functools
+import inspect
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from pydantic import ConfigDict, Field
 from rich.console import Console
-from rich.progress import track
+from rich.markup import escape
+from rich.progress import Progress, TaskID
+from rich.table import Table
 
 from data.errors import DataError
-from data.importers.command import add_import
 from data.index.build import build_index
 from data.index.shards import find_shards, read_shard_list
 from data.index.tar_index import ExampleTable
 from data.index.verify import STATES, verify_hashes, verify_sample
 from data.reading.pool import available_cores, worker_pool
 from data.reading.records import RemoteOptions
-from data.synthetic.command import add_synthetic
 from trainer.config.cli import Parser, run_command
+from trainer.config.options import Options, Shown, add_options, parse_options
+
+if TYPE_CHECKING:
+    from data.importers.items import Source
 
 _STDERR = Console(stderr=True)
+_PREVIEW, _MAX_PREVIEW = 36, 120
 
 
-def index(arguments: argparse.Namespace) -> int:
+class PrepareOptions(Options):
+    """Options of every command."""
+
+    model_config = ConfigDict(validate_by_name=True)
+
+    workers: Annotated[int, Shown("N")] = Field(default_factory=available_cores)
+    """processes (default: one per core)"""
+
+
+class ShardOptions(PrepareOptions):
+    """Options of commands that read shards."""
+
+    shards: Annotated[str, Shown("SHARDS", is_positional=True)]
+    """comma list of tar files, globs, folders, ranges: train-{000..127}.tar, or of URLs with ranges"""
+    allow_plain_http: bool = False
+    """see data.remote.allow_plain_http"""
+
+
+class IndexOptions(ShardOptions):
+    """Options of `index`."""
+
+    output: Annotated[Path | None, Shown("DIR")] = None
+    """folder for the index, private (default: SHARDS/index of a folder)"""
+    exclude: Annotated[Path | None, Shown("FILE")] = None
+    """shards that stay out of the index, one per line"""
+
+
+class VerifyOptions(ShardOptions):
+    """Options of `verify`."""
+
+    index: Annotated[Path, Shown("DIR")]
+    """what `index` wrote"""
+    sample: Annotated[int | None, Shown("N")] = None
+    """decode N random examples instead of hashing everything"""
+    caption_field: Annotated[str | None, Shown("NAME")] = None
+    """data.caption_field of the recipe, for --sample"""
+    label_field: Annotated[str | None, Shown("NAME")] = None
+    """data.label_field of the recipe, for --sample"""
+
+
+class ImportOptions(PrepareOptions):
+    """Options of `import`."""
+
+    source: Annotated[str, Shown("SRC", is_positional=True)]
+    """a folder, a file, or for webdataset a pattern of shards"""
+    source_format: Annotated[
+        Literal["folder", "csv", "jsonl", "coco", "parquet", "webdataset"], Field(alias="from")
+    ]  # fmt: skip
+    """what SRC is"""
+    output: Annotated[Path, Shown("DIR")]
+    """an empty folder for the shards (private)"""
+    image_column: Annotated[str, Shown("NAME")] = "image"
+    """column of paths or bytes (default: image)"""
+    caption_column: Annotated[str, Shown("NAME")] = "caption"
+    """column or field (default: caption)"""
+    label_column: Annotated[str | None, Shown("NAME")] = None
+    """column or field of whole numbers; default: the member cls of shards, the file .cls next to an image"""
+    image_root: Annotated[Path | None, Shown("DIR")] = None
+    """folder that image paths start from (default: that of SRC)"""
+    size: Annotated[int, Shown("PIXELS")] = 256
+    """images are shrunk to this (default: 256)"""
+    side: Literal["shortest", "longest"] = "shortest"
+    """which side (default: shortest)"""
+    min_side: Annotated[int, Shown("PIXELS")] = 16
+    """drop smaller images (default: 16)"""
+    image_format: Annotated[Literal["jpg", "webp", "png"], Field(alias="format")] = "jpg"
+    """format of the images (default: jpg)"""
+    quality: int = 90
+    """quality of jpg and webp (default: 90)"""
+    duplicate_distance: Annotated[int, Shown("BITS")] = 4
+    """near copies differ in at most this many bits, 0 to 10 (default: 4)"""
+    keep_near_duplicates: bool = False
+    """remove exact copies only"""
+    owner_field: Annotated[str | None, Shown("NAME")] = None
+    """column or field that says whose an example is"""
+    max_per_owner: Annotated[int | None, Shown("K")] = None
+    """keep at most K examples of an owner"""
+    seed: int = 0
+    """seed of the choice among an owner's examples (default: 0)"""
+    shard_examples: Annotated[int, Shown("K")] = 5000
+    """examples per shard (default: 5000)"""
+    prefix: str = "train"
+    """how the shards' names begin (default: train)"""
+
+
+class SyntheticOptions(PrepareOptions):
+    """Options of `synthetic`."""
+
+    output: Annotated[Path | None, Shown("DIR")] = None
+    """folder for the shards"""
+    num_examples: Annotated[int | None, Shown("N")] = None
+    """how many (default with --preview: 36)"""
+    image_size: Annotated[int, Shown("PIXELS")] = 224
+    """side of a picture (default: 224)"""
+    seed: int = 0
+    """seed of the generator (default: 0)"""
+    content: Literal["all", "shapes"] = "all"
+    """shapes: plain ones only (default: all)"""
+    image_format: Annotated[Literal["jpg", "webp", "png"], Field(alias="format")] = "jpg"
+    """format of the pictures (default: jpg)"""
+    shard_examples: Annotated[int, Shown("K")] = 5000
+    """examples per shard (default: 5000)"""
+    preview: Annotated[Path | None, Shown("PNG")] = None
+    """write a contact sheet with captions"""
+
+
+def index(options: IndexOptions) -> ExampleTable | None:
     """Builds the index of a set of shards, or brings it up to date: shards that it knows are not read again.
 
-    A build that was stopped goes on where it was. Under `mpirun -n N` the other ranks are the workers. Bad shards are listed
-    in DIR/bad-shards.txt, which --exclude takes.
+    A build that was stopped goes on where it was. Under `mpirun -n N` the other ranks are the workers, and get None. Bad shards
+    are listed in DIR/bad-shards.txt, which --exclude takes.
     """
-    folder = Path(arguments.shards).expanduser()
-    output = arguments.output or folder / "index"
-    if arguments.output is None and not folder.is_dir():
+    folder = Path(options.shards).expanduser()
+    if options.output is None and not folder.is_dir():
         raise DataError(
-            f"--output is missing; only where SHARDS is one folder, which {arguments.shards} is not, has it a default"
+            f"--output is missing; only where SHARDS is one folder, which {options.shards} is not, has it a default"
         )
-    with worker_pool(arguments.workers) as pool:
+    output = options.output or folder / "index"
+    with worker_pool(options.workers) as pool:
         if not pool.is_main:
-            return 0
-        shards = find_shards(arguments.shards, Path.cwd())
+            return None
+        shards = find_shards(options.shards, Path.cwd())
         start = time.perf_counter()
         table = build_index(
             shards,
             output,
-            exclude=read_shard_list(arguments.exclude, shards) if arguments.exclude else (),
-            remote=_remote(arguments),
+            exclude=read_shard_list(options.exclude, shards) if options.exclude else (),
+            remote=RemoteOptions(allow_plain_http=options.allow_plain_http),
             executor=pool.executor,
             progress=_STDERR.is_terminal,
         )
@@ -66,79 +183,194 @@ def index(arguments: argparse.Namespace) -> int:
         print(
             f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example", file=sys.stderr
         )
-    return 0
+    return table
 
 
-def verify(arguments: argparse.Namespace) -> int:
+def verify(options: VerifyOptions) -> None:
     """Hashes all shards again and notes their present times, or decodes a sample of the examples."""
-    with worker_pool(arguments.workers) as pool:
+    with worker_pool(options.workers) as pool:
         if not pool.is_main:
-            return 0
-        shards = find_shards(arguments.shards, Path.cwd())
-        table = ExampleTable.open(arguments.index, shards.root, remote=_remote(arguments), check_shards=False)
+            return
+        shards = find_shards(options.shards, Path.cwd())
+        remote = RemoteOptions(allow_plain_http=options.allow_plain_http)
+        table = ExampleTable.open(options.index, shards.root, remote=remote, check_shards=False)
         table.require_shards(shards)
-        if arguments.sample is None:
-            verify_hashes(table, pool.executor, _bar("hashing", len(table.entries)))
-            print(f"{len(table.entries)} shards with {len(table)} examples are what was indexed")
-            return 0
-        size = min(arguments.sample, len(table))
-        counts = verify_sample(table, size, arguments.caption_field, _bar("decoding", size), arguments.label_field)
-        print(f"{size} of {len(table)} examples: " + ", ".join(f"{counts[state]} {state}" for state in STATES))
-    return 0
+        with _progress() as bar:
+            if options.sample is None:
+                track = functools.partial(bar.track, total=len(table.entries), description="hashing")
+                verify_hashes(table, pool.executor, track)
+                result = f"{len(table.entries)} shards with {len(table)} examples are what was indexed"
+            else:
+                size = min(options.sample, len(table))
+                track = functools.partial(bar.track, total=size, description="decoding")
+                counts = verify_sample(table, size, options.caption_field, track, options.label_field)
+                result = f"{size} of {len(table)} examples: " + ", ".join(
+                    f"{counts[state]} {state}" for state in STATES
+                )
+    print(result)
 
 
-def _bar(what: str, total: int) -> Callable[[Iterable], Iterable]:
-    """A progress bar on a terminal, nothing elsewhere."""
-    if not _STDERR.is_terminal:
-        return lambda items: items
-    return lambda items: track(items, what, total=total, console=_STDERR, transient=True)
+def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
+    """Imports image-text pairs from elsewhere as clean, deduplicated tar shards; the same command again goes on after a kill.
 
+    Copies multiply the privacy loss, so they are removed; the report says what was dropped and why. The report is private: it
+    counts private data without noise. Ranks of MPI that are workers get None.
+    """
+    from data.importers.convert import Conversion
+    from data.importers.pipeline import REPORT, Settings, import_examples
 
-def _remote(arguments: argparse.Namespace) -> RemoteOptions:
-    return RemoteOptions(allow_plain_http=arguments.allow_plain_http)
-
-
-def _add_reading(parser: argparse.ArgumentParser) -> None:
-    cores = available_cores()
-    parser.add_argument("--workers", type=int, default=cores, metavar="N", help=f"processes (default: {cores} cores)")
-    parser.add_argument("--allow_plain_http", action="store_true", help="see data.remote.allow_plain_http")
-
-
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; a bad argument is a ConfigError (exit 2)."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser: argparse.ArgumentParser = Parser(prog="prepare.py", description=__doc__, formatter_class=formatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    shards_help = "comma list of tar files, globs, folders, ranges: train-{000..127}.tar, or of URLs with ranges"
-
-    sub = commands.add_parser("index", help="index tar shards for random access", description=index.__doc__)
-    sub.add_argument("shards", metavar="SHARDS", help=shards_help)
-    sub.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder for the index, private (default: SHARDS/index of a folder)"
+    settings = Settings(
+        source_format=options.source_format,
+        conversion=Conversion(
+            size=options.size,
+            side=options.side,
+            min_side=options.min_side,
+            image_format=options.image_format,
+            quality=options.quality,
+            needs_owner=options.owner_field is not None,
+        ),
+        duplicate_distance=None if options.keep_near_duplicates else options.duplicate_distance,
+        owner_field=options.owner_field,
+        max_per_owner=options.max_per_owner,
+        seed=options.seed,
+        shard_examples=options.shard_examples,
+        prefix=options.prefix,
     )
-    sub.add_argument("--exclude", type=Path, metavar="FILE", help="shards that stay out of the index, one per line")
-    _add_reading(sub)
-    sub.set_defaults(run=index)
+    with worker_pool(options.workers) as pool:
+        if not pool.is_main:
+            return None
+        source = _source(options)
+        with _progress() as bar:
+            tasks: dict[str, TaskID] = {}
 
-    sub = commands.add_parser("verify", help="check shards against their index", description=verify.__doc__)
-    sub.add_argument("shards", metavar="SHARDS", help=shards_help)
-    sub.add_argument("--index", type=Path, required=True, metavar="DIR", help="what `index` wrote")
-    sub.add_argument("--sample", type=int, metavar="N", help="decode N random examples instead of hashing everything")
-    sub.add_argument("--caption_field", metavar="NAME", help="data.caption_field of the recipe, for --sample")
-    sub.add_argument("--label_field", metavar="NAME", help="data.label_field of the recipe, for --sample")
-    _add_reading(sub)
-    sub.set_defaults(run=verify)
+            def advance(stage: str, done: int, total: int) -> None:
+                if stage not in tasks:
+                    tasks[stage] = bar.add_task(stage, total=total)
+                bar.advance(tasks[stage], done)
 
-    add_import(commands)
-    add_synthetic(commands)
-    return parser.parse_args(arguments)
+            report = import_examples(source, options.output, settings, executor=pool.executor, advance=advance)
+    table = Table(title="Import (private: counts without noise)")
+    table.add_column("what")
+    table.add_column("items", justify="right")
+    table.add_column("for example", style="dim")
+    table.add_row("read", f"{report['read']:,}", "")
+    for reason, count in report["dropped"].items():
+        samples = ", ".join(report["samples"].get(reason, [])[:2])
+        table.add_row(f"dropped: {report['reasons'][reason]}", f"{count:,}", escape(samples))
+    table.add_row("written", f"{report['written']:,}", "")
+    Console().print(table)
+    print(f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private")
+    return report
 
 
-def main() -> int:
-    """Runs the chosen command."""
-    arguments = parse_args()
-    result: int = arguments.run(arguments)
-    return result
+def _source(options: ImportOptions) -> "Source":
+    from data.importers.folders import folder_source
+    from data.importers.parquet import parquet_source
+    from data.importers.shards import shard_source
+    from data.importers.tables import Columns, coco_source, table_source
+
+    columns = Columns(options.image_column, options.caption_column, options.owner_field, options.label_column)
+    path, root = Path(options.source), options.image_root
+    if root is not None and not root.is_dir():
+        raise DataError(f"there is no folder {root}")
+    if options.source_format == "webdataset":
+        field = None if options.caption_column == "caption" else options.caption_column
+        return shard_source(options.source, columns, field)
+    if not path.exists():
+        raise DataError(f"there is no {path}")
+    if options.source_format == "folder":
+        return folder_source(path, columns)
+    if options.source_format == "parquet":
+        return parquet_source(path, columns, root)
+    if options.source_format == "coco":
+        return coco_source(path, columns, root)
+    suffixes = {"csv": (".csv", ".tsv"), "jsonl": (".jsonl", ".ndjson")}[options.source_format]
+    if path.suffix.lower() not in suffixes:
+        raise DataError(f"{path} does not end in {' or '.join(suffixes)}")
+    return table_source(path, columns, root)
+
+
+def synthetic(options: SyntheticOptions) -> None:
+    """Writes shards of synthetic pictures with captions, a contact sheet of some, or both."""
+    from data.synthetic.generate import SyntheticData
+    from data.synthetic.render import contact_sheet
+    from data.synthetic.write import Settings, write_synthetic
+
+    if options.output is None and options.preview is None:
+        raise DataError("give --output DIR for shards, --preview PNG for a contact sheet, or both")
+    if options.preview is not None:
+        generator = SyntheticData(options.seed, options.image_size, options.content)
+        count = max(min(options.num_examples or _PREVIEW, _MAX_PREVIEW), 1)
+        examples = [generator.example(number) for number in range(count)]
+        sheet = contact_sheet([e.image_HWC for e in examples], [e.caption for e in examples])
+        try:
+            sheet.save(options.preview, "PNG")
+        except OSError as error:
+            raise DataError(f"cannot write {options.preview}: {error.strerror or error}") from error
+        print(f"{count} examples: {options.preview}")
+    if options.output is None:
+        return
+    if options.num_examples is None:
+        raise DataError("give --num_examples N for the shards in --output")
+    settings = Settings(
+        options.num_examples,
+        options.image_size,
+        options.seed,
+        options.image_format,
+        options.shard_examples,
+        options.content,
+    )
+    with worker_pool(options.workers) as pool:
+        if not pool.is_main:
+            return
+        with _progress() as bar:
+            advance = functools.partial(bar.advance, bar.add_task("drawing", total=settings.num_examples))
+            provenance = write_synthetic(options.output, settings, executor=pool.executor, advance=advance)
+    print(f"{settings.num_examples} examples in {settings.num_shards} shards, with {provenance.name}: {options.output}")
+
+
+def _progress() -> Progress:
+    """Bars on a terminal, nothing elsewhere."""
+    return Progress(console=_STDERR, transient=True, disable=not _STDERR.is_terminal)
+
+
+class Command(NamedTuple):
+    """A subcommand: its help in one line, its options and the function that takes them."""
+
+    name: str
+    help: str
+    options: type[PrepareOptions]
+    run: Callable[[Any], object]
+
+
+COMMANDS = (
+    Command("index", "index tar shards for random access", IndexOptions, index),
+    Command("verify", "check shards against their index", VerifyOptions, verify),
+    Command("import", "import image-text pairs", ImportOptions, import_pairs),
+    Command("synthetic", "make synthetic image-caption shards", SyntheticOptions, synthetic),
+)
+
+
+def parse_args(arguments: list[str] | None = None) -> PrepareOptions:
+    """The options of the chosen command; a bad argument is a ConfigError (exit 2)."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="prepare.py", description=__doc__, formatter_class=formatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = commands.add_parser(
+            command.name, help=command.help, description=inspect.getdoc(command.run), formatter_class=formatter
+        )
+        add_options(sub, command.options)
+    options = parse_options(parser, arguments)
+    assert isinstance(options, PrepareOptions)
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the chosen command; by default that of the process."""
+    options = parse_args(arguments)
+    next(command for command in COMMANDS if command.options is type(options)).run(options)
+    return 0
 
 
 if __name__ == "__main__":

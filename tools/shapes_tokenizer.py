@@ -2,7 +2,7 @@
 
     python tools/shapes_tokenizer.py
 
-Its words are those that `data/synthetic/plain.py` can say, so it is public. A small study trains faster and, under differential
+Its words are those that `data/synthetic/compose.py` can say, so it is public. A small study trains faster and, under differential
 privacy, better with 50 words than with the embedded tokenizer's 4,096: fewer parameters, fewer tokens per caption.
 """
 

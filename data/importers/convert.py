@@ -1,26 +1,46 @@
-"""One part of a source -> a file of converted examples, and what the choice among all examples needs to know of them."""
+"""One part of a source -> a file of converted examples, and what the choice among all examples needs to know of them.
+
+Captions are cleaned by fixed rules that look at one caption alone, in this order: HTML entities are resolved and tags removed;
+Unicode is brought to NFC; web and e-mail addresses are removed; control, format and unassigned characters become spaces; runs of
+white space become one space; surrounding quotes are removed; more than MAX_CHARACTERS are cut at the last whole word. Repeated
+until nothing changes. What has no letter left is no caption. Images are decoded, resized and encoded again, which drops all
+metadata (places, cameras, names).
+"""
 
 import hashlib
+import html
+import io
 import json
-import os
+import math
+import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from PIL import Image, ImageOps
+from scipy.fft import dctn
 
 from data.errors import DataError, DecodeError, ReadError
+from data.examples.transforms import decode, to_rgb
 from data.files import named_when_whole
-from data.importers.captions import clean_caption
-from data.importers.images import encoded, perceptual_hash, resized
 from data.importers.items import Item, Part
-from data.importers.owners import DIGEST_BYTES, owner_digest
 from data.index.tar_writer import Example, write_shard
 
 SIDES = ("shortest", "longest")
 FORMATS = ("jpg", "webp", "png")
+DIGEST_BYTES = 16
+MAX_CHARACTERS = 1000
+_TAG = re.compile(r"</?[a-zA-Z][^<>]{0,500}>")
+_ADDRESS = re.compile(r"(?:https?://|www\.)\S+|[\w.+-]+@[\w-]+\.[\w.-]+", re.IGNORECASE)
+_NO_TEXT = ("Cc", "Cf", "Cs", "Co", "Cn")
+_QUOTES = "\"'“”‘’«»„`"
+_HASH_SIDE = 8
+_THUMB = 32
+_FLAT = 2.0  # standard deviation of gray values below which a picture has no structure to compare
 _SAMPLES = 3
 _ARRAYS = ("digests_ND", "hashes_N", "has_hash_N", "owners_ND")
 
@@ -30,11 +50,11 @@ class Conversion:
     """How an example is made.
 
     Attributes:
-        size: in pixels, of the side that `side` names; smaller images stay as they are.
+        size: pixels of the side that `side` names; smaller images stay as they are.
         side: shortest or longest.
         min_side: images with a shorter side below this are dropped.
         image_format: one of FORMATS.
-        quality: of jpg and webp, 1 to 100.
+        quality: 1 to 100, where the format is jpg or webp.
         needs_owner: examples without an owner are dropped.
     """
 
@@ -62,7 +82,7 @@ class Converted(NamedTuple):
         owners_ND: uint8.
         dropped: reason -> number of items.
         samples: reason -> a few keys.
-        num_items: in the part.
+        num_items: how many items the part has.
     """
 
     digests_ND: np.ndarray
@@ -75,7 +95,7 @@ class Converted(NamedTuple):
 
 
 def part_path(work: Path, number: int) -> Path:
-    """File of a part's examples; beside it, with suffix .npz, is what is known of them."""
+    """File of a part's examples; the file of the same name with suffix .npz holds what is known of them."""
     return work / f"part-{number:06d}.tar"
 
 
@@ -89,7 +109,7 @@ def convert_part(work: Path, number: int, part: Part, conversion: Conversion) ->
     facts = part_path(work, number).with_suffix(".npz")
     if not facts.exists():
         rows = _Rows()
-        write_shard(part_path(work, number), _examples(number, part, conversion, rows))
+        write_shard(part_path(work, number), rows.examples(number, part, conversion))
         with named_when_whole(facts) as temporary, open(temporary, "wb") as file:
             rows.save(file)
     return load_converted(work, number).num_items
@@ -104,7 +124,7 @@ def load_converted(work: Path, number: int) -> Converted:
 
 
 class _Rows:
-    """Grows while a part is converted."""
+    """What is known of the examples of a part; it grows while the part is converted."""
 
     def __init__(self) -> None:
         self.digests: list[bytes] = []
@@ -113,19 +133,62 @@ class _Rows:
         self.dropped: Counter[str] = Counter()
         self.samples: defaultdict[str, list[str]] = defaultdict(list)
 
-    def drop(self, reason: str, key: str) -> None:
-        self.dropped[reason] += 1
-        if len(self.samples[reason]) < _SAMPLES:
-            self.samples[reason].append(key)
+    def examples(self, number: int, part: Part, conversion: Conversion) -> Iterator[Example]:
+        """The examples of the part; what is dropped is noted."""
+        for place, item in enumerate(part.items()):
+            members = item.problem or self.members(item, conversion)
+            if isinstance(members, str):
+                self.dropped[members] += 1
+                if len(self.samples[members]) < _SAMPLES:
+                    self.samples[members].append(item.key)
+            else:
+                yield f"{number:06d}{place:06d}", members
 
-    def save(self, file: "os.PathLike[str] | object") -> None:
+    def members(self, item: Item, conversion: Conversion) -> dict[str, bytes] | str:
+        """The members of an example, which is noted, or the reason why there are none."""
+        if item.image is None:
+            return "missing_image"
+        if conversion.needs_owner and item.owner is None:
+            return "no_owner"
+        try:
+            data = item.image if isinstance(item.image, bytes) else item.image.read_bytes()
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return "missing_image"
+        except OSError as error:  # a broken disk must not look like bad data
+            raise ReadError(f"cannot read {item.image}: {error.strerror or error}") from error
+        captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
+        try:
+            image = resized(data, conversion.size, conversion.side)
+        except DecodeError:
+            return "undecodable_image"
+        if min(image.size) < conversion.min_side:
+            return "small_image"
+        if not captions and item.label is None:
+            return "no_caption"
+        digest = hashlib.sha256(f"{image.width} {image.height} ".encode() + image.tobytes())
+        digest.update("".join(captions[:1]).encode("utf-8"))
+        if item.label is not None:
+            digest.update(f" label {item.label}".encode())
+        self.digests.append(digest.digest()[:DIGEST_BYTES])
+        self.hashes.append(perceptual_hash(image))
+        self.owners.append(owner_digest(item.owner or ""))
+        members = {conversion.image_format: encoded(image, conversion.image_format, conversion.quality)}
+        if captions:
+            members["txt"] = captions[0].encode("utf-8")
+        if item.label is not None:
+            members["cls"] = str(item.label).encode()
+        if len(captions) > 1:
+            members["json"] = json.dumps({"captions": captions}, ensure_ascii=False).encode("utf-8")
+        return members
+
+    def save(self, file: BinaryIO) -> None:
         notes = {
             "dropped": self.dropped,
             "samples": self.samples,
             "num_items": len(self.digests) + self.dropped.total(),
         }
         np.savez(
-            file,  # type: ignore[arg-type]
+            file,
             digests_ND=np.frombuffer(b"".join(self.digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
             hashes_N=np.array([value or 0 for value in self.hashes], dtype=np.uint64),
             has_hash_N=np.array([value is not None for value in self.hashes], dtype=bool),
@@ -134,64 +197,74 @@ class _Rows:
         )
 
 
-def _examples(number: int, part: Part, conversion: Conversion, rows: _Rows) -> Iterator[Example]:
-    for place, item in enumerate(part.items()):
-        reason = item.problem or _unusable(item, conversion)
-        if reason is None:
-            members = _members(item, conversion, rows)
-            if isinstance(members, str):
-                reason = members
-            else:
-                yield f"{number:06d}{place:06d}", members
-        if reason is not None:
-            rows.drop(reason, item.key)
+def owner_digest(owner: str) -> bytes:
+    """What an import keeps of an owner's name."""
+    return hashlib.blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"owner").digest()
 
 
-def _unusable(item: Item, conversion: Conversion) -> str | None:
-    if item.image is None:
-        return "missing_image"
-    return "no_owner" if conversion.needs_owner and item.owner is None else None
+def clean_caption(text: str) -> str | None:
+    """The caption, or None where nothing readable is left; cleaning twice changes nothing more."""
+    text = text[: 20 * MAX_CHARACTERS]
+    before: str | None = None
+    while text != before:  # What one rule uncovers, an earlier one may have to remove.
+        before = text
+        text = unicodedata.normalize("NFC", _TAG.sub(" ", html.unescape(text)))
+        text = _ADDRESS.sub(" ", text)
+        text = "".join(" " if unicodedata.category(c) in _NO_TEXT else c for c in text)
+        text = " ".join(text.split()).strip(_QUOTES + " ")
+        if len(text) > MAX_CHARACTERS:
+            text = text[:MAX_CHARACTERS].rpartition(" ")[0] or text[:MAX_CHARACTERS]
+    return text if any(c.isalpha() for c in text) else None
 
 
-def _members(item: Item, conversion: Conversion, rows: _Rows) -> dict[str, bytes] | str:
-    """The members of the example, or the reason why there are none."""
-    data = _bytes_of(item)
-    if data is None:
-        return "missing_image"
-    captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
-    try:
-        image = resized(data, conversion.size, conversion.side)
-    except DecodeError:
-        return "undecodable_image"
-    if min(image.size) < conversion.min_side:
-        return "small_image"
-    if not captions and item.label is None:
-        return "no_caption"
-    digest = hashlib.sha256(f"{image.width} {image.height} ".encode() + image.tobytes())
-    digest.update("".join(captions[:1]).encode("utf-8"))
-    if item.label is not None:
-        digest.update(f" label {item.label}".encode())
-    rows.digests.append(digest.digest()[:DIGEST_BYTES])
-    rows.hashes.append(perceptual_hash(image))
-    rows.owners.append(owner_digest(item.owner or ""))
-    payload = encoded(image, conversion.image_format, conversion.quality)
-    members = {conversion.image_format: payload}
-    if captions:
-        members["txt"] = captions[0].encode("utf-8")
-    if item.label is not None:
-        members["cls"] = str(item.label).encode()
-    if len(captions) > 1:
-        members["json"] = json.dumps({"captions": captions}, ensure_ascii=False).encode("utf-8")
-    return members
+def resized(data: bytes, size: int, side: str) -> Image.Image:
+    """RGB, upright, its shorter or longer side at most `size` pixels; never enlarged.
+
+    Args:
+        data: an encoded image.
+        size: in pixels.
+        side: "shortest" or "longest".
+
+    Raises:
+        DecodeError: the bytes are no usable image.
+    """
+    reference = min if side == "shortest" else max
+
+    def shrunk(image: Image.Image) -> Image.Image:
+        scale = min(1.0, size / reference(image.size))
+        if image.format == "JPEG" and scale < 0.5:
+            image.draft(None, (math.ceil(image.width * scale * 2), math.ceil(image.height * scale * 2)))
+        rgb = to_rgb(ImageOps.exif_transpose(image))
+        scale = min(1.0, size / reference(rgb.size))
+        if scale == 1.0:
+            return rgb.copy()
+        shape = (max(1, round(rgb.width * scale)), max(1, round(rgb.height * scale)))
+        return rgb.resize(shape, Image.Resampling.BICUBIC)
+
+    return decode(data, shrunk)
 
 
-def _bytes_of(item: Item) -> bytes | None:
-    if isinstance(item.image, bytes):
-        return item.image
-    assert item.image is not None
-    try:
-        return item.image.read_bytes()
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+def encoded(image: Image.Image, image_format: str, quality: int) -> bytes:
+    """The image as jpg, webp or png, without metadata."""
+    buffer = io.BytesIO()
+    image.info.clear()
+    if image_format == "png":
+        image.save(buffer, "PNG")
+    else:
+        image.save(buffer, {"jpg": "JPEG", "webp": "WEBP"}[image_format], quality=quality)
+    return buffer.getvalue()
+
+
+def perceptual_hash(image: Image.Image) -> int | None:
+    """64 bits that change little when a picture is scaled, compressed or brightened; None for a featureless picture.
+
+    Signs of the 8 x 8 lowest frequencies of a 32 x 32 gray thumbnail around their median (pHash, Zauner 2010).
+    """
+    gray = image.convert("L").resize((_THUMB, _THUMB), Image.Resampling.BOX)
+    values = np.asarray(gray, dtype=np.float64)
+    if values.std() < _FLAT:
         return None
-    except OSError as error:  # a broken disk must not look like bad data
-        raise ReadError(f"cannot read {item.image}: {error.strerror or error}") from error
+    low = dctn(values, norm="ortho")[:_HASH_SIDE, :_HASH_SIDE].ravel()
+    low[0] = 0.0  # the mean brightness
+    bits = low > np.median(low[1:])
+    return int.from_bytes(np.packbits(bits).tobytes(), "big")

@@ -1,14 +1,13 @@
 """A folder of images, each with its caption (.txt or .json) or label (.cls) in a file of the same name, or a table for all."""
 
 import hashlib
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 from data.errors import DataError
 from data.importers.items import Item, Source, in_parts
-from data.importers.tables import Columns, captions_of, label_of, owner_of, table_source
+from data.importers.tables import Columns, label_of, table_source
+from data.reading.reader import json_record
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
@@ -31,7 +30,11 @@ def folder_source(folder: Path, columns: Columns) -> Source:
             return table_source(folder / name, columns, folder)
     root = folder.resolve()
     items, digest, seen = [], hashlib.sha256(), set[Path]()
-    for path in _images(root):
+    images = []
+    for parent, folders, files in os.walk(root, followlinks=False):
+        folders.sort()
+        images += [Path(parent, name) for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES]
+    for path in sorted(images):
         name = path.relative_to(root).as_posix()
         digest.update(f"{name} {path.lstat().st_size} {path.lstat().st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
         if path.is_symlink():
@@ -40,37 +43,18 @@ def folder_source(folder: Path, columns: Columns) -> Source:
             items.append(Item(name, None, (), None, "duplicate_key"))
         else:
             seen.add(path.with_suffix(""))
-            captions, owner, label = _sidecar(path, columns)
-            items.append(Item(name, path, captions, owner, label=label))
+            text = _text(path.with_suffix(".txt"))
+            record = json_record((_text(path.with_suffix(".json")) or "").encode())
+            captions = (text,) if text else columns.captions_in(record)
+            label = columns.label_in(record) if columns.label else label_of(_text(path.with_suffix(".cls")))
+            items.append(Item(name, path, captions, columns.owner_in(record), label=label))
     if not items:
         raise DataError(f"{folder} holds no images ({', '.join(IMAGE_SUFFIXES)}) and none of {', '.join(TABLES)}")
     return Source(in_parts(items), digest.hexdigest())
 
 
-def _images(root: Path) -> list[Path]:
-    found = []
-    for folder, folders, files in os.walk(root, followlinks=False):
-        folders.sort()
-        found += [Path(folder, name) for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES]
-    return sorted(found)
-
-
-def _sidecar(image: Path, columns: Columns) -> tuple[tuple[str, ...], str | None, int | None]:
-    """Captions, owner and label beside an image; what is no UTF-8 or no JSON holds none."""
-    captions: tuple[str, ...] = ()
-    text, record = _text(image.with_suffix(".txt")), _text(image.with_suffix(".json"))
-    fields: Any = {}
-    try:
-        fields = json.loads(record) if record else {}
-    except (ValueError, RecursionError):
-        record = None
-    fields = fields if isinstance(fields, dict) else {}
-    captions = (text,) if text else captions_of(fields.get(columns.caption))
-    label = fields.get(columns.label) if columns.label else _text(image.with_suffix(".cls"))
-    return captions, owner_of(fields.get(columns.owner)) if columns.owner else None, label_of(label)
-
-
 def _text(path: Path) -> str | None:
+    """The text next to an image; what is no UTF-8, linked or too long counts as none."""
     if path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_SIDECAR:
         return None
     try:

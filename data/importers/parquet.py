@@ -7,7 +7,7 @@ from typing import Any
 
 from data.errors import DataError
 from data.importers.items import Item, Part, Source, file_item
-from data.importers.tables import Columns, captions_of, file_fingerprint, label_of, owner_of, require_columns
+from data.importers.tables import Columns, file_fingerprint, require_columns
 
 _BATCH_ROWS = 64
 
@@ -27,24 +27,22 @@ class RowGroupPart:
         batches = opened.iter_batches(_BATCH_ROWS, row_groups=[self.row_group], columns=names)
         for number, batch in enumerate(batches):
             for place, row in enumerate(batch.to_pylist()):
-                yield self._item(row, f"{self.path.name}:{self.row_group}:{number * _BATCH_ROWS + place}")
-
-    def _item(self, row: dict[str, Any], key: str) -> Item:
-        image, captions = row[self.columns.image], captions_of(row.get(self.columns.caption))
-        owner = owner_of(row[self.columns.owner]) if self.columns.owner else None
-        label = label_of(row[self.columns.label]) if self.columns.label else None
-        if isinstance(image, dict):
-            image = image.get("bytes") or image.get("path")
-        if isinstance(image, str):
-            return file_item(self.image_root, image, captions, owner, label)
-        return Item(key, image if isinstance(image, bytes) else None, captions, owner, label=label)
+                image, captions = row[self.columns.image], self.columns.captions_in(row)
+                owner, label = self.columns.owner_in(row), self.columns.label_in(row)
+                if isinstance(image, dict):
+                    image = image.get("bytes") or image.get("path")
+                if isinstance(image, str):
+                    yield file_item(self.image_root, image, captions, owner, label)
+                else:
+                    key = f"{self.path.name}:{self.row_group}:{number * _BATCH_ROWS + place}"
+                    yield Item(key, image if isinstance(image, bytes) else None, captions, owner, label=label)
 
 
 def parquet_source(path: Path, columns: Columns, image_root: Path | None) -> Source:
     """A Parquet file, or a folder of them.
 
     Args:
-        path: of either.
+        path: the file or the folder.
         columns: which to use.
         image_root: what paths are relative to; the file's folder by default.
 

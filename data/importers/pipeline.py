@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,36 +19,37 @@ import numpy as np
 
 from data.errors import DataError
 from data.files import private_file, write_durably
-from data.importers.convert import Conversion, Converted, convert_part, load_converted, part_path
-from data.importers.duplicates import MAX_DISTANCE, exact_duplicates, near_duplicates
+from data.importers.convert import Conversion, convert_part, load_converted, part_path
 from data.importers.items import REASONS, Source
-from data.importers.owners import over_limit
-from data.importers.provenance import PROVENANCE, provenance
+from data.importers.selection import MAX_DISTANCE, choose
 from data.index.shard import walk_shard
 from data.index.tar_writer import Example, write_shard
 from data.reading.pool import run_all
 from data.reading.reader import parse_example
 
 IMPORTER_VERSION = 1
+PROVENANCE = "provenance.json"
 REPORT = "import-report.json"
 _WORK = ".import"
 Advance = Callable[[str, int, int], None]
-"""Told (stage, done now, total)."""
+"""It is called with (stage, done now, total)."""
+Members = list[tuple[int, list[int]]]
+"""Numbers of parts, and places in them."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the output is a function of, beside the source.
+    """What the output is a function of, together with the source.
 
     Attributes:
-        source_format: for the provenance.
+        source_format: what the provenance calls the source.
         conversion: how examples are made.
-        duplicate_distance: near copies within so many bits are removed; None keeps them.
+        duplicate_distance: near copies that differ in at most this number of bits are removed; None keeps them.
         owner_field: where the source says whose an example is.
-        max_per_owner: at most so many examples of one owner.
-        seed: of the choice among an owner's examples.
-        shard_examples: per shard.
-        prefix: of the shards' names.
+        max_per_owner: the largest number of examples of one owner.
+        seed: the key of the choice among an owner's examples.
+        shard_examples: examples per shard.
+        prefix: how the shards' names begin.
     """
 
     source_format: str
@@ -91,7 +92,9 @@ def import_examples(
         ReadError: something that is there cannot be read.
     """
     work = output / _WORK
-    claim = {"version": IMPORTER_VERSION, "settings": asdict(settings), "source": _sha256(source.fingerprint)}
+    work = output / _WORK
+    source_digest = hashlib.sha256(source.fingerprint.encode("utf-8", "surrogatepass")).hexdigest()
+    claim = {"version": IMPORTER_VERSION, "settings": asdict(settings), "source": source_digest}
     try:
         if _is_finished(output, work, claim):
             return dict(json.loads((output / REPORT).read_text()))
@@ -99,12 +102,38 @@ def import_examples(
         for _ in run_all(executor, convert_part, jobs):
             advance("converting", 1, len(jobs))
         parts = [load_converted(work, number) for number in range(len(jobs))]
-        kept, dropped = _choose(parts, settings)
-        shards = _layout(parts, kept, settings)
-        for _ in run_all(executor, _write, [(output, work, name, members) for name, members in shards]):
+        kept, dropped = choose(
+            parts,
+            duplicate_distance=settings.duplicate_distance,
+            max_per_owner=settings.max_per_owner,
+            seed=settings.seed,
+        )
+        sizes = [len(part.digests_ND) for part in parts]
+        part_of = np.repeat(np.arange(len(parts)), sizes)[kept]
+        place_of = np.concatenate([np.arange(size) for size in sizes])[kept]
+        shards = []
+        for number, start in enumerate(range(0, len(part_of), settings.shard_examples)):
+            rows = slice(start, start + settings.shard_examples)
+            members = [(int(n), place_of[rows][part_of[rows] == n].tolist()) for n in np.unique(part_of[rows])]
+            shards.append((work, output / f"{settings.prefix}-{number:05d}.tar", members))
+        for _ in run_all(executor, write_kept, shards):
             advance("writing", 1, len(shards))
-        report = _report(parts, dropped, int(kept.sum()), claim)
-        _finish(output, work, settings, report)
+        counts = dropped + sum((Counter(part.dropped) for part in parts), Counter[str]())
+        samples = {reason: [key for part in parts for key in part.samples.get(reason, [])][:10] for reason in REASONS}
+        report = {
+            "private": "Counts of private data without noise: do not publish.",
+            "read": sum(part.num_items for part in parts),
+            "written": int(kept.sum()),
+            "dropped": {reason: counts[reason] for reason in REASONS if counts[reason]},
+            "reasons": {reason: text for reason, text in REASONS.items() if counts[reason]},
+            "samples": {reason: keys for reason, keys in samples.items() if keys},
+            "claim": claim,
+        }
+        # Provenance first, the report, then the work folder goes: only then is the import done.
+        write_durably(output / PROVENANCE, json.dumps(provenance(settings), indent=1, ensure_ascii=False) + "\n")
+        with private_file(output / REPORT) as file:
+            file.write(json.dumps(report, indent=1).encode())
+        shutil.rmtree(work)
     except OSError as error:
         if hasattr(error, "exit_code"):
             raise
@@ -114,102 +143,78 @@ def import_examples(
 
 def _is_finished(output: Path, work: Path, claim: dict[str, Any]) -> bool:
     """Claims the folder for this import; True when this very import is done already."""
-    mine = work / "claim.json"
+    claim_file = work / "claim.json"
     if (output / REPORT).is_file() and not work.exists():
         if json.loads((output / REPORT).read_text()).get("claim") != claim:
             raise DataError(f"{output} holds another import; choose an empty folder")
         return True
-    if mine.is_file():
-        if json.loads(mine.read_text()) != claim:
+    if claim_file.is_file():
+        if json.loads(claim_file.read_text()) != claim:
             raise DataError(f"{output} holds another unfinished import, or its source changed; choose an empty folder")
         return False
     if output.is_dir() and any(path.name != _WORK for path in output.iterdir()):
         raise DataError(f"{output} is not empty; choose an empty folder")
     work.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with private_file(mine) as file:
+    with private_file(claim_file) as file:
         file.write(json.dumps(claim).encode())
     return False
 
 
-def _choose(parts: Sequence[Converted], settings: Settings) -> tuple[np.ndarray, Counter[str]]:
-    """Which examples stay, bool over all parts in order; and how many go for what reason."""
-    digests, hashes, has_hash, owners = (np.concatenate([part[k] for part in parts]) for k in range(4))
-    kept, dropped = np.ones(len(digests), dtype=bool), Counter[str]()
+def write_kept(work: Path, path: Path, members: Members) -> None:
+    """One job: writes a shard of what was converted and stays, unless that is done."""
 
-    def drop(rows: np.ndarray, reason: str) -> None:
-        kept[rows] = False
-        dropped[reason] += len(rows)
+    def examples() -> Iterator[Example]:
+        for number, places in members:
+            part = part_path(work, number)
+            extents = walk_shard(part, str(part))
+            with open(part, "rb") as file:
+                for place in places:
+                    start, end = extents.bounds_K2[place].tolist()
+                    yield (
+                        extents.keys[place].decode(),
+                        parse_example(os.pread(file.fileno(), end - start, start)).fields,
+                    )
 
-    drop(np.flatnonzero(exact_duplicates(digests)), "exact_duplicate")
-    if settings.duplicate_distance is not None:
-        rows = np.flatnonzero(kept & has_hash)
-        drop(rows[near_duplicates(hashes[rows], settings.duplicate_distance)], "near_duplicate")
-    if settings.max_per_owner is not None:
-        rows = np.flatnonzero(kept)
-        drop(rows[over_limit(owners[rows], digests[rows], settings.max_per_owner, settings.seed)], "owner_limit")
-    if not kept.any():
-        counts = dropped + sum((Counter(part.dropped) for part in parts), Counter[str]())
-        what = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-        raise DataError(f"no example is left ({what or 'the source is empty'})")
-    return kept, dropped
+    if not path.exists():
+        write_shard(path, examples())
 
 
-Members = list[tuple[int, list[int]]]
-"""Numbers of parts, and places in them."""
+def provenance(settings: Settings) -> dict[str, Any]:
+    """What an import says of itself, for everybody to read: its rules, and no count or name from the data.
 
-
-def _layout(parts: Sequence[Converted], kept: np.ndarray, settings: Settings) -> list[tuple[str, Members]]:
-    """Names of the shards and what goes into each."""
-    sizes = [len(part.digests_ND) for part in parts]
-    part_of = np.repeat(np.arange(len(parts)), sizes)[kept]
-    place_of = np.concatenate([np.arange(size) for size in sizes])[kept]
-    shards = []
-    for number, start in enumerate(range(0, len(part_of), settings.shard_examples)):
-        rows = slice(start, start + settings.shard_examples)
-        numbers = np.unique(part_of[rows])
-        members = [(int(n), place_of[rows][part_of[rows] == n].tolist()) for n in numbers]
-        shards.append((f"{settings.prefix}-{number:05d}.tar", members))
-    return shards
-
-
-def _write(output: Path, work: Path, name: str, members: Members) -> int:
-    if (output / name).exists():
-        return 0
-    return write_shard(output / name, _kept_examples(work, members))
-
-
-def _kept_examples(work: Path, members: Members) -> Iterator[Example]:
-    for number, places in members:
-        path = part_path(work, number)
-        extents = walk_shard(path, str(path))
-        with open(path, "rb") as file:
-            for place in places:
-                start, end = extents.bounds_K2[place].tolist()
-                yield extents.keys[place].decode(), parse_example(os.pread(file.fileno(), end - start, start)).fields
-
-
-def _report(parts: Sequence[Converted], dropped: Counter[str], written: int, claim: dict[str, Any]) -> dict[str, Any]:
-    counts = dropped + sum((Counter(part.dropped) for part in parts), Counter[str]())
-    samples = {reason: [key for part in parts for key in part.samples.get(reason, [])][:10] for reason in REASONS}
+    `deduplication` is written for the privacy card (recipe key data.deduplication).
+    """
+    conversion, limit = settings.conversion, settings.max_per_owner
+    owners = (
+        f"At most {limit} examples of one owner were kept, chosen by a keyed hash of their content; examples without an owner "
+        "were dropped. The guarantee of an owner is the group epsilon of that size; removal of copies came before and is "
+        "outside of it."
+    )
     return {
-        "private": "Counts of private data without noise: do not publish.",
-        "read": sum(part.num_items for part in parts),
-        "written": written,
-        "dropped": {reason: counts[reason] for reason in REASONS if counts[reason]},
-        "reasons": {reason: text for reason, text in REASONS.items() if counts[reason]},
-        "samples": {reason: keys for reason, keys in samples.items() if keys},
-        "claim": claim,
+        "kind": "import",
+        "importer_version": IMPORTER_VERSION,
+        "source_format": settings.source_format,
+        "images": (
+            f"{conversion.side} side at most {conversion.size} pixels, encoded again as {conversion.image_format} without "
+            "metadata"
+        ),
+        "captions": "cleaned one by one by fixed rules; the first usable caption of an image is its text",
+        "labels": "kept as they are; an example needs a caption or a label",
+        "deduplication": deduplication(settings.duplicate_distance),
+        "max_examples_per_owner": limit,
+        "owners": None if limit is None else owners,
     }
 
 
-def _finish(output: Path, work: Path, settings: Settings, report: dict[str, Any]) -> None:
-    """Provenance first, the report, then the work folder goes: only then is the import done."""
-    facts = provenance(IMPORTER_VERSION, asdict(settings))
-    write_durably(output / PROVENANCE, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-    with private_file(output / REPORT) as file:
-        file.write(json.dumps(report, indent=1).encode())
-    shutil.rmtree(work)
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+def deduplication(distance: int | None) -> str:
+    """What was removed, and that the removal is outside of the guarantee."""
+    near = (
+        "Near copies were kept."
+        if distance is None
+        else f"So were near copies: pictures whose 64-bit perceptual hashes differ in at most {distance} bits."
+    )
+    return (
+        f"Exact copies (SHA-256 of pixels, caption and label) were removed before training. {near} Copies that remain act as a "
+        "group and multiply the privacy loss. The removal itself looks across examples: it is not part of the guarantee "
+        "(Debenedetti et al. 2024, Privacy side channels in machine learning systems)."
+    )

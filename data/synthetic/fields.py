@@ -302,36 +302,11 @@ def specks(x: Array, y: Array, a: Array, px: float) -> Array:
     return edge(a[1] - length(u - i - 0.5 - across, v - j - 0.5 - down), a[0] * px)
 
 
-FIELDS: tuple[Field, ...] = (
-    stripes,
-    checkerboard,
-    dots,
-    rings,
-    spiral,
-    rays,
-    mosaic,
-    cracks,
-    clouds,
-    marble,
-    swirls,
-    kaleidoscope,
-    julia,
-    mandelbrot,
-    carpet,
-    bricks,
-    honeycomb,
-    zigzag,
-    plaid,
-    gradient,
-    ripples,
-    loops,
-    contours,
-    wood,
-    scales,
-    grid,
-    triangles,
-    rosette,
-    basket,
-    specks,
-)
-FIELD_BY_NAME: dict[str, Field] = {field.__name__: field for field in FIELDS}
+FIELD_BY_NAME: dict[str, Field] = {
+    field.__name__: field
+    for field in (
+        *(stripes, checkerboard, dots, rings, spiral, rays, mosaic, cracks, clouds, marble),
+        *(swirls, kaleidoscope, julia, mandelbrot, carpet, bricks, honeycomb, zigzag, plaid, gradient),
+        *(ripples, loops, contours, wood, scales, grid, triangles, rosette, basket, specks),
+    )
+}

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.errors import DataError
-from data.synthetic.compose import Composition, compose, compose_relation
-from data.synthetic.plain import compose_shapes
+from data.synthetic.compose import Composition, compose, compose_relation, compose_shapes
 from data.synthetic.render import draw
 from data.synthetic.scene import CONTENTS, Scene
 from data.synthetic.statement import Statement
@@ -92,9 +91,9 @@ class SyntheticData:
     def relation_test(self, index: int) -> RelationTest:
         """A relation test; its picture is never a training example."""
         rng = _rng(self.seed, _RELATION_STREAM + index)
-        scene, said = compose_relation(rng)
-        wrong = said.contradictions(rng, scene.textures[0].colours)
-        return RelationTest(draw(scene, self.image_size), said.plain_caption(), wrong)
+        scene, statement = compose_relation(rng)
+        wrong = statement.contradictions(rng, scene.textures[0].colours)
+        return RelationTest(draw(scene, self.image_size), statement.plain_caption(), wrong)
 
 
 def _rng(seed: int, index: int) -> np.random.Generator:

@@ -1,8 +1,10 @@
 """Draws scenes: textures from back to front, then shapes, each as one array operation per colour channel."""
 
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
 from data.synthetic import shapes
 from data.synthetic.fields import FIELD_BY_NAME, bands, edge, fract, length, rotated
@@ -12,6 +14,8 @@ from data.synthetic.vocabulary import rgb
 _OUTLINE_REACH = 1.06
 """No outline goes farther from its centre than this, in units of the shape's radius."""
 _HOLLOW_WIDTH = 0.08
+_SIDE, _TEXT_LINES, _LINE = 200, 5, 15
+"""Pixels of a picture on a contact sheet, lines of its caption, and pixels of a line."""
 _PATTERN_FREQUENCY = {"striped": 2.5, "dotted": 3.5, "checkered": 1.75}
 
 
@@ -36,12 +40,6 @@ def _centres(start: int, stop: int, size: int) -> np.ndarray:
     return (np.arange(start, stop, dtype=np.float32) + np.float32(0.5)) / np.float32(size)
 
 
-def _palette(colours: Sequence[str]) -> np.ndarray:
-    """Three colours between which a number from 0 to 1 chooses, float32 (3, 3)."""
-    first, last = rgb(colours[0]), rgb(colours[-1])
-    return np.stack([first, rgb(colours[1]) if len(colours) == 3 else (first + last) / 2, last])
-
-
 def _draw_texture(canvas_CHW: np.ndarray, texture: Texture) -> None:
     size = canvas_CHW.shape[-1]
     left, top, right, bottom = _pixel_box(texture.box, size)
@@ -53,7 +51,9 @@ def _draw_texture(canvas_CHW: np.ndarray, texture: Texture) -> None:
     x_W, y_H1 = _centres(left, right, size), _centres(top, bottom, size)[:, None]
     t_HW = FIELD_BY_NAME[texture.program](x_W, y_H1, values, 1 / size)
     low_HW, high_HW = np.clip(2 * t_HW, 0, 1), np.clip(2 * t_HW - 1, 0, 1)
-    for channel_HW, (first, middle, last) in zip(canvas_CHW, _palette(texture.colours).T, strict=True):
+    first_C, last_C = rgb(texture.colours[0]), rgb(texture.colours[-1])
+    middle_C = rgb(texture.colours[1]) if len(texture.colours) == 3 else (first_C + last_C) / 2
+    for channel_HW, first, middle, last in zip(canvas_CHW, first_C, middle_C, last_C, strict=True):
         channel_HW[top:bottom, left:right] = first + (middle - first) * low_HW + (last - middle) * high_HW
 
 
@@ -67,7 +67,19 @@ def _draw_shape(canvas_CHW: np.ndarray, shape: Shape) -> None:
     dx_W = (_centres(left, right, size) - shape.x) / shape.radius
     dy_H1 = (_centres(top, bottom, size)[:, None] - shape.y) / shape.radius
     u_HW, v_HW = rotated(dx_W, dy_H1, shape.angle)
-    d_HW = _distance(shape.name, u_HW, v_HW)
+    # The shape's table of distances, linearly between its points.
+    x_HW, y_HW = (
+        np.clip((at / shapes.TABLE_EXTENT + 1) * (shapes.TABLE_SIZE / 2) - 0.5, 0, shapes.TABLE_SIZE - 1.001)
+        for at in (u_HW, v_HW)
+    )
+    column_HW, row_HW = x_HW.astype(np.intp), y_HW.astype(np.intp)
+    x_HW, y_HW = x_HW - column_HW.astype(np.float32), y_HW - row_HW.astype(np.float32)
+    cell_HW = row_HW * shapes.TABLE_SIZE + column_HW
+    table = shapes.distance_table()[shapes.NAMES.index(shape.name)]
+    above_HW, below_HW = (
+        table.take(cell) * (1 - x_HW) + table.take(cell + 1) * x_HW for cell in (cell_HW, cell_HW + shapes.TABLE_SIZE)
+    )
+    d_HW = above_HW * (1 - y_HW) + below_HW * y_HW
     if shape.fill == "hollow":
         d_HW = np.abs(d_HW + _HOLLOW_WIDTH) - _HOLLOW_WIDTH
     cover_HW = edge(-d_HW, pixel)
@@ -91,13 +103,15 @@ def _pattern(fill: str, u: np.ndarray, v: np.ndarray, pixel: float) -> np.ndarra
     return edge((np.abs(p) - 0.25) * (np.abs(q) - 0.25), 0.25 * f * pixel)
 
 
-def _distance(name: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """The shape's table of distances between its points, linearly."""
-    size = shapes.TABLE_SIZE
-    x, y = (np.clip((at / shapes.TABLE_EXTENT + 1) * (size / 2) - 0.5, 0, size - 1.001) for at in (u, v))
-    column, row = x.astype(np.intp), y.astype(np.intp)
-    x, y, cell = x - column.astype(np.float32), y - row.astype(np.float32), row * size + column
-    table = shapes.distance_table()[shapes.NAMES.index(name)]
-    top = table.take(cell) * (1 - x) + table.take(cell + 1) * x
-    bottom = table.take(cell + size) * (1 - x) + table.take(cell + size + 1) * x
-    return top * (1 - y) + bottom * y
+def contact_sheet(images: Sequence[np.ndarray], captions: Sequence[str], *, columns: int = 6) -> Image.Image:
+    """Arranges pictures (uint8 (H, W, 3)) in columns, each with its caption below."""
+    rows = -(-len(images) // columns)
+    cell = (_SIDE + 10, _SIDE + _TEXT_LINES * _LINE + 10)
+    sheet = Image.new("RGB", (columns * cell[0], rows * cell[1]), (255, 255, 255))
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
+    for place, (image, caption) in enumerate(zip(images, captions, strict=True)):
+        left, top = place % columns * cell[0] + 5, place // columns * cell[1] + 5
+        sheet.paste(Image.fromarray(image).resize((_SIDE, _SIDE), Image.Resampling.LANCZOS), (left, top))
+        lines = textwrap.wrap(caption, 32)[:_TEXT_LINES]
+        draw.multiline_text((left, top + _SIDE + 3), "\n".join(lines), fill=(0, 0, 0), font=font, spacing=1)
+    return sheet

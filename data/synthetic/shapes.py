@@ -53,10 +53,14 @@ def box(left: float, top: float, right: float, bottom: float) -> Outline:
     return polygon([(left, top), (right, top), (right, bottom), (left, bottom)])
 
 
+def _turn(count: int) -> list[float]:
+    """Angles of a whole turn in equal steps."""
+    return [2 * math.pi * k / count for k in range(count)]
+
+
 def radial(radius: Callable[[float], float], count: int = 96) -> Outline:
     """A closed curve around the origin; angle 0 points up and angles grow clockwise."""
-    angles = [2 * math.pi * k / count for k in range(count)]
-    return polygon([(radius(angle) * math.sin(angle), -radius(angle) * math.cos(angle)) for angle in angles])
+    return polygon([(radius(angle) * math.sin(angle), -radius(angle) * math.cos(angle)) for angle in _turn(count)])
 
 
 def regular(corners: int, turn: float = 0.0) -> Outline:
@@ -72,89 +76,23 @@ def star(points: int, inner: float) -> Outline:
     )
 
 
-def _heart() -> Outline:
-    curve = []
-    for k in range(80):
-        t = 2 * math.pi * k / 80
-        x = 16 * math.sin(t) ** 3
-        y = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
-        curve.append((x / 18, -(y + 2) / 18))
-    return polygon(curve)
-
-
-def _teardrop() -> Outline:
-    return union(disc(0, 0.35, 0.58), polygon([(0, -0.98), (0.53, 0.12), (-0.53, 0.12)]))
-
-
-def _arrow() -> Outline:
-    return polygon(
-        [(0, -0.95), (0.65, -0.15), (0.25, -0.15), (0.25, 0.9), (-0.25, 0.9), (-0.25, -0.15), (-0.65, -0.15)]
-    )
-
-
-def _cross() -> Outline:
-    return union(box(-0.3, -0.92, 0.3, 0.92), box(-0.92, -0.3, 0.92, 0.3))
-
-
-def _tree() -> Outline:
-    crown = union(polygon([(0, -1), (0.5, -0.25), (-0.5, -0.25)]), polygon([(0, -0.6), (0.72, 0.5), (-0.72, 0.5)]))
-    return union(crown, box(-0.15, 0.4, 0.15, 0.95))
-
-
-def _fish() -> Outline:
-    body = polygon([(-0.25 + 0.7 * math.cos(t / 10 * math.pi), 0.42 * math.sin(t / 10 * math.pi)) for t in range(20)])
-    return union(body, polygon([(0.25, 0), (0.85, -0.5), (0.85, 0.5)]))
-
-
-def _cloud() -> Outline:
-    return union(disc(-0.5, 0.15, 0.38), disc(0.0, -0.15, 0.5), disc(0.52, 0.13, 0.4), box(-0.5, 0.1, 0.52, 0.53))
-
-
-def _mushroom() -> Outline:
-    cap = difference(disc(0, -0.05, 0.88), box(-1, 0.05, 1, 1))
-    return union(cap, polygon([(-0.22, 0), (0.22, 0), (0.32, 0.85), (-0.32, 0.85)]))
-
-
-def _bolt() -> Outline:
-    return polygon([(0.25, -0.95), (-0.55, 0.12), (-0.08, 0.12), (-0.28, 0.95), (0.55, -0.2), (0.08, -0.2)])
-
-
-def _house() -> Outline:
-    return union(box(-0.62, -0.15, 0.62, 0.75), polygon([(0, -0.95), (0.9, -0.1), (-0.9, -0.1)]))
-
-
-def _leaf() -> Outline:
-    return lambda grid: np.maximum(np.hypot(grid[0] - 0.62, grid[1]), np.hypot(grid[0] + 0.62, grid[1])) - 1.1
-
-
-def _crown() -> Outline:
-    return polygon([(-0.8, 0.6), (-0.9, -0.5), (-0.4, 0.0), (0, -0.75), (0.4, 0.0), (0.9, -0.5), (0.8, 0.6)])
-
-
-def _kite() -> Outline:
-    return polygon([(0, -0.75), (0.6, -0.2), (0, 1), (-0.6, -0.2)])
-
-
-def _balloon() -> Outline:
-    return union(radial(lambda a: 0.72 + 0.08 * math.cos(a)), polygon([(0, 0.6), (0.18, 0.98), (-0.18, 0.98)]))
-
-
-def _cup() -> Outline:
-    handle = difference(disc(0.5, -0.05, 0.38), disc(0.5, -0.05, 0.2))
-    return union(polygon([(-0.7, -0.6), (0.5, -0.6), (0.38, 0.7), (-0.58, 0.7)]), handle)
-
-
-_RHOMBUS = [(0.0, -1.0), (0.62, 0.0), (0.0, 1.0), (-0.62, 0.0)]
-
 OUTLINES: dict[str, Outline] = {
     "circle": disc(0, 0, 0.9),
     "square": box(-0.7, -0.7, 0.7, 0.7),
     "triangle": regular(3),
     "star": star(5, 0.42),
     "ring": difference(disc(0, 0, 0.92), disc(0, 0, 0.55)),
-    "cross": _cross(),
-    "diamond": polygon(_RHOMBUS),
-    "heart": _heart(),
+    "cross": union(box(-0.3, -0.92, 0.3, 0.92), box(-0.92, -0.3, 0.92, 0.3)),
+    "diamond": polygon([(0, -1), (0.62, 0), (0, 1), (-0.62, 0)]),
+    "heart": polygon(
+        [
+            (
+                16 * math.sin(t) ** 3 / 18,
+                -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) + 2) / 18,
+            )
+            for t in _turn(80)
+        ]
+    ),
     "hexagon": regular(6),
     "pentagon": regular(5),
     "octagon": regular(8, 0.5),
@@ -162,23 +100,38 @@ OUTLINES: dict[str, Outline] = {
     "oval": lambda grid: (np.hypot(grid[0] / 0.95, grid[1] / 0.55) - 1) * 0.55,
     "crescent": difference(disc(0, 0, 0.9), disc(0.42, -0.1, 0.72)),
     "semicircle": lambda grid: np.maximum(disc(0, 0.35, 0.9)(grid), grid[1] - 0.35),
-    "arrow": _arrow(),
+    "arrow": polygon(
+        [(0, -0.95), (0.65, -0.15), (0.25, -0.15), (0.25, 0.9), (-0.25, 0.9), (-0.25, -0.15), (-0.65, -0.15)]
+    ),
     "trapezoid": polygon([(-0.45, -0.55), (0.45, -0.55), (0.85, 0.5), (-0.85, 0.5)]),
     "parallelogram": polygon([(-0.4, -0.5), (0.9, -0.5), (0.4, 0.5), (-0.9, 0.5)]),
-    "teardrop": _teardrop(),
+    "teardrop": union(disc(0, 0.35, 0.58), polygon([(0, -0.98), (0.53, 0.12), (-0.53, 0.12)])),
     "flower": radial(lambda angle: 0.72 + 0.25 * math.cos(5 * angle)),
     "gear": radial(lambda angle: 0.92 if math.sin(10 * angle) > 0 else 0.7, 400),
-    "lightning bolt": _bolt(),
-    "house": _house(),
-    "tree": _tree(),
-    "fish": _fish(),
-    "cloud": _cloud(),
-    "mushroom": _mushroom(),
-    "leaf": _leaf(),
-    "crown": _crown(),
-    "kite": _kite(),
-    "balloon": _balloon(),
-    "cup": _cup(),
+    "lightning bolt": polygon([(0.25, -0.95), (-0.55, 0.12), (-0.08, 0.12), (-0.28, 0.95), (0.55, -0.2), (0.08, -0.2)]),
+    "house": union(box(-0.62, -0.15, 0.62, 0.75), polygon([(0, -0.95), (0.9, -0.1), (-0.9, -0.1)])),
+    "tree": union(
+        polygon([(0, -1), (0.5, -0.25), (-0.5, -0.25)]),
+        polygon([(0, -0.6), (0.72, 0.5), (-0.72, 0.5)]),
+        box(-0.15, 0.4, 0.15, 0.95),
+    ),
+    "fish": union(
+        polygon([(-0.25 + 0.7 * math.cos(t / 10 * math.pi), 0.42 * math.sin(t / 10 * math.pi)) for t in range(20)]),
+        polygon([(0.25, 0), (0.85, -0.5), (0.85, 0.5)]),
+    ),
+    "cloud": union(disc(-0.5, 0.15, 0.38), disc(0.0, -0.15, 0.5), disc(0.52, 0.13, 0.4), box(-0.5, 0.1, 0.52, 0.53)),
+    "mushroom": union(
+        difference(disc(0, -0.05, 0.88), box(-1, 0.05, 1, 1)),
+        polygon([(-0.22, 0), (0.22, 0), (0.32, 0.85), (-0.32, 0.85)]),
+    ),
+    "leaf": lambda grid: np.maximum(np.hypot(grid[0] - 0.62, grid[1]), np.hypot(grid[0] + 0.62, grid[1])) - 1.1,
+    "crown": polygon([(-0.8, 0.6), (-0.9, -0.5), (-0.4, 0.0), (0, -0.75), (0.4, 0.0), (0.9, -0.5), (0.8, 0.6)]),
+    "kite": polygon([(0, -0.75), (0.6, -0.2), (0, 1), (-0.6, -0.2)]),
+    "balloon": union(radial(lambda a: 0.72 + 0.08 * math.cos(a)), polygon([(0, 0.6), (0.18, 0.98), (-0.18, 0.98)])),
+    "cup": union(
+        polygon([(-0.7, -0.6), (0.5, -0.6), (0.38, 0.7), (-0.58, 0.7)]),
+        difference(disc(0.5, -0.05, 0.38), disc(0.5, -0.05, 0.2)),
+    ),
 }
 NAMES = tuple(OUTLINES)
 SIMPLE = ("circle", "square", "triangle", "star", "diamond", "heart", "hexagon", "pentagon", "rectangle", "oval")

@@ -1,13 +1,13 @@
 """What a picture shows, as structure; its true captions and false ones that differ in one respect."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
 import numpy as np
 
 from data.synthetic import shapes
-from data.synthetic.textures import random_colours
+from data.synthetic.texture_kinds import random_colours
 from data.synthetic.vocabulary import (
     ABSTRACT_INTRODUCTIONS,
     BASIC,
@@ -65,7 +65,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Statement:
-    """What is said of a picture.
+    """What a caption states about a picture.
 
     Attributes:
         groups: one group; two in a relation; three from left to right or from top to bottom.
@@ -101,7 +101,22 @@ class Statement:
         Args:
             avoid: further colours in the picture, of which none is a wrong colour.
         """
-        wrong = dict(self._changed_groups(rng, avoid))
+        wrong: dict[str, Statement] = {}
+        if self.groups:
+            place = int(rng.integers(len(self.groups)))
+            group = self.groups[place]
+            used = [g.colour for g in self.groups] + [g.second for g in self.groups if g.second]
+            free = [name for name in BASIC if name not in avoid]
+            colour = random_colours(rng, 1, avoid=used, among=free)[0]
+            others = [name for name in shapes.SIMPLE if name not in {g.shape for g in self.groups}]
+            counts = [count for count in range(1, 8) if count != group.count]
+            changed = {
+                "wrong_colour": replace(group, colour=colour),
+                "wrong_shape": replace(group, shape=others[rng.integers(len(others))]),
+                "wrong_count": replace(group, count=counts[rng.integers(len(counts))]),
+            }
+            for name, other in changed.items():
+                wrong[name] = replace(self, groups=(*self.groups[:place], other, *self.groups[place + 1 :]))
         if len(self.groups) == 2 and self.relation is not None:
             first, second = self.groups
             pairs = {
@@ -121,24 +136,6 @@ class Statement:
     def plain_caption(self) -> str:
         """The true caption in the plainest wording, without background."""
         return self._groups(None) if self.groups else self._textures(None)
-
-    def _changed_groups(self, rng: Rng, avoid: Sequence[str]) -> Iterator[tuple[str, "Statement"]]:
-        if not self.groups:
-            return
-        place = int(rng.integers(len(self.groups)))
-        group = self.groups[place]
-        used = [g.colour for g in self.groups] + [g.second for g in self.groups if g.second]
-        free = [name for name in BASIC if name not in avoid]
-        colour = random_colours(rng, 1, avoid=used, among=free)[0]
-        others = [name for name in shapes.SIMPLE if name not in {g.shape for g in self.groups}]
-        counts = [count for count in range(1, 8) if count != group.count]
-        changed = {
-            "wrong_colour": replace(group, colour=colour),
-            "wrong_shape": replace(group, shape=others[rng.integers(len(others))]),
-            "wrong_count": replace(group, count=counts[rng.integers(len(counts))]),
-        }
-        for name, other in changed.items():
-            yield name, replace(self, groups=(*self.groups[:place], other, *self.groups[place + 1 :]))
 
     def _groups(self, rng: Rng | None) -> str:
         phrases = [group.phrase() for group in self.groups]

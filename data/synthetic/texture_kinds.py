@@ -1,4 +1,4 @@
-"""Texture programs: which parameters they may have, and the phrases that these make true."""
+"""Texture programs: which parameters they may have, and the phrases that these make true; random textures and their names."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,12 @@ from math import pi
 
 import numpy as np
 
+from data.synthetic.scene import Texture
+from data.synthetic.vocabulary import COLOURS, COUNTS, colour_distance, listed
+
 Rng = np.random.Generator
 Words = Sequence[str]
+Values = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -23,212 +27,165 @@ class Kind:
         number: what {n} is.
     """
 
-    values: Callable[[Rng], tuple[float, ...]]
+    values: Callable[[Rng], Values]
     nouns: Words
     max_colours: int = 2
-    adjectives: Callable[[tuple[float, ...]], Words] = lambda values: ()
-    number: Callable[[tuple[float, ...]], int] | None = None
+    adjectives: Callable[[Values], Words] = lambda values: ()
+    number: Callable[[Values], int] | None = None
 
 
-def _pick(rng: Rng, choices: Sequence[float]) -> float:
+def _pick(rng: Rng, *choices: float) -> float:
     return float(choices[int(rng.integers(len(choices)))])
 
 
-def _scale(low: float, high: float, few: str, many: str) -> Callable[[tuple[float, ...]], Words]:
+def _whole(rng: Rng, low: int, high: int) -> float:
+    return float(rng.integers(low, high))
+
+
+def _band(value: float, low: float, high: float, below: str, above: str) -> Words:
+    """The word for a value below `low` or above `high`."""
+    return (below,) if value < low else (above,) if value > high else ()
+
+
+def _scale(low: float, high: float, few: str, many: str) -> Callable[[Values], Words]:
     """An adjective for a frequency (the first parameter) below `low` or above `high`."""
-    return lambda values: (few,) if values[0] < low else (many,) if values[0] > high else ()
+    return lambda values: _band(values[0], low, high, few, many)
+
+
+def _first_number(values: Values) -> int:
+    return int(values[0])
 
 
 def _direction(angle: float) -> str:
     return {0: "vertical", 90: "horizontal"}.get(round(angle * 180 / pi), "diagonal")
 
 
-def _stripes(rng: Rng) -> tuple[float, ...]:
+def _stripes(rng: Rng) -> Values:
     wavy = rng.random() < 0.3
-    angle = _pick(rng, (0, pi / 2, pi / 4, -pi / 4))
-    return (float(rng.uniform(2.5, 14)), angle, 0.04 if wavy else 0.0, float(rng.uniform(1.5, 3)))
+    angle = _pick(rng, 0, pi / 2, pi / 4, -pi / 4)
+    return (rng.uniform(2.5, 14), angle, 0.04 if wavy else 0.0, rng.uniform(1.5, 3), 0.0)
 
 
-def _stripe_words(values: tuple[float, ...]) -> Words:
-    width = ("wide",) if values[0] < 5 else ("thin",) if values[0] > 9 else ()
-    return (*width, *(("wavy",) if values[2] else ()), _direction(values[1]))
+def _centred(rng: Rng, first: float, second: float) -> Values:
+    return (first, second, rng.uniform(0.4, 0.6), rng.uniform(0.4, 0.6))
 
 
-def _centred(rng: Rng, first: float, second: float) -> tuple[float, ...]:
-    return (first, second, float(rng.uniform(0.4, 0.6)), float(rng.uniform(0.4, 0.6)))
-
-
-def _offset(rng: Rng, *values: float) -> tuple[float, ...]:
+def _offset(rng: Rng, *values: float) -> Values:
     """Parameters with a random place in the noise at their end."""
-    return (*values, *[0.0] * (6 - len(values)), float(rng.integers(0, 256)), float(rng.integers(0, 256)))
+    return (*values, *[0.0] * (6 - len(values)), _whole(rng, 0, 256), _whole(rng, 0, 256))
 
 
 _JULIA = (
-    (-0.8, 0.156),
-    (-0.4, 0.6),
-    (0.285, 0.01),
-    (-0.7018, -0.3842),
-    (-0.835, -0.2321),
-    (-0.7269, 0.1889),
-    (0.355, 0.355),
+    *((-0.8, 0.156), (-0.4, 0.6), (0.285, 0.01), (-0.7018, -0.3842)),
+    *((-0.835, -0.2321), (-0.7269, 0.1889), (0.355, 0.355)),
 )
 _MANDELBROT = (
-    (-0.6, 0.0, 2.8),
-    (-0.6, 0.0, 2.2),
-    (-1.25, 0.02, 0.8),
-    (-0.75, 0.1, 0.7),
-    (0.3, 0.0, 1.0),
-    (-0.15, 0.95, 0.8),
+    *((-0.6, 0.0, 2.8), (-0.6, 0.0, 2.2), (-1.25, 0.02, 0.8)),
+    *((-0.75, 0.1, 0.7), (0.3, 0.0, 1.0), (-0.15, 0.95, 0.8)),
 )
-
-
-def _julia(rng: Rng) -> tuple[float, ...]:
-    x, y = _JULIA[rng.integers(len(_JULIA))]
-    return (x, y, float(rng.uniform(1.8, 3.0)), float(rng.uniform(0, 2 * pi)), float(rng.uniform(2.5, 5)))
-
-
-def _mandelbrot(rng: Rng) -> tuple[float, ...]:
-    x, y, zoom = _MANDELBROT[rng.integers(len(_MANDELBROT))]
-    return (x, y, zoom, 0.0, float(rng.uniform(2.5, 5)))
-
-
-def _gradient(rng: Rng) -> tuple[float, ...]:
-    return (_pick(rng, (0, pi / 2, pi / 4, 9)), 0.1, 0.8)
-
-
-def _gradient_words(values: tuple[float, ...]) -> Words:
-    return (
-        ("radial",)
-        if values[0] > 8
-        else ({0: "horizontal", 90: "vertical"}.get(round(values[0] * 180 / pi), "diagonal"),)
-    )
-
 
 KINDS: dict[str, Kind] = {
     "stripes": Kind(
-        lambda rng: (*_stripes(rng), 0.0),
+        _stripes,
         ("{adj} {c} stripes", "{adj} stripes in {c}", "{adj} bands of {c}", "{c} {adj} lines side by side"),
         3,
-        _stripe_words,
+        lambda v: (*_band(v[0], 5, 9, "wide", "thin"), *(("wavy",) if v[2] else ()), _direction(v[1])),
     ),
     "checkerboard": Kind(
-        lambda rng: (float(rng.uniform(2, 7)), _pick(rng, (0, 0, pi / 4))),
+        lambda rng: (rng.uniform(2, 7), _pick(rng, 0, 0, pi / 4)),
         (
-            "a {adj} {c} checkerboard",
-            "a {adj} checkered pattern of {c}",
-            "{adj} alternating {c} tiles",
+            *("a {adj} {c} checkerboard", "a {adj} checkered pattern of {c}", "{adj} alternating {c} tiles"),
             "a chessboard in {c}",
         ),
-        adjectives=lambda v: (
-            (("coarse",) if v[0] < 3.2 else ("fine",) if v[0] > 5.5 else ()) + (("tilted",) if v[1] else ())
-        ),
+        adjectives=lambda v: (*_band(v[0], 3.2, 5.5, "coarse", "fine"), *(("tilted",) if v[1] else ())),
     ),
     "dots": Kind(
-        lambda rng: (float(rng.integers(3, 11)), float(rng.uniform(0.24, 0.38)), _pick(rng, (0, 0.5)), 0.0),
+        lambda rng: (_whole(rng, 3, 11), rng.uniform(0.24, 0.38), _pick(rng, 0, 0.5), 0.0),
         ("{adj} {c1} dots on {c0}", "{adj} {c1} polka dots on a {c0} background", "{c0} fabric with {adj} {c1} spots"),
         adjectives=_scale(4.5, 8.5, "large", "small"),
     ),
     "rings": Kind(
-        lambda rng: (float(rng.uniform(4, 12)), float(rng.uniform(0.35, 0.65)), float(rng.uniform(0.35, 0.65))),
+        lambda rng: (rng.uniform(4, 12), rng.uniform(0.35, 0.65), rng.uniform(0.35, 0.65)),
         ("{adj} concentric {c} rings", "a target of {c} circles", "{adj} {c} ripples around one point"),
         adjectives=_scale(6, 10, "broad", "narrow"),
     ),
     "spiral": Kind(
-        lambda rng: _centred(rng, float(rng.integers(1, 6)), _pick(rng, (-1, 1)) * float(rng.uniform(2, 6))),
+        lambda rng: _centred(rng, _whole(rng, 1, 6), _pick(rng, -1, 1) * rng.uniform(2, 6)),
         (
-            "a {c} spiral",
-            "a spiral with {n} {c1} arms on {c0}",
-            "a hypnotic {c} swirl",
+            *("a {c} spiral", "a spiral with {n} {c1} arms on {c0}", "a hypnotic {c} swirl"),
             "a {c} whirl around the middle",
         ),
-        number=lambda v: int(v[0]),
+        number=_first_number,
     ),
     "rays": Kind(
-        lambda rng: _centred(rng, float(rng.integers(5, 11)), float(rng.random())),
+        lambda rng: _centred(rng, _whole(rng, 5, 11), rng.random()),
         (
-            "a sunburst of {c} rays",
-            "{c} rays from the middle",
-            "{n} {c1} beams spreading over {c0}",
+            *("a sunburst of {c} rays", "{c} rays from the middle", "{n} {c1} beams spreading over {c0}"),
             "a pinwheel of {c}",
         ),
-        number=lambda v: int(v[0]),
+        number=_first_number,
     ),
     "mosaic": Kind(
-        lambda rng: _offset(rng, float(rng.uniform(5, 12)), 2.0),
+        lambda rng: _offset(rng, rng.uniform(5, 12), 2.0),
         (
-            "a {adj} mosaic of {c} cells",
-            "a {adj} Voronoi diagram in {c}",
-            "{adj} stained glass in {c}",
+            *("a {adj} mosaic of {c} cells", "a {adj} Voronoi diagram in {c}", "{adj} stained glass in {c}"),
             "{c} shards fitted together",
         ),
         3,
         _scale(6.5, 10, "coarse", "fine"),
     ),
     "cracks": Kind(
-        lambda rng: _offset(rng, float(rng.uniform(3.5, 9)), float(rng.uniform(0.1, 0.18))),
+        lambda rng: _offset(rng, rng.uniform(3.5, 9), rng.uniform(0.1, 0.18)),
         (
-            "a web of {c1} cracks on {c0}",
-            "{c0} cobblestones with {c1} gaps",
-            "{c0} cells with {c1} borders",
+            *("a web of {c1} cracks on {c0}", "{c0} cobblestones with {c1} gaps", "{c0} cells with {c1} borders"),
             "cracked {c0} ground with {c1} fissures",
         ),
     ),
     "clouds": Kind(
-        lambda rng: _offset(rng, float(rng.uniform(2.5, 7))),
+        lambda rng: _offset(rng, rng.uniform(2.5, 7)),
         ("{adj} {c} clouds", "{adj} fractal noise in {c}", "a foggy blend of {c}", "{adj} smoke in {c}"),
         3,
         _scale(3.5, 5.5, "soft", "rough"),
     ),
     "marble": Kind(
-        lambda rng: _offset(rng, float(rng.uniform(2.5, 4.5)), float(rng.uniform(2.5, 5))),
+        lambda rng: _offset(rng, rng.uniform(2.5, 4.5), rng.uniform(2.5, 5)),
         (
-            "{c} marble",
-            "swirling {c} marble",
-            "turbulent {c} paint",
-            "{c} liquids flowing into each other",
+            *("{c} marble", "swirling {c} marble", "turbulent {c} paint", "{c} liquids flowing into each other"),
             "warped {c} noise",
         ),
         3,
     ),
     "swirls": Kind(
-        lambda rng: (
-            float(rng.uniform(5, 12)),
-            float(rng.uniform(0.8, 1.6)),
-            float(rng.uniform(0, 6)),
-            float(rng.uniform(0, 6)),
-        ),
+        lambda rng: (rng.uniform(5, 12), rng.uniform(0.8, 1.6), rng.uniform(0, 6), rng.uniform(0, 6)),
         ("psychedelic {c} swirls", "smooth warped waves of {c}", "a lava lamp in {c}", "flowing {c} ribbons"),
         3,
     ),
     "kaleidoscope": Kind(
-        lambda rng: _offset(
-            rng,
-            float(rng.integers(3, 9)),
-            float(rng.uniform(3, 7)),
-            float(rng.uniform(1.5, 2.5)),
-            float(rng.uniform(1.5, 3)),
-        ),
+        lambda rng: _offset(rng, _whole(rng, 3, 9), rng.uniform(3, 7), rng.uniform(1.5, 2.5), rng.uniform(1.5, 3)),
         (
-            "a {c} kaleidoscope",
-            "a kaleidoscope with {n} mirrors in {c}",
-            "a {c} mandala with {n}-fold symmetry",
+            *("a {c} kaleidoscope", "a kaleidoscope with {n} mirrors in {c}", "a {c} mandala with {n}-fold symmetry"),
             "a symmetric {c} ornament",
         ),
         3,
-        number=lambda v: int(v[0]),
+        number=_first_number,
     ),
     "julia": Kind(
-        _julia, ("a {c} Julia set", "a {c} Julia fractal", "a swirling fractal in {c}", "a {c} fractal with curls")
+        lambda rng: (
+            *_JULIA[rng.integers(len(_JULIA))],
+            *(rng.uniform(1.8, 3.0), rng.uniform(0, 2 * pi), rng.uniform(2.5, 5)),
+        ),
+        ("a {c} Julia set", "a {c} Julia fractal", "a swirling fractal in {c}", "a {c} fractal with curls"),
     ),
     "mandelbrot": Kind(
-        _mandelbrot, ("the Mandelbrot set in {c}", "a Mandelbrot fractal in {c}", "a detailed {c} fractal")
+        lambda rng: (*_MANDELBROT[rng.integers(len(_MANDELBROT))], 0.0, rng.uniform(2.5, 5)),
+        ("the Mandelbrot set in {c}", "a Mandelbrot fractal in {c}", "a detailed {c} fractal"),
     ),
     "carpet": Kind(
-        lambda rng: (float(rng.integers(2, 5)), _pick(rng, (1, 2)), 0.0, 0.0),
+        lambda rng: (_whole(rng, 2, 5), _pick(rng, 1, 2), 0.0, 0.0),
         ("a Sierpinski carpet in {c}", "a fractal of {c1} squares cut out of {c0}", "nested {c1} square holes in {c0}"),
     ),
     "bricks": Kind(
-        lambda rng: (float(rng.integers(5, 13)), float(rng.uniform(0.07, 0.12))),
+        lambda rng: (_whole(rng, 5, 13), rng.uniform(0.07, 0.12)),
         (
             "a {c0} brick wall with {c1} mortar",
             "{adj} {c0} bricks with {c1} joints",
@@ -237,105 +194,143 @@ KINDS: dict[str, Kind] = {
         adjectives=_scale(7, 10, "large", "small"),
     ),
     "honeycomb": Kind(
-        lambda rng: (float(rng.uniform(3, 9)), float(rng.uniform(0.07, 0.12))),
+        lambda rng: (rng.uniform(3, 9), rng.uniform(0.07, 0.12)),
         (
-            "a {c0} honeycomb with {c1} walls",
-            "{adj} {c0} hexagonal tiles with {c1} edges",
+            *("a {c0} honeycomb with {c1} walls", "{adj} {c0} hexagonal tiles with {c1} edges"),
             "a {adj} hexagon grid in {c0} with {c1} outlines",
         ),
         adjectives=_scale(4.5, 7, "large", "small"),
     ),
     "zigzag": Kind(
-        lambda rng: (
-            float(rng.uniform(4, 10)),
-            float(rng.uniform(0.15, 0.3)),
-            float(rng.integers(3, 7)),
-            _pick(rng, (0, pi / 2)),
-        ),
+        lambda rng: (rng.uniform(4, 10), rng.uniform(0.15, 0.3), _whole(rng, 3, 7), _pick(rng, 0, pi / 2)),
         ("{adj} {c} zigzag stripes", "{adj} {c} chevrons", "a herringbone of {c}", "{adj} jagged lines of {c}"),
         adjectives=lambda v: (_direction(pi / 2 - v[3]),),
     ),
     "plaid": Kind(
-        lambda rng: (float(rng.uniform(3, 9)), float(rng.uniform(3, 9))),
+        lambda rng: (rng.uniform(3, 9), rng.uniform(3, 9)),
         ("{c} plaid", "a {c} tartan", "a {c} gingham cloth", "woven {c} checks"),
         3,
     ),
     "gradient": Kind(
-        _gradient,
+        lambda rng: (_pick(rng, 0, pi / 2, pi / 4, 9), 0.1, 0.8),
         (
-            "a {adj} gradient from {c0} to {c1}",
-            "a smooth {adj} blend of {c0} into {c1}",
+            *("a {adj} gradient from {c0} to {c1}", "a smooth {adj} blend of {c0} into {c1}"),
             "a {adj} fade between {c0} and {c1}",
         ),
-        adjectives=_gradient_words,
+        adjectives=lambda v: ("radial" if v[0] > 8 else _direction(pi / 2 - v[0]),),
     ),
     "ripples": Kind(
         lambda rng: (
-            float(rng.uniform(0.1, 0.4)),
-            float(rng.uniform(0.1, 0.9)),
-            float(rng.uniform(0.6, 0.9)),
-            float(rng.uniform(0.1, 0.9)),
-            float(rng.uniform(40, 90)),
+            *(rng.uniform(0.1, 0.4), rng.uniform(0.1, 0.9), rng.uniform(0.6, 0.9), rng.uniform(0.1, 0.9)),
+            rng.uniform(40, 90),
         ),
         ("{c} interference of two waves", "overlapping {c} ripples from two points", "a moire pattern in {c}"),
     ),
     "loops": Kind(
-        lambda rng: _offset(rng, float(rng.uniform(4, 11)), float(rng.uniform(0.1, 0.16))),
+        lambda rng: _offset(rng, rng.uniform(4, 11), rng.uniform(0.1, 0.16)),
         (
-            "winding {c1} loops on {c0}",
-            "a maze of curved {c1} paths on {c0}",
-            "{c1} Truchet arcs on {c0}",
+            *("winding {c1} loops on {c0}", "a maze of curved {c1} paths on {c0}", "{c1} Truchet arcs on {c0}"),
             "tangled {c1} tubes over {c0}",
         ),
     ),
     "contours": Kind(
-        lambda rng: _offset(rng, float(rng.uniform(1.5, 3.5)), float(rng.uniform(6, 12)), 0.15),
+        lambda rng: _offset(rng, rng.uniform(1.5, 3.5), rng.uniform(6, 12), 0.15),
         ("{c1} contour lines on {c0}", "a topographic map in {c0} with {c1} lines", "{c1} height lines over {c0}"),
     ),
     "wood": Kind(
-        lambda rng: _offset(rng, float(rng.uniform(5, 12)), float(rng.uniform(1.5, 3)), float(rng.uniform(0.8, 2))),
+        lambda rng: _offset(rng, rng.uniform(5, 12), rng.uniform(1.5, 3), rng.uniform(0.8, 2)),
         ("{c} wood grain", "a {c} wooden board", "planks with {c} grain"),
     ),
     "scales": Kind(
-        lambda rng: (float(rng.integers(4, 10)), float(rng.uniform(0.05, 0.08))),
+        lambda rng: (_whole(rng, 4, 10), rng.uniform(0.05, 0.08)),
         ("{c0} fish scales with {c1} rims", "overlapping {c0} scales edged in {c1}", "{c0} roof tiles with {c1} edges"),
     ),
     "grid": Kind(
-        lambda rng: (float(rng.integers(4, 12)), float(rng.uniform(0.06, 0.12)), _pick(rng, (0, 0, pi / 4))),
+        lambda rng: (_whole(rng, 4, 12), rng.uniform(0.06, 0.12), _pick(rng, 0, 0, pi / 4)),
         (
-            "a {adj} grid of {c1} lines on {c0}",
-            "a {adj} {c1} lattice over {c0}",
+            *("a {adj} grid of {c1} lines on {c0}", "a {adj} {c1} lattice over {c0}"),
             "a {adj} {c1} net on a {c0} background",
         ),
-        adjectives=lambda v: (
-            (("wide",) if v[0] < 6 else ("fine",) if v[0] > 9 else ()) + (("diagonal",) if v[2] else ())
-        ),
+        adjectives=lambda v: (*_band(v[0], 6, 9, "wide", "fine"), *(("diagonal",) if v[2] else ())),
     ),
     "triangles": Kind(
-        lambda rng: (float(rng.integers(3, 9)),),
+        lambda rng: (_whole(rng, 3, 9),),
         ("{c} triangle tiles", "a {adj} tiling of {c} triangles", "rows of {adj} {c} triangles"),
         adjectives=_scale(4.5, 6.5, "large", "small"),
     ),
     "rosette": Kind(
-        lambda rng: (
-            float(rng.integers(3, 9)),
-            float(rng.uniform(4, 8)),
-            float(rng.uniform(0.25, 0.4)),
-            float(rng.uniform(0, 6)),
-        ),
+        lambda rng: (_whole(rng, 3, 9), rng.uniform(4, 8), rng.uniform(0.25, 0.4), rng.uniform(0, 6)),
         (
-            "a {c} rosette with {n} petals",
-            "a {c} flower pattern with {n} petals",
+            *("a {c} rosette with {n} petals", "a {c} flower pattern with {n} petals"),
             "nested {c} outlines of a flower with {n} petals",
         ),
-        number=lambda v: int(v[0]),
+        number=_first_number,
     ),
     "basket": Kind(
-        lambda rng: (float(rng.integers(3, 8)), float(rng.integers(2, 5))),
+        lambda rng: (_whole(rng, 3, 8), _whole(rng, 2, 5)),
         ("a {c} basket weave", "{c} woven straw", "a wickerwork of {c} strands", "a {c} parquet floor"),
     ),
     "specks": Kind(
-        lambda rng: _offset(rng, float(rng.uniform(5, 14)), float(rng.uniform(0.16, 0.26))),
+        lambda rng: _offset(rng, rng.uniform(5, 14), rng.uniform(0.16, 0.26)),
         ("scattered {c1} specks on {c0}", "{c1} confetti on {c0}", "{c1} snow over {c0}", "{c0} night with {c1} stars"),
     ),
 }
+_PLACE_OF_COLOURS = {"mosaic": 1, "stripes": 4}
+"""Programs that have to know the number of colours, and its place among their parameters."""
+
+
+def random_colours(
+    rng: Rng, count: int, *, avoid: Sequence[str] = (), contrast: float = 0.27, among: Words = ()
+) -> tuple[str, ...]:
+    """Colour names that differ clearly from each other and from `avoid`; a little less clearly where many are taken."""
+    names = list(among or COLOURS)
+    order = [names[index] for index in rng.permutation(len(names))]
+    while True:
+        chosen: list[str] = []
+        for name in order:
+            if len(chosen) < count and all(colour_distance(name, other) >= contrast for other in (*chosen, *avoid)):
+                chosen.append(name)
+        if len(chosen) == count:
+            return tuple(chosen)
+        contrast *= 0.9
+
+
+def random_texture(
+    rng: Rng,
+    *,
+    avoid: Sequence[str] = (),
+    contrast: float = 0.27,
+    kinds: Words = (),
+    box: tuple[float, float, float, float] = (0, 0, 1, 1),
+) -> Texture:
+    """Draws a program, its parameters and colours.
+
+    Args:
+        avoid: colours that none of the texture's may come near.
+        contrast: how far they keep.
+        kinds: among these programs; all by default.
+        box: the part of the picture that it fills.
+    """
+    names = list(kinds or KINDS)
+    name = names[rng.integers(len(names))]
+    kind = KINDS[name]
+    count = 3 if kind.max_colours == 3 and (name == "plaid" or rng.random() < 0.4) else 2
+    colours = random_colours(rng, count, avoid=avoid, contrast=contrast)
+    values = list(kind.values(rng))
+    if name in _PLACE_OF_COLOURS:
+        values[_PLACE_OF_COLOURS[name]] = float(count)
+    return Texture(name, colours, tuple(values), box)
+
+
+def describe(texture: Texture, rng: Rng) -> str:
+    """A noun phrase that is true of the texture."""
+    kind = KINDS[texture.program]
+    noun = kind.nouns[int(rng.integers(len(kind.nouns)))]
+    adjectives = " ".join(kind.adjectives(texture.values)) if rng.random() < 0.85 else ""
+    number = "" if kind.number is None else COUNTS[kind.number(texture.values)]
+    colours = list(texture.colours)
+    words = noun.format(c=listed(colours), c0=colours[0], c1=colours[-1], n=number, adj=adjectives).split()
+    for place, word in enumerate(words[:-1]):
+        if word in ("a", "an"):
+            words[place] = "an" if words[place + 1][0] in "aeiou" else "a"
+    return " ".join(words)

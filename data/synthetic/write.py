@@ -6,7 +6,7 @@ interrupted run goes on with the shards that are missing.
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from PIL import Image
 
 from data.errors import DataError, ReadError
 from data.files import write_durably
-from data.index.tar_writer import Example, write_shard
+from data.index.tar_writer import write_shard
 from data.reading.pool import run_all
 from data.synthetic.generate import GENERATOR_VERSION, SyntheticData, SyntheticExample
 from data.synthetic.scene import FORMATS
@@ -36,9 +36,9 @@ class Settings:
     """What the shards are a function of.
 
     Attributes:
-        num_examples: in all shards.
+        num_examples: how many all shards hold together.
         image_size: side in pixels.
-        seed: of the generator.
+        seed: the generator's.
         image_format: one of FORMATS.
         shard_examples: examples per shard.
         content: one of CONTENTS.
@@ -60,6 +60,10 @@ class Settings:
     @property
     def num_shards(self) -> int:
         return -(-self.num_examples // self.shard_examples)
+
+    def data(self) -> SyntheticData:
+        """The generator of these examples; bad settings are a DataError."""
+        return SyntheticData(self.seed, self.image_size, self.content)
 
     def shard_name(self, shard: int) -> str:
         return f"synthetic-{shard:05d}.tar"
@@ -83,7 +87,7 @@ def write_synthetic(
         output: folder of the shards; a folder with other content is refused.
         settings: what the shards are a function of.
         executor: workers of `pool.worker_pool`; None works in this process.
-        advance: told of the examples of every shard that is done.
+        advance: called with the number of examples of every shard that is done.
 
     Returns:
         The path of the provenance.
@@ -91,15 +95,20 @@ def write_synthetic(
     Raises:
         DataError: a setting is out of range, or the folder holds something else or cannot be written.
     """
-    SyntheticData(
-        settings.seed, settings.image_size, settings.content
-    )  # refuses bad settings before the folder is made
+    settings.data()  # Bad settings are refused before the folder is made.
+    record = {
+        "kind": "synthetic",
+        "generator_version": GENERATOR_VERSION,
+        **asdict(settings),
+        "libraries": f"numpy {np.__version__}, Pillow {PIL.__version__}",
+        "statement": _STATEMENT,
+    }
     try:
-        _claim(output, _provenance(settings))
+        _claim(output, record)
         missing = [shard for shard in range(settings.num_shards) if not (output / settings.shard_name(shard)).exists()]
         advance(settings.num_examples - sum(len(settings.indices(shard)) for shard in missing))
         jobs = [(output, settings, shard) for shard in missing]
-        for count in run_all(executor, _write_one, jobs):
+        for count in run_all(executor, write_one, jobs):
             advance(count)
     except OSError as error:
         if isinstance(error, ReadError):
@@ -108,16 +117,14 @@ def write_synthetic(
     return output / PROVENANCE
 
 
-def _write_one(output: Path, settings: Settings, shard: int) -> int:
-    return write_shard(output / settings.shard_name(shard), _encoded(settings, shard))
-
-
-def _encoded(settings: Settings, shard: int) -> Iterator[Example]:
-    data = SyntheticData(settings.seed, settings.image_size, settings.content)
-    for index in settings.indices(shard):
-        example = data.example(index)
-        image = encode(example, settings.image_format)
-        yield f"{index:012d}", {settings.image_format: image, "txt": example.caption.encode()}
+def write_one(output: Path, settings: Settings, shard: int) -> int:
+    """One job: writes a shard, and returns its number of examples."""
+    data, kind, indices = settings.data(), settings.image_format, settings.indices(shard)
+    examples = (
+        (f"{index:012d}", {kind: encode(example, kind), "txt": example.caption.encode()})
+        for index, example in zip(indices, map(data.example, indices), strict=True)
+    )
+    return write_shard(output / settings.shard_name(shard), examples)
 
 
 def encode(example: SyntheticExample, image_format: str) -> bytes:
@@ -133,27 +140,17 @@ def encode(example: SyntheticExample, image_format: str) -> bytes:
     return buffer.getvalue()
 
 
-def _provenance(settings: Settings) -> dict[str, Any]:
-    return {
-        "kind": "synthetic",
-        "generator_version": GENERATOR_VERSION,
-        **asdict(settings),
-        "libraries": f"numpy {np.__version__}, Pillow {PIL.__version__}",
-        "statement": _STATEMENT,
-    }
-
-
 def _claim(output: Path, record: dict[str, Any]) -> None:
-    """Makes the folder ours, or checks that it holds a part of exactly these examples."""
+    """Claims the folder for these examples, or checks that it holds a part of exactly these."""
     path = output / PROVENANCE
     output.mkdir(parents=True, exist_ok=True)
     if path.exists():
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            before = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise DataError(f"{path} is damaged ({error}); choose an empty folder") from error
-        before = found if isinstance(found, dict) else {}
-        differing = [key for key in record if before.get(key) != record[key]]
+        known = before if isinstance(before, dict) else {}
+        differing = [key for key in record if known.get(key) != record[key]]
         if differing:
             raise DataError(f"{output} holds other data (it differs in {', '.join(differing)}); choose an empty folder")
         return

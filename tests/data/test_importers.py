@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
 from data.errors import DecodeError
-from data.importers.captions import MAX_CHARACTERS, clean_caption
-from data.importers.duplicates import MAX_DISTANCE, exact_duplicates, near_duplicates
-from data.importers.images import encoded, perceptual_hash, resized
-from data.importers.owners import over_limit, owner_digest
+from data.importers.convert import MAX_CHARACTERS, clean_caption, encoded, owner_digest, perceptual_hash, resized
+from data.importers.selection import MAX_DISTANCE, exact_duplicates, near_duplicates, over_limit
 from tests.data.conftest import ROOT, picture
 
 

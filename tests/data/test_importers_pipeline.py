@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from data.errors import DataError, ReadError
-from data.importers.coco import coco_source
 from data.importers.convert import Conversion
 from data.importers.folders import folder_source
 from data.importers.items import ListedPart, Source
 from data.importers.parquet import parquet_source
-from data.importers.pipeline import REPORT, Settings, import_examples
-from data.importers.provenance import PROVENANCE
+from data.importers.pipeline import PROVENANCE, REPORT, Settings, import_examples
 from data.importers.shards import shard_source
-from data.importers.tables import Columns, table_source
+from data.importers.tables import Columns, coco_source, table_source
 from data.reading.pool import worker_pool
 from tests.data.conftest import picture, write_shard
 

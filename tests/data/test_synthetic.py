@@ -14,8 +14,7 @@ from data.synthetic import shapes
 from data.synthetic.generate import GENERATOR_VERSION, SyntheticData
 from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
-from data.synthetic.texture_kinds import KINDS
-from data.synthetic.textures import describe, random_colours, random_texture
+from data.synthetic.texture_kinds import KINDS, describe, random_colours, random_texture
 from data.synthetic.vocabulary import COLOURS, COUNTS, colour_distance, rgb
 from tests.data.conftest import ROOT
 from tests.data.pictures_of_shapes import Picture, components

@@ -12,8 +12,8 @@ from data.examples.examples import CaptionExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from data.examples.transforms import eval_image
 from data.reading.reader import RawExample
+from data.synthetic.compose import compose_shapes
 from data.synthetic.generate import SyntheticData
-from data.synthetic.plain import compose_shapes
 from data.synthetic.write import PROVENANCE, Settings, encode, write_synthetic
 
 SHAPES_TOKENIZER = EMBEDDED_TOKENIZER.with_name("shapes.json")

@@ -9,8 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from data.errors import DataError
+from data.importers.convert import Conversion
+from data.importers.pipeline import Settings
+from launch_scripts.prepare import (
+    COMMANDS,
+    ImportOptions,
+    IndexOptions,
+    SyntheticOptions,
+    VerifyOptions,
+    import_pairs,
+    index,
+    parse_args,
+    synthetic,
+    verify,
+)  # fmt: skip
 from tests.data.servers import range_server
 from tests.processes import run_python
+from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,6 +120,45 @@ def test_errors_are_one_line(arguments: list[str], message: str, tmp_path: Path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
     assert not (tmp_path / "x").exists()
+
+
+def test_every_command_is_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A notebook makes pictures, imports, indexes and verifies them without a command line."""
+    shards, clean = tmp_path / "shards", tmp_path / "clean"
+    synthetic(SyntheticOptions(output=shards, num_examples=12, image_size=24, image_format="png", workers=1))
+    report = import_pairs(
+        ImportOptions(
+            source=str(shards), source_format="webdataset", output=clean, keep_near_duplicates=True, workers=1
+        )
+    )
+    assert report is not None and report["read"] == 12
+    table = index(IndexOptions(shards=str(clean), workers=1))
+    assert table is not None and len(table) == report["written"]
+    capsys.readouterr()
+    verify(VerifyOptions(shards=str(clean), index=clean / "index", sample=5, workers=1))
+    assert capsys.readouterr().out.startswith("5 of ")
+    with pytest.raises(DataError, match="--output"):
+        index(IndexOptions(shards=str(clean / "*.tar"), workers=1))
+
+
+def test_options_of_the_command_line_are_those_of_the_models() -> None:
+    line = "import pairs.csv --from csv --output clean --format webp --max_per_owner 3 --owner_field who --workers 2"
+    assert parse_args(line.split()) == ImportOptions(
+        source="pairs.csv", source_format="csv", output=Path("clean"), image_format="webp", max_per_owner=3,
+        owner_field="who", workers=2,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="required"):
+        parse_args(["import", "pairs.csv", "--output", "clean"])
+    assert len({command.options for command in COMMANDS}) == len(COMMANDS)
+
+
+def test_the_command_imports_as_the_importer_does_by_default() -> None:
+    options = ImportOptions(source="x", source_format="csv", output=Path("y"))
+    settings = Settings("csv", Conversion())
+    for name in ("duplicate_distance", "owner_field", "max_per_owner", "seed", "shard_examples", "prefix"):
+        assert getattr(options, name) == getattr(settings, name)
+    for name in ("size", "side", "min_side", "image_format", "quality"):
+        assert getattr(options, name) == getattr(settings.conversion, name)
 
 
 def test_help_names_every_command() -> None:

@@ -1,6 +1,5 @@
 """What every command says at its end: one line for what a user or a machine got wrong, a traceback for a defect alone."""
 
-import argparse
 import errno
 import os
 from collections.abc import Callable
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.options import between, number_between
 from privacy.errors import PrivacyStateRefused
 from trainer.config.cli import MAX_NUMBER, Parser, run_command
 from trainer.errors import ConfigError, RemoteError, in_one_line
@@ -99,24 +97,3 @@ def test_an_argument_that_is_no_text(word: str) -> None:
     with pytest.raises(ConfigError, match="UTF-8"):
         parser.parse_args([word])
     assert parser.parse_args(["caf\u00e9"]).words == ["caf\u00e9"]
-
-
-@given(st.integers(-50, 50), st.integers(0, 50), st.integers(-120, 120))
-def test_options_in_a_range(least: int, width: int, number: int) -> None:
-    for kind, text in (
-        (between(least, least + width), str(number)),
-        (number_between(least, least + width), f"{number}.0"),
-    ):
-        if least <= number <= least + width:
-            assert kind(text) == number
-        else:
-            with pytest.raises(argparse.ArgumentTypeError, match="at least"):
-                kind(text)
-
-
-@pytest.mark.parametrize("text", ["", "nan", "x", "9" * 5000, "1e999"])
-def test_options_that_are_no_number(text: str) -> None:
-    for kind in (between(0, 10**12), number_between(0, 1e12)):
-        with pytest.raises(argparse.ArgumentTypeError) as caught:
-            kind(text)
-        assert len(str(caught.value)) < 200
