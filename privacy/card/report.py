@@ -16,7 +16,8 @@ from privacy.card.mechanism import mechanism, sampling
 from privacy.card.numbers import accounting_numbers
 from privacy.card.warnings import NO_MIRROR, card_warnings
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger.records import TORN_MARK, LedgerState, hash_line, read_state
+from privacy.ledger.chain import TORN_MARK, hash_line
+from privacy.ledger.records import LedgerState, read_state
 from privacy.plan import PrivacyPlan
 
 CARD_FORMAT = 1

@@ -52,3 +52,13 @@ def publish_new(path: Path, data: bytes, mode: int) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     fsync_directory(path.parent)
+
+
+def torn_line_end(descriptor: int, mark: bytes = b"") -> bytes:
+    """What ends the last line of an open file, so that it spoils no later one; empty unless a crash tore that line.
+
+    Args:
+        mark: goes before the newline.
+    """
+    size = os.fstat(descriptor).st_size
+    return mark + b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""

@@ -1,16 +1,10 @@
 """The privacy ledger's writer: every charge is on the disk before the noise it stands for is drawn.
 
-Crash points, and why none loses a charge or blocks a run:
-- creating: the file appears whole, with its `open` record, or not at all (`publish_new`);
-- inside a write: the torn line stays and is repaired at the next `Ledger.open` (privacy/ledger/records.py);
-- between the ledger and its mirror: the ledger is written first, so the mirror can only be a prefix, which the next
-  `Ledger.open` completes. The other order could not tell a crash from a ledger that was rolled back, which is what
-  the mirror is there to find;
+The file and its crash points are privacy/ledger/chain.py's. What this module adds:
 - between an intent and its `done`: the intent is charged; the retry is a new attempt in a new session, so it has new
   coins and new noise;
-- after a failed write or fsync the object refuses all further records: what reached the disk is unknown (a second
-  fsync may succeed without the data), and only reading the file again can tell.
-One process writes (rank 0, under the run's lock); a file that changed behind its back is refused.
+- a torn line is charged if it may have been an intent, and followed by a `repair` record.
+One process writes (rank 0, under the run's lock).
 
 A clock that runs while examples are decoded tells of them (contract 12). So the only time in a ledger is that of the start of the
 program that opened it, read before any example is, and every later record repeats it.
@@ -19,7 +13,6 @@ program that opened it, read before any example is, and every later record repea
 from __future__ import annotations
 
 import datetime
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,17 +20,8 @@ from typing import Any, Protocol
 
 from privacy.accounting.accountants import ReleaseGroup
 from privacy.errors import BudgetSpent, PrivacyStateRefused
-from privacy.ledger.durable import fsync_directory, publish_new
-from privacy.ledger.records import (
-    FORMAT_VERSION,
-    NO_PREVIOUS,
-    RESTARTED,
-    TORN_MARK,
-    LedgerState,
-    LineRefused,
-    encode_line,
-    read_state,
-)
+from privacy.ledger.chain import ChainFile, LineRefused, create_chain, create_mirror
+from privacy.ledger.records import FORMAT_VERSION, RESTARTED, LedgerState
 from privacy.plan import PrivacyPlan, require_equal
 from privacy.releases import Release
 from privacy.sampling.keys import NONCE_BYTES
@@ -66,19 +50,38 @@ class Witness(Protocol):
 
 
 class Ledger:
-    """An open ledger. Use `create` or `open`, then `start_session`; every method that writes is durable on return."""
+    """An open ledger. Use `create` or `open`, then `start_session`; every method that writes is durable on return.
+
+    Attributes:
+        state: everything that the verified lines say.
+        plan: the frozen plan of the `open` record.
+        witness: a run's part in a shared ledger, if it has one.
+    """
 
     def __init__(self, path: Path, mirror: Path | None) -> None:
         self.path, self.mirror = path, mirror
         self.witness: Witness | None = None
-        self._files: list[AppendOnly] = []
-        self._broken: str | None = None
         self._nonce: bytes | None = None
+        self._chain = ChainFile(path, LedgerState(), "ledger", self._require_mirror)
+        self.state = self._chain.state
+        self.plan = self.state.plan
         try:
-            self._load()
+            if torn := self.state.torn_run:
+                self._append("repair", {"torn_lines": len(torn), "charged": sum(torn)})
         except BaseException:
             self.release()
             raise
+
+    def _require_mirror(self, state: LedgerState) -> Path | None:
+        """The mirror, made empty for a ledger that has had none; one that the ledger has had cannot go away."""
+        if self.mirror is None:
+            if state.mirrored:
+                raise PrivacyStateRefused(f"{self.path}: has had a mirror; without it a rollback would go unseen")
+        elif not self.mirror.exists():
+            if state.mirrored:
+                raise PrivacyStateRefused(f"{self.mirror}: the mirror of {self.path} is gone")
+            create_mirror(self.mirror)
+        return self.mirror
 
     @classmethod
     def create(cls, path: Path | str, open_fields: Mapping[str, Any], mirror: Path | str | None = None) -> Ledger:
@@ -92,9 +95,7 @@ class Ledger:
         if mirror_path is not None and mirror_path.exists():
             raise PrivacyStateRefused(f"{mirror_path}: a mirror without its ledger {path}: the ledger was removed")
         try:
-            line = encode_line(0, "open", PROGRAM_START, NO_PREVIOUS, {"format": FORMAT_VERSION, **open_fields})
-            LedgerState().check(line)
-            publish_new(path, line + b"\n", 0o644)
+            create_chain(path, LedgerState(), PROGRAM_START, {"format": FORMAT_VERSION, **open_fields})
         except FileExistsError as error:
             raise PrivacyStateRefused(f"{path}: exists; a ledger is never overwritten") from error
         except (OSError, LineRefused, ValueError, TypeError) as error:
@@ -118,61 +119,49 @@ class Ledger:
 
     def release(self) -> None:
         """Closes the files; the ledger itself stays open for another program (the record for its end is `close`)."""
-        self._broken = self._broken or "it was released"
-        for file in self._files:
-            file.release()
-        self._files = []
+        self._chain.release()
 
     # Reading
 
     @property
-    def state(self) -> LedgerState:
-        """Everything that the verified lines say."""
-        return self._state
-
-    @property
-    def plan(self) -> PrivacyPlan:
-        return self._state.plan
-
-    @property
     def key_commitment(self) -> str:
-        commitment: str = self._state.opened["key_commitment"]
+        commitment: str = self.state.opened["key_commitment"]
         return commitment
 
     @property
     def num_charged(self) -> int:
         """Every intent, done or not, and every torn line that may have been one."""
-        return self._state.num_charged
+        return self.state.num_charged
 
     @property
     def last_done_step(self) -> int:
         """The highest step whose `done` is recorded, 0 before the first."""
-        return self._state.last_done_step
+        return self.state.last_done_step
 
     @property
     def closed(self) -> str | None:
         """The reason of the `close` record, None while the run may go on."""
-        return self._state.closed
+        return self.state.closed
 
     def next_attempt(self, step: int) -> int:
         """The attempt number that coins and intent of `step` must use now."""
-        return self._state.next_attempt(step)
+        return self.state.next_attempt(step)
 
     def charged_groups(self) -> list[ReleaseGroup]:
         """Everything charged, for the accountant."""
-        return self._state.charged_groups()
+        return self.state.charged_groups()
 
     def epsilon(self) -> float | None:
         """Exact epsilon of everything charged (seconds); None without a formal guarantee."""
-        return self._state.epsilon()
+        return self.state.epsilon()
 
     def position(self) -> tuple[int, str]:
         """(seq, SHA-256) of the last line, for a checkpoint's manifest."""
-        return self._state.num_lines - 1, self._state.hashes[-1]
+        return self.state.num_lines - 1, self.state.hashes[-1]
 
     def require_not_shorter_than(self, seq: int, line_hash: str) -> None:
         """PrivacyStateRefused unless line `seq` is the one a manifest remembers: no rollback, no fork."""
-        hashes = self._state.hashes
+        hashes = self.state.hashes
         if seq >= len(hashes):
             raise PrivacyStateRefused(
                 f"{self.path}: {len(hashes)} lines, but a checkpoint remembers line {seq + 1}: it was rolled back"
@@ -182,7 +171,7 @@ class Ledger:
 
     def require_plan(self, plan: PrivacyPlan) -> None:
         """PrivacyConfigError (exit 2) when `plan` differs from the frozen one, naming the field."""
-        require_equal(self._state.opened["plan"], plan.frozen_fields(), f"{self.path}: privacy fields are frozen")
+        require_equal(self.state.opened["plan"], plan.frozen_fields(), f"{self.path}: privacy fields are frozen")
 
     # Writing
 
@@ -228,13 +217,13 @@ class Ledger:
 
     def budget_spent(self, step: int) -> str | None:
         """What is spent when the next intent, for `step`, would pass the budget; None while it would not."""
-        if not self._plan.formal_guarantee:
+        if not self.plan.formal_guarantee:
             return None
-        charged, allowed = self.num_charged, self._plan.max_intents
+        charged, allowed = self.num_charged, self.plan.max_intents
         if charged >= allowed:
             return f"{charged} of {allowed} intents are charged"
-        replays, reserved = self._state.num_replays, self._plan.reserved_attempts
-        if self._plan.sampling == "shuffle" and replays + (self.next_attempt(step) > 0) > reserved:
+        replays, reserved = self.state.num_replays, self.plan.reserved_attempts
+        if self.plan.sampling == "shuffle" and replays + (self.next_attempt(step) > 0) > reserved:
             return f"{replays} of {reserved} replays of shuffled batches are charged"
         return None
 
@@ -263,132 +252,4 @@ class Ledger:
             raise PrivacyStateRefused(f"{self.path}: this start of the program has no session yet")
 
     def _append(self, kind: str, fields: Mapping[str, Any]) -> None:
-        try:
-            line = encode_line(
-                self._state.num_lines, kind, self._state.opened["time_utc"], self._state.hashes[-1], fields
-            )
-            self._state.check(line)
-        except (LineRefused, ValueError, TypeError) as error:
-            raise PrivacyStateRefused(f"{self.path}: refused to write `{kind}`: {error}") from error
-        self._write(line + b"\n", line)
-
-    def _write(self, data: bytes, line: bytes) -> None:
-        """Appends `data`, which ends `line`, to ledger and mirror, and only then takes the line in."""
-        if self._broken is not None:
-            raise PrivacyStateRefused(f"{self.path}: no further records: {self._broken}")
-        # Set before the write and lifted at the very end: an interruption in between leaves it set.
-        self._broken = "an earlier write did not finish"
-        for file in self._files:
-            file.append(data)
-        self._state.absorb(line)
-        self._broken = None
-
-    # Opening
-
-    def _load(self) -> None:
-        ledger = AppendOnly(self.path, "ledger")
-        self._files.append(ledger)
-        data = ledger.read()
-        self._state, tail = read_state(data, str(self.path))
-        self._plan = self._state.plan
-        self._join_mirror(data)
-        if tail:
-            self._write(TORN_MARK + b"\n", tail + TORN_MARK)
-        if self._state.torn_run:
-            run = self._state.torn_run
-            self._append("repair", {"torn_lines": len(run), "charged": sum(run)})
-
-    def _join_mirror(self, data: bytes) -> None:
-        if self.mirror is None:
-            if self._state.mirrored:
-                raise PrivacyStateRefused(f"{self.path}: has had a mirror; without it a rollback would go unseen")
-            return
-        if not self.mirror.exists():
-            if self._state.mirrored:
-                raise PrivacyStateRefused(f"{self.mirror}: the mirror of {self.path} is gone")
-            create_empty(self.mirror)
-        self._files.append(joined_mirror(self.mirror, self.path, data))
-
-
-class AppendOnly:
-    """One file that only grows, and only by us."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        self._path, self._what = path, what
-        self._size = 0
-        self._descriptor: int | None = None
-        try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
-        except OSError as error:
-            raise self._refused("open", error) from error
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def read(self) -> bytes:
-        """The whole content, which from now on is what the file must hold."""
-        assert self._descriptor is not None
-        parts, offset = [], 0
-        try:
-            while part := os.pread(self._descriptor, 1 << 24, offset):
-                parts.append(part)
-                offset += len(part)
-            # What we base decisions on must not vanish in a power cut: a record may have been read from the page
-            # cache whose fsync never returned.
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise self._refused("read", error) from error
-        self._size = offset
-        return b"".join(parts)
-
-    def append(self, data: bytes) -> None:
-        """One write, one fsync; PrivacyStateRefused when the file is not ours any more or anything falls short."""
-        assert self._descriptor is not None
-        try:
-            self._require_unchanged()
-            written = os.write(self._descriptor, data)
-            if written != len(data):
-                raise OSError(f"only {written} of {len(data)} bytes were written")
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise self._refused("write", error) from error
-        self._size += len(data)
-
-    def _require_unchanged(self) -> None:
-        assert self._descriptor is not None
-        held, named = os.fstat(self._descriptor), os.stat(self._path)
-        if (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino):
-            raise OSError("another file has taken its name")
-        if held.st_size != self._size:
-            raise OSError(f"it has {held.st_size} bytes where this process left {self._size}")
-
-    def _refused(self, verb: str, error: OSError) -> PrivacyStateRefused:
-        return PrivacyStateRefused(f"{self._path}: cannot {verb} the {self._what}: {error.strerror or error}")
-
-
-def joined_mirror(mirror: Path, path: Path, data: bytes) -> AppendOnly:
-    """The mirror of `path`, completed to `data`, which `path` holds; PrivacyStateRefused when it is no beginning of that."""
-    file = AppendOnly(mirror, "mirror")
-    try:
-        held = file.read()
-        if not data.startswith(held):
-            relation = "is longer than" if held.startswith(data) else "differs from"
-            raise PrivacyStateRefused(f"{mirror}: the mirror {relation} {path}: the ledger was rolled back")
-        if len(held) < len(data):
-            file.append(data[len(held) :])
-    except BaseException:
-        file.release()
-        raise
-    return file
-
-
-def create_empty(path: Path) -> None:
-    """A new mirror; PrivacyStateRefused when it cannot be made."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        os.close(descriptor)
-        fsync_directory(path.parent)
-    except OSError as error:
-        raise PrivacyStateRefused(f"{path}: cannot create the mirror: {error.strerror or error}") from error
+        self._chain.append(kind, self.state.opened["time_utc"], fields)

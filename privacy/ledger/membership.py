@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger.ledger import AppendOnly, Ledger
+from privacy.ledger.chain import ChainFile
+from privacy.ledger.ledger import Ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.ledger.shared_records import SharedState
 
@@ -40,10 +41,10 @@ class Membership:
         self._shared, self._run, self._ledger = shared, run, ledger
         self._start: tuple[int, str] | None = None
         self._looked: tuple[int, int, int] | None = None
-        with shared.locked() as (state, files):
-            self._require_no_fork(state)
-            if ledger.closed is not None and run in state.starts and run not in state.closed:
-                self._note(state, files, "close")  # the crash came between the two `close`
+        with shared.locked() as chain:
+            self._require_no_fork(chain.state)
+            if ledger.closed is not None and run in chain.state.starts and run not in chain.state.closed:
+                self._note(chain, "close")  # the crash came between the two `close`
 
     def session_fields(self) -> dict[str, Any]:
         """The last line of the shared ledger: everything before it must still be there at the next start."""
@@ -54,10 +55,10 @@ class Membership:
         """Takes the reservation over, after the `session` record, whose nonce no copy can have."""
 
         def take() -> None:
-            with self._shared.locked() as (state, files):
-                self._require_no_fork(state)
-                self._note(state, files, "start")
-                self._start = state.starts[self._run]
+            with self._shared.locked() as chain:
+                self._require_no_fork(chain.state)
+                self._note(chain, "start")
+                self._start = chain.state.starts[self._run]
 
         _patiently(take)
 
@@ -67,8 +68,8 @@ class Membership:
         def look() -> None:
             if self._looked is None or self._identity() != self._looked:
                 looked = self._identity()  # before the reading: what is written after it is read the next time
-                with self._shared.locked() as (state, _):
-                    self._require_own(state)
+                with self._shared.locked() as chain:
+                    self._require_own(chain.state)
                 self._looked = looked
 
         _patiently(look)
@@ -83,18 +84,18 @@ class Membership:
 
     def _note_patiently(self, kind: str) -> None:
         def note() -> None:
-            with self._shared.locked() as (state, files):
-                if self._run in state.closed and kind == "close":
+            with self._shared.locked() as chain:
+                if self._run in chain.state.closed and kind == "close":
                     return  # an earlier try did arrive
-                self._require_own(state)
-                self._note(state, files, kind)
+                self._require_own(chain.state)
+                self._note(chain, kind)
 
         _patiently(note)
 
-    def _note(self, state: SharedState, files: list[AppendOnly], kind: str) -> None:
+    def _note(self, chain: ChainFile[SharedState], kind: str) -> None:
         position, line_hash = self._ledger.position()
         fields = {"run": self._run, "position": position, "hash": line_hash}
-        self._shared.append(state, files, kind, self._ledger.state.opened["time_utc"], fields)
+        chain.append(kind, self._ledger.state.opened["time_utc"], fields)
 
     def _require_own(self, state: SharedState) -> None:
         self._require_no_fork(state)
@@ -119,16 +120,15 @@ class Membership:
 
     def _identity(self) -> tuple[int, int, int]:
         """Device, inode and size, by opening the file: over NFS that is what asks the server."""
+        path = self._shared.path
         try:
-            descriptor = os.open(self._shared.path, os.O_RDONLY)
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                found = os.fstat(descriptor)
+            finally:
+                os.close(descriptor)
         except OSError as error:
-            raise self._shared.unreachable(error) from error
-        try:
-            found = os.fstat(descriptor)
-        except OSError as error:
-            raise self._shared.unreachable(error) from error
-        finally:
-            os.close(descriptor)
+            raise PrivacyStateRefused(f"{path}: cannot use the shared ledger: {error.strerror or error}") from error
         return found.st_dev, found.st_ino, found.st_size
 
 

@@ -1,20 +1,12 @@
-"""The privacy ledger's format: hash-chained canonical JSON lines, and the one reading of them that is legal.
+"""The privacy ledger's records, and the one order of them that is legal; the form of the lines is privacy/ledger/chain.py's.
 
-Every line is a JSON object `{"seq", "type", "time_utc", "previous", ...}` in exactly the form that `encode_line`
-writes; `seq` is the line number from 0, `previous` the SHA-256 of the bytes of the line before (64 zeros for the
-first). Legal order: `open` first and once; `session` starts a program; then `intent` [`done`] per step and
-`checkpoint`; `close` ends the run.
-
-A crash can tear the last line only, since each line is durable before the next is begun. A torn line stays: a
-restart ends it with ` #torn` and a newline, so that it can never be read as a record, and the chain goes on over its
-bytes with a `repair` record. When the repair is torn as well, the torn lines follow each other and one `repair`
-counts them all. Nothing else that is not a record is accepted. This module only reads; privacy/ledger/ledger.py writes.
+Legal order: `open` first and once; `session` starts a program; then `intent` [`done`] per step and `checkpoint`; `close` ends the
+run. A torn line is followed by a `repair` record, which is written by the next start. When the repair is torn as well, the torn
+lines follow each other and one `repair` counts them all. This module only reads; privacy/ledger/ledger.py writes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections import Counter
@@ -26,33 +18,14 @@ from typing import Any
 from privacy.accounting.accountants import ReleaseGroup, epsilon, joint_noise_multiplier
 from privacy.adaptive_clipping import RANGE, AdaptiveClipping
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger.chain import NO_PREVIOUS, TORN_MARK, ChainState, LineRefused, read_chain
 from privacy.plan import PrivacyPlan
 from privacy.releases import step_releases
 
 FORMAT_VERSION = 1
-TORN_MARK = b" #torn"
-NO_PREVIOUS = "0" * 64
 CLOSE_REASONS = ("finished", "budget_spent", "stopped")
 RESTARTED = "restarted_from_step_0"
-"""Of a `session`: the checkpoints that the ledger knows were gone, and the run began again by permission."""
-_HEADER = ("seq", "type", "time_utc", "previous")
-_HEX = re.compile(r"[0-9a-f]+")
-
-
-def encode_line(seq: int, kind: str, time_utc: str, previous: str, fields: Mapping[str, Any]) -> bytes:
-    """The canonical bytes of one record, without the newline: header first, then the fields in sorted order."""
-    clash = [name for name in _HEADER if name in fields]
-    if clash:
-        raise PrivacyStateRefused(f"a ledger record cannot carry its own {', '.join(clash)}")
-    # Through JSON once, so that nested objects are sorted too while the header keeps its place in front: the type
-    # of a torn line must be told from its first bytes.
-    ordered = json.loads(json.dumps(dict(fields), sort_keys=True, allow_nan=False))
-    record = {"seq": seq, "type": kind, "time_utc": time_utc, "previous": previous, **ordered}
-    return json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
-
-
-def hash_line(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()
+"""A `session` with this field begins the run again at step 0, by permission: the checkpoints that the ledger knows were gone."""
 
 
 def may_be_intent(torn: bytes, seq: int) -> bool:
@@ -71,33 +44,30 @@ class Intent:
     attempt: int
 
 
-class LineRefused(Exception):
-    """A line that is not legal at its place; becomes PrivacyStateRefused with file and line number."""
-
-
 @dataclass
-class LedgerState:
-    """What the lines so far say. `check` tests the next line, `absorb` adds it."""
+class LedgerState(ChainState):
+    """What the lines of a run's ledger say.
 
-    hashes: list[str] = field(default_factory=list)
-    opened: dict[str, Any] = field(default_factory=dict)
+    Attributes:
+        shared_seen: the last line (seq, hash) of the shared ledger at the newest session.
+        pending: the intent whose `done` has not come.
+        checkpointed_step: of the newest checkpoint since the run began, or began again at step 0.
+        torn_run: whether each of the torn lines that wait for their `repair` was charged.
+    """
+
     nonces: list[str] = field(default_factory=list)
     mirrored: bool = False
-    shared_seen: tuple[int, str] | None = None  # last line (seq, hash) of the shared ledger at the newest session
+    shared_seen: tuple[int, str] | None = None
     session_active: bool = False
     intents: list[Intent] = field(default_factory=list)
     attempts: Counter[int] = field(default_factory=Counter)
     pending: Intent | None = None
     position_in_session: int | None = None
     last_done_step: int = 0
-    checkpointed_step: int | None = None  # of the newest checkpoint since the run began, or began again at step 0
+    checkpointed_step: int | None = None
     charged_torn: int = 0
     torn_run: list[bool] = field(default_factory=list)
     closed: str | None = None
-
-    @property
-    def num_lines(self) -> int:
-        return len(self.hashes)
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -136,56 +106,107 @@ class LedgerState:
         plan = self.plan
         return epsilon(self.charged_groups(), plan.accounted_delta) if plan.formal_guarantee else None
 
-    def check(self, line: bytes) -> dict[str, Any] | None:
-        """The record of the next line, or None for a torn line; LineRefused when it is not legal here."""
-        if line.endswith(TORN_MARK):
-            if not self.hashes or self.closed:
-                raise LineRefused("a torn line where no line can be written")
-            return None
-        record = parse_line(line)
-        if record["seq"] != self.num_lines:
-            raise LineRefused(f"sequence number {record['seq']} where {self.num_lines} must follow")
-        if record["previous"] != (self.hashes[-1] if self.hashes else NO_PREVIOUS):
-            raise LineRefused("the hash chain is broken: it does not continue the line before")
-        if (record["type"] == "open") != (not self.hashes):
-            raise LineRefused("the first record, and no other, is `open`")
+    def check_record(self, record: dict[str, Any] | None) -> None:
         if self.closed:
-            raise LineRefused("a record after `close`")
-        if (record["type"] == "repair") != bool(self.torn_run):
-            raise LineRefused("a `repair` follows torn lines, and nothing else does")
-        checker = _CHECKERS.get(record["type"])
-        if checker is None:
-            raise LineRefused(f"unknown record type {record['type']!r}")
-        checker(self, record)
-        return record
+            raise LineRefused("a record after `close`" if record else "bytes after `close`")
+        if record is None:
+            return
+        kind = record["type"]
+        _require((kind == "repair") == bool(self.torn_run), "a `repair` follows torn lines, and nothing else does")
+        match kind:
+            case "open":
+                version = record.get("format")
+                _require(version == FORMAT_VERSION, f"ledger format {version!r} is not {FORMAT_VERSION}")
+                _require(_is_hex(record.get("key_commitment"), 64), "`open` needs the commitment of the sampling key")
+                _require(isinstance(record.get("plan"), dict), "`open` needs the frozen plan")
+                try:
+                    PrivacyPlan.from_frozen(record["plan"])
+                except (PrivacyConfigError, TypeError) as error:
+                    raise LineRefused(f"the frozen plan is refused: {error}") from error
+            case "session":
+                _require(_is_hex(record.get("nonce"), 32), "a session has a nonce of 16 bytes in hex")
+                _require(record["nonce"] not in self.nonces, "the session nonce was used before: coins would repeat")
+                _require(type(record.get("mirror")) is bool, "a session says whether the ledger is mirrored")
+                _require(type(record.get(RESTARTED, False)) is bool, f"{RESTARTED} of a session is true or false")
+                seq, line_hash = record.get("shared_seq", 0), record.get("shared_hash", NO_PREVIOUS)
+                is_line = type(seq) is int and seq >= 0 and _is_hex(line_hash, 64)
+                _require(is_line, "a line is named by number and SHA-256 in hex")
+            case "intent":
+                self._check_order(_whole(record, "step", 1), _whole(record, "attempt", 0))
+                _check_releases(self.opened, record.get("releases"))
+            case "done":
+                finished = (_whole(record, "step", 1), _whole(record, "attempt", 0))
+                is_pending = self.pending is not None and finished == (self.pending.step, self.pending.attempt)
+                _require(is_pending, "`done` without its intent just before")
+            case "checkpoint":
+                _require(self.session_active, "a checkpoint outside of a session")
+                _require(_whole(record, "step", 0) <= self.last_done_step, "a checkpoint of a step that is not done")
+                _require(_is_hex(record.get("digest"), 64), "a checkpoint has a SHA-256 digest in hex")
+            case "repair":
+                repaired = (_whole(record, "torn_lines", 1), _whole(record, "charged", 0))
+                expected = (len(self.torn_run), sum(self.torn_run))
+                _require(repaired == expected, "the repair does not match the torn lines before it")
+            case "close":
+                is_known = record.get("reason") in CLOSE_REASONS
+                _require(is_known, f"`close` needs a reason out of {', '.join(CLOSE_REASONS)}")
+                charged = _whole(record, "num_charged", 0)
+                _require(charged == self.num_charged, "`close` states another number of charged intents")
+            case _:
+                raise LineRefused(f"unknown record type {kind!r}")
 
-    def absorb(self, line: bytes) -> None:
-        """Checks the next line and takes it in."""
-        record = self.check(line)
+    def _check_order(self, step: int, attempt: int) -> None:
+        """An intent repeats the pending step or follows the last done one; a new session may go back, and none skips a step."""
+        _require(self.session_active, "an intent outside of a session")
+        planned = self.opened["plan"]["num_steps"]
+        _require(step <= planned, f"step {step} is beyond the planned {planned}")
+        if self.pending is not None:
+            _require(step == self.pending.step, f"step {step} while step {self.pending.step} is not done")
+        elif self.position_in_session is not None:
+            _require(step == self.position_in_session + 1, f"step {step} does not follow {self.position_in_session}")
+        else:
+            _require(step <= self.last_done_step + 1, f"step {step} skips step {self.last_done_step + 1}")
+        following = self.next_attempt(step)
+        _require(attempt == following, f"attempt {attempt} of step {step}: {following} is next")
+
+    def take_record(self, record: dict[str, Any] | None, line: bytes) -> None:
         if record is None:
             # Without a session no intent can have been begun.
             charged = bool(self.nonces) and may_be_intent(line, self.num_lines)
             self.torn_run.append(charged)
             self.charged_torn += charged
-        else:
-            _APPLIERS[record["type"]](self, record)
-        self.hashes.append(hash_line(line))
+            return
+        match record["type"]:
+            case "session":
+                self.nonces.append(record["nonce"])
+                self.mirrored = self.mirrored or record["mirror"]
+                if "shared_hash" in record:
+                    self.shared_seen = (record.get("shared_seq", 0), record["shared_hash"])
+                if record.get(RESTARTED):
+                    self.checkpointed_step = None
+                self.session_active = True
+                self.pending = self.position_in_session = None
+            case "intent":
+                self.pending = Intent(record["seq"], self.nonces[-1], record["step"], record["attempt"])
+                self.intents.append(self.pending)
+                self.attempts[record["step"]] += 1
+            case "done":
+                self.pending, self.position_in_session = None, record["step"]
+                self.last_done_step = max(self.last_done_step, record["step"])
+            case "checkpoint":
+                self.checkpointed_step = record["step"]
+            case "repair":
+                self.torn_run = []
+                # The program that tore the line is dead: only a new session, with a new nonce, can go on.
+                self.session_active = False
+                self.pending = self.position_in_session = None
+            case "close":
+                self.closed = record["reason"]
 
 
 def read_state(data: bytes, name: str) -> tuple[LedgerState, bytes]:
     """Verifies all lines of a ledger: its state and the unterminated last bytes; PrivacyStateRefused names the line."""
-    *lines, tail = data.split(b"\n")
-    if not lines:
-        raise PrivacyStateRefused(f"{name}: line 1: no whole record; a ledger is created with its first one")
     state = LedgerState()
-    for number, line in enumerate(lines, start=1):
-        try:
-            state.absorb(line)
-        except LineRefused as error:
-            raise PrivacyStateRefused(f"{name}: line {number}: {error}") from error
-    if tail and state.closed:
-        raise PrivacyStateRefused(f"{name}: line {len(lines) + 1}: bytes after `close`")
-    return state, tail
+    return state, read_chain(data, state, name)
 
 
 def read_ledger(path: Path | str) -> LedgerState:
@@ -210,28 +231,11 @@ def noise_multiplier_of(releases: object) -> float:
         if not isinstance(release, dict) or set(release) != {"name", "std", "sensitivity"}:
             raise LineRefused("a release has name, std and sensitivity")
         std, sensitivity = release["std"], release["sensitivity"]
-        if not (_is_number(std) and std >= 0 and _is_number(sensitivity) and sensitivity > 0):
+        numbers = all(type(number) in (int, float) and math.isfinite(number) for number in (std, sensitivity))
+        if not (numbers and std >= 0 and sensitivity > 0):
             raise LineRefused("std must be >= 0 and sensitivity > 0, both finite")
         ratios.append(std / sensitivity)
     return joint_noise_multiplier(ratios)
-
-
-def parse_line(line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-        header = [record.pop(name) for name in _HEADER]
-        seq, kind, time_utc, previous = header
-        canonical = encode_line(seq, kind, time_utc, previous, record)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, PrivacyStateRefused) as error:
-        raise LineRefused("not a ledger record") from error
-    if canonical != line or type(seq) is not int or not all(isinstance(item, str) for item in header[1:]):
-        raise LineRefused("not in the ledger's canonical form")
-    fields: dict[str, Any] = dict(zip(_HEADER, header, strict=True)) | record
-    return fields
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -240,7 +244,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _is_hex(value: object, digits: int) -> bool:
-    return isinstance(value, str) and len(value) == digits and _HEX.fullmatch(value) is not None
+    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value) is not None
 
 
 def _whole(record: dict[str, Any], name: str, low: int) -> int:
@@ -250,48 +254,11 @@ def _whole(record: dict[str, Any], name: str, low: int) -> int:
     return value
 
 
-def _check_open(state: LedgerState, record: dict[str, Any]) -> None:
-    _require(record.get("format") == FORMAT_VERSION, f"ledger format {record.get('format')!r} is not {FORMAT_VERSION}")
-    _require(_is_hex(record.get("key_commitment"), 64), "`open` needs the commitment of the sampling key")
-    _require(isinstance(record.get("plan"), dict), "`open` needs the frozen plan")
-    try:
-        PrivacyPlan.from_frozen(record["plan"])
-    except (PrivacyConfigError, TypeError) as error:
-        raise LineRefused(f"the frozen plan is refused: {error}") from error
-
-
-def _check_session(state: LedgerState, record: dict[str, Any]) -> None:
-    _require(_is_hex(record.get("nonce"), 32), "a session has a nonce of 16 bytes in hex")
-    _require(record["nonce"] not in state.nonces, "the session nonce was used before: coins would repeat")
-    _require(type(record.get("mirror")) is bool, "a session says whether the ledger is mirrored")
-    restarted = record.get(RESTARTED, False)
-    _require(type(restarted) is bool, f"{RESTARTED} of a session is true or false")
-    seq, line_hash = record.get("shared_seq", 0), record.get("shared_hash", NO_PREVIOUS)
-    _require(type(seq) is int and seq >= 0 and _is_hex(line_hash, 64), "a line is named by number and SHA-256 in hex")
-
-
-def _check_intent(state: LedgerState, record: dict[str, Any]) -> None:
-    _require(state.session_active, "an intent outside of a session")
-    plan = state.opened["plan"]
-    step, attempt = _whole(record, "step", 1), _whole(record, "attempt", 0)
-    _require(step <= plan["num_steps"], f"step {step} is beyond the planned {plan['num_steps']}")
-    if state.pending is not None:
-        _require(step == state.pending.step, f"step {step} while step {state.pending.step} is not done")
-    elif state.position_in_session is not None:
-        _require(step == state.position_in_session + 1, f"step {step} does not follow {state.position_in_session}")
-    else:
-        _require(step <= state.last_done_step + 1, f"step {step} skips step {state.last_done_step + 1}")
-    _require(
-        attempt == state.next_attempt(step), f"attempt {attempt} of step {step}: {state.next_attempt(step)} is next"
-    )
-    _check_releases(state.opened, record.get("releases"))
-
-
 def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
     """A step releases what the plan says, to rounding: less noise breaks the claim, and more would lower epsilon unearned."""
     plan, sigma = opened["plan"], noise_multiplier_of(releases)
     if "head" in opened:  # statistics of other names and sensitivities; together they are worth the planned noise
-        _require(_equal(sigma, plan["noise_multiplier"]), f"noise multiplier {sigma:g} is not the planned one")
+        _require(_is_equal(sigma, plan["noise_multiplier"]), f"noise multiplier {sigma:g} is not the planned one")
         return
     bound, adaptive = plan["max_grad_norm"], plan.get("adaptive_clipping")
     if adaptive is not None:  # C moves
@@ -301,96 +268,13 @@ def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
     planned = step_releases(plan["noise_multiplier"], bound, adaptive)
     names = [release["name"] for release in planned]
     _require([r["name"] for r in releases] == names, f"a step of this plan releases {' and '.join(names)}")
-    for stated, wanted in zip(releases, planned, strict=True):
+    for stated, expected in zip(releases, planned, strict=True):
         _require(
-            _equal(stated["std"], wanted["std"]) and _equal(stated["sensitivity"], wanted["sensitivity"]),
+            _is_equal(stated["std"], expected["std"]) and _is_equal(stated["sensitivity"], expected["sensitivity"]),
             f"{stated['name']} states noise of {stated['std']:g} for a sensitivity of {stated['sensitivity']:g}, where the "
-            f"plan has {wanted['std']:g} for {wanted['sensitivity']:g}",
+            f"plan has {expected['std']:g} for {expected['sensitivity']:g}",
         )
 
 
-def _equal(stated: float, planned: float) -> bool:
+def _is_equal(stated: float, planned: float) -> bool:
     return math.isclose(stated, planned, rel_tol=1e-9)
-
-
-def _check_done(state: LedgerState, record: dict[str, Any]) -> None:
-    pending = state.pending
-    found = (_whole(record, "step", 1), _whole(record, "attempt", 0))
-    _require(pending is not None and found == (pending.step, pending.attempt), "`done` without its intent just before")
-
-
-def _check_checkpoint(state: LedgerState, record: dict[str, Any]) -> None:
-    _require(state.session_active, "a checkpoint outside of a session")
-    _require(_whole(record, "step", 0) <= state.last_done_step, "a checkpoint of a step that is not done")
-    _require(_is_hex(record.get("digest"), 64), "a checkpoint has a SHA-256 digest in hex")
-
-
-def _check_repair(state: LedgerState, record: dict[str, Any]) -> None:
-    found = (_whole(record, "torn_lines", 1), _whole(record, "charged", 0))
-    _require(found == (len(state.torn_run), sum(state.torn_run)), "the repair does not match the torn lines before it")
-
-
-def _check_close(state: LedgerState, record: dict[str, Any]) -> None:
-    _require(record.get("reason") in CLOSE_REASONS, f"`close` needs a reason out of {', '.join(CLOSE_REASONS)}")
-    _require(_whole(record, "num_charged", 0) == state.num_charged, "`close` states another number of charged intents")
-
-
-def _apply_open(state: LedgerState, record: dict[str, Any]) -> None:
-    state.opened = record
-
-
-def _apply_session(state: LedgerState, record: dict[str, Any]) -> None:
-    state.nonces.append(record["nonce"])
-    state.mirrored = state.mirrored or record["mirror"]
-    if "shared_hash" in record:
-        state.shared_seen = (record.get("shared_seq", 0), record["shared_hash"])
-    if record.get(RESTARTED):
-        state.checkpointed_step = None
-    state.session_active = True
-    state.pending = state.position_in_session = None
-
-
-def _apply_intent(state: LedgerState, record: dict[str, Any]) -> None:
-    state.pending = Intent(record["seq"], state.nonces[-1], record["step"], record["attempt"])
-    state.intents.append(state.pending)
-    state.attempts[record["step"]] += 1
-
-
-def _apply_done(state: LedgerState, record: dict[str, Any]) -> None:
-    state.pending, state.position_in_session = None, record["step"]
-    state.last_done_step = max(state.last_done_step, record["step"])
-
-
-def _apply_checkpoint(state: LedgerState, record: dict[str, Any]) -> None:
-    state.checkpointed_step = record["step"]
-
-
-def _apply_repair(state: LedgerState, record: dict[str, Any]) -> None:
-    state.torn_run = []
-    # The program that tore the line is dead: only a new session, with a new nonce, can go on.
-    state.session_active = False
-    state.pending = state.position_in_session = None
-
-
-def _apply_close(state: LedgerState, record: dict[str, Any]) -> None:
-    state.closed = record["reason"]
-
-
-_CHECKERS = {
-    "open": _check_open,
-    "session": _check_session,
-    "intent": _check_intent,
-    "done": _check_done,
-    "checkpoint": _check_checkpoint,
-    "repair": _check_repair,
-    "close": _check_close,
-}
-_APPLIERS = {
-    "open": _apply_open,
-    "session": _apply_session,
-    "intent": _apply_intent,
-    "done": _apply_done,
-    "checkpoint": _apply_checkpoint,
-    "repair": _apply_repair,
-    "close": _apply_close,
-}

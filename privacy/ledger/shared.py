@@ -11,20 +11,16 @@ were cut off are missed at its next start.
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.durable import publish_new
-from privacy.ledger.ledger import PROGRAM_START, AppendOnly, create_empty, joined_mirror
-from privacy.ledger.records import NO_PREVIOUS, TORN_MARK, LedgerState, LineRefused, encode_line
+from privacy.ledger.chain import ChainFile, LineRefused, create_chain, create_mirror
+from privacy.ledger.ledger import PROGRAM_START
+from privacy.ledger.records import LedgerState
 from privacy.ledger.shared_records import FORMAT, InformalRun, Reservation, SharedState
 from privacy.plan import ADJACENCY, PrivacyPlan
 
@@ -67,20 +63,20 @@ class SharedLedger:
             if second.exists() and second.stat().st_size:
                 raise PrivacyConfigError(f"{second}: exists; a mirror of a new shared ledger is a new file")
             if not second.exists():
-                create_empty(second)
+                create_mirror(second)
             fields["mirror"] = str(second)
         created = datetime.now(UTC).isoformat(timespec="milliseconds")  # no run has looked at the data yet
-        line = encode_line(0, "open", created, NO_PREVIOUS, {**fields, "rdp_order": rdp_order})
         try:
-            publish_new(Path(path), line + b"\n", 0o644)
-        except OSError as error:
-            raise PrivacyConfigError(f"{path}: cannot create the shared ledger: {error.strerror or error}") from error
+            create_chain(Path(path), SharedState(), created, {**fields, "rdp_order": rdp_order})
+        except (OSError, LineRefused) as error:
+            reason = error.strerror if isinstance(error, OSError) else None
+            raise PrivacyConfigError(f"{path}: cannot create the shared ledger: {reason or error}") from error
         return cls(path)
 
     def read(self) -> SharedState:
         """The verified state; PrivacyStateRefused names a line that breaks the chain."""
-        with self.locked() as (state, _):
-            return state
+        with self.locked() as chain:
+            return chain.state
 
     def join(
         self, run: str, name: str, plan: PrivacyPlan, state: LedgerState, *, fixed_in_advance: bool = False
@@ -131,7 +127,8 @@ class SharedLedger:
             BudgetSpent: the total does not hold it beside the other reservations (exit 3).
             PrivacyStateRefused: the reservation differs from the recorded one, or the file is refused (exit 4).
         """
-        with self.locked() as (state, files):
+        with self.locked() as chain:
+            state = chain.state
             self._require_same_terms(state, plan, unit)
             group = plan.release_group(plan.max_intents)
             adaptive = bool(state.reservations) and not (fixed_in_advance and state.may_be_fixed(name))
@@ -143,18 +140,19 @@ class SharedLedger:
                 return
             self._require_room(state, wanted)
             fields = {name: value for name, value in asdict(wanted).items() if name != "time_utc"}
-            self.append(state, files, "reserve", wanted.time_utc, fields)
+            chain.append("reserve", wanted.time_utc, fields)
 
     def note_informal(self, run: str, name: str, reason: str, *, time_utc: str = PROGRAM_START) -> None:
         """Counts a run without a guarantee, once, before it reads the data; trained anew under its name it is another run.
 
         Raises: PrivacyConfigError (exit 2): the owner permits none.
         """
-        with self.locked() as (state, files):
+        with self.locked() as chain:
+            state = chain.state
             if not state.opened.get("informal_runs"):
                 raise PrivacyConfigError(f"{self.path}: the owner permits no run without a formal guarantee: {name}")
             if not any(entry.run == run for entry in state.informal):
-                self.append(state, files, "informal", time_utc, asdict(InformalRun(run, name, reason)))
+                chain.append("informal", time_utc, asdict(InformalRun(run, name, reason)))
 
     def freeze_grid(self, study: str, points: Mapping[str, str], *, begun: bool) -> Mapping[str, str]:
         """Fixes a study's points until one of its runs is known to have begun; returns those that bind from now on.
@@ -164,10 +162,11 @@ class SharedLedger:
             points: name -> digest of the recipe.
             begun: whether anything outside of this ledger tells of a run.
         """
-        with self.locked() as (state, files):
+        with self.locked() as chain:
+            state = chain.state
             frozen = state.grids.get(study, {})
             if frozen != points and not begun and not state.has_begun(study):
-                self.append(state, files, "grid", PROGRAM_START, {"study": study, "points": dict(points)})
+                chain.append("grid", PROGRAM_START, {"study": study, "points": dict(points)})
                 return points
             return frozen
 
@@ -232,55 +231,14 @@ class SharedLedger:
                 f"({len(state.reservations)} runs reserved {state.epsilon():.4f}){_why_infinite(together, total)}"
             )
 
-    @contextmanager
-    def locked(self) -> Iterator[tuple[SharedState, list[AppendOnly]]]:
-        """Under the lock: the verified state, and the files that the next line goes to, which are this one and its mirror."""
-        with ExitStack() as stack:
-            file = AppendOnly(self.path, "shared ledger")
-            stack.callback(file.release)
-            # A lock of its own, on a descriptor of its own: the appending one compares the file by name.
-            try:
-                lock = os.open(self.path, os.O_RDWR)
-                stack.callback(os.close, lock)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError as error:
-                raise self.unreachable(error) from error
-            state, data = self._load(file)
-            files = [file]
-            if state.opened.get("mirror"):
-                files.append(joined_mirror(Path(state.opened["mirror"]), self.path, data))
-                stack.callback(files[1].release)
-            yield state, files
+    def locked(self) -> ChainFile[SharedState]:
+        """The file and the owner's mirror of it, verified; in a `with` statement, nobody else uses them inside."""
+        return ChainFile(self.path, SharedState(), "shared ledger", _owners_mirror, lock=True)
 
-    def unreachable(self, error: OSError) -> PrivacyStateRefused:
-        """What an error of the operating system becomes; it stays the cause."""
-        return PrivacyStateRefused(f"{self.path}: cannot use the shared ledger: {error.strerror or error}")
 
-    def _load(self, file: AppendOnly) -> tuple[SharedState, bytes]:
-        data = file.read()
-        *lines, tail = data.split(b"\n")
-        state = SharedState()
-        if tail and lines:
-            file.append(TORN_MARK + b"\n")
-            lines.append(tail + TORN_MARK)
-            data += TORN_MARK + b"\n"
-        for number, line in enumerate(lines, start=1):
-            try:
-                state.absorb(line)
-            except LineRefused as error:
-                raise PrivacyStateRefused(f"{self.path}: line {number}: {error}") from error
-        if not lines:
-            raise PrivacyStateRefused(f"{self.path}: line 1: no whole record")
-        return state, data
-
-    def append(
-        self, state: SharedState, files: list[AppendOnly], kind: str, time_utc: str, fields: Mapping[str, Any]
-    ) -> None:
-        """One more line, taken into `state` and durable; within `locked`."""
-        line = encode_line(len(state.hashes), kind, time_utc, state.hashes[-1], json.loads(json.dumps(dict(fields))))
-        state.absorb(line)
-        for file in files:
-            file.append(line + b"\n")
+def _owners_mirror(state: SharedState) -> Path | None:
+    mirror = state.opened.get("mirror")
+    return None if mirror is None else Path(mirror)
 
 
 def _why_infinite(together: float, total: float) -> str:

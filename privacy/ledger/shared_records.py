@@ -1,25 +1,22 @@
-"""The shared ledger's format: hash-chained canonical JSON lines as in privacy/ledger/records.py, and what they say together.
+"""The shared ledger's records, and the one order of them that is legal; the form of the lines is privacy/ledger/chain.py's.
 
-`open` (total epsilon and delta, unit, adjacency; where the owner chose them the order of the RDP filter, a mirror, and leave for
-runs without a guarantee), `reserve` (a run's releases, its reserve for crashes included), `informal` (a run without a guarantee
-reads the data: it is counted, and no total covers it), `grid` (the points of a study, fixed before any of them ran), and where
-a run's own ledger stands: `start` at a start of the program, `at` at a checkpoint, `close` at the end for good. The last two
-carry the time of their `start`: durations may be private (contract 12).
-
-Format 1 grew by adding types (`grid`, `at`, `close`, `informal` with a run): a ledger without them is read as it always was, and
-a program that does not know them refuses them. This module only reads.
+`open` (total epsilon and delta, unit, adjacency; where the owner chose them the order of the RDP filter, a mirror, and the
+permission for runs without a guarantee), `reserve` (a run's releases, its reserve for crashes included), `informal` (a run
+without a guarantee reads the data: it is counted, and no total covers it), `grid` (the points of a study, fixed before any
+of them ran), and where a run's own ledger stands: `start` at a start of the program, `at` at a checkpoint, `close` at the end for
+good. The last two carry the time of their `start`: durations may be private (contract 12). A torn line was never acknowledged,
+so it says nothing. This module only reads; privacy/ledger/shared.py writes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from privacy.accounting.accountants import ReleaseGroup
 from privacy.accounting.rdp_filter import filter_order, total_epsilon
-from privacy.ledger.records import NO_PREVIOUS, TORN_MARK, LineRefused, hash_line, parse_line
+from privacy.ledger.chain import ChainState, LineRefused, hash_line
 
 FORMAT = "shared-1"
 
@@ -38,7 +35,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class InformalRun:
-    """A run that nothing covers; `run` is empty in ledgers that counted by name alone."""
+    """A run that nothing covers."""
 
     run: str
     name: str
@@ -46,8 +43,8 @@ class InformalRun:
 
 
 @dataclass
-class SharedState:
-    """What the verified lines say.
+class SharedState(ChainState):
+    """What the lines of a shared ledger say.
 
     Attributes:
         positions: run -> (seq, hash) of the last line of its own ledger that was noted here.
@@ -57,8 +54,6 @@ class SharedState:
         gridded: study -> every point that any of its grids named.
     """
 
-    hashes: list[str] = field(default_factory=list)
-    opened: dict[str, Any] = field(default_factory=dict)
     reservations: dict[str, Reservation] = field(default_factory=dict)
     informal: list[InformalRun] = field(default_factory=list)
     positions: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -74,7 +69,7 @@ class SharedState:
 
     @property
     def names(self) -> set[str]:
-        """Of all runs, with and without a guarantee."""
+        """The names of all runs, with and without a guarantee."""
         return {*(entry.name for entry in self.reservations.values()), *(entry.name for entry in self.informal)}
 
     def knows(self, run: str) -> bool:
@@ -109,65 +104,62 @@ class SharedState:
         given = self.opened["rdp_order"]
         return float(given) if given is not None else filter_order(first, self.opened["epsilon"], self.opened["delta"])
 
-    def absorb(self, line: bytes) -> None:
-        """Checks the next line and takes it in; LineRefused when it is not legal here."""
-        if not line.endswith(TORN_MARK):
-            self._absorb_record(parse_line(line), hash_line(line))
-        elif not self.hashes:
-            raise LineRefused("a torn line where no line can be written")
-        self.hashes.append(hash_line(line))
-
-    def _absorb_record(self, record: dict[str, Any], line_hash: str) -> None:
-        if record["seq"] != len(self.hashes) or record["previous"] != (self.hashes[-1] if self.hashes else NO_PREVIOUS):
-            raise LineRefused("the hash chain is broken: it does not continue the line before")
+    def check_record(self, record: dict[str, Any] | None) -> None:
+        if record is None:
+            return
         kind = record["type"]
-        if (kind == "open") != (not self.hashes):
-            raise LineRefused("the first record, and no other, is `open`")
-        try:
-            if kind == "open":
-                self._open(record)
-            elif kind == "reserve":
-                self._reserve(record)
-            elif kind in ("start", "at", "close"):
-                self._move(kind, record, line_hash)
-            elif kind == "informal" and self.opened.get("informal_runs"):
-                self.informal.append(
-                    InformalRun(str(record.get("run", "")), str(record["name"]), str(record["reason"]))
-                )
-            elif kind == "grid":
-                self._freeze(str(record["study"]), record["points"])
-            else:
+        match kind:
+            case "open":
+                if record["format"] != FORMAT or not (record["epsilon"] > 0 and 0 < record["delta"] < 1):
+                    raise LineRefused("not a shared ledger of this format")
+            case "reserve":
+                if _reservation(record).run in self.reservations:
+                    raise LineRefused("a second reservation of the same run")
+            case "informal" if self.opened.get("informal_runs"):
+                _informal_run(record)
+            case "grid":
+                if not isinstance(record["points"], dict):
+                    raise LineRefused("a grid has points by name")
+                if self.has_begun(record["study"]):
+                    raise LineRefused("a grid that was fixed after its study had begun")
+            case "start" | "at" | "close":
+                run, _ = record["run"], _position(record)
+                if not self.knows(run):
+                    raise LineRefused(f"`{kind}` of a run that has reserved nothing")
+                if run in self.closed:
+                    raise LineRefused(f"`{kind}` of a run that is closed")
+            case _:
                 raise LineRefused(f"no record of type {kind!r} belongs here")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise LineRefused(f"an incomplete `{kind}`: {error}") from error
 
-    def _open(self, record: dict[str, Any]) -> None:
-        if record["format"] != FORMAT or not (record["epsilon"] > 0 and 0 < record["delta"] < 1):
-            raise LineRefused("not a shared ledger of this format")
-        self.opened = record
+    def take_record(self, record: dict[str, Any] | None, line: bytes) -> None:
+        if record is None:
+            return
+        match record["type"]:
+            case "reserve":
+                self.reservations[record["run"]] = _reservation(record)
+            case "informal":
+                self.informal.append(_informal_run(record))
+            case "grid":
+                self.grids[record["study"]] = {name: str(digest) for name, digest in record["points"].items()}
+                self.gridded.setdefault(record["study"], set()).update(record["points"])
+            case "start" | "at" | "close" as kind:
+                self.positions[record["run"]] = _position(record)
+                if kind == "start":
+                    self.starts[record["run"]] = (record["seq"], hash_line(line))
+                elif kind == "close":
+                    self.closed.add(record["run"])
 
-    def _reserve(self, record: dict[str, Any]) -> None:
-        if record["run"] in self.reservations:
-            raise LineRefused("a second reservation of the same run")
-        self.reservations[record["run"]] = Reservation(
-            record["run"], record["name"], record["time_utc"], ReleaseGroup(**record["group"]),
-            float(record["noise_tail_delta"]), bool(record["adaptive"]),
-        )  # fmt: skip
 
-    def _move(self, kind: str, record: dict[str, Any], line_hash: str) -> None:
-        run = record["run"]
-        if not self.knows(run):
-            raise LineRefused(f"`{kind}` of a run that has reserved nothing")
-        if run in self.closed:
-            raise LineRefused(f"`{kind}` of a run that is closed")
-        self.positions[run] = (int(record["position"]), str(record["hash"]))
-        if kind == "start":
-            self.starts[run] = (record["seq"], line_hash)
-        elif kind == "close":
-            self.closed.add(run)
+def _reservation(record: dict[str, Any]) -> Reservation:
+    return Reservation(
+        record["run"], record["name"], record["time_utc"], ReleaseGroup(**record["group"]),
+        float(record["noise_tail_delta"]), bool(record["adaptive"]),
+    )  # fmt: skip
 
-    def _freeze(self, study: str, points: Mapping[str, str]) -> None:
-        if self.has_begun(study):
-            raise LineRefused("a grid that was fixed after its study had begun")
-        self.grids[study] = {str(name): str(digest) for name, digest in points.items()}
-        self.gridded.setdefault(study, set()).update(self.grids[study])
+
+def _informal_run(record: dict[str, Any]) -> InformalRun:
+    return InformalRun(str(record["run"]), str(record["name"]), str(record["reason"]))
+
+
+def _position(record: dict[str, Any]) -> tuple[int, str]:
+    return int(record["position"]), str(record["hash"])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from privacy.errors import PrivacyStateRefused
+from privacy.ledger.chain import encode_line, hash_line
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.records import encode_line, hash_line
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from privacy.errors import PrivacyStateRefused
+from privacy.ledger.chain import TORN_MARK, encode_line
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.records import TORN_MARK, encode_line, may_be_intent, read_ledger
+from privacy.ledger.records import may_be_intent, read_ledger
 from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.ledger_files import ENVIRONMENT, RELEASE, create, refused, take_step, written
 

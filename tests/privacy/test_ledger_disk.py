@@ -8,7 +8,6 @@ import subprocess
 import pytest
 
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger import ledger as ledger_module
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from tests.privacy.ledger_files import (
@@ -102,7 +101,7 @@ def test_unreadable_missing_or_read_only_file(tmp_path, monkeypatch):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), name)
         return original(name, flags, *rest)
 
-    monkeypatch.setattr(ledger_module.os, "open", read_only)
+    monkeypatch.setattr(os, "open", read_only)
     refused(path, match="Read-only file system")
     with pytest.raises(PrivacyStateRefused, match="Read-only"):
         Ledger.create(tmp_path / "new.jsonl", open_fields())

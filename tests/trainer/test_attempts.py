@@ -18,8 +18,9 @@ from data.reading.loader import StepPlan
 from privacy.audit.ledger import RecordedAttempts, attempts_check
 from privacy.audit.members import MembersRecord, read_lines
 from privacy.errors import BudgetSpent, PrivacyStateRefused
+from privacy.ledger.chain import hash_line
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.records import hash_line, read_ledger
+from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest

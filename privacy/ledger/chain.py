@@ -1,0 +1,306 @@
+"""Files of hash-chained lines that only grow: what the run's ledger and a data owner's shared ledger are made of.
+
+Every line is a JSON object `{"seq", "type", "time_utc", "previous", ...}` in exactly the form that `encode_line` writes; `seq` is
+the line number from 0, `previous` the SHA-256 of the bytes of the line before (64 zeros for the first, which alone is `open`).
+Which records may follow each other is for the state to say (`ChainState`).
+
+Crash points, and why none loses a line that was relied on or blocks a program:
+- creating: the file appears whole, with its `open` record, or not at all (`create_chain`);
+- inside a write: only the last line can be torn, since each is durable before the next is begun. The torn line stays: the next
+  `ChainFile` ends it with ` #torn` and a newline, so that it can never be read as a record, and the chain goes on over its bytes;
+- between a file and its mirror: the file is written first, so the mirror can only be a prefix, which the next `ChainFile`
+  completes. The other order could not tell a crash from a file that was rolled back, which is what the mirror is there to find;
+- after a failed write or fsync the object refuses all further records: what reached the disk is unknown (a second fsync may
+  succeed without the data), and only reading the file again can tell.
+One process writes at a time (under a lock of its own or the caller's); a file that changed behind its back is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger.durable import fsync_directory, publish_new, torn_line_end
+
+TORN_MARK = b" #torn"
+NO_PREVIOUS = "0" * 64
+_HEADER = ("seq", "type", "time_utc", "previous")
+
+
+class LineRefused(Exception):
+    """A line that is not legal at its place; becomes PrivacyStateRefused with file and line number."""
+
+
+def encode_line(seq: int, kind: str, time_utc: str, previous: str, fields: Mapping[str, Any]) -> bytes:
+    """The canonical bytes of one record, without the newline: header first, then the fields in sorted order."""
+    clash = [name for name in _HEADER if name in fields]
+    if clash:
+        raise PrivacyStateRefused(f"a ledger record cannot carry its own {', '.join(clash)}")
+    # Through JSON once, so that nested objects are sorted too while the header keeps its place in front: the type
+    # of a torn line must be told from its first bytes.
+    ordered = json.loads(json.dumps(dict(fields), sort_keys=True, allow_nan=False))
+    record = {"seq": seq, "type": kind, "time_utc": time_utc, "previous": previous, **ordered}
+    return json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The record that `encode_line` wrote; LineRefused for anything else."""
+    try:
+        record = json.loads(line)
+        header = [record.pop(name) for name in _HEADER]
+        seq, kind, time_utc, previous = header
+        canonical = encode_line(seq, kind, time_utc, previous, record)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, PrivacyStateRefused) as error:
+        raise LineRefused("not a ledger record") from error
+    if canonical != line or type(seq) is not int or not all(isinstance(item, str) for item in header[1:]):
+        raise LineRefused("not in the ledger's canonical form")
+    fields: dict[str, Any] = dict(zip(_HEADER, header, strict=True)) | record
+    return fields
+
+
+def hash_line(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()
+
+
+@dataclass
+class ChainState(ABC):
+    """What the lines so far say. `check` tests the next line, `absorb` adds it.
+
+    Attributes:
+        hashes: the SHA-256 of every line.
+        opened: the `open` record.
+    """
+
+    hashes: list[str] = field(default_factory=list)
+    opened: dict[str, Any] = field(default_factory=dict)
+
+    @abstractmethod
+    def check_record(self, record: dict[str, Any] | None) -> None:
+        """LineRefused unless `record`, or for None a torn line, may come next; changes nothing."""
+
+    @abstractmethod
+    def take_record(self, record: dict[str, Any] | None, line: bytes) -> None:
+        """Adds what `check_record` has accepted; `hashes` does not hold `line` yet."""
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.hashes)
+
+    def check(self, line: bytes) -> dict[str, Any] | None:
+        """The record of the next line, or None for a torn line; LineRefused when it is not legal here."""
+        if line.endswith(TORN_MARK):
+            if not self.hashes:
+                raise LineRefused("a torn line where no line can be written")
+            self.check_record(None)
+            return None
+        record = parse_line(line)
+        if record["seq"] != self.num_lines:
+            raise LineRefused(f"sequence number {record['seq']} where {self.num_lines} must follow")
+        if record["previous"] != (self.hashes[-1] if self.hashes else NO_PREVIOUS):
+            raise LineRefused("the hash chain is broken: it does not continue the line before")
+        if (record["type"] == "open") != (not self.hashes):
+            raise LineRefused("the first record, and no other, is `open`")
+        try:
+            self.check_record(record)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise LineRefused(f"an incomplete `{record['type']}`: {error}") from error
+        return record
+
+    def absorb(self, line: bytes) -> None:
+        """Checks the next line and takes it in."""
+        record = self.check(line)
+        if record is not None and record["type"] == "open":
+            self.opened = record
+        self.take_record(record, line)
+        self.hashes.append(hash_line(line))
+
+
+State = TypeVar("State", bound=ChainState)
+
+
+def read_chain(data: bytes, state: ChainState, name: str) -> bytes:
+    """Takes every whole line of a file into a new state and returns the unterminated last bytes, which are checked too.
+
+    Raises:
+        PrivacyStateRefused: the chain breaks; names file and line.
+    """
+    *lines, tail = data.split(b"\n")
+    if not lines:
+        raise PrivacyStateRefused(f"{name}: line 1: no whole record; a ledger is created with its first one")
+    try:
+        for line in lines:
+            state.absorb(line)
+        if tail:
+            state.check(tail + TORN_MARK)
+    except LineRefused as error:
+        raise PrivacyStateRefused(f"{name}: line {state.num_lines + 1}: {error}") from error
+    return tail
+
+
+def create_chain(path: Path, state: ChainState, time_utc: str, fields: Mapping[str, Any]) -> None:
+    """Creates a file with its `open` record alone, durable and whole or not at all.
+
+    Args:
+        state: a new one, which checks the record.
+
+    Raises:
+        FileExistsError: the file exists; it is never overwritten.
+        OSError, LineRefused, ValueError, TypeError: it cannot be written, or the record is refused.
+    """
+    line = encode_line(0, "open", time_utc, NO_PREVIOUS, fields)
+    state.check(line)
+    publish_new(path, line + b"\n", 0o644)
+
+
+def create_mirror(path: Path) -> None:
+    """An empty file that the next `ChainFile` completes; PrivacyStateRefused when it cannot be made."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        fsync_directory(path.parent)
+    except OSError as error:
+        raise PrivacyStateRefused(f"{path}: cannot create the mirror: {error.strerror or error}") from error
+
+
+class AppendOnly:
+    """One file that only grows, and only by us."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.path, self._what = path, what
+        self._size = 0
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
+        except OSError as error:
+            raise self._refused("open", error) from error
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+    def lock(self) -> None:
+        """Waits until no other process holds the file's lock, and holds it until `release`."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise self._refused("lock", error) from error
+
+    def read(self) -> bytes:
+        """The whole content, which from now on is what the file must hold."""
+        parts, offset = [], 0
+        try:
+            while part := os.pread(self._descriptor, 1 << 24, offset):
+                parts.append(part)
+                offset += len(part)
+            # What we base decisions on must not vanish in a power cut: a record may have been read from the page
+            # cache whose fsync never returned.
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._refused("read", error) from error
+        self._size = offset
+        return b"".join(parts)
+
+    def append(self, data: bytes) -> None:
+        """One write, one fsync; PrivacyStateRefused when the file is not ours any more or anything falls short."""
+        try:
+            opened, named = os.fstat(self._descriptor), os.stat(self.path)
+            if (opened.st_dev, opened.st_ino) != (named.st_dev, named.st_ino):
+                raise OSError("another file has taken its name")
+            if opened.st_size != self._size:
+                raise OSError(f"it has {opened.st_size} bytes where this process left {self._size}")
+            written = os.write(self._descriptor, data)
+            if written != len(data):
+                raise OSError(f"only {written} of {len(data)} bytes were written")
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._refused("write", error) from error
+        self._size += len(data)
+
+    def torn_line_end(self) -> bytes:
+        """What ends the file's last line; empty unless a crash tore it."""
+        try:
+            return torn_line_end(self._descriptor, TORN_MARK)
+        except OSError as error:
+            raise self._refused("read", error) from error
+
+    def _refused(self, verb: str, error: OSError) -> PrivacyStateRefused:
+        return PrivacyStateRefused(f"{self.path}: cannot {verb} the {self._what}: {error.strerror or error}")
+
+
+class ChainFile(Generic[State]):
+    """An open file of hash-chained lines with its mirror, verified and repaired; `append` is durable when it returns.
+
+    Args:
+        state: a new one, which takes in the lines.
+        what: what errors call the file.
+        mirror: chooses the mirror, or none, from the verified state.
+        lock: whether this object holds the file's own lock until `release`; else the caller keeps other writers away.
+
+    Raises:
+        PrivacyStateRefused: the chain breaks (the line is named), or file and mirror do not fit together.
+    """
+
+    def __init__(
+        self, path: Path, state: State, what: str, mirror: Callable[[State], Path | None], *, lock: bool = False
+    ) -> None:
+        self.path, self.state = path, state
+        self._broken: str | None = None
+        self._files = [AppendOnly(path, what)]
+        try:
+            if lock:
+                self._files[0].lock()
+            data = self._files[0].read()
+            tail = read_chain(data, state, str(path))
+            second = mirror(state)
+            if second is not None:
+                copy = AppendOnly(second, "mirror")
+                self._files.append(copy)
+                copied = copy.read()
+                if not data.startswith(copied):
+                    relation = "is longer than" if copied.startswith(data) else "differs from"
+                    raise PrivacyStateRefused(f"{second}: the mirror {relation} {path}: the ledger was rolled back")
+                if len(copied) < len(data):
+                    copy.append(data[len(copied) :])
+            end = self._files[0].torn_line_end()
+            if end:
+                self._write(tail + TORN_MARK, end)
+        except BaseException:
+            self.release()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Closes the files and lets go of the lock."""
+        self._broken = self._broken or "it was released"
+        while self._files:
+            self._files.pop().release()
+
+    def append(self, kind: str, time_utc: str, fields: Mapping[str, Any]) -> None:
+        """Writes one record; PrivacyStateRefused when it is not legal here (nothing is written), or cannot be written."""
+        try:
+            line = encode_line(self.state.num_lines, kind, time_utc, self.state.hashes[-1], fields)
+            self.state.check(line)
+        except (LineRefused, ValueError, TypeError) as error:
+            raise PrivacyStateRefused(f"{self.path}: refused to write `{kind}`: {error}") from error
+        self._write(line, line + b"\n")
+
+    def _write(self, line: bytes, data: bytes) -> None:
+        """Appends `data`, which ends `line`, to file and mirror, and only then takes the line in."""
+        if self._broken is not None:
+            raise PrivacyStateRefused(f"{self.path}: no further records: {self._broken}")
+        # Set before the write and lifted at the very end: an interruption in between leaves it set.
+        self._broken = "an earlier write did not finish"
+        for file in self._files:
+            file.append(data)
+        self.state.absorb(line)
+        self._broken = None
