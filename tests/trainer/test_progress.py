@@ -27,12 +27,12 @@ def test_plain_lines(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     line.close()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 11
-    assert lines[0] == "step 1/100  1.0%  eps 0.1  lr 1e-3  eta 1m39s"
-    assert lines[-1] == "step 100/100  100.0%  eps 10.0  lr 1e-3  eta 0m00s"
+    assert lines[0] == "step 1/100  1.0%  eps 0.1  lr 1e-3  eta 0:01:39"
+    assert lines[-1] == "step 100/100  100.0%  eps 10.0  lr 1e-3  eta 0:00:00"
 
 
 def test_the_time_left_counts_this_start_only(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     line = ProgressLine(90, 100)
     clock.now += 3600
     line.update(91, {})
-    assert capsys.readouterr().out.strip().endswith("eta 9h00m")
+    assert capsys.readouterr().out.strip().endswith("eta 9:00:00")

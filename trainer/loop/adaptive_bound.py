@@ -1,7 +1,7 @@
 """The second release of a step under adaptive clipping: how many examples stayed below C, noised; then C moves.
 
 The clipper counts, privacy/adaptive_clipping.py says what the release costs and how C follows it, and here the count leaves
-its process: to rank 0, which alone adds noise, once, and from there, noised, to all ranks. Whoever calls it has made the
+its process: it goes to rank 0, which alone adds noise, once, and from there, noised, to all ranks. The caller has made the
 step's intent durable.
 """
 

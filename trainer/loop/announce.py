@@ -1,4 +1,4 @@
-"""The trainer's first and last words on the console."""
+"""What the trainer prints before its first step and after its last."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from trainer.weights.provenance import initialisation_statement
 
 
 def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings, choice: ModeChoice | None) -> None:
-    """What will be trained, from what, and what it claims; on the main rank, before the first step."""
+    """Prints what will be trained, from what, and what it claims; on the main rank, before the first step."""
     plan = run.mechanism.plan
     count = sum(shape.numel() for shape in run.mechanism.engine.shapes.values())
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
@@ -54,17 +54,19 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
 
 def warn_of_few_cpus(num_workers: int) -> None:
     """Warns on rank 0 where a rank may use fewer CPUs than it has data workers. Collective."""
-    found = distributed.gather_objects((_available_cpus(), distributed.host_name()))
-    warning = few_cpus([cpus for cpus, _ in found], [host for _, host in found], num_workers)
+    # Launchers and schedulers set this process's affinity; some systems know no such thing.
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus, hosts = zip(*distributed.gather_objects((usable, distributed.host_name())), strict=True)
+    warning = few_cpus(cpus, hosts, num_workers)
     if warning is not None and distributed.rank() == 0:
         print(warning, flush=True)
 
 
 def few_cpus(cpus: Sequence[int], hosts: Sequence[str], num_workers: int) -> str | None:
-    """The warning, if one is due.
+    """The warning that some rank has too few CPUs, if one is due.
 
     Args:
-        cpus, hosts: by rank, the number of CPUs that it may use and where it runs.
+        cpus, hosts: the number of CPUs that each rank may use, and the name of its host.
     """
     short = [rank for rank, count in enumerate(cpus) if count < num_workers]
     if not short:
@@ -78,22 +80,17 @@ def few_cpus(cpus: Sequence[int], hosts: Sequence[str], num_workers: int) -> str
     )
 
 
-def _available_cpus() -> int:
-    """Those of this process's affinity, which launchers and schedulers set, where the system knows such a thing."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def conclude(run: Run, outcome: int) -> None:
-    """How it ended, in one line; on the main rank."""
+    """Prints in one line how the run ended; on the main rank."""
     epsilon = run.ledger.epsilon()
     claim = (
         f"epsilon {epsilon:.4f} at delta {run.mechanism.plan.target_delta:g}"
         if epsilon is not None
         else "no formal guarantee"
     )
-    said = {
+    ending = {
         DONE: f"done: {run.mechanism.plan.num_steps} steps, {claim}",
         BUDGET_SPENT: f"stopped: the budget of {run.mechanism.plan.max_intents} attempts is spent and steps remain; {claim}",
         STOPPED_EARLY: f"stopped on request; the same command resumes; {claim}",
     }
-    print(f"{said[outcome]}; run folder {run.folder.root}", flush=True)
+    print(f"{ending[outcome]}; run folder {run.folder.root}", flush=True)

@@ -1,6 +1,6 @@
 """Exponential moving average of the weights: post-processing of noised steps, so it costs no privacy.
 
-Sharded like the master weights: each rank averages the coordinates that it owns, whatever the engine. Checkpoints hold it beside
+Sharded like the master weights: each rank averages the coordinates that it owns, whatever the engine. Checkpoints hold it with
 the weights; `Checkpoint.load_weights(..., average=True)` gives the averaged model to evaluation and export, and
 `in_use` to held-out evaluation during training.
 """
@@ -41,7 +41,7 @@ class WeightAverage:
             )
 
     def update(self, step: int) -> None:
-        """After step `step`."""
+        """Moves the average towards the weights after step `step`."""
         for state in self._engine.state():
             weights = state.tensors["param"].detach().float()
             self._average[state.piece].lerp_(weights, 1 - decay_at(step, self._decay))
@@ -49,27 +49,22 @@ class WeightAverage:
     @contextlib.contextmanager
     @torch.no_grad()
     def in_use(self) -> Iterator[None]:
-        """Inside, the module computes with the average; for engines that hold whole weights. Collective."""
-        wanted = self._whole()
-        parameters = {n: p for n, p in self._engine.module.named_parameters() if n in wanted}
+        """Inside, the module computes with the average; only for engines that hold whole weights. Collective."""
+        average = {name: torch.empty(shape.numel()) for name, shape in self._engine.shapes.items()}
+        for pieces in distributed.gather_objects({piece: values.cpu() for piece, values in self._average.items()}):
+            for piece, values in pieces.items():
+                average[piece.name][piece.offset : piece.offset + piece.length] = values
+        parameters = {n: p for n, p in self._engine.module.named_parameters() if n in average}
         kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
-            parameter.copy_(wanted[name].view(parameter.shape))
+            parameter.copy_(average[name].view(parameter.shape))
         try:
             yield
         finally:
             for name, parameter in parameters.items():
                 parameter.copy_(kept[name])
 
-    def _whole(self) -> dict[str, Tensor]:
-        """All coordinates by parameter, on CPU, from every rank's pieces."""
-        whole = {name: torch.empty(shape.numel()) for name, shape in self._engine.shapes.items()}
-        for pieces in distributed.gather_objects({piece: values.cpu() for piece, values in self._average.items()}):
-            for piece, values in pieces.items():
-                whole[piece.name][piece.offset : piece.offset + piece.length] = values
-        return whole
-
     def states(self) -> Iterator[ShardState]:
-        """The engine's states with the average beside them, for a checkpoint."""
+        """The engine's states with the average added to them, for a checkpoint."""
         for state in self._engine.state():
             yield ShardState(state.piece, {**state.tensors, AVERAGE: self._average[state.piece]})

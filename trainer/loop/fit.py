@@ -26,7 +26,17 @@ def fit(run: "Run") -> int:
     """Trains from the run's first step to its last; returns the exit code of design: 0, 3 (budget spent) or 7 (stopped)."""
     num_steps = run.config.train.num_steps
     reporter = StepReporter(run)
-    requests = _stop_requests(run)
+    grace = run.config.train.grace_seconds
+    words = (
+        f"stopped: a step did not end within {grace:g} s of SIGTERM; it is abandoned, what the ledger charged for it stays "
+        "charged, and the same command resumes from the newest checkpoint"
+    )
+    requests = StopRequests(
+        run.folder.stop,
+        grace_seconds=grace,
+        max_minutes=run.config.train.max_minutes,
+        abandon=lambda: distributed.abandon(words, STOPPED_EARLY),
+    )
     # A step may be dropped until its intent where no collective comes before it.
     may_drop = holds_whole_weights(run.mechanism.engine) and not run.mechanism.clipped.leaves_process
     steps = run.loader.steps(run.batches.plans(run.first_step, num_steps))
@@ -38,14 +48,16 @@ def fit(run: "Run") -> int:
         reporter.heldout(step)
     try:
         while step < num_steps:
-            outcome = _may_go_on(run, step, requests)
-            if outcome != DONE:
+            stops = torch.tensor([run.ledger.budget_is_spent(step + 1), requests.pending()], dtype=torch.int64)
+            dist.all_reduce(stops, op=dist.ReduceOp.MAX)  # equal on all ranks
+            if stops.any():
+                outcome = BUDGET_SPENT if stops[0] else STOPPED_EARLY
                 break
             started = time.monotonic()
             plan, micro_batches = next(steps)
             step = plan.step
             run.ledger.note(plan)
-            distributed.note_progress(2 * step)
+            distributed.note_progress(step)
             if run.sanity is not None:
                 micro_batches = run.sanity.before_step(step, micro_batches, plan.num_micro_batches)
             try:
@@ -74,29 +86,6 @@ def fit(run: "Run") -> int:
     reporter.close()
     requests.close()
     return outcome
-
-
-def _stop_requests(run: "Run") -> StopRequests:
-    train = run.config.train
-    words = (
-        f"stopped: a step did not end within {train.grace_seconds:g} s of SIGTERM; it is abandoned, what the ledger "
-        "charged for it stays charged, and the same command resumes from the newest checkpoint"
-    )
-    return StopRequests(
-        run.folder.stop,
-        grace_seconds=train.grace_seconds,
-        max_minutes=train.max_minutes,
-        abandon=lambda: distributed.abandon(words, STOPPED_EARLY),
-    )
-
-
-def _may_go_on(run: "Run", step: int, requests: StopRequests) -> int:
-    """DONE, or the exit code to stop with after `step` steps; equal on all ranks."""
-    codes = torch.tensor([run.ledger.budget_is_spent(step + 1), requests.pending()], dtype=torch.int64)
-    dist.all_reduce(codes, op=dist.ReduceOp.MAX)
-    if codes[0]:
-        return BUDGET_SPENT
-    return STOPPED_EARLY if codes[1] else DONE
 
 
 def save(run: "Run", step: int) -> int:

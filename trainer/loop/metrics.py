@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,11 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, *, times: bool) -> None:
         self._times = times
-        self._lines = _open_for_appending(folder / "metrics.jsonl")
+        lines = folder / "metrics.jsonl"
+        # A killed process may have left a torn line, which must not swallow the next one.
+        is_torn = lines.exists() and lines.stat().st_size > 0 and not lines.read_bytes().endswith(b"\n")
+        self._lines = lines.open("a")
+        self._lines.write("\n" if is_torn else "")
         self._board = _EventFile(folder / "tensorboard")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -59,7 +63,7 @@ class MetricsWriter:
 
 
 class _EventFile:
-    """One more file of TensorBoard events, durable against a kill event by event.
+    """A new file of TensorBoard events, durable against a kill event by event.
 
     torch's SummaryWriter puts clock, host and process into the file's name and the clock into its first event; here the files of
     a folder are numbered, and nothing has a time that the caller did not give. Nothing else here knows TensorBoard's format.
@@ -77,7 +81,7 @@ class _EventFile:
         self._write(wall_time=0.0, file_version="brain.Event:2")
 
     def add(self, summary: Any, step: int, walltime: float) -> None:
-        """Args: summary: of `torch.utils.tensorboard.summary`."""
+        """Writes a summary that `torch.utils.tensorboard.summary` made."""
         self._write(wall_time=walltime, step=step, summary=summary)
 
     def _write(self, **fields: Any) -> None:
@@ -86,15 +90,6 @@ class _EventFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _open_for_appending(path: Path) -> TextIO:
-    """Ends the torn line that a killed process may have left, so that it does not swallow the next one."""
-    torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
-    file = path.open("a")
-    if torn:
-        file.write("\n")
-    return file
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -30,11 +31,13 @@ class ProgressLine:
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
         """After each step; plain lines appear at most every ten seconds, and for the last step."""
-        text = "  ".join(f"{name} {value}" for name, value in facts.items()) + f"  eta {self._eta(step)}"
+        # rich's own estimate forgets what is older than half a minute, and a step may take longer.
+        now, done = time.monotonic(), step - self._first
+        eta = timedelta(seconds=int((now - self._started) / done * (self._total - step))) if done > 0 else "?"
+        text = "  ".join(f"{name} {value}" for name, value in {**facts, "eta": str(eta)}.items())
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
             return
-        now = time.monotonic()
         if now - self._printed >= PLAIN_INTERVAL_SECONDS or step == self._total:
             self._printed = now
             print(f"step {step}/{self._total}  {100 * step / self._total:.1f}%  {text}", flush=True)
@@ -42,11 +45,3 @@ class ProgressLine:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-    def _eta(self, step: int) -> str:
-        done = step - self._first
-        if done <= 0:
-            return "?"
-        seconds = int((time.monotonic() - self._started) / done * (self._total - step))
-        hours, minutes = seconds // 3600, seconds % 3600 // 60
-        return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds % 60:02d}s"

@@ -28,12 +28,12 @@ class SanityError(RuntimeError):
 
 
 class SanityChecks:
-    """Of one run. All methods are collective, and an error is raised on all ranks."""
+    """The checks of one run. All methods are collective, and an error is raised on all ranks."""
 
     def __init__(self, engine: Engine, noise: NoiseSource) -> None:
         self._engine = engine
         self.noise = _WatchedNoise(noise)
-        """To be used instead of the source that was given."""
+        """The source to draw from, instead of the one that was given."""
         self._seen: set[bytes] = set()
         self._initial: dict[Piece, Tensor] | None = None
         self._has_stepped = False
@@ -57,39 +57,32 @@ class SanityChecks:
         """After the optimizer's step.
 
         Raises:
-            SanityError: replicas differ, other numbers of micro-batches, noise drawn twice, a parameter that did not move.
+            SanityError: replicas or numbers of micro-batches differ, noise was drawn twice, a parameter did not move.
         """
         _same(step, "number of micro-batches", self._count)
-        self._check_noise(step)
-        self._check_replicas(step)
-        if self._initial is not None:
-            self._check_moved(step, self._initial)
-            self._initial = None
-        self._has_stepped = True
-
-    def _check_noise(self, step: int) -> None:
-        """No two draws are equal: neither two ranks' nor two steps' nor two parameters'."""
+        # No two draws are equal: neither two ranks' nor two steps' nor two parameters'.
         for rank, hashes in enumerate(distributed.gather_objects(list(self.noise.hashes))):
             for drawn in hashes:
                 if drawn in self._seen:
                     _raise(step, f"rank {rank} drew noise that was drawn before, by this or another rank")
                 self._seen.add(drawn)
-
-    def _check_replicas(self, step: int) -> None:
         first: dict[tuple[str, tuple[int, ...]], tuple[int, bytes]] = {}
         for rank, digests in enumerate(distributed.gather_objects(_replica_digests(self._engine))):
             for key, digest in digests.items():
                 other, expected = first.setdefault(key, (rank, digest))
                 if digest != expected:
                     _raise(step, f"{key[0]} differs between the replicas of ranks {other} and {rank}")
-
-    def _check_moved(self, step: int, before: dict[Piece, Tensor]) -> None:
-        after = {s.piece: s.tensors["param"].detach() for s in self._engine.state()}
-        mine = {piece.name for piece, weights in after.items() if not torch.equal(weights, before[piece])}
-        moved = set[str]().union(*distributed.gather_objects(mine))
-        still = [name for name in self._engine.shapes if name not in moved]
-        if still:
-            _raise(step, f"{len(still)} trainable parameters did not move in their first step; the first is {still[0]}")
+        if self._initial is not None:
+            after = {s.piece: s.tensors["param"].detach() for s in self._engine.state()}
+            mine = {piece.name for piece, weights in after.items() if not torch.equal(weights, self._initial[piece])}
+            moved = set[str]().union(*distributed.gather_objects(mine))
+            still = [name for name in self._engine.shapes if name not in moved]
+            if still:
+                _raise(
+                    step, f"{len(still)} trainable parameters did not move in their first step; the first is {still[0]}"
+                )
+            self._initial = None
+        self._has_stepped = True
 
 
 class _WatchedNoise:
@@ -117,11 +110,11 @@ def _replica_digests(engine: Engine) -> dict[tuple[str, tuple[int, ...]], bytes]
             coordinate = parameter.device_mesh.get_coordinate()
             assert coordinate is not None
             shard = tuple(c for c, how in zip(coordinate, parameter.placements, strict=True) if how.is_shard())
-            held = parameter.to_local()
+            local = parameter.to_local()
         else:
-            shard, held = (), parameter
-        if held.numel() > 0:
-            raw = held.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            shard, local = (), parameter
+        if local.numel() > 0:
+            raw = local.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             digests[name, shard] = hashlib.sha256(raw).digest()
     return digests
 
@@ -133,6 +126,6 @@ def _same(step: int, what: str, value: int) -> None:
 
 
 def _raise(step: int, message: str) -> None:
-    """On all ranks alike; rank 0 says it."""
+    """Raises on all ranks alike; rank 0 prints the message."""
     error = f"sanity check after step {step}: {message}"
     raise SanityError(error) if distributed.rank() == 0 else RemoteError(error, SanityError.exit_code)

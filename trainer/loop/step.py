@@ -101,25 +101,29 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) 
     engine.step(shards, lr=lr, noise_variance=noise_variance)
     public = adapt_bound(clipped, plan, mechanism.noise, stats, releases)
     mechanism.ledger.done(step)
-    return StepRecord(lr, _norm(shards), _total(stats, num_undecodable), public, distributed.traffic.bytes.total())
+    return _record(lr, shards, stats, num_undecodable, public)
 
 
 def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> None:
     """The charge: durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process."""
-    distributed.note_progress(2 * step + 1)
+    distributed.note_progress(step, charged=True)
     distributed.agree(ready=True)  # a rank that failed until here, or ran out of time to stop, costs no charge
     mechanism.ledger.intent(step, releases=releases)
 
 
-def _norm(shards: Sequence[GradShard]) -> float:
+def _record(
+    lr: float,
+    shards: Sequence[GradShard],
+    stats: Sequence[MicroBatchStats],
+    num_undecodable: int,
+    public: dict[str, float],
+) -> StepRecord:
+    """What the step shows, summed over its micro-batches and all ranks."""
     squared = torch.stack([s.values.square().sum() for s in shards]).sum() if shards else torch.zeros(())
-    return float(distributed.all_reduce_sum(squared.double().cpu().view(1)).sqrt())
-
-
-def _total(stats: Sequence[MicroBatchStats], num_undecodable: int) -> dict[str, float]:
-    """Sums of the micro-batch statistics over this step and all ranks; private."""
+    norm = float(distributed.all_reduce_sum(squared.double().cpu().view(1)).sqrt())
     mine: list[Tensor] = [
         torch.stack([value.double() for value in column]).sum().cpu() for column in zip(*stats, strict=True)
     ]
     totals = distributed.all_reduce_sum(torch.stack([*mine, torch.tensor(float(num_undecodable), dtype=torch.float64)]))
-    return dict(zip((*MicroBatchStats._fields, "num_undecodable"), totals.tolist(), strict=True))
+    private = dict(zip((*MicroBatchStats._fields, "num_undecodable"), totals.tolist(), strict=True))
+    return StepRecord(lr, norm, private, public, distributed.traffic.bytes.total())

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from trainer.ranks import distributed
@@ -27,7 +26,7 @@ STOPPED_EARLY = 7
 """Exit code: stopped on request, and the same command resumes."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MARGIN_SECONDS = 4.0
-"""After the grace time, until a step that was not dropped between two micro-batches is abandoned."""
+"""A step that was not dropped between two micro-batches is abandoned so long after the grace time."""
 
 
 def end_on_signals(
@@ -35,9 +34,9 @@ def end_on_signals(
         "stopped on request; no step was running, and the same command resumes", STOPPED_EARLY
     ),
 ) -> None:
-    """From here until training, when `StopRequests` takes over: SIGTERM or SIGUSR1 ends all ranks, whatever they wait for.
+    """From here until training, when `StopRequests` takes over, SIGTERM or SIGUSR1 ends all ranks, whatever they wait for.
 
-    What is left is what a crash would leave, and the same command resumes.
+    The run folder is then as after a crash, and the same command resumes.
 
     Args:
         end: called from a thread of its own.
@@ -82,7 +81,9 @@ class StopRequests:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         # The handlers make the signals arrive; their numbers go to the socket at once, whatever the main thread does.
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._before = {
+            number: signal.signal(number, lambda number, frame: self._signalled.set()) for number in SIGNALS
+        }
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="stop requests", daemon=True).start()
 
@@ -104,7 +105,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step: only then is there something to abandon."""
+        """Stands around a step: only then is there something to abandon."""
         self._in_step = True
         try:
             yield
@@ -112,7 +113,7 @@ class StopRequests:
             self._in_step = False
 
     def droppable(self, micro_batches: Iterator[T]) -> Iterator[T]:
-        """The same, but drops the step between two of them when the grace time is over. Only before the step's intent.
+        """Yields them, but drops the step between two of them when the grace time is over. Only before the step's intent.
 
         Raises:
             StepDropped: on all ranks, here or at the agreement before the intent.
@@ -122,11 +123,14 @@ class StopRequests:
                 distributed.agree(ready=False)
             yield micro_batch
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signalled.set()
-
     def _watch(self) -> None:
         """Notes signals as they arrive and keeps the time."""
+
+        def end_of_grace() -> None:
+            time.sleep(self._grace + MARGIN_SECONDS)
+            if self._in_step:
+                self._abandon()
+
         while True:
             try:
                 numbers = self._reader.recv(64)
@@ -138,9 +142,4 @@ class StopRequests:
                 self._signalled.set()
             if signal.SIGTERM in numbers and self._terminated_at is None:
                 self._terminated_at = time.monotonic()
-                threading.Thread(target=self._end_of_grace, name="grace", daemon=True).start()
-
-    def _end_of_grace(self) -> None:
-        time.sleep(self._grace + MARGIN_SECONDS)
-        if self._in_step:
-            self._abandon()
+                threading.Thread(target=end_of_grace, name="grace", daemon=True).start()

@@ -149,10 +149,10 @@ def export_ranks(ranks: Ranks, device: torch.device) -> None:
         os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(local_rank)
 
 
-def note_progress(position: int) -> None:
-    """How far this rank has come; see `Heartbeat.note`."""
+def note_progress(step: int, *, charged: bool = False) -> None:
+    """This rank has come to `step`, or to the intent of `step`; see `Heartbeat.note`."""
     if _heartbeat is not None:
-        _heartbeat.note(position)
+        _heartbeat.note(2 * step + charged)
 
 
 def finish(exit_code: int) -> NoReturn:
