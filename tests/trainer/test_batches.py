@@ -24,7 +24,7 @@ def logical_batches(expected: int, cap: int | None, attempts: dict[int, int] | N
 
 def plans_of_all(made: LogicalBatches, world_size: int, step: int, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """Every rank's plan of one step, without other processes: each rank's decisions are handed to the others."""
-    coin_key = made.key.coin_key(made.nonce, made.attempt(step))
+    coin_key = made.key.coin_key(made.nonce, made.attempts.get(step, 0))
     bounds = [(NUM_EXAMPLES * r // world_size, NUM_EXAMPLES * (r + 1) // world_size) for r in range(world_size)]
     decided = [made.sampler.decide(coin_key, step, *b) for b in bounds]
     found = []

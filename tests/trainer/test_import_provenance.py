@@ -17,7 +17,7 @@ from models.image_encoder import EncoderConfig, build_image_encoder
 from privacy.errors import PrivacyStateRefused
 from tests.trainer.test_warm_start import SYNTHETIC, write
 from trainer.errors import ConfigError
-from trainer.run.start import _load_weights
+from trainer.run.start import load_newest
 from trainer.weights.import_weights import Declared, import_weights
 
 HEADS = {"hf": Unstated(), "vip": Unstated(num_heads=4, norm_eps=1e-6)}
@@ -77,8 +77,8 @@ def test_a_checkpoint_that_no_ledger_remembers_does_not_resume_a_run(tmp_path: P
     folder: Any = SimpleNamespace(checkpoints=tmp_path / "checkpoints")
     checkpoint = write(tmp_path, SYNTHETIC)
     with pytest.raises(PrivacyStateRefused, match="remembers no line of this run's ledger"):
-        _load_weights(folder, ledger, None)
+        load_newest(folder, ledger, None)
     position = {"seq": 1, "hash": "ab"}
     again: Any = SimpleNamespace(checkpoints=write(tmp_path / "b", {**SYNTHETIC, "ledger": position}).path.parent)
-    found = _load_weights(again, ledger, None)
+    found = load_newest(again, ledger, None)
     assert found is not None and found.step == checkpoint.step and known == [position]

@@ -12,6 +12,7 @@ from PIL import Image
 from trainer.engines.base import holds_whole_weights
 from trainer.loop.metrics import MetricsWriter
 from trainer.loop.progress import ProgressLine
+from trainer.ranks import distributed
 from trainer.run.files import write_durably
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class StepReporter:
 
     def __init__(self, run: "Run") -> None:
         self._run = run
-        self._is_main = run.is_main
+        self._is_main = distributed.rank() == 0
         if self._is_main:
             self._public = MetricsWriter(run.folder.root, times=False)
             self._private = MetricsWriter(run.folder.private, times=True)

@@ -19,7 +19,7 @@ from privacy.sampling.poisson import Decided, Sampler, assign, example_keys, sli
 from trainer.ranks import distributed
 
 LARGEST_OVERHEAD = 0.05
-"""Above this the capped batch is not padded to. Timings are private either way (contract 12)."""
+"""Where the cap is further above the expected batch, steps are not padded to it. Timings are private either way (contract 12)."""
 
 
 def pads_to_cap(expected_batch_size: int, cap: int | None, *, bucket_captions: bool = False) -> bool:
@@ -33,8 +33,8 @@ class LogicalBatches:
 
     Attributes:
         bucket_captions: the loader cuts micro-batches to their longest caption, so that shapes follow the sample.
-        key, nonce: with the attempt they determine every coin.
-        attempts: number of earlier attempts of a step, from the ledger; a retry takes new coins.
+        key, nonce: these and the attempt determine every coin.
+        attempts: the ledger's number of earlier attempts by step; a retry takes new coins.
     """
 
     sampler: Sampler
@@ -50,31 +50,22 @@ class LogicalBatches:
         """See the function of this name."""
         return pads_to_cap(self.expected_batch_size, self.sampler.cap, bucket_captions=self.bucket_captions)
 
-    def attempt(self, step: int) -> int:
-        """0 for a step that was never tried."""
-        return self.attempts.get(step, 0)
-
     def plans(self, first_step: int, last_step: int) -> Iterator[StepPlan]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""
         for step in range(first_step, last_step + 1):
-            yield self._plan(step)
-
-    def _plan(self, step: int) -> StepPlan:
-        rank, world_size = distributed.rank(), distributed.world_size()
-        attempt = self.attempt(step)
-        coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
-        start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
-        members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
-        ids = assign(members, world_size, rank)
-        keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
-        return StepPlan(step, ids, keys, self._num_micro_batches(len(members)))
-
-    def _num_micro_batches(self, count: int) -> int:
-        """Equal on all ranks; the same in every step that is padded to the cap."""
-        if self.pads_to_cap:
-            assert self.sampler.cap is not None
-            count = self.sampler.cap
-        return max(1, math.ceil(math.ceil(count / distributed.world_size()) / self.micro_batch_size))
+            rank, world_size = distributed.rank(), distributed.world_size()
+            attempt = self.attempts.get(step, 0)
+            coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
+            start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
+            members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
+            ids = assign(members, world_size, rank)
+            keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
+            count = len(members)
+            if self.pads_to_cap:  # the same number of micro-batches in every step
+                assert self.sampler.cap is not None
+                count = self.sampler.cap
+            num_micro_batches = max(1, math.ceil(math.ceil(count / world_size) / self.micro_batch_size))
+            yield StepPlan(step, ids, keys, num_micro_batches)
 
 
 def _gather(mine: Decided) -> list[Decided]:

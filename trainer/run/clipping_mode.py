@@ -7,8 +7,7 @@ from real micro-batches of the real model under the real engine (trainer/run/mem
 
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,9 +24,9 @@ from trainer.tasks.base import to_device
 WORTHWHILE = 0.9
 """two_pass is taken if it needs less than this part of bookkeeping's memory; otherwise it would only be slower."""
 USABLE = 0.8
-"""Of the available memory: what is left over is for scratch memory inside of operations and for fragmentation."""
+"""This part of the available memory is used; the rest is for scratch memory inside of operations and for fragmentation."""
 MOMENT_BYTES = 8
-"""Per coordinate that a rank owns: two fp32 moments, which optimizers make at their first step."""
+"""Optimizers make two fp32 moments at their first step, for every coordinate that a rank owns."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +49,18 @@ class ModeChoice:
     def sentence(self) -> str:
         """One line for the console."""
         room = "unknown memory" if self.available is None else f"{_gib(self.available)} available"
-        own = self.needed if self.mode == "bookkeeping" else self.needed_in_two_passes
-        assert own is not None
+        chosen = self.needed if self.mode == "bookkeeping" else self.needed_in_two_passes
+        assert chosen is not None
         text = (
-            f"clipping mode {self.mode} (auto): a micro-batch of {self.micro_batch_size} needs about {_gib(own)}, "
+            f"clipping mode {self.mode} (auto): a micro-batch of {self.micro_batch_size} needs about {_gib(chosen)}, "
             f"{room} a rank"
         )
         if self.mode == "two_pass":
             text += f"; bookkeeping would need {_gib(self.needed)}"
         elif self.needed_in_two_passes is not None:
             text += f"; two_pass would need as much ({_gib(self.needed_in_two_passes)})"
-        fits = self.available is None or own <= USABLE * self.available
+        fits = self.available is None or chosen <= USABLE * self.available
         return text if fits else f"{text}; that may be too much: choose a smaller train.micro_batch_size"
-
-    def facts(self) -> dict[str, Any]:
-        """For private/chosen.json."""
-        return asdict(self)
 
 
 def choose_mode(
@@ -78,13 +73,20 @@ def choose_mode(
     """Sets and returns the mode; equal on all ranks. Collective. Leaves empty sums.
 
     Args:
-        synthetic_inputs: made-up examples, as many as asked for.
+        synthetic_inputs: makes up so many examples.
     """
     count = min(micro_batch_size, EXAMPLES_PER_PART)
     later = MOMENT_BYTES * engine.layout.count(distributed.rank())  # made at the first step, to stay
     needed = later + _peak(clipped, engine, synthetic_inputs, "bookkeeping", count)
-    room = _share(engine.device, available)
-    most_needed, least_room = _tightest(needed, room)
+    mine = (socket.gethostname(), str(engine.device), available(engine.device))
+    sharing = [free for host, device, free in distributed.gather_objects(mine) if (host, device) == mine[:2]]
+    known = [free for free in sharing if free is not None]
+    room = min(known) // len(sharing) if len(known) == len(sharing) else None  # equal for all ranks on a device
+    every = distributed.gather_objects((needed, room))
+    most_needed, least_room = max(rank_needs for rank_needs, _ in every), None
+    limited = [(rank_needs, rank_room) for rank_needs, rank_room in every if rank_room is not None]
+    if limited:  # the rank that has the least left over decides
+        most_needed, least_room = min(limited, key=lambda pair: USABLE * pair[1] - pair[0])
     clipped.mode, less = better_mode(
         most_needed,
         None if least_room is None else USABLE * least_room,
@@ -110,9 +112,9 @@ def better_mode(needed: int, usable: float | None, needed_in_two_passes: Callabl
 def _peak(
     clipped: ClippedSum, engine: Engine, synthetic_inputs: Callable[[int], dict[str, Tensor]], mode: Mode, count: int
 ) -> int:
-    """Of one micro-batch of `count` examples, predicted from small ones whose vocabulary is cut as its own is.
+    """Predicts the bytes of a micro-batch of `count` examples from small ones whose vocabulary is cut as its own is.
 
-    The small ones have fp32 windows of their sums. A large one may do without: it needs that much less.
+    The small ones have fp32 windows of their sums. A large one may have none, and then it needs less.
     """
     clipped.mode = mode
 
@@ -126,22 +128,6 @@ def _peak(
     peak = predict_peak(work, count)
     clipped.zero_()
     return peak
-
-
-def _share(device: torch.device, available: Callable[[torch.device], int | None]) -> int | None:
-    """This rank's part of the memory that it shares with the other ranks on its device; equal for all of them."""
-    mine = (socket.gethostname(), str(device), available(device))
-    sharing = [room for host, where, room in distributed.gather_objects(mine) if (host, where) == mine[:2]]
-    known = [room for room in sharing if room is not None]
-    return min(known) // len(sharing) if len(known) == len(sharing) else None
-
-
-def _tightest(needed: int, room: int | None) -> tuple[int, int | None]:
-    """(needed, room) of the rank that has the least left over; one that does not know its room has enough."""
-    known = [(n, r) for n, r in distributed.gather_objects((needed, room)) if r is not None]
-    if not known:
-        return max(distributed.gather_objects(needed)), None
-    return min(known, key=lambda pair: USABLE * pair[1] - pair[0])
 
 
 def _gib(count: float) -> str:

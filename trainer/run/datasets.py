@@ -13,11 +13,11 @@ from data.index.tar_index import MANIFEST, ExampleTable
 from data.reading.reader import TarReader, json_record
 from data.reading.records import RemoteOptions
 from trainer.config.recipe import RunConfig
-from trainer.ranks.distributed import first_on_main, on_main, rank
+from trainer.ranks.distributed import first_on_main, rank
 from trainer.run.folder import RunFolder
 
 LOOKED_AT = 64
-"""Examples that a start decodes before it spends anything."""
+"""A start decodes so many examples before it spends anything."""
 
 
 def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTable:
@@ -28,18 +28,14 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
         ReadError: remote shards cannot be read.
     """
     shards, remote = first_on_main(lambda: find_shards(config.data.shards, root)), remote_options(config, root)
-    if config.data.index is None:
-        index = folder.index
-        on_main(lambda: _index_once(shards, index, remote))
-    else:
-        index = root / config.data.index
-    table = first_on_main(lambda: _open_table(index, shards, remote))
+    given = config.data.index
+    table = _open_table(folder.index if given is None else root / given, shards, remote, make=given is None)
     if len(table) == 0:
         raise DataError(f"{config.data.shards} holds no examples")
-    wanted = config.data.num_examples
-    if wanted is not None and wanted != len(table):
+    stated = config.data.num_examples
+    if stated is not None and stated != len(table):
         raise DataError(
-            f"{config.data.shards} holds {len(table):,} examples, but data.num_examples is {wanted:,}: the recipe's noise "
+            f"{config.data.shards} holds {len(table):,} examples, but data.num_examples is {stated:,}: the recipe's noise "
             f"multiplier belongs to that number. Set data.num_examples={len(table)} and calibrate again (plan.py --recipe)"
         )
     if shards.is_remote and rank() == 0:
@@ -65,13 +61,11 @@ def heldout_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTa
     private = first_on_main(lambda: find_shards(config.data.shards, root)).locations()
     if config.heldout.is_public and not set(private).isdisjoint(shards.locations()):
         raise DataError("heldout.shards contains training shards, so it cannot be declared public (heldout.is_public)")
-    index = folder.private / "heldout-index"
-    on_main(lambda: _index_once(shards, index, remote))
-    return first_on_main(lambda: _open_table(index, shards, remote))
+    return _open_table(folder.private / "heldout-index", shards, remote, make=True)
 
 
 def require_other_bytes(heldout: ExampleTable, table: ExampleTable) -> None:
-    """Public held-out shards are not training shards under another name.
+    """Refuses public held-out shards that are training shards under another name.
 
     Raises:
         DataError: one of them is.
@@ -131,15 +125,20 @@ def remote_options(config: RunConfig, root: Path) -> RemoteOptions:
     return RemoteOptions(**{**remote.model_dump(), "cache_dir": cache_dir})
 
 
-def _index_once(shards: ShardSet, index: Path, remote: RemoteOptions) -> None:
-    if not (index / MANIFEST).exists():  # an earlier start may have been cut short; the shards it finished are kept
-        build_index(shards, index, remote=remote, progress=True)
+def _open_table(index: Path, shards: ShardSet, remote: RemoteOptions, *, make: bool) -> ExampleTable:
+    """The index of exactly these shards. Rank 0 looks at every shard; every read is checked by itself. Collective.
 
+    Args:
+        make: builds the index where there is none; shards that an interrupted start has finished are kept.
+    """
 
-def _open_table(index: Path, shards: ShardSet, remote: RemoteOptions) -> ExampleTable:
-    """The index, if it is one of exactly these shards. Rank 0 looks at every shard; every read is checked by itself."""
-    table = ExampleTable.open(index, shards.root, remote=remote, check_shards=False)
-    table.require_shards(shards)
-    if rank() == 0:
-        table.check_shards()
-    return table
+    def open_table() -> ExampleTable:
+        if make and rank() == 0 and not (index / MANIFEST).exists():
+            build_index(shards, index, remote=remote, progress=True)
+        table = ExampleTable.open(index, shards.root, remote=remote, check_shards=False)
+        table.require_shards(shards)
+        if rank() == 0:
+            table.check_shards()
+        return table
+
+    return first_on_main(open_table)

@@ -18,7 +18,7 @@ from trainer.run.files import write_durably
 
 PACKAGES = ("torch", "deepspeed", "dp-accounting", "numpy", "cryptography", "tokenizers", "pillow", "pydantic")
 LOCK_PATIENCE = 5.0
-"""Seconds."""
+"""Seconds that a start waits for a trainer that is just ending."""
 
 
 class RunFolder:
@@ -67,10 +67,20 @@ class RunFolder:
                     ) from error
                 time.sleep(0.1)
 
+    def take(self) -> None:
+        """Makes the folders, locks them, and removes an old request to stop.
+
+        Raises:
+            ConfigError: the folders cannot be made, or another trainer has them.
+        """
+        self.create()
+        self.lock()
+        self.stop.unlink(missing_ok=True)
+
     def record_configuration(
         self, config_toml: str, ds_config: Mapping[str, Any], chosen: Mapping[str, Any] | None = None
     ) -> None:
-        """What this start resolved to; the files of earlier starts are overwritten, the ledger remembers them.
+        """Writes what this start resolved to. The files of earlier starts are overwritten; the ledger remembers them.
 
         Args:
             chosen: what the program decided by itself, with its reasons. Private, since free memory is among them.
@@ -93,7 +103,7 @@ def environment() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    """Empty outside of a checkout: a copied source tree is no error."""
+    """The output of a git command, which is empty outside of a checkout: a copied source tree is no error."""
     root = Path(__file__).resolve().parents[2]
     try:
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""Weights that a recipe leaves as they are: they get no gradient, no noise, no optimizer state and no weight decay.
+"""Weights that a recipe does not train: they get no gradient, no noise, no optimizer state and no weight decay.
 
 Engines step the parameters that require a gradient and shard the others with them, but return none of these. A checkpoint
 holds them nevertheless, so that it is a whole model: as they were before any engine cast or sharded them.
@@ -7,10 +7,10 @@ holds them nevertheless, so that it is a whole model: as they were before any en
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.config.recipe import RunConfig
-from trainer.engines.base import Piece, ShardState, even_layout
+from trainer.engines.base import ShardState, even_layout
 from trainer.errors import ConfigError
 from trainer.ranks import distributed
 
@@ -23,26 +23,27 @@ class FrozenWeights:
         frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
         self.shapes = {name: p.shape for name, p in frozen.items()}
         owned = even_layout(self.shapes, distributed.world_size()).owned_by(distributed.rank())
-        self._share = {piece: _cut(frozen[piece.name], piece) for piece in owned}
+        self._share = {
+            piece: frozen[piece.name]
+            .reshape(-1)[piece.offset : piece.offset + piece.length]
+            .to("cpu", torch.float32, copy=True)
+            for piece in owned
+        }
 
     def states(self) -> Iterator[ShardState]:
-        """For a checkpoint, beside the engine's."""
+        """What a checkpoint holds of them, in addition to the engine's states."""
         return (ShardState(piece, {"param": values}) for piece, values in self._share.items())
 
     def facts(self) -> dict[str, list[str]]:
-        """For its manifest: the names; nothing where there are none."""
+        """The names, for a checkpoint's manifest; nothing where there are none."""
         return {"frozen": sorted(self.shapes)} if self.shapes else {}
 
 
-def _cut(parameter: Tensor, piece: Piece) -> Tensor:
-    part = parameter.reshape(-1)[piece.offset : piece.offset + piece.length]
-    return part.to("cpu", torch.float32, copy=True)
-
-
 def require_start(module: nn.Module, config: RunConfig) -> None:
-    """
+    """Refuses frozen weights that would stay at random numbers for the whole run.
+
     Raises:
-        ConfigError: weights would stay at random numbers for the whole run.
+        ConfigError: the recipe trains a part of the model and names no start.
     """
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
     if frozen and config.init is None:

@@ -1,4 +1,4 @@
-"""Held-out loss and samples: what a run shows of its progress without touching training data."""
+"""Held-out loss and samples, by which a run shows its progress without touching training data."""
 
 from collections.abc import Iterator
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # the one private name here: flop_counter is built on it too
 
 PROBE_SIZES = (2, 4)
-"""Not 1: a batch of one may take other branches."""
+"""Sizes of the two small ones. A batch of one may take other branches."""
 
 
 class MemoryTimeline(TorchDispatchMode):
@@ -47,10 +47,11 @@ class MemoryTimeline(TorchDispatchMode):
             return
         self._known[key] = storage.nbytes() if is_new else 0
         self._live += self._known[key]
-        weakref.finalize(storage, self._forget, key)
 
-    def _forget(self, key: int) -> None:
-        self._live -= self._known.pop(key)
+        def forget() -> None:
+            self._live -= self._known.pop(key)
+
+        weakref.finalize(storage, forget)
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
@@ -100,17 +101,24 @@ def available_memory(
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    found = [_available(proc / "meminfo"), *(_left(folder) for folder in _groups(proc / "self" / "cgroup", cgroups))]
-    return min((value for value in found if value is not None), default=None)
+    machine = _meminfo(proc / "meminfo", "MemAvailable")
+    limits = [] if machine is None else [machine]
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers != "" and "memory" not in controllers.split(","):
+            continue
+        root = cgroups / "memory" if controllers else cgroups  # version 1 and version 2
+        below = root / path.lstrip("/")
+        for folder in (below, *below.parents):
+            # In a container the path may be the host's, of which only the root is mounted.
+            if folder == root or root in folder.parents:
+                limits += _allowed_by(folder)
+    return min(limits, default=None)
 
 
 def total_memory(proc: Path = Path("/proc")) -> int | None:
     """Bytes of main memory in this machine; None where nobody says."""
     return _meminfo(proc / "meminfo", "MemTotal")
-
-
-def _available(meminfo: Path) -> int | None:
-    return _meminfo(meminfo, "MemAvailable")
 
 
 def _meminfo(meminfo: Path, key: str) -> int | None:
@@ -120,35 +128,19 @@ def _meminfo(meminfo: Path, key: str) -> int | None:
     return None
 
 
-def _groups(own: Path, cgroups: Path) -> list[Path]:
-    """The folders of this process's control groups, from its own up to the root; version 1 and version 2."""
-    folders = []
-    for line in _text(own).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            root = cgroups / "memory" if controllers else cgroups
-            below = root / path.lstrip("/")
-            # In a container the path may be the host's, of which only the root is mounted.
-            folders += [folder for folder in (below, *below.parents) if folder == root or root in folder.parents]
-    return list(dict.fromkeys(folders))
-
-
-def _left(folder: Path) -> int | None:
+def _allowed_by(group: Path) -> list[int]:
+    """Bytes that a control group still allows, where it has a limit; cached files are given up before memory is refused."""
     for limit_file, used_file in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        limit, used = _text(folder / limit_file).strip(), _text(folder / used_file).strip()
+        limit, used = _text(group / limit_file).strip(), _text(group / used_file).strip()
         if limit.isdigit() and used.isdigit():
-            return max(0, int(limit) - int(used) + _reclaimable(folder / "memory.stat"))
-    return None
-
-
-def _reclaimable(stat: Path) -> int:
-    """Cached files, which the kernel gives up before it refuses memory."""
-    held = dict(line.split() for line in _text(stat).splitlines() if len(line.split()) == 2)
-    return int(held.get("total_inactive_file", held.get("inactive_file", 0)))
+            stat = dict(line.split() for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
+            cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            return [max(0, int(limit) - int(used) + cached)]
+    return []
 
 
 def _text(path: Path) -> str:
-    """Empty where the kernel offers no such file."""
+    """The text of a file, which is empty where the kernel offers no such file."""
     try:
         return path.read_text()
     except OSError:

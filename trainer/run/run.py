@@ -11,7 +11,6 @@ from trainer.loop.adaptive_bound import MANIFEST_KEY
 from trainer.loop.averaging import WeightAverage
 from trainer.loop.sanity import SanityChecks
 from trainer.loop.step import Mechanism
-from trainer.ranks import distributed
 from trainer.run.batches import LogicalBatches
 from trainer.run.folder import RunFolder
 from trainer.run.frozen import FrozenWeights
@@ -43,27 +42,20 @@ class Run:
     model_facts: dict[str, Any]
 
     @property
-    def is_main(self) -> bool:
-        return distributed.rank() == 0
-
-    @property
     def checkpoint_interval(self) -> int:
         """Steps between checkpoints; by default a twentieth of the reserve, so that it lasts for twenty crashes."""
         return self.config.train.checkpoint_every or max(1, self.mechanism.plan.reserved_attempts // 20)
 
     def checkpoint_facts(self) -> dict[str, Any]:
-        """What a manifest says beside the weights; a checkpoint without it would be a model without a guarantee."""
+        """What a manifest says of the weights; a checkpoint without it would be a model without a guarantee."""
+        plan, clipped = self.mechanism.plan, self.mechanism.clipped
         return {
             "run": self.config.name,
-            "formal_guarantee": self.mechanism.plan.formal_guarantee,
-            "reasons": list(self.mechanism.plan.reasons),
+            "formal_guarantee": plan.formal_guarantee,
+            "reasons": list(plan.reasons),
             "ledger": self.ledger.position(),
             "charged_attempts": self.ledger.num_charged,
-            **(
-                {MANIFEST_KEY: self.mechanism.clipped.max_grad_norm}
-                if self.mechanism.clipped.adaptive is not None
-                else {}
-            ),
+            **({MANIFEST_KEY: clipped.max_grad_norm} if clipped.adaptive is not None else {}),
             "noise_variance": self.mechanism.noise_variance.average,
             **self.frozen.facts(),
             **self.model_facts,

@@ -1,6 +1,6 @@
 """Builds a run from its configuration, in the order in which things can be refused, and trains it."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def train(
     if device.type == "cpu":
         keep_freed_memory()
     folder = RunFolder(run_dir)
-    on_main(lambda: _take(folder))
+    on_main(folder.take)
     require_shared(folder)
     task = first_on_main(lambda: make_task(config, root))
     first_on_main(lambda: require_a_shard(config.data.shards, root))  # before anything that takes long
@@ -100,20 +100,40 @@ def train(
         first_on_main(lambda: has_checkpoints(folder.checkpoints) or find_checkpoint(init, root))
     setup = _Setup(config, machine, engine_name, folder, root, ranks, device, task)
     model = _checked_model(setup)
-    heldout = _heldout(setup)
+    section, heldout_examples = config.heldout, heldout_table(config, folder, root)
     table = training_table(config, folder, root)  # last of these: hashing a large data set takes hours
-    if heldout is not None and config.heldout is not None and config.heldout.is_public:
-        first_on_main(lambda: require_other_bytes(heldout.table, table))
-    on_main(lambda: _require_usable(config, task, table, heldout))
+    on_main(lambda: require_usable(table, task.make_example(train=True), config, key="data.shards"))
+    heldout = None
+    if section is not None and heldout_examples is not None:
+        if section.is_public:
+            first_on_main(lambda: require_other_bytes(heldout_examples, table))
+        make_example, count = task.make_example(train=False), section.num_examples
+        on_main(lambda: require_usable(heldout_examples, make_example, config, key="heldout.shards", count=count))
+        heldout = Heldout(heldout_examples, task, num_examples=count, micro_batch_size=config.train.micro_batch_size)
     ledger = open_run_ledger(folder, config.privacy, config.train.num_steps, table, task.unit)
-    resumed = _load_weights(folder, ledger, None if machine.zero_init else model)
+    resumed = load_newest(folder, ledger, None if machine.zero_init else model)
     if ledger.is_closed:
-        return _already_finished(setup, resumed)
+        last, num_steps = resumed.step if resumed is not None else 0, config.train.num_steps
+        if last < num_steps:
+            raise ConfigError(
+                f"{run_dir} is finished and its budget is closed, but its last checkpoint is damaged or gone: the newest whole "
+                f"one is that of step {last}; restore checkpoints/ from a copy"
+            )
+        if ranks.is_main:
+            print(f"{run_dir} is finished: all {num_steps} steps are done; nothing to do", flush=True)
+        return DONE
     restarted = on_main(lambda: _begins_again(folder, ledger, resumed, may_restart=may_restart))
-    start = _start(config, model, table, root, task) if resumed is None else resumed.manifest["initialisation"]
+    if resumed is not None:
+        start = resumed.manifest["initialisation"]
+    elif init is None:
+        start = {"kind": "random", "seed": config.train.seed}
+    else:
+        checkpoint = first_on_main(lambda: find_checkpoint(init, root))
+        start = first_on_main(lambda: initialisation_facts(config, checkpoint, table))
+        start["at_random"] = load_start(checkpoint, init, model, task.facts().get("tokenizer_sha256"))
     facts = {**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table, resumed)}
     run, choice = _build_run(setup, model, table, ledger, resumed, heldout, facts, noise, restarted=restarted)
-    chosen = {"clipping_mode": choice.facts()} if choice is not None else {}
+    chosen = {"clipping_mode": asdict(choice)} if choice is not None else {}
     on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw), chosen))
     warn_of_few_cpus(config.data.num_workers)
     if ranks.is_main:
@@ -127,14 +147,21 @@ def train(
 
 
 def _checked_model(setup: _Setup) -> nn.Module:
-    """With fresh weights, after all that can be refused by looking at the model alone."""
+    """The model with fresh weights, after all that can be refused by looking at the model alone."""
     config, machine, task = setup.config, setup.machine, setup.task
     if machine.zero_init and config.init is not None:
         raise ConfigError(
             f"ds_config {machine.path}: zero_optimization.zero_init cannot be combined with [init]: remove one"
         )
     if not machine.zero_init:
-        _require_room(task)
+        # Before the weights are made: Linux grants memory that it does not have, and then kills whoever touches it.
+        room = total_memory()
+        needed = sum(weight.numel() * weight.element_size() for weight in task.skeleton().parameters())
+        if room is not None and needed > room:
+            raise ConfigError(
+                f"model: its weights alone take {needed / 2**30:.3g} GiB, and this machine has {room / 2**30:.3g} GiB: take a "
+                "smaller size, or zero_optimization.zero_init in the ds_config"
+            )
     shard = sharder(setup.engine_name, machine, setup.device, config.train.micro_batch_size)
     model = task.build(torch.Generator().manual_seed(config.train.seed), after=shard)
     require_start(model, config)
@@ -145,36 +172,8 @@ def _checked_model(setup: _Setup) -> nn.Module:
     return model
 
 
-def _require_room(task: TrainingTask) -> None:
-    """Before they are made: Linux grants memory that it does not have, and then kills whoever touches it."""
-    room = total_memory()
-    needed = sum(weight.numel() * weight.element_size() for weight in task.skeleton().parameters())
-    if room is not None and needed > room:
-        raise ConfigError(
-            f"model: its weights alone take {needed / 2**30:.3g} GiB, and this machine has {room / 2**30:.3g} GiB: take a "
-            "smaller size, or zero_optimization.zero_init in the ds_config"
-        )
-
-
-def _already_finished(setup: _Setup, resumed: Checkpoint | None) -> int:
-    """A closed ledger: DONE where the last checkpoint is there.
-
-    Raises:
-        ConfigError: it is damaged or gone.
-    """
-    last, num_steps = resumed.step if resumed is not None else 0, setup.config.train.num_steps
-    if last < num_steps:
-        raise ConfigError(
-            f"{setup.folder.root} is finished and its budget is closed, but its last checkpoint is damaged or gone: what is "
-            f"left is that of step {last}; restore checkpoints/ from a copy"
-        )
-    if setup.ranks.is_main:
-        print(f"{setup.folder.root} is finished: all {num_steps} steps are done; nothing to do", flush=True)
-    return DONE
-
-
 def _begins_again(folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | None, *, may_restart: bool) -> bool:
-    """Whether the run has lost all its checkpoints and begins again at step 0; what else is lost is said in one line.
+    """Whether the run has lost all its checkpoints and begins again at step 0; prints one line about any other loss.
 
     A crash before the first checkpoint is no loss: the ledger records a checkpoint only when it is durable, and one that
     replaces another is durable before that is removed.
@@ -213,7 +212,7 @@ def _build_run(
     *,
     restarted: bool,
 ) -> tuple[Run, ModeChoice | None]:
-    """Engine, clipper, loader and the rest of what steps need; from `start_session` on the ledger knows of this start."""
+    """Builds engine, clipper, loader and the rest of what steps need. `start_session` tells the ledger of this start."""
     config, folder = setup.config, setup.folder
     frozen = FrozenWeights(model)
     engine = build_engine(
@@ -274,7 +273,7 @@ def _build_run(
 
 
 def _loader(setup: _Setup, table: ExampleTable, first_step: int) -> Loader | StreamingLoader:
-    """Random access by the sampler's draw; public data may also stream in the order of their shards."""
+    """Reads examples as the sampler draws them; public data may also stream in the order of their shards."""
     config = setup.config
     make_example, pin_memory = setup.task.make_example(train=True), setup.device.type == "cuda"
     if config.data.streaming:
@@ -303,7 +302,7 @@ def _loader(setup: _Setup, table: ExampleTable, first_step: int) -> Loader | Str
 def _clipped_sum(
     config: RunConfig, plan: PrivacyPlan, task: TrainingTask, engine: Engine, resumed: Checkpoint | None
 ) -> tuple[ClippedSum, ModeChoice | None]:
-    """The clipper, and how its mode was chosen where the recipe leaves that to the memory. Collective."""
+    """The clipper, and how its mode was chosen where the recipe says "auto". Collective."""
     privacy, micro_batch_size = config.privacy, config.train.micro_batch_size
     clipped = plan.clipped_sum(
         engine.module,
@@ -317,54 +316,22 @@ def _clipped_sum(
     choice = None
     if privacy.clipping_mode == "auto":
         choice = choose_mode(clipped, engine, task.synthetic_inputs, micro_batch_size)
-    if clipped.mode == "two_pass" or _cuts_vocabulary(engine.module, micro_batch_size, config.data.num_tokens):
+    # Scores of the vocabulary that are computed in parts are computed again for norm and sum: that must repeat to the last bit.
+    hidden_BLD = torch.empty(micro_batch_size, config.data.num_tokens - 1, 1, device="meta")
+    heads = [module for module in engine.module.modules() if isinstance(module, VocabularyHead)]
+    if clipped.mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
         clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
     return clipped, choice
 
 
-def _cuts_vocabulary(module: nn.Module, micro_batch_size: int, num_tokens: int) -> bool:
-    """Whether the scores of the vocabulary are computed again for norm and sum: that must repeat to the last bit too."""
-    hidden_BLD = torch.empty(micro_batch_size, num_tokens - 1, 1, device="meta")
-    return any(m.num_chunks(hidden_BLD) > 1 for m in module.modules() if isinstance(m, VocabularyHead))
+def load_newest(folder: RunFolder, ledger: RunLedger, model: nn.Module | None) -> Checkpoint | None:
+    """Finds the newest whole checkpoint and sets the model's weights. Collective.
 
+    Args:
+        model: None for a model that was built in shards: it takes its weights with the engine's state, piece by piece.
 
-def _take(folder: RunFolder) -> None:
-    folder.create()
-    folder.lock()
-    folder.stop.unlink(missing_ok=True)
-
-
-def _require_usable(config: RunConfig, task: TrainingTask, table: ExampleTable, heldout: Heldout | None) -> None:
-    require_usable(table, task.make_example(train=True), config, key="data.shards")
-    if heldout is not None and config.heldout is not None:
-        make_example, count = task.make_example(train=False), config.heldout.num_examples
-        require_usable(heldout.table, make_example, config, key="heldout.shards", count=count)
-
-
-def _heldout(setup: _Setup) -> Heldout | None:
-    config = setup.config
-    table = heldout_table(config, setup.folder, setup.root)
-    if table is None or config.heldout is None:
-        return None
-    return Heldout(
-        table, setup.task, num_examples=config.heldout.num_examples, micro_batch_size=config.train.micro_batch_size
-    )
-
-
-def _start(config: RunConfig, model: nn.Module, table: ExampleTable, root: Path, task: TrainingTask) -> dict[str, Any]:
-    """Sets the initial weights; returns what manifests say about them."""
-    init = config.init
-    if init is None:
-        return {"kind": "random", "seed": config.train.seed}
-    checkpoint = first_on_main(lambda: find_checkpoint(init, root))
-    facts = first_on_main(lambda: initialisation_facts(config, checkpoint, table))
-    return {**facts, "at_random": load_start(checkpoint, init, model, task.facts().get("tokenizer_sha256"))}
-
-
-def _load_weights(folder: RunFolder, ledger: RunLedger, model: nn.Module | None) -> Checkpoint | None:
-    """The newest whole checkpoint, its weights set; refuses one that knows more of the ledger than the ledger itself.
-
-    A model that was built in shards (None here) takes its weights with the engine's state, piece by piece.
+    Raises:
+        PrivacyStateRefused: the checkpoint knows more of the ledger than the ledger itself, or is of another run.
     """
     checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
     if checkpoint is not None and not checkpoint.manifest.get("ledger"):
