@@ -1,6 +1,7 @@
 """`clipping_mode = "auto"`: bookkeeping where it fits, two_pass where it does not, the same on every rank."""
 
 import json
+from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_one_line_and_plain_facts(one_rank: torch.device) -> None:
     for available in (None, 2**40, 2**20, 10):
         choice, _ = choose(available)
         assert "\n" not in choice.sentence and f"a micro-batch of {ROWS} needs about" in choice.sentence
-        assert json.loads(json.dumps(choice.facts()))["mode"] == choice.mode
+        assert json.loads(json.dumps(asdict(choice)))["mode"] == choice.mode
     assert "smaller train.micro_batch_size" in choose(10)[0].sentence
     assert "smaller train.micro_batch_size" not in choose(2**40)[0].sentence
 

@@ -10,6 +10,7 @@ This file reads; trainer/checkpoints/write.py writes. A resume that finds the ne
 the ledger has charged the steps between, which are repeated with new coins and new noise.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -25,11 +26,11 @@ from trainer.errors import ConfigError
 from trainer.ranks import distributed
 from trainer.run.files import fsync_path, write_durably
 
-FORMAT = 2
+FORMAT = 1
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
 AVERAGE = "average"
-"""The moving average of the weights, beside "param" and the optimizer's moments."""
+"""Kind of tensor, like "param" and the optimizer's moments: the moving average of the weights."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -64,7 +65,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
         return None
     path = folder / _pointed_at(pointer)
     if not (path / MANIFEST).is_file():
-        raise ConfigError(f"{pointer} names {path.name}, which is not there; point it at a whole checkpoint beside it")
+        raise ConfigError(
+            f"{pointer} names {path.name}, which is not there; point it at a whole checkpoint in that folder"
+        )
     return path
 
 
@@ -114,16 +117,13 @@ class Checkpoint:
             mine = number % world_size == rank
             if not file.is_file() or (mine and file_digest(file) != digest):
                 raise ConfigError(f"{file} is missing or damaged (its SHA-256 differs from the manifest's)")
-            self._index(file)
-
-    def _index(self, file: Path) -> None:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118  (not a dictionary)
-                    kind, name, offset = key.split("|")
-                    self._where.setdefault((kind, name), []).append((int(offset), file))
-        except (SafetensorError, ValueError) as error:
-            raise ConfigError(f"{file} is missing or damaged: {error}") from error
+            try:
+                with safe_open(file, framework="pt") as tensors:
+                    for key in tensors.keys():  # noqa: SIM118  (not a dictionary)
+                        kind, parameter, offset = key.split("|")
+                        self._where.setdefault((kind, parameter), []).append((int(offset), file))
+            except (SafetensorError, ValueError) as error:
+                raise ConfigError(f"{file} is missing or damaged: {error}") from error
 
     @property
     def step(self) -> int:
@@ -135,7 +135,7 @@ class Checkpoint:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The parameters that the run left as they were: a weight each, no moments and no average."""
+        """The parameters that the run did not train: a weight each, no moments and no average."""
         return frozenset(self.manifest.get("frozen", ()))
 
     @property
@@ -165,7 +165,7 @@ class Checkpoint:
         return out
 
     def load_weights(self, module: torch.nn.Module, *, average: bool = False) -> None:
-        """Sets the weights of a module that no engine has wrapped yet, also those that its run left as they were.
+        """Sets the weights of a module that no engine has wrapped yet, also those that its run did not train.
 
         Args:
             average: the moving average (train.ema_decay) of those that were trained.
@@ -173,16 +173,16 @@ class Checkpoint:
         Raises:
             ConfigError: another model; no average was kept.
         """
-        wanted = dict(module.named_parameters())
-        self._require({name: p.shape for name, p in wanted.items()}, self.shapes)
+        parameters = dict(module.named_parameters())
+        self._require({name: p.shape for name, p in parameters.items()}, self.shapes)
         if average and AVERAGE not in self.kinds:
             raise ConfigError(f"{self.path} holds no average of the weights; the run had no train.ema_decay")
         with torch.no_grad():
-            for name, parameter in wanted.items():
+            for name, parameter in parameters.items():
                 parameter.copy_(self.full(AVERAGE if average and name not in self.frozen else "param", name))
 
-    def _require(self, shapes: Mapping[str, torch.Size], held: Mapping[str, torch.Size]) -> None:
-        differing = sorted(n for n in shapes.keys() | held.keys() if shapes.get(n) != held.get(n))
+    def _require(self, shapes: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+        differing = sorted(n for n in shapes.keys() | stored.keys() if shapes.get(n) != stored.get(n))
         if differing:
             raise ConfigError(f"{self.path} does not fit the model; the first difference is {differing[0]}")
 
@@ -224,13 +224,18 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
         ConfigError: there are checkpoints, but none is whole.
     """
     names = distributed.on_main(lambda: usable_names(folder))
-    for position in distributed.on_main(lambda: _positions(folder, names)):
-        remembered(position)
+    for manifest in distributed.on_main(lambda: _readable_manifests(folder, names)):
+        if manifest.get("ledger"):
+            remembered(manifest["ledger"])
     damaged: list[str] = []
     for name in names:
-        found = _try(folder / name)
-        failures = [said for said in distributed.gather_objects(found if isinstance(found, str) else None) if said]
-        if isinstance(found, Checkpoint) and not failures:
+        found, failure = None, None
+        try:
+            found = Checkpoint(folder / name, (distributed.rank(), distributed.world_size()))
+        except ConfigError as error:
+            failure = " ".join(str(error).split())
+        failures = [line for line in distributed.gather_objects(failure) if line is not None]
+        if found is not None and not failures:
             distributed.on_main(lambda kept=name: _set_aside_newer(folder, kept, damaged))  # type: ignore[misc]
             return found
         damaged.append(failures[0])
@@ -243,7 +248,7 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
 
 
 def usable_names(folder: Path) -> list[str]:
-    """The checkpoint that LATEST names, then those before it, newest first; all, if LATEST names none. None, if none is there."""
+    """The checkpoint that LATEST names, then those before it, newest first; all of them, if LATEST names none."""
     names = sorted((path.name for path in folder.glob("step-*")), reverse=True)
     latest = _pointed_at(folder / LATEST) if (folder / LATEST).exists() else ""
     if not names or not latest.startswith("step-"):
@@ -251,22 +256,12 @@ def usable_names(folder: Path) -> list[str]:
     return [latest, *(name for name in names if name < latest)]
 
 
-def _positions(folder: Path, names: list[str]) -> list[Mapping[str, Any]]:
-    positions = []
+def _readable_manifests(folder: Path, names: list[str]) -> list[dict[str, Any]]:
+    manifests = []
     for name in names:
-        try:
-            positions.append(read_manifest(folder / name).get("ledger", {}))
-        except ConfigError:  # reported where the checkpoint is tried
-            continue
-    return [position for position in positions if position]
-
-
-def _try(path: Path) -> Checkpoint | str:
-    """The checkpoint, or one line about what is wrong with it."""
-    try:
-        return Checkpoint(path, (distributed.rank(), distributed.world_size()))
-    except ConfigError as error:
-        return " ".join(str(error).split())
+        with contextlib.suppress(ConfigError):  # reported where the checkpoint is opened
+            manifests.append(read_manifest(folder / name))
+    return manifests
 
 
 def _set_aside_newer(folder: Path, kept: str, damaged: list[str]) -> None:

@@ -10,6 +10,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,24 +45,25 @@ class Retention(NamedTuple):
         return [s for s in newest_first[self.keep :] if not self.keep_every or s % self.keep_every]
 
 
+@dataclass
 class _InFlight:
-    """A snapshot on its way to the disk; `result` is the file's digest or what went wrong."""
+    """A snapshot on its way to the disk; at the end it has a digest or an error."""
 
-    def __init__(self, step: int, path: Path, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
-        self.step = step
-        self.path = path
-        self.manifest = manifest
-        self.result: str | Exception | None = None
-        self._tensors: dict[str, Tensor] = tensors
+    step: int
+    path: Path
+    tensors: dict[str, Tensor]
+    manifest: dict[str, Any]
+    digest: str | None = None
+    error: Exception | None = None
 
     def write(self) -> None:
         try:
-            save_file(self._tensors, self.path)
+            save_file(self.tensors, self.path)
             fsync_path(self.path)
-            self.result = file_digest(self.path)
+            self.digest = file_digest(self.path)
         except Exception as error:  # also what the library makes of a full disk; raised at the next step boundary
-            self.result = error
-        self._tensors = {}  # the memory goes back before the next step
+            self.error = error
+        self.tensors = {}  # the memory goes back before the next step
 
 
 class CheckpointWriter:
@@ -103,9 +105,17 @@ class CheckpointWriter:
         """
         self.finish()
         temporary = self._folder / f".{checkpoint_name(step)}.tmp"
-        distributed.on_main(lambda: _readable(step, lambda: _fresh(temporary)))
+
+        def make_folder() -> None:
+            for leftover in self._folder.glob(".step-*"):  # of a crash
+                shutil.rmtree(leftover)
+            temporary.mkdir(parents=True)
+
+        distributed.on_main(lambda: _readable(step, make_folder))
         tensors = {  # a copy: the next step changes the originals
-            f"{kind}|{state.piece.name}|{state.piece.offset}": _copy(values)
+            f"{kind}|{state.piece.name}|{state.piece.offset}": values.detach()
+            .to("cpu", torch.float32, copy=True)
+            .contiguous()
             for state in states
             for kind, values in state.tensors.items()
         }
@@ -128,19 +138,19 @@ class CheckpointWriter:
         """Waits for the checkpoint in flight and publishes it; raises if a rank could not write its part."""
         if self._thread is not None:
             self._thread.join()
-        if self._in_flight is not None:
-            self._conclude(self._in_flight, distributed.gather_objects(_outcome(self._in_flight)))
-
-    def _conclude(self, written: _InFlight, results: list[tuple[str, Any]]) -> None:
+        written = self._in_flight
+        if written is None:
+            return
+        failure = None if written.error is None else str(written.error)
+        parts = distributed.gather_objects((written.path.name, written.digest, failure))
         self._in_flight = self._thread = None
-        failed = [(rank, found) for rank, (_, found) in enumerate(results) if isinstance(found, str)]
-        if isinstance(written.result, Exception):
-            raise _explained(written.step, written.result)
-        if failed:
-            raise RemoteError(f"rank {failed[0][0]} could not write its part: {failed[0][1]}", 1)
-        files = {name: found["digest"] for name, found in results}
+        if written.error is not None:
+            raise _explained(written.step, written.error)
+        for rank, (_, _, reason) in enumerate(parts):
+            if reason is not None:
+                raise RemoteError(f"rank {rank} could not write its part: {reason}", 1)
         temporary, name = written.path.parent, checkpoint_name(written.step)
-        manifest = {**written.manifest, "files": files}
+        manifest = {**written.manifest, "files": {file: digest for file, digest, _ in parts}}
         publish = functools.partial(_publish, temporary, self._folder / name, manifest, self._retention)
         digest = distributed.on_main(lambda: _readable(written.step, publish))
         self._published(written.step, name, digest)
@@ -159,24 +169,6 @@ def _explained(step: int, error: Exception) -> CheckpointWriteError:
         f"checkpoint {checkpoint_name(step)} could not be written: {error}; those before it are whole; make room, "
         "and the same command resumes"
     )
-
-
-def _copy(values: Tensor) -> Tensor:
-    return values.detach().to("cpu", torch.float32, copy=True).contiguous()
-
-
-def _outcome(written: _InFlight) -> tuple[str, Any]:
-    """(file name, what to tell the others: {"digest": ...} whole, a string failed)."""
-    result = written.result
-    if isinstance(result, Exception):
-        return written.path.name, str(result)
-    return written.path.name, {"digest": result}
-
-
-def _fresh(temporary: Path) -> None:
-    for leftover in temporary.parent.glob(".step-*"):  # of a crash
-        shutil.rmtree(leftover)
-    temporary.mkdir(parents=True)
 
 
 def _publish(temporary: Path, target: Path, manifest: Mapping[str, Any], retention: Retention) -> str:

@@ -83,7 +83,8 @@ def choose_mode(
     known = [free for free in sharing if free is not None]
     room = min(known) // len(sharing) if len(known) == len(sharing) else None  # equal for all ranks on a device
     every = distributed.gather_objects((needed, room))
-    most_needed, least_room = max(rank_needs for rank_needs, _ in every), None
+    most_needed = max(rank_needs for rank_needs, _ in every)
+    least_room: int | None = None
     limited = [(rank_needs, rank_room) for rank_needs, rank_room in every if rank_room is not None]
     if limited:  # the rank that has the least left over decides
         most_needed, least_room = min(limited, key=lambda pair: USABLE * pair[1] - pair[0])
