@@ -219,7 +219,7 @@ def test_damaged_pieces(saved: Path, damage: Callable[[Path], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", "{}", '{"format": 2}', '{"format": 2, "step": 3, "parameters": {}}', "\udcff"]
+    "text", ["", "{", "[]", "3", "{}", '{"format": 1}', '{"format": 1, "step": 3, "parameters": {}}', "\udcff"]
 )
 def test_damaged_manifest(saved: Path, text: str) -> None:
     (saved / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
@@ -229,8 +229,8 @@ def test_damaged_manifest(saved: Path, text: str) -> None:
 
 def test_another_format(saved: Path) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
-    (saved / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
-    with pytest.raises(ConfigError, match="format 1 is unknown"):
+    (saved / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
+    with pytest.raises(ConfigError, match="format 2 is unknown"):
         Checkpoint(saved)
 
 

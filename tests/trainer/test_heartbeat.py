@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import free_port
 from trainer.errors import RemoteError
-from trainer.ranks.heartbeat import Heartbeat
+from trainer.ranks.heartbeat import Heartbeat, Timing
 from trainer.ranks.rendezvous import Place, RendezvousError, connect, find_store, meet
 
-FAST = {"interval": 0.05, "dead_after": 0.6, "suspect_after": 0.25, "slow_after": 0.3}
+FAST = Timing(interval=0.05, dead_after=0.6, suspect_after=0.25, slow_after=0.3)
 
 
 class World:
@@ -41,7 +41,9 @@ class World:
                 "127.0.0.1", self.host.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
             )
 
-        return Heartbeat(connection, r, self.hosts, end=end, warn=self.warnings.append, **FAST)  # type: ignore[arg-type]
+        made = Heartbeat(connection, r, self.hosts, timing=FAST)
+        made.end, made.warn = end, self.warnings.append  # type: ignore[method-assign]
+        return made
 
     def all_end(self, ranks: list[int], within: float = 20) -> None:
         deadline = time.monotonic() + within
@@ -98,7 +100,7 @@ def test_a_failing_rank_ends_the_others_with_its_code_and_in_silence(world: Worl
 
 
 def test_what_a_failing_rank_did_not_say_rank_0_says(world: World) -> None:
-    world.ranks[1].fail("error on rank 1: made", 2, said=False)
+    world.ranks[1].fail("error on rank 1: made", 2, is_printed=False)
     world.ranks[1].leave()
     world.all_end([0, 2])
     assert world.ends == {0: ("error on rank 1: made", 2), 2: ("", 2)}
@@ -127,7 +129,8 @@ def test_a_store_that_is_gone(world: World) -> None:
         raise dist.DistNetworkError("Connection reset\nframes")
 
     ends: list[tuple[str, int]] = []
-    lost = Heartbeat(unreachable, 1, world.hosts, end=lambda *end: ends.append(end), **FAST)  # type: ignore[arg-type]
+    lost = Heartbeat(unreachable, 1, world.hosts, timing=FAST)
+    lost.end = lambda *end: ends.append(end)  # type: ignore[method-assign]
     lost.start()
     deadline = time.monotonic() + 20
     while not ends:

@@ -53,7 +53,7 @@ def test_a_variable_that_is_missing_on_another_host() -> None:
 def test_other_values() -> None:
     assert "NCCL_ALGO is Tree instead of Ring" in refused(SETTINGS, {**SETTINGS, "$NCCL_ALGO": "Tree"})
     said = refused(SETTINGS, {**SETTINGS, "torch": "2.11.0", "the ds_config": "b2"})
-    assert "the ds_config is another; torch is 2.11.0 instead of 2.13.0; start all ranks alike" in said
+    assert "the ds_config differs; torch is 2.11.0 instead of 2.13.0; start all ranks alike" in said
 
 
 def test_many_differences_stay_one_readable_line() -> None:

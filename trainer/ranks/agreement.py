@@ -1,10 +1,11 @@
 """What all ranks must have in common, compared before anything is trained.
 
 Launchers carry little to other hosts (docs/clusters.md), so a rank may run with other code, another configuration, or without a
-variable that was set where the job was started. That would hang, slow down or, worst, change what is computed. Each rank tells
-its settings at the rendezvous; rank 0 compares. No secret takes part: of credentials only whether they are set.
+variable that was set where the job was started. That would hang, slow down or, worst, change what is computed. Each rank reports
+its settings at the rendezvous; rank 0 compares. No secret takes part: only whether credentials are set is compared.
 """
 
+import contextlib
 import hashlib
 import json
 import secrets
@@ -19,6 +20,7 @@ from trainer.config.machine import MachineSettings
 from trainer.config.recipe import RunConfig
 from trainer.errors import ConfigError
 from trainer.ranks import distributed
+from trainer.ranks.heartbeat import named_ranks
 from trainer.ranks.rendezvous import Introduction
 from trainer.run.files import write_durably
 from trainer.run.folder import RunFolder
@@ -41,7 +43,7 @@ SET = ("HF_TOKEN",)
 IS_SET = "set"
 MOST_SHOWN = 4
 VISIBLE_SECONDS = 10.0
-"""For a network file system to show what another host has just written."""
+"""A network file system may take so long to show what another host has just written."""
 
 
 def introduction(
@@ -65,7 +67,12 @@ def introduction(
     required, may_differ = tuple(required), tuple(may_differ)
     recipe = config.model_dump(mode="json")
     settings = {
-        **{f"the code in {name}/": _digest_of_code(root / name) for name in CODE},
+        **{
+            f"the code in {name}/": _digest(
+                {path.relative_to(root).as_posix(): path.read_bytes().hex() for path in (root / name).rglob("*.py")}
+            )
+            for name in CODE
+        },
         "Python": ".".join(map(str, sys.version_info[:3])),
         **{name: version(name) for name in PACKAGES},
         **{f"the recipe's {name}": _digest(section) for name, section in recipe.items()},
@@ -79,21 +86,13 @@ def introduction(
 
 def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that ranks must agree on, with their value, or IS_SET where only that counts."""
-    found = {}
+    compared = {}
     for name, value in environ.items():
         if name in SET or name.startswith(SET_PREFIXES) or name.endswith(SET_SUFFIXES):
-            found[name] = IS_SET
+            compared[name] = IS_SET
         elif name in EQUAL or name.startswith(EQUAL_PREFIXES):
-            found[name] = value
-    return found
-
-
-def _digest_of_code(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+            compared[name] = value
+    return compared
 
 
 def _digest(value: object) -> str:
@@ -115,19 +114,31 @@ def refuse_differences(
         lacking = [rank for rank, settings in enumerate(ranks) if f"${name}" not in settings]
         if lacking:
             raise ConfigError(
-                f"{name} is required (--require_env), but not set on {_names(lacking, hosts)}; {FORWARDING}"
+                f"{name} is required (--require_env), but not set on {named_ranks(lacking, hosts)}; {FORWARDING}"
             )
+    forward = False
     for rank, settings in enumerate(ranks[1:], start=1):
-        found = [
-            name
-            for name in sorted({*ranks[0], *settings})
-            if settings.get(name) != ranks[0].get(name) and name.removeprefix("$") not in may_differ
-        ]
-        if found:
-            said = "; ".join(_difference(name, ranks[0].get(name), settings.get(name)) for name in found[:MOST_SHOWN])
-            more = f" and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
-            mend = FORWARDING if any(name.startswith("$") for name in found) else "start all ranks alike"
-            raise ConfigError(f"{_names([rank], hosts)} differs from {_names([0], hosts)}: {said}{more}; {mend}")
+        lines = []
+        for name in sorted({*ranks[0], *settings}):
+            value, reference = settings.get(name), ranks[0].get(name)
+            variable = name.removeprefix("$")
+            if value == reference or variable in may_differ:
+                continue
+            if value is None:
+                on_main = ", but is on rank 0" if reference == IS_SET else f" ({reference} on rank 0)"
+                lines.append(f"{variable} is not set{on_main}")
+            elif reference is None:
+                lines.append(f"{variable} is set{'' if value == IS_SET else f' to {value}'}, but not on rank 0")
+            else:
+                is_digest = name.startswith("the ")
+                lines.append(f"{name} differs" if is_digest else f"{variable} is {value} instead of {reference}")
+            forward |= name.startswith("$")
+        if lines:
+            rest = f" and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
+            raise ConfigError(
+                f"{named_ranks([rank], hosts)} differs from {named_ranks([0], hosts)}: {'; '.join(lines[:MOST_SHOWN])}{rest}; "
+                f"{FORWARDING if forward else 'start all ranks alike'}"
+            )
 
 
 FORWARDING = (
@@ -136,28 +147,8 @@ FORWARDING = (
 )
 
 
-def _difference(name: str, reference: str | None, value: str | None) -> str:
-    """One of the two may be None: not set."""
-    if not name.startswith("$"):
-        is_digest = name.startswith("the ")
-        return f"{name} is another" if is_digest else f"{name} is {value} instead of {reference}"
-    name = name.removeprefix("$")
-    if value is None:
-        return f"{name} is not set" + (f" ({reference} on rank 0)" if reference != IS_SET else ", but is on rank 0")
-    if reference is None:
-        return f"{name} is set" + (f" to {value}" if value != IS_SET else "") + ", but not on rank 0"
-    return f"{name} is {value} instead of {reference}"
-
-
-def _names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    shown, several = list(ranks[:8]), "s" if len(ranks) > 1 else ""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    at = ", ".join(dict.fromkeys(hosts[rank] for rank in shown))
-    return f"rank{several} {', '.join(map(str, shown))}{more} (host{'s' if ', ' in at else ''} {at})"
-
-
 def require_shared(folder: RunFolder, seconds: float = VISIBLE_SECONDS) -> None:
-    """Every rank sees the run folder that rank 0 has just made. Collective.
+    """Refuses a run folder that rank 0 has just made and another rank does not see. Collective.
 
     Raises:
         ConfigError: on rank 0, naming who does not; RemoteError elsewhere.
@@ -165,40 +156,30 @@ def require_shared(folder: RunFolder, seconds: float = VISIBLE_SECONDS) -> None:
     if distributed.world_size() == 1:
         return
     sign = folder.private / "visible"
-    token = distributed.on_main(lambda: _write_sign(sign))
-    sees = _sees(sign, token, seconds)
-    found = distributed.gather_objects((sees, distributed.host_name()))
+
+    def write_sign() -> str:
+        token = secrets.token_hex(8)
+        write_durably(sign, token)
+        return token
+
+    token, deadline, sees = distributed.on_main(write_sign), time.monotonic() + seconds, False
+    while True:
+        with contextlib.suppress(OSError):  # not there, or not yet
+            sees = sign.read_text() == token
+        if sees or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    every = distributed.gather_objects((sees, distributed.host_name()))
 
     def judge() -> None:
-        hosts = [host for _, host in found]
-        blind = [rank for rank, (sees, _) in enumerate(found) if not sees]
+        hosts = [host for _, host in every]
+        blind = [rank for rank, (rank_sees, _) in enumerate(every) if not rank_sees]
         if blind:
             raise ConfigError(
-                f"run folder {folder.root}: {_names(blind, hosts)} did not see within {seconds:.0f} s what {_names([0], hosts)} "
-                "wrote there; --run_dir must lie on a file system that all hosts share (docs/clusters.md)"
+                f"run folder {folder.root}: {named_ranks(blind, hosts)} did not see within {seconds:.0f} s what "
+                f"{named_ranks([0], hosts)} wrote there; --run_dir must lie on a file system that all hosts share "
+                "(docs/clusters.md)"
             )
         sign.unlink(missing_ok=True)
 
     distributed.on_main(judge)
-
-
-def _write_sign(sign: Path) -> str:
-    token = secrets.token_hex(8)
-    write_durably(sign, token)
-    return token
-
-
-def _sees(sign: Path, token: str, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not _holds(sign, token):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def _holds(sign: Path, token: str) -> bool:
-    try:
-        return sign.read_text() == token
-    except OSError:  # not there, or not yet
-        return False

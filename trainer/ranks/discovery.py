@@ -1,4 +1,4 @@
-"""Who am I: rank, size and meeting point, from the environment of whatever started this process. Needs no MPI library.
+"""Rank, world size and meeting point from the environment of whatever started this process. Needs no MPI library.
 
 torchrun and DeepSpeed set RANK; Open MPI, MVAPICH, MPICH and Intel MPI have variables of their own, and so has Slurm's srun. They
 are read in this order: a launcher may run inside of an allocation or an interactive step, whose variables its ranks inherit.
@@ -30,7 +30,7 @@ class Ranks:
 
 
 class _Launcher(NamedTuple):
-    """Names of its variables; `marker` must be set too. The first local rank that is set counts."""
+    """Names of a launcher's variables; `marker` must be set too. The first local rank that is set counts."""
 
     rank: str
     world_size: str
@@ -55,64 +55,42 @@ def discover_ranks(environ: Mapping[str, str]) -> Ranks:
     Raises:
         ConfigError: several ranks but no meeting point, or a variable that is no number.
     """
-    for launcher in _LAUNCHERS:
-        if all(name in environ for name in (launcher.rank, launcher.world_size, launcher.marker)):
-            return _ranks(environ, launcher)
-    return Ranks()
-
-
-def _ranks(environ: Mapping[str, str], launcher: _Launcher) -> Ranks:
-    local_rank = _local_rank_variable(environ, launcher)
-    try:
-        size = int(environ[launcher.world_size])
-        found = Ranks(
-            rank=int(environ[launcher.rank]),
-            local_rank=int(environ[local_rank]),
-            world_size=size,
-            address=_address(environ, size),
-            port=_port(environ),
-        )
-    except ConfigError:
-        raise
-    except ValueError as error:
-        names = f"{launcher.rank}, {local_rank}, {launcher.world_size}"
-        raise ConfigError(f"launcher variables {names}: {error}") from error
-    if not 0 <= found.rank < found.world_size or found.local_rank < 0:
-        raise ConfigError(
-            f"launcher variables {launcher.rank}={found.rank}, {launcher.world_size}={found.world_size}: no such rank"
-        )
-    return found
-
-
-def _local_rank_variable(environ: Mapping[str, str], launcher: _Launcher) -> str:
-    """Without one every rank is taken to be on one machine."""
+    launchers = (one for one in _LAUNCHERS if {one.rank, one.world_size, one.marker} <= environ.keys())
+    launcher = next(launchers, None)
+    if launcher is None:
+        return Ranks()
     names = list(launcher.local_ranks)
     same_as_slurm = [(launcher.rank, _SLURM.rank), (launcher.world_size, _SLURM.world_size)]
-    if all(environ[ours] == environ.get(slurm) for ours, slurm in same_as_slurm):  # srun --mpi=pmi2
+    if all(environ[name] == environ.get(slurm) for name, slurm in same_as_slurm):  # srun --mpi=pmi2
         names += _SLURM.local_ranks
-    return next((name for name in names if name in environ), launcher.rank)
-
-
-def _address(environ: Mapping[str, str], world_size: int) -> str:
-    if environ.get("MASTER_ADDR"):
-        return environ["MASTER_ADDR"]
-    if world_size == 1:
-        return "127.0.0.1"
-    if _SLURM.marker in environ and environ.get("SLURM_STEP_NODELIST"):
-        return first_host(environ["SLURM_STEP_NODELIST"])
-    raise ConfigError(
-        "several ranks were started, but MASTER_ADDR is not set: export the host name of rank 0, to all ranks (Open MPI: "
-        "mpirun -x MASTER_ADDR=HOST, as launch_scripts/cluster/openmpi.sh does; others: docs/clusters.md)"
-    )
-
-
-def _port(environ: Mapping[str, str]) -> int:
-    """Slurm's jobs get different ones, below those that systems hand out by themselves: they may share a host."""
-    if "MASTER_PORT" in environ:
-        return int(environ["MASTER_PORT"])
-    if _SLURM.marker in environ and environ.get("SLURM_JOB_ID", "").isdigit():
-        return 20000 + int(environ["SLURM_JOB_ID"]) % 10000
-    return DEFAULT_PORT
+    # Without a local rank every rank is taken to be on one machine.
+    local_name = next((name for name in names if name in environ), launcher.rank)
+    is_slurm, port = _SLURM.marker in environ, DEFAULT_PORT
+    try:
+        rank, local_rank = int(environ[launcher.rank]), int(environ[local_name])
+        world_size = int(environ[launcher.world_size])
+        if "MASTER_PORT" in environ:
+            port = int(environ["MASTER_PORT"])
+        elif is_slurm and environ.get("SLURM_JOB_ID", "").isdigit():
+            # Jobs may share a host, so each gets a port of its own, below those that systems hand out by themselves.
+            port = 20000 + int(environ["SLURM_JOB_ID"]) % 10000
+    except ValueError as error:
+        raise ConfigError(
+            f"launcher variables {launcher.rank}, {local_name}, {launcher.world_size}: {error}"
+        ) from error
+    if not 0 <= rank < world_size or local_rank < 0:
+        raise ConfigError(
+            f"launcher variables {launcher.rank}={rank}, {launcher.world_size}={world_size}: no such rank"
+        )
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if world_size == 1 else None)
+    if address is None and is_slurm and environ.get("SLURM_STEP_NODELIST"):
+        address = first_host(environ["SLURM_STEP_NODELIST"])
+    if address is None:
+        raise ConfigError(
+            "several ranks were started, but MASTER_ADDR is not set: export the host name of rank 0, to all ranks (Open MPI: "
+            "mpirun -x MASTER_ADDR=HOST, as launch_scripts/cluster/openmpi.sh does; others: docs/clusters.md)"
+        )
+    return Ranks(rank, local_rank, world_size, address, port)
 
 
 def first_host(node_list: str) -> str:

@@ -7,7 +7,6 @@ destroy_process_group, flush and `os._exit`.
 
 import contextlib
 import os
-import pickle
 import socket
 import sys
 from collections import Counter
@@ -36,13 +35,13 @@ _hosts: list[str] = []
 def start(
     ranks: Ranks, rendezvous_seconds: float = RENDEZVOUS_SECONDS, introduction: Introduction | None = None
 ) -> torch.device:
-    """Joins the process group (nccl beside gloo on GPUs, gloo on CPUs) and returns this rank's device.
+    """Joins the process group (nccl and gloo on GPUs, gloo on CPUs) and returns this rank's device.
 
     One process alone also gets a group, so that there is a single code path. From here on a rank that dies ends all ranks
     (trainer/ranks/heartbeat.py).
 
     Args:
-        introduction: what ranks tell each other first (trainer/ranks/agreement.py).
+        introduction: the settings that ranks compare first (trainer/ranks/agreement.py).
 
     Raises:
         RendezvousError: naming who or what is missing after `rendezvous_seconds`.
@@ -52,12 +51,21 @@ def start(
     device = choose_device(ranks.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision(
-        "highest"
-    )  # fp32 norms and sums are fp32 (contract 6), whatever the image's defaults
+    # fp32 norms and sums are fp32 (contract 6), whatever the image's defaults.
+    torch.set_float32_matmul_precision("highest")
     introduction = introduction or Introduction()
     introduction = introduction._replace(settings={**introduction.settings, "accelerator": device.type})
-    store = _meet(ranks, rendezvous_seconds, introduction)
+    global _heartbeat, _hosts
+    store, place = find_store(ranks.address, ranks.port, ranks.rank, ranks.world_size, rendezvous_seconds)
+    if ranks.world_size == 1:
+        _hosts = [host_name()]
+        introduction.judge([introduction.settings], _hosts)
+    else:
+        _hosts = meet(store, ranks.rank, ranks.world_size, place, rendezvous_seconds, introduction)
+        guest = place._replace(is_host=False)
+        speaks = ranks.rank == 1 or ranks.local_rank == 0
+        _heartbeat = Heartbeat(lambda: connect(guest, rendezvous_seconds), ranks.rank, _hosts, speaks=speaks)
+        _heartbeat.start()
     export_ranks(ranks, device)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -73,7 +81,7 @@ def start(
 
 
 def refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:
-    """Two ranks on a GPU would run out of memory or hang in NCCL, much later and without saying why.
+    """Refuses two ranks on one GPU: they would run out of memory or hang in NCCL, much later and without saying why.
 
     Args:
         gpus: by rank, host name and the GPU's UUID, whatever number it has for that rank.
@@ -98,41 +106,24 @@ def choose_device(local_rank: int) -> torch.device:
         ConfigError: DS_ACCELERATOR names another accelerator than cuda and cpu, or cuda where torch is built without it.
         HostError: it names cuda, and torch finds no GPU here.
     """
-    wanted = os.environ.get("DS_ACCELERATOR")
-    if wanted not in (None, "cpu", "cuda"):
-        raise ConfigError(f"DS_ACCELERATOR={wanted}: training runs on cuda or cpu; name one of them, or unset it")
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen not in (None, "cpu", "cuda"):
+        raise ConfigError(f"DS_ACCELERATOR={chosen}: training runs on cuda or cpu; name one of them, or unset it")
     has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not torch.backends.cuda.is_built():
+    if chosen == "cuda" and not torch.backends.cuda.is_built():
         raise ConfigError(
             f"DS_ACCELERATOR=cuda, but torch {torch.__version__} has no CUDA: install a build that has, or unset it to train "
             "on the CPU"
         )
-    if wanted == "cuda" and not has_cuda:
+    if chosen == "cuda" and not has_cuda:
         raise HostError(f"DS_ACCELERATOR=cuda, but torch {torch.__version__} finds no usable GPU on host {host_name()}")
-    if wanted == "cpu" or not has_cuda:
+    if chosen == "cpu" or not has_cuda:
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def _meet(ranks: Ranks, seconds: float, introduction: Introduction) -> dist.Store:
-    """The store, once all ranks are at it; starts the heartbeat where there is more than one."""
-    global _heartbeat, _hosts
-    store, place = find_store(ranks.address, ranks.port, ranks.rank, ranks.world_size, seconds)
-    if ranks.world_size == 1:
-        _hosts = [host_name()]
-        introduction.judge([introduction.settings], _hosts)
-    else:
-        _hosts = meet(store, ranks.rank, ranks.world_size, place, seconds, introduction)
-        guest = place._replace(is_host=False)
-        _heartbeat = Heartbeat(
-            lambda: connect(guest, seconds), ranks.rank, _hosts, speaks=ranks.rank == 1 or ranks.local_rank == 0
-        )
-        _heartbeat.start()
-    return store
-
-
 def export_ranks(ranks: Ranks, device: torch.device) -> None:
-    """Engines look for the usual variables, whatever launcher there was, and for the accelerator that was chosen.
+    """Sets the usual variables, which engines read whatever the launcher was, and the accelerator that was chosen.
 
     DeepSpeed computes on the GPU whose number is LOCAL_RANK. Where a rank sees one GPU alone, that number is 0 on each of them.
     """
@@ -170,32 +161,28 @@ def fail(error: BaseException, explain: Callable[[], bool]) -> NoReturn:
     """Ends this rank because of `error`, and with it all others, which learn that it was this one.
 
     Args:
-        explain: says what went wrong, or returns False to leave that to rank 0. Not called where the cause is another rank,
-            which has said it or is named by the heartbeat.
+        explain: prints what went wrong, or returns False where rank 0 should. Not called where the cause is another rank,
+            which has printed it or is named by the heartbeat.
     """
     known = in_one_line(error) or Said(" ".join(str(error).split()), 1)
-    if _heartbeat is not None and _is_broken_connection(error):
+    # gloo and NCCL raise several types where a collective failed because another rank went away.
+    is_broken_connection = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
+    )
+    if _heartbeat is not None and is_broken_connection:
         _heartbeat.wait_for_the_cause()
-    said = explain()
+    is_printed = explain()
     if _heartbeat is not None and not isinstance(error, RemoteError):
-        _heartbeat.fail(f"error on rank {_heartbeat.rank}: {known.line}", known.exit_code, said=said)
+        _heartbeat.fail(f"error on rank {_heartbeat.rank}: {known.line}", known.exit_code, is_printed=is_printed)
     quit_now(known.exit_code)
 
 
 def abandon(message: str, exit_code: int) -> NoReturn:
-    """Ends all ranks from any thread, whatever they are doing; says so once."""
+    """Ends all ranks from any thread, whatever they are doing; prints the message once."""
     speaks = _heartbeat is None or _heartbeat.rank == 0
     if _heartbeat is not None:
-        _heartbeat.fail(message, exit_code, said=speaks)
+        _heartbeat.fail(message, exit_code, is_printed=speaks)
     end_process(message if speaks else "", exit_code)
-
-
-def _is_broken_connection(error: BaseException) -> bool:
-    """Whether a collective failed because another rank went away: gloo and NCCL raise several types for that."""
-    said = str(error)
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in said for word in ("gloo", "NCCL", "onnection"))
-    )
 
 
 def quit_now(exit_code: int) -> NoReturn:
@@ -228,20 +215,9 @@ def world_size() -> int:
 
 def broadcast_object(value: T) -> T:
     """Rank 0's value on every rank."""
-    payload = _broadcast_bytes(pickle.dumps(value) if rank() == 0 else b"")
-    return pickle.loads(payload) if rank() != 0 else value
-
-
-def _broadcast_bytes(payload: bytes) -> bytes:
-    size = torch.tensor([len(payload)])
-    dist.broadcast(size, 0)
-    buffer = (
-        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        if payload
-        else torch.empty(int(size), dtype=torch.uint8)
-    )
-    dist.broadcast(buffer, 0)
-    return buffer.numpy().tobytes()
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
 
 
 def on_main(function: Callable[[], T]) -> T:

@@ -40,18 +40,18 @@ class Process(NamedTuple):
 
 
 def launcher_processes() -> tuple[Process, ...]:
-    """Those above this process, the nearest first; none if it was not started by a launcher."""
-    found: list[Process] = []
+    """The launchers above this process, the nearest first; none if no launcher started it."""
+    launchers: list[Process] = []
     pid = os.getppid()
     while (status := _status(pid)) is not None and (name := launcher_name(_command(pid))) is not None:
         _, parent, started = status
-        found.append(Process(pid, started, name))
+        launchers.append(Process(pid, started, name))
         pid = parent
-    return tuple(found)
+    return tuple(launchers)
 
 
 def launcher_name(command: Sequence[str]) -> str | None:
-    """What a command line runs, if that is a launcher: a program, or one of Python's scripts and modules.
+    """The launcher that a command line runs, if it runs one: a program, or one of Python's scripts and modules.
 
     >>> launcher_name(["/usr/bin/python3.11", "-u", "-m", "deepspeed.launcher.launch", "--node_rank=0", "train.py"])
     'deepspeed.launcher.launch'
@@ -74,22 +74,22 @@ def launcher_name(command: Sequence[str]) -> str | None:
 
 
 def _program(word: str) -> str:
-    """Without its folder and endings: mpirun.openmpi, mpiexec.hydra and slurmstepd's title have some."""
+    """A program's name without folder and endings: mpirun.openmpi, mpiexec.hydra and slurmstepd's title have some."""
     match = re.match(r"\w+", os.path.basename(word))
     return match[0] if match else ""
 
 
 def is_gone(process: Process) -> bool:
-    """Also when it has ended and nobody has asked for its exit code yet."""
+    """Whether a process has ended, even if nobody has asked for its exit code yet."""
     status = _status(process.pid)
     return status is None or status[0] in "ZX" or status[2] != process.started
 
 
 def watch(processes: Sequence[Process], *, speaks: bool, stop: Callable[[], None] | None = None) -> None:
-    """From a thread of its own, asks this process to stop once one of `processes` has gone; once.
+    """Starts a thread that asks this process to stop, once, when one of `processes` has gone.
 
     Args:
-        speaks: whether to say so; not all ranks of a host need to.
+        speaks: whether to print that; not all ranks of a host need to.
         stop: by default this process gets SIGUSR1, see trainer/loop/stopping.py.
     """
 

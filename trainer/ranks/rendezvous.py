@@ -14,19 +14,19 @@ import torch.distributed as dist
 from trainer.errors import RemoteError
 
 RENDEZVOUS_SECONDS = 45.0
-"""Until a rank that has not come is missed, so that an unreachable rendezvous ends all ranks within a minute."""
+"""A rank that has not come is missed after so long: an unreachable rendezvous ends all ranks within a minute."""
 LONGEST_RENDEZVOUS_SECONDS = 86_400.0
 _POLL = 0.1
 
 
 class RendezvousError(RuntimeError):
-    """The ranks did not meet; the message says who is missing, or what does not answer where."""
+    """The ranks did not meet; the message says who is missing, or which address does not answer."""
 
     exit_code = 2
 
 
 class Introduction(NamedTuple):
-    """What a rank says about itself when all meet.
+    """What a rank reports of itself when all meet.
 
     Attributes:
         judge: called on rank 0 with the settings and host names of all ranks, in their order; what it raises ends them all.
@@ -73,12 +73,17 @@ def find_store(address: str, port: int, rank: int, world_size: int, seconds: flo
     agents_place = Place(address, port, False, prefix)
     agents = connect(agents_place, seconds)
     if rank == 0:
-        place = Place(_own_address(agents_place, seconds), 0, True, prefix)
+        try:  # this host's address, as others that reach the agent reach it
+            with socket.create_connection((address, port), timeout=seconds) as probe:
+                mine, theirs = str(probe.getsockname()[0]), probe.getpeername()[0]
+        except OSError as error:
+            raise RendezvousError(f"no rendezvous at {agents_place}: {error.strerror}") from error
+        place = Place(address if mine == theirs else mine, 0, True, prefix)
         store = connect(place, seconds)
-        own = store.underlying_store
-        assert isinstance(own, dist.TCPStore)
-        agents.set("store", json.dumps([place.address, own.port]))
-        return store, place._replace(port=own.port)
+        inner = store.underlying_store
+        assert isinstance(inner, dist.TCPStore)
+        agents.set("store", json.dumps([place.address, inner.port]))
+        return store, place._replace(port=inner.port)
     deadline = time.monotonic() + seconds
     while not agents.check(["store"]):
         if time.monotonic() > deadline:
@@ -87,16 +92,6 @@ def find_store(address: str, port: int, rank: int, world_size: int, seconds: flo
     host, chosen = json.loads(agents.get("store"))
     place = Place(host, chosen, False, prefix)
     return connect(place, seconds), place
-
-
-def _own_address(place: Place, seconds: float) -> str:
-    """This host's address, as others that reach `place` reach it."""
-    try:
-        with socket.create_connection((place.address, place.port), timeout=seconds) as probe:
-            mine, theirs = probe.getsockname()[0], probe.getpeername()[0]
-    except OSError as error:
-        raise RendezvousError(f"no rendezvous at {place}: {error.strerror}") from error
-    return place.address if mine == theirs else str(mine)
 
 
 def connect(place: Place, seconds: float) -> dist.PrefixStore:
@@ -164,7 +159,14 @@ def meet(
                         "see its own output on its host"
                     )
                 time.sleep(_POLL)
-            _judge(store, ranks, introduction)
+            names = [host.decode() for host in store.multi_get(ranks)]
+            settings = [json.loads(text) for text in store.multi_get([f"settings/{r}" for r in range(world_size)])]
+            try:
+                introduction.judge(settings, names)
+            except Exception as error:
+                store.set("refused", str(error))
+                time.sleep(1.0)  # for the others to read it
+                raise
             store.set("everyone", "1")
         else:
             while not store.check(["everyone"]):
@@ -178,15 +180,3 @@ def meet(
         return [host.decode() for host in store.multi_get(ranks)]
     except dist.DistError as error:
         raise RendezvousError(f"rank 0 ended before all ranks were at {place}") from error
-
-
-def _judge(store: dist.Store, here: Sequence[str], introduction: Introduction) -> None:
-    """On rank 0, when all are here."""
-    hosts = [host.decode() for host in store.multi_get(list(here))]
-    keys = [key.replace("here/", "settings/") for key in here]
-    try:
-        introduction.judge([json.loads(said) for said in store.multi_get(keys)], hosts)
-    except Exception as error:
-        store.set("refused", str(error))
-        time.sleep(1.0)  # for the others to read it
-        raise
