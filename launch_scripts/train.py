@@ -31,7 +31,7 @@ from privacy.noise import NoiseSource  # noqa: E402
 from trainer.config.cli import Parser, explain, print_anything, require_open_files  # noqa: E402
 from trainer.config.machine import load_machine_settings  # noqa: E402
 from trainer.config.recipe import EngineName, load_config, resolved  # noqa: E402
-from trainer.engines.refusals import require_supported  # noqa: E402
+from trainer.engines import require_supported  # noqa: E402
 from trainer.loop.stopping import end_on_signals  # noqa: E402
 from trainer.ranks.agreement import introduction  # noqa: E402
 from trainer.ranks.discovery import Ranks, discover_ranks  # noqa: E402

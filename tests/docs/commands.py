@@ -172,7 +172,7 @@ def _check_values(name: str, options: argparse.Namespace) -> None:
         return
     from trainer.config.machine import load_machine_settings, resolve
     from trainer.config.recipe import load_config
-    from trainer.engines.refusals import require_supported
+    from trainer.engines import require_supported
 
     config = load_config(recipe, options.overrides)
     if given.get("ds_config") is not None:

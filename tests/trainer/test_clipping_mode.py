@@ -147,7 +147,7 @@ def rank_choices(device: torch.device, name: str, stage: int) -> list[dict[str, 
     engine = build(device, name, stage)
     clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes)
     return [
-        choose_mode(clipped, engine, pairs, 8, available=lambda device, rooms=rooms: rooms[distributed.rank()]).facts()  # type: ignore[misc]
+        asdict(choose_mode(clipped, engine, pairs, 8, available=lambda device, rooms=rooms: rooms[distributed.rank()]))  # type: ignore[misc]
         for rooms in ((2**40, 2**41), (2**40, 1000))
     ]
 

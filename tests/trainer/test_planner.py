@@ -26,7 +26,7 @@ from tests.distributed.ranks import quiet_environment
 from tests.trainer.test_memory_estimate import process_memory
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
-from trainer.engines.refusals import require_supported
+from trainer.engines import require_supported
 from trainer.errors import ConfigError
 from trainer.planner.batches import BYTES_PER_EXAMPLE, examples
 from trainer.planner.hardware import GPUS, Network, Traffic, exposed_seconds, find_gpu

@@ -1,4 +1,4 @@
-"""One module per way to shard; each is imported only when it is used."""
+"""One module per way to shard; each is imported only when it is used. What an engine cannot do is refused here."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,46 @@ from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
 from trainer.engines.base import Engine
-from trainer.engines.refusals import require_supported
+from trainer.errors import ConfigError
 from trainer.ranks import distributed
+
+
+def require_supported(name: EngineName, machine: MachineSettings, world_size: int) -> None:
+    """Refuses a combination of engine and ds_config.
+
+    Raises:
+        ConfigError: naming file, key, reason and a way out.
+    """
+    where = f"ds_config {machine.path}: zero_optimization"
+    if machine.zero_init and name != "deepspeed":
+        raise ConfigError(f"{where}.zero_init needs --engine deepspeed, not {name}")
+    ranks = machine.shard_group_size
+    if ranks is not None and name != "fsdp":
+        raise ConfigError(
+            f"{where}.zero_hpz_partition_size (groups of ranks that each hold the whole model) needs --engine fsdp, not {name}"
+        )
+    if ranks is not None and world_size % ranks != 0:
+        raise ConfigError(f"{where}.zero_hpz_partition_size {ranks} must divide the {world_size} ranks")
+    if name == "fairscale" and machine.stage == 3:
+        raise ConfigError(
+            f"{where}.stage 3 is refused with --engine fairscale: its FullyShardedDataParallel waits for gradients that "
+            "per-example clipping never makes; use stage 1 (OSS), or --engine fsdp"
+        )
+    if name == "fairscale" and machine.offload_optimizer:
+        raise ConfigError(f"{where}.offload_optimizer: --engine fairscale cannot offload; use deepspeed or fsdp")
+    if name == "fsdp" and machine.offload_optimizer and not machine.offload_param:
+        raise ConfigError(
+            f"{where}.offload_optimizer: FSDP2 keeps weights and optimizer states in one place; add offload_param (stage 3), "
+            "or remove it"
+        )
+    if name == "local" and (machine.offload_optimizer or machine.offload_param):
+        raise ConfigError(f"ds_config {machine.path}: engine local cannot offload; use --engine deepspeed")
 
 
 def sharder(
     name: EngineName, machine: MachineSettings, device: torch.device, micro_batch_size: int
 ) -> Callable[[nn.Module], None] | None:
-    """What shards a model's modules one by one while it is built, where the ds_config asks for that (`zero_init`)."""
+    """Shards a model's modules one by one while it is built, where the ds_config asks for that (`zero_init`); else None."""
     if not machine.zero_init:
         return None
     require_supported(name, machine, 1)  # no engine that builds in shards cares how many ranks there are

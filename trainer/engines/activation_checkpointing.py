@@ -19,11 +19,12 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config.machine import MachineSettings
+from trainer.engines.base import repeated_blocks
 from trainer.errors import ConfigError
 
 
 class _Checkpointed(nn.Module):
-    """Goes before a block's own class, so that its parameters keep their names."""
+    """Stands before a block's class among its bases, so that its parameters keep their names."""
 
     inputs_on_cpu: bool
 
@@ -43,12 +44,12 @@ def checkpoint_blocks(module: nn.Module, machine: MachineSettings) -> None:
     """
     if not machine.activation_checkpointing:
         return
-    find_blocks = getattr(module, "blocks", None)
-    if not callable(find_blocks):
+    blocks = repeated_blocks(module)
+    if not blocks:
         raise ConfigError(
             f"ds_config {machine.path}: activation_checkpointing needs a model with a method blocks() that lists its "
             f"repeated modules; {type(module).__name__} has none: remove the key"
         )
-    for block in find_blocks():
+    for block in blocks:
         block.__class__ = type(f"Checkpointed{type(block).__name__}", (_Checkpointed, type(block)), {})
-        block.inputs_on_cpu = machine.checkpoint_on_cpu
+        block.inputs_on_cpu = machine.checkpoint_on_cpu  # type: ignore[assignment]

@@ -6,14 +6,16 @@ batch (`trainer/engines/reduction.py`); that rank adds noise and divides; the en
 """
 
 import itertools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from trainer.engines.dtensor import is_dtensor
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Piece(NamedTuple):
@@ -46,7 +48,7 @@ class ShardLayout:
         return sum(p.length for p in self.pieces[rank])
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Every coordinate has exactly one owner, so that it is noised exactly once (contract 7).
+        """Requires that every coordinate has exactly one owner, so that it is noised exactly once (contract 7).
 
         Raises:
             RuntimeError: naming the parameter that is owned twice or not at all.
@@ -54,9 +56,9 @@ class ShardLayout:
         spans: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
         for piece in (p for owned in self.pieces for p in owned):
             spans[piece.name].append((piece.offset, piece.offset + piece.length))
-        for name, found in spans.items():
+        for name, named_spans in spans.items():
             end = 0
-            for start, stop in sorted(found):
+            for start, stop in sorted(named_spans):
                 if start != end:
                     raise RuntimeError(
                         f"shard layout: {name} is owned {'twice' if start < end else 'by nobody'} at {end}"
@@ -76,16 +78,16 @@ def even_layout(shapes: Mapping[str, torch.Size], world_size: int) -> ShardLayou
 
 def runs(pieces: Iterable[Piece], cuts: Sequence[int]) -> list[list[Piece]]:
     """The concatenation of `pieces`, cut at ascending positions: run r goes from cuts[r] to cuts[r + 1]."""
-    found: list[list[Piece]] = [[] for _ in cuts[1:]]
+    made: list[list[Piece]] = [[] for _ in cuts[1:]]
     start = 0
     for piece in pieces:
         stop = start + piece.length
-        for run, (low, high) in zip(found, itertools.pairwise(cuts), strict=True):
+        for run, (low, high) in zip(made, itertools.pairwise(cuts), strict=True):
             a, b = max(start, low), min(stop, high)
             if a < b:
                 run.append(Piece(piece.name, piece.offset + a - start, b - a))
         start = stop
-    return found
+    return made
 
 
 def split(owned: Tensor, pieces: tuple[Piece, ...]) -> list[GradShard]:
@@ -104,10 +106,30 @@ class ShardState(NamedTuple):
     tensors: dict[str, Tensor]
 
 
+def flat_part(tensor: Tensor, start: int, length: int) -> Tensor:
+    """A view of `length` coordinates of a flattened tensor, from `start`."""
+    return tensor.detach().view(-1)[start : start + length]
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The model's repeated units, which its attribute or method `blocks` lists; empty where it has none."""
+    listed = getattr(module, "blocks", [])
+    return list(listed if isinstance(listed, nn.ModuleList | list) else listed())
+
+
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a DTensor, without an import of their module, which takes every process a second and 30 MB.
+
+    Only FSDP2 makes DTensors. While nobody has imported their module, there are none.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def holds_whole_weights(engine: "Engine") -> bool:
     """Whether this rank's module has all weights, so that a forward pass needs no other rank."""
-    own = [p for p in engine.module.parameters() if p.requires_grad and not is_dtensor(p)]
-    return sum(p.numel() for p in own) == sum(shape.numel() for shape in engine.shapes.values())
+    whole = [p for p in engine.module.parameters() if p.requires_grad and not is_dtensor(p)]
+    return sum(p.numel() for p in whole) == sum(shape.numel() for shape in engine.shapes.values())
 
 
 class Engine(Protocol):

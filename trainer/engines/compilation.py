@@ -19,6 +19,7 @@ from torch import nn
 
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName
+from trainer.engines.base import repeated_blocks
 from trainer.errors import ConfigError
 
 BACKEND = "inductor"
@@ -27,7 +28,7 @@ BACKEND = "inductor"
 def require_compilable(
     module: nn.Module, engine_name: EngineName, machine: MachineSettings, device: torch.device
 ) -> None:
-    """Refuses before anything is trained.
+    """Refuses, before anything is trained, what cannot be compiled.
 
     Raises:
         ConfigError: the engine gathers weights inside of the blocks, the model names no blocks, or no compiler is installed.
@@ -43,7 +44,7 @@ def require_compilable(
             "train.compile has not been verified with engine fairscale; use --engine deepspeed with ds_configs/zero1.json, "
             "which shards the same states, or remove train.compile"
         )
-    if not callable(getattr(module, "blocks", None)):
+    if not repeated_blocks(module):
         raise ConfigError(
             f"train.compile needs a model with a method blocks() that lists its repeated modules; {type(module).__name__} "
             "has none: remove train.compile"
@@ -56,12 +57,12 @@ def compile_blocks(module: nn.Module) -> None:
 
     The work is done at the first forward, once for every new combination of shapes.
     """
-    for block in module.blocks():  # type: ignore[operator]  # nn.Module's attributes have no types
+    for block in repeated_blocks(module):
         block.compile(backend=BACKEND)
 
 
 def require_compiler(device: torch.device) -> None:
-    """What torch's default backend needs: a C++ compiler for CPU kernels, Triton and a C compiler for CUDA ones."""
+    """Requires what torch's default backend needs: a C++ compiler for CPU kernels, Triton and a C compiler for CUDA ones."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise ConfigError("train.compile needs Triton on CUDA: pip install -r requirements-triton.txt")
     names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
@@ -82,6 +83,6 @@ class CompileCounts(NamedTuple):
 
 
 def compile_counts() -> CompileCounts:
-    """From torch's own counters, which are not public API; tests/privacy/clipping/test_compile.py makes them count."""
+    """Reads torch's counters, which are not public API; tests/privacy/clipping/test_compile.py makes them count."""
     counters = torch._dynamo.utils.counters
     return CompileCounts(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))

@@ -2,7 +2,7 @@
 
 DeepSpeed gathers weights in its module hooks and steps its optimizer. Nothing is averaged, scaled, clipped or accumulated by
 it: the noised, divided shards are written where its own reduction would have put them, and `engine.step()` does the rest.
-That place is not public API. It is confined to `_zero12_spans`, `_zero3_spans` and the two hand-offs below, and
+That place is not public API. It is confined to `_find_spans` and `DeepSpeedEngine.step`, and
 tests/distributed/test_engines.py compares all stages with a float64 loop, so a DeepSpeed that moves it fails the test.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainer.config.machine import MachineSettings, resolve
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece, ShardState
+from trainer.engines.base import GradShard, Piece, ShardState, flat_part
 from trainer.engines.layouts import layout_of, require_dealt
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
@@ -62,8 +62,7 @@ class DeepSpeedEngine:
         self.module: nn.Module = self._engine.module
         _read_back(self._engine, machine, micro_batch_size)
         self._zero = self._engine.optimizer
-        spans = _zero3_spans if self._stage == 3 else _zero12_spans
-        self._spans = list(spans(self._zero, self._parameters, self.shapes))
+        self._spans = list(_find_spans(self._zero, self._stage, self._parameters, self.shapes))
         self.layout = layout_of("deepspeed", self.shapes, optimizer, machine, distributed.world_size())
         require_dealt(self.layout, distributed.rank(), [span.piece for span in self._spans], "DeepSpeed")
         segments: dict[Tensor, list[Segment]] = {flat: [] for flat in self._flat_partitions()}
@@ -74,29 +73,25 @@ class DeepSpeedEngine:
         bind_segments(self._zero.optimizer, segments, sharded=True)
 
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
-        hand_off = self._hand_off_zero3 if self._stage == 3 else self._hand_off_zero12
-        hand_off(shards)
+        if self._stage == 3:
+            values = {shard.name: shard.values for shard in shards}
+            self._zero.independent_gradient_partition_epilogue()
+            for name, parameter in self._parameters.items():
+                padded = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32, device=self.device)
+                if name in values:
+                    padded[: values[name].numel()] = values[name]
+                safe_set_local_grad(parameter, padded)
+        else:
+            # Offloaded partitions have a gradient buffer of their own in host memory; the others take a new one.
+            flats = [torch.zeros_like(p) if p.grad is None else p.grad.zero_() for p in self._flat_partitions()]
+            for span, shard in zip(self._spans, shards, strict=True):
+                flats[span.group][span.start : span.start + span.piece.length] = shard.values
+            for group, flat in enumerate(flats):
+                self._zero.averaged_gradients[group] = [flat]
         set_step(self._zero.param_groups, lr=lr, noise_variance=noise_variance)
         self._engine.step()
         if self._engine.skipped_steps:
             raise RuntimeError("DeepSpeed skipped a step: its overflow check must never decide about a noised gradient")
-
-    def _hand_off_zero12(self, shards: Sequence[GradShard]) -> None:
-        """Offloaded partitions have a gradient buffer of their own in host memory; the others take a new one."""
-        flats = [torch.zeros_like(p) if p.grad is None else p.grad.zero_() for p in self._flat_partitions()]
-        for span, shard in zip(self._spans, shards, strict=True):
-            flats[span.group][span.start : span.start + span.piece.length] = shard.values
-        for group, flat in enumerate(flats):
-            self._zero.averaged_gradients[group] = [flat]
-
-    def _hand_off_zero3(self, shards: Sequence[GradShard]) -> None:
-        values = {shard.name: shard.values for shard in shards}
-        self._zero.independent_gradient_partition_epilogue()
-        for name, parameter in self._parameters.items():
-            padded = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32, device=self.device)
-            if name in values:
-                padded[: values[name].numel()] = values[name]
-            safe_set_local_grad(parameter, padded)
 
     def _flat_partitions(self) -> list[Tensor]:
         """This rank's flat fp32 master weights, by group."""
@@ -107,9 +102,9 @@ class DeepSpeedEngine:
         partitions = self._flat_partitions()
         for span in self._spans:
             flat = partitions[span.group]
-            tensors = {"param": _part(flat, span)}
             found = self._zero.optimizer.state.get(flat, {})
-            tensors |= {kind: _part(found[kind], span) for kind in moments(self._config) if kind in found}
+            tensors = {"param": flat, **{kind: found[kind] for kind in moments(self._config) if kind in found}}
+            tensors = {kind: flat_part(tensor, span.start, span.piece.length) for kind, tensor in tensors.items()}
             yield ShardState(span.piece, tensors)
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
@@ -120,40 +115,30 @@ class DeepSpeedEngine:
         for span in self._spans:
             flat = partitions[span.group]
             for key, values in states[span.piece].items():
-                _part(flat if key == "param" else self._zero.optimizer.state[flat][key], span).copy_(values)
+                target = flat if key == "param" else self._zero.optimizer.state[flat][key]
+                flat_part(target, span.start, span.piece.length).copy_(values)
             if self._stage == 3:
-                _set_weights(self._parameters[span.piece.name], _part(flat, span))
+                parameter = self._parameters[span.piece.name]
+                parameter.ds_tensor.data[: span.piece.length].copy_(flat_part(flat, span.start, span.piece.length))
+                if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # a gathered copy of the old weights
+                    parameter.partition()
 
 
-def _part(flat: Tensor, span: _Span) -> Tensor:
-    return flat.detach()[span.start : span.start + span.piece.length]
-
-
-def _zero12_spans(zero: Any, parameters: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Iterator[_Span]:
-    """A parameter may straddle the borders of two ranks' partitions; where this rank owns nothing there is no mapping."""
+def _find_spans(
+    zero: Any, stage: int, parameters: Mapping[str, Any], shapes: Mapping[str, torch.Size]
+) -> Iterator[_Span]:
     for name, parameter in parameters.items():
-        mapping = parameter._hp_mapping
-        if mapping is not None:
+        if stage == 3:  # each parameter is cut into equal parts, padded at the end: rank r owns the r-th
+            size = parameter.ds_tensor.numel()
+            offset = size * distributed.rank()
+            length = min(size, shapes[name].numel() - offset)
+            if length > 0:
+                group, start, _ = zero.grad_position[zero.get_param_id(parameter)]
+                yield _Span(Piece(name, offset, length), group, start)
+        elif parameter._hp_mapping is not None:  # a parameter may straddle the borders of two ranks' partitions
+            mapping = parameter._hp_mapping
             low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
             yield _Span(Piece(name, low.start, low.numel), mapping.param_group_index, high.start)
-
-
-def _zero3_spans(zero: Any, parameters: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Iterator[_Span]:
-    """Each parameter is cut into equal parts, padded at the end: rank r owns the r-th."""
-    for name, parameter in parameters.items():
-        size = parameter.ds_tensor.numel()
-        offset = size * distributed.rank()
-        length = min(size, shapes[name].numel() - offset)
-        if length > 0:
-            group, start, _ = zero.grad_position[zero.get_param_id(parameter)]
-            yield _Span(Piece(name, offset, length), group, start)
-
-
-def _set_weights(parameter: Any, values: Tensor) -> None:
-    """Sets this rank's part of a ZeRO-3 parameter; a gathered copy of the old weights is dropped."""
-    parameter.ds_tensor.data[: values.numel()].copy_(values)
-    if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-        parameter.partition()
 
 
 def module_sharder(
@@ -177,26 +162,23 @@ def module_sharder(
 
 
 def _start() -> None:
-    _skip_shared_memory_op()
+    """Joins DeepSpeed's group. Training never uses the op that is marked as incompatible, which DeepSpeed compiles on CPU.
+
+    That op needs a compiler and can hang on a stale lock. Other accelerators have no such op, and there nothing asks for the
+    list of ops, which takes compilers to make.
+    """
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None:
+        import deepspeed.ops
+
+        assert builder.NAME in deepspeed.ops.__compatible_ops__
+        deepspeed.ops.__compatible_ops__[builder.NAME] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
-def _skip_shared_memory_op() -> None:
-    """DeepSpeed compiles this op at start on CPU; training never uses it, it needs a compiler and can hang on a stale lock.
-
-    Other accelerators have no such op, and there nothing asks for the list of ops, which takes compilers to make.
-    """
-    import deepspeed.ops
-
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None:
-        assert builder.NAME in deepspeed.ops.__compatible_ops__
-        deepspeed.ops.__compatible_ops__[builder.NAME] = False
-
-
 def _read_back(engine: Any, machine: MachineSettings, micro_batch_size: int) -> None:
-    """What DeepSpeed understood is what was meant (contract 14): its defaults change between versions."""
-    wanted: dict[str, tuple[Any, Any]] = {
+    """Requires that DeepSpeed understood what was meant (contract 14): its defaults change between versions."""
+    settings: dict[str, tuple[Any, Any]] = {
         "gradient_clipping": (engine.gradient_clipping(), 0.0),
         "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), 1),
         "train_micro_batch_size_per_gpu": (engine.train_micro_batch_size_per_gpu(), micro_batch_size),
@@ -205,7 +187,7 @@ def _read_back(engine: Any, machine: MachineSettings, micro_batch_size: int) -> 
         "fp16.enabled": (engine.fp16_enabled(), False),
     }
     if machine.stage == 3:
-        wanted["data_types.grad_accum_dtype"] = (engine.optimizer.gradient_accumulation_dtype, torch.float32)
-    for key, (actual, expected) in wanted.items():
+        settings["data_types.grad_accum_dtype"] = (engine.optimizer.gradient_accumulation_dtype, torch.float32)
+    for key, (actual, expected) in settings.items():
         if actual != expected:
             raise RuntimeError(f"DeepSpeed runs with {key} = {actual}, but {expected} was asked for")

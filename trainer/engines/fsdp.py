@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece, ShardState
+from trainer.engines.base import GradShard, Piece, ShardState, flat_part, repeated_blocks
 from trainer.engines.layouts import layout_of, replica_cut, row_shard
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
@@ -47,7 +47,10 @@ class FsdpEngine:
     def __init__(
         self, module: nn.Module, optimizer: OptimizerSection, machine: MachineSettings, device: torch.device
     ) -> None:
-        mesh = _mesh(machine, device)
+        world_size = distributed.world_size()
+        num_ranks = machine.shard_group_size or world_size  # per replica
+        shape = (world_size // num_ranks, num_ranks)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
         checkpoint_blocks(module, machine)
         self.shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         self.device = device
@@ -56,8 +59,14 @@ class FsdpEngine:
         self._sharded = {n: p for n, p in self.module.named_parameters() if n in self.shapes}
         self._locals = {name: nn.Parameter(_local(p)) for name, p in self._sharded.items()}
         self._replicas = mesh["replicate"]
-        self.layout = layout_of("fsdp", self.shapes, optimizer, machine, distributed.world_size())
-        self._spans = self._find_spans(mesh["shard"])
+        self.layout = layout_of("fsdp", self.shapes, optimizer, machine, world_size)
+        offsets, shard = {}, mesh["shard"]
+        for name, local in self._locals.items():
+            offsets[name], length = row_shard(self.shapes[name], shard.get_local_rank(), shard.size())
+            if local.numel() != length:
+                raise RuntimeError(f"FSDP has {local.numel()} coordinates of {name}, where {length} were expected")
+        owned = self.layout.owned_by(distributed.rank())
+        self._spans = [_Span(piece, piece.offset - offsets[piece.name]) for piece in owned]
         self._config = optimizer
         self._optimizer = make_optimizer(parameter_groups(self._locals.items(), self.shapes, optimizer), optimizer)
         segments: dict[Tensor, list[Segment]] = {
@@ -65,22 +74,13 @@ class FsdpEngine:
         }
         bind_segments(self._optimizer, segments, sharded=True)
 
-    def _find_spans(self, shard: DeviceMesh) -> list[_Span]:
-        """
-        Raises:
-            RuntimeError: FSDP cut a parameter elsewhere than the layout does.
-        """
-        offsets = {}
-        for name, local in self._locals.items():
-            offsets[name], length = row_shard(self.shapes[name], shard.get_local_rank(), shard.size())
-            if local.numel() != length:
-                raise RuntimeError(f"FSDP holds {local.numel()} coordinates of {name}, where {length} were expected")
-        owned = self.layout.owned_by(distributed.rank())
-        return [_Span(piece, piece.offset - offsets[piece.name]) for piece in owned]
-
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         self._free_gathered()
-        self._check_memory()
+        for name, parameter in self._sharded.items():
+            if parameter.grad is not None:
+                raise RuntimeError(f"a gradient of {name} reached FSDP: only the recorder may see gradients")
+            if _local(parameter).data_ptr() != self._locals[name].data_ptr():
+                raise RuntimeError(f"FSDP moved its shard of {name}: the optimizer would step on a copy")
         owned = {span: shard.values for span, shard in zip(self._spans, shards, strict=True)}
         for name, gradient in self._exchange(owned).items():
             self._locals[name].grad = gradient.view_as(self._locals[name])
@@ -93,13 +93,6 @@ class FsdpEngine:
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
-
-    def _check_memory(self) -> None:
-        for name, parameter in self._sharded.items():
-            if parameter.grad is not None:
-                raise RuntimeError(f"a gradient of {name} reached FSDP: only the recorder may see gradients")
-            if _local(parameter).data_ptr() != self._locals[name].data_ptr():
-                raise RuntimeError(f"FSDP moved its shard of {name}: the optimizer would step on a copy")
 
     def _exchange(self, owned: Mapping[_Span, Tensor]) -> dict[str, Tensor]:
         """Whole shards by name, from what this rank and its replicas own of them; bit for bit equal on all replicas."""
@@ -121,9 +114,13 @@ class FsdpEngine:
     def state(self) -> Iterator[ShardState]:
         for span in self._spans:
             local = self._locals[span.piece.name]
-            tensors = {"param": _part(local, span)}
+            tensors = {"param": flat_part(local, span.start, span.piece.length)}
             found = self._optimizer.state.get(local, {})
-            tensors |= {kind: _part(found[kind], span) for kind in moments(self._config) if kind in found}
+            tensors |= {
+                kind: flat_part(found[kind], span.start, span.piece.length)
+                for kind in moments(self._config)
+                if kind in found
+            }
             yield ShardState(span.piece, tensors)
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
@@ -138,13 +135,6 @@ class FsdpEngine:
                 target.detach().view(-1).copy_(values)
 
 
-def _mesh(machine: MachineSettings, device: torch.device) -> DeviceMesh:
-    """(replicas, ranks per replica)."""
-    world_size = distributed.world_size()
-    ranks = machine.shard_group_size or world_size
-    return init_device_mesh(device.type, (world_size // ranks, ranks), mesh_dim_names=("replicate", "shard"))
-
-
 def _shard(module: nn.Module, mesh: DeviceMesh, machine: MachineSettings) -> nn.Module:
     """Moves each repeated block to the device and shards it, and then what is left, in place."""
     is_fp32 = all(p.dtype == torch.float32 for p in module.parameters())
@@ -152,9 +142,12 @@ def _shard(module: nn.Module, mesh: DeviceMesh, machine: MachineSettings) -> nn.
         for buffer in module.buffers():  # FSDP casts parameters only
             buffer.data = buffer.to(machine.compute_dtype) if buffer.is_floating_point() else buffer
     policy = MixedPrecisionPolicy(param_dtype=machine.compute_dtype if is_fp32 else None)
-    offload = _offload(machine, mesh.device_type)
+    offload = OffloadPolicy()
+    if machine.offload_param:
+        pin_memory = machine.raw["zero_optimization"]["offload_param"].get("pin_memory", False)
+        offload = CPUOffloadPolicy(pin_memory=pin_memory and mesh.device_type == "cuda")
     mesh = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
-    for block in blocks(module):
+    for block in repeated_blocks(module):
         fully_shard(
             block, mesh=mesh, reshard_after_forward=machine.stage == 3, mp_policy=policy, offload_policy=offload
         )
@@ -165,25 +158,8 @@ def _shard(module: nn.Module, mesh: DeviceMesh, machine: MachineSettings) -> nn.
     return module
 
 
-def _offload(machine: MachineSettings, device_type: str) -> OffloadPolicy:
-    if not machine.offload_param:
-        return OffloadPolicy()
-    pin_memory = machine.raw["zero_optimization"]["offload_param"].get("pin_memory", False)
-    return CPUOffloadPolicy(pin_memory=pin_memory and device_type == "cuda")
-
-
-def blocks(module: nn.Module) -> list[nn.Module]:
-    """The model's repeated units, if it names them."""
-    found = getattr(module, "blocks", [])
-    return list(found if isinstance(found, nn.ModuleList | list) else found())
-
-
 @torch.no_grad()
 def _local(parameter: nn.Parameter) -> Tensor:
     """This rank's fp32 shard, as a view."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local()
-
-
-def _part(tensor: Tensor, span: _Span) -> Tensor:
-    return tensor.detach().view(-1)[span.start : span.start + span.piece.length]

@@ -25,22 +25,51 @@ def layout_of(
     machine: MachineSettings,
     world_size: int,
 ) -> ShardLayout:
-    """
+    """Deals out the coordinates as the engine does.
+
     Args:
         shapes: full shapes of the trainable parameters, in the model's order.
         optimizer: it decides about the groups of parameters, which some engines cut one by one.
     """
+    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
     match engine:
         case "local":
             return even_layout(shapes, world_size)
-        case "fairscale":
-            return _whole_parameters(shapes, optimizer, world_size)
-        case "fsdp":
-            return _rows(shapes, machine.shard_group_size or world_size, world_size)
-        case "deepspeed" if machine.stage == 3:
-            return _equal_parts(shapes, world_size)
-        case "deepspeed":
-            return _flat_groups(shapes, optimizer, world_size)
+        case "fairscale":  # OSS: group by group, each parameter goes to the rank that has least so far
+            counts = [0] * world_size
+            for names in group_names(shapes, shapes, optimizer).values():
+                for name in names:
+                    rank = counts.index(min(counts))
+                    pieces[rank].append(Piece(name, 0, shapes[name].numel()))
+                    counts[rank] += shapes[name].numel()
+        case "fsdp":  # each parameter is cut along its first dimension; replicas of a shard divide its coordinates
+            num_shards = machine.shard_group_size or world_size
+            num_replicas = world_size // num_shards
+            for index in range(num_shards):
+                shard = [Piece(name, *row_shard(shape, index, num_shards)) for name, shape in shapes.items()]
+                part = replica_cut(sum(piece.length for piece in shard), num_replicas)
+                for replica, run in enumerate(runs(shard, [part * r for r in range(num_replicas + 1)])):
+                    pieces[replica * num_shards + index] = run
+        case "deepspeed" if (
+            machine.stage == 3
+        ):  # equal parts of each parameter, padded at the end: rank r owns the r-th
+            for name, shape in shapes.items():
+                part = -(-shape.numel() // world_size)
+                for rank, owned in enumerate(pieces):
+                    length = min(part, shape.numel() - rank * part)
+                    if length > 0:
+                        owned.append(Piece(name, rank * part, length))
+        case (
+            "deepspeed"
+        ):  # each group is one flat tensor, cut into equal parts; a rank's pieces are in the model's order
+            for names in group_names(shapes, shapes, optimizer).values():
+                group = [Piece(name, 0, shapes[name].numel()) for name in names]
+                part = flat_partition(sum(piece.length for piece in group), world_size)
+                for owned, run in zip(pieces, runs(group, [part * r for r in range(world_size + 1)]), strict=True):
+                    owned += run
+            order = {name: number for number, name in enumerate(shapes)}
+            pieces = [sorted(owned, key=lambda piece: order[piece.name]) for owned in pieces]
+    return ShardLayout(tuple(map(tuple, pieces)))
 
 
 def require_dealt(layout: ShardLayout, rank: int, dealt: Sequence[Piece], library: str) -> None:
@@ -74,50 +103,3 @@ def row_shard(shape: torch.Size, index: int, num_shards: int) -> tuple[int, int]
 def replica_cut(num_coordinates: int, num_replicas: int) -> int:
     """Coordinates of a shard that each of its replicas owns; the last replica owns fewer."""
     return -(-num_coordinates // num_replicas)
-
-
-def _whole_parameters(shapes: Mapping[str, torch.Size], optimizer: OptimizerSection, world_size: int) -> ShardLayout:
-    """fairscale's OSS: group by group, each parameter goes to the rank that has least so far."""
-    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
-    owned = [0] * world_size
-    for names in group_names(shapes, shapes, optimizer).values():
-        for name in names:
-            rank = owned.index(min(owned))
-            pieces[rank].append(Piece(name, 0, shapes[name].numel()))
-            owned[rank] += shapes[name].numel()
-    return ShardLayout(tuple(map(tuple, pieces)))
-
-
-def _rows(shapes: Mapping[str, torch.Size], num_shards: int, world_size: int) -> ShardLayout:
-    """FSDP2 cuts each parameter along its first dimension; replicas of a shard divide its coordinates among themselves."""
-    num_replicas = world_size // num_shards
-    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
-    for index in range(num_shards):
-        shard = [Piece(name, *row_shard(shape, index, num_shards)) for name, shape in shapes.items()]
-        cut = replica_cut(sum(piece.length for piece in shard), num_replicas)
-        for replica, run in enumerate(runs(shard, [cut * r for r in range(num_replicas + 1)])):
-            pieces[replica * num_shards + index] = run
-    return ShardLayout(tuple(map(tuple, pieces)))
-
-
-def _equal_parts(shapes: Mapping[str, torch.Size], world_size: int) -> ShardLayout:
-    """ZeRO-3 cuts each parameter into equal parts, padded at the end: rank r owns the r-th."""
-    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
-    for name, shape in shapes.items():
-        part = -(-shape.numel() // world_size)
-        for rank, owned in enumerate(pieces):
-            length = min(part, shape.numel() - rank * part)
-            if length > 0:
-                owned.append(Piece(name, rank * part, length))
-    return ShardLayout(tuple(map(tuple, pieces)))
-
-
-def _flat_groups(shapes: Mapping[str, torch.Size], optimizer: OptimizerSection, world_size: int) -> ShardLayout:
-    """ZeRO-1 and 2 make each group one flat tensor and cut that into equal parts; a rank's pieces are in the model's order."""
-    pieces: list[dict[str, Piece]] = [{} for _ in range(world_size)]
-    for names in group_names(shapes, shapes, optimizer).values():
-        group = [Piece(name, 0, shapes[name].numel()) for name in names]
-        part = flat_partition(sum(piece.length for piece in group), world_size)
-        for owned, run in zip(pieces, runs(group, [part * r for r in range(world_size + 1)]), strict=True):
-            owned.update({piece.name: piece for piece in run})
-    return ShardLayout(tuple(tuple(owned[name] for name in shapes if name in owned) for owned in pieces))

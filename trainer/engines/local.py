@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece, ShardState
+from trainer.engines.base import GradShard, Piece, ShardState, flat_part
 from trainer.engines.layouts import layout_of
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
@@ -79,9 +79,13 @@ class LocalEngine:
     def state(self) -> Iterator[ShardState]:
         for piece in self.layout.owned_by(distributed.rank()):
             master = self._masters[piece.name]
-            tensors = {"param": _part(master, piece)}
+            tensors = {"param": flat_part(master, piece.offset, piece.length)}
             found = self._optimizer.state.get(master, {})
-            tensors |= {kind: _part(found[kind], piece) for kind in moments(self._config) if kind in found}
+            tensors |= {
+                kind: flat_part(found[kind], piece.offset, piece.length)
+                for kind in moments(self._config)
+                if kind in found
+            }
             yield ShardState(piece, tensors)
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
@@ -91,9 +95,6 @@ class LocalEngine:
         for piece, tensors in states.items():
             master = self._masters[piece.name]
             for key, values in tensors.items():
-                _part(master if key == "param" else self._optimizer.state[master][key], piece).copy_(values)
+                target = master if key == "param" else self._optimizer.state[master][key]
+                flat_part(target, piece.offset, piece.length).copy_(values)
         self._copy_to_module()
-
-
-def _part(tensor: Tensor, piece: Piece) -> Tensor:
-    return tensor.detach().view(-1)[piece.offset : piece.offset + piece.length]

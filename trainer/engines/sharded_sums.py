@@ -47,7 +47,7 @@ class _Bucket:
         self.sums: Tensor | None = None
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """What `rank` keeps of it."""
+        """The coordinates that `rank` keeps."""
         start, stop = rank * self.part, (rank + 1) * self.part
         for name, first in self.starts.items():
             a, b = max(start, first), min(stop, first + self.shapes[name].numel())
@@ -111,13 +111,13 @@ class ShardedSums:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
-        bucket, kept = self._buckets[self._next], self._kept[self._next]
+        bucket, total = self._buckets[self._next], self._kept[self._next]
         if bucket.sums is None:
             bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=torch.float64, device=self._device)
-        part = torch.empty_like(kept)
+        part = torch.empty_like(total)
         distributed.reduce_scatter_sum(part, bucket.sums.view(self._world_size, bucket.part))
         bucket.sums = None
-        kept += part
+        total += part
         self._next += 1
 
     def to_owners(self, layout: ShardLayout) -> list[GradShard]:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from privacy.noise import NoiseSource
-from trainer.engines.base import Engine, Piece
-from trainer.engines.dtensor import is_dtensor
+from trainer.engines.base import Engine, Piece, is_dtensor
 from trainer.errors import RemoteError
 from trainer.ranks import distributed
 

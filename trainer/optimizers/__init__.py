@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from trainer.config.optimizer import OptimizerSection
 from trainer.errors import ConfigError
 from trainer.optimizers.adam_bc import AdamBC
-from trainer.optimizers.lamb import Lamb
-from trainer.optimizers.lars import Lars
-from trainer.optimizers.layer_wise import Segment, bind_segments
+from trainer.optimizers.layer_wise import Lamb, Lars, Segment, bind_segments
 
 __all__ = [
     "Segment",
@@ -52,7 +50,7 @@ def parameter_groups(
 
     Args:
         parameters: (name, parameter) pairs.
-        shapes: full shapes by name; a sharded parameter's own may be another.
+        shapes: full shapes by name; a sharded parameter has another shape.
 
     Raises:
         ConfigError: layer_decay for a model without an encoder of blocks.
@@ -101,22 +99,22 @@ def layer_rates(names: Iterable[str], decay: float | None) -> dict[str, float]:
     https://arxiv.org/abs/2111.06377, after Clark et al. 2020): its norm and all that follows have k = 0, its last block k = 1,
     its patch embedding, class token and positions one more than its first block.
     """
-    found = {name: _BLOCK.match(name) for name in names}
+    blocks = {name: _BLOCK.match(name) for name in names}
     if decay is None:
-        return dict.fromkeys(found, 1.0)
-    depth = 1 + max((int(block[1]) for block in found.values() if block), default=-1)
+        return dict.fromkeys(blocks, 1.0)
+    depth = 1 + max((int(block[1]) for block in blocks.values() if block), default=-1)
     if depth == 0:
         raise ConfigError(
             "optimizer.layer_decay: the model trains no encoder.blocks to which it could apply; remove it"
         )
 
     def height(name: str) -> int:
-        block = found[name]
+        block = blocks[name]
         if block:
             return depth - int(block[1])
         return depth + 1 if name.startswith("encoder.") and not name.startswith("encoder.norm.") else 0
 
-    return {name: decay ** height(name) for name in found}
+    return {name: decay ** height(name) for name in blocks}
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.optim.Optimizer:

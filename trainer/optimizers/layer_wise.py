@@ -1,4 +1,4 @@
-"""Trust ratios per named parameter where the optimizer's tensors are shards, or flat runs that cut and join parameters.
+"""LAMB and LARS: trust ratios per named parameter, where an optimizer steps shards, or flat runs that cut and join parameters.
 
 LAMB and LARS scale each parameter's update by a ratio of two norms over the *whole* parameter. ZeRO steps flat partitions and
 FSDP shards of single parameters, so each rank sums the squares of its segments by parameter, one small all-reduce adds them up,
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.engines.dtensor import is_dtensor
+from trainer.engines.base import is_dtensor
 from trainer.ranks import distributed
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -78,52 +78,113 @@ class LayerWise(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("a closure would evaluate the loss again; gradients are set before the step")
         updates = [
-            (parameter, group, *self._direction(parameter, group))
+            (parameter, group, *self.direction(parameter, group))
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        adapted = [update for update in updates if update[1]["layer_wise"]]
         if any(group["layer_wise"] and group["params"] for group in self.param_groups):
-            self._scale(adapted)
+            self._scale([update for update in updates if update[1]["layer_wise"]])
         for parameter, group, direction, _ in updates:
-            self._update(local(parameter).view(-1), direction, group, self.state[parameter])
+            self.update(local(parameter).view(-1), direction, group, self.state[parameter])
 
     def _scale(self, updates: Sequence[tuple[Tensor, dict[str, Any], Tensor, Tensor]]) -> None:
         """Multiplies each segment of the directions by its parameter's ratio."""
-        squares = self._squared_norms(updates)
-        if self._sharded:
-            distributed.all_reduce_sum(squares)
-        weight_norms, measured_norms = squares.sqrt().unbind()
-        for parameter, group, direction, _ in updates:
-            ratios = self._ratios(weight_norms, measured_norms, group)
-            for name, start, length in self._segments[parameter]:
-                direction[start : start + length].mul_(ratios[self._index[name]])
-
-    def _squared_norms(self, updates: Sequence[tuple[Tensor, dict[str, Any], Tensor, Tensor]]) -> Tensor:
-        """(2, parameters) fp64: this rank's part of the squared norms of weights and measured tensors."""
         if not self._index:
-            raise RuntimeError(f"{type(self).__name__} was not told which parameters it steps: call bind_segments")
+            raise RuntimeError(f"{type(self).__name__} does not know which parameters it steps: call bind_segments")
         device = updates[0][2].device if updates else local(next(iter(self._segments))).device
+        # (2, parameters) fp64: this rank's part of the squared norms of weights and measured tensors.
         squares = torch.zeros(2, len(self._index), dtype=torch.float64, device=device)
         for parameter, _, _, measured in updates:
             if parameter not in self._segments:
-                raise RuntimeError(f"{type(self).__name__} steps a tensor that bind_segments was not told about")
+                raise RuntimeError(f"{type(self).__name__} steps a tensor that bind_segments was not given")
             weight = local(parameter).view(-1)
             for name, start, length in self._segments[parameter]:
                 for row, tensor in enumerate((weight, measured)):
                     norm = torch.linalg.vector_norm(tensor[start : start + length], dtype=torch.float64)
                     squares[row, self._index[name]] += norm.square()
-        return squares
+        if self._sharded:
+            distributed.all_reduce_sum(squares)
+        weight_norms, measured_norms = squares.sqrt().unbind()
+        for parameter, group, direction, _ in updates:
+            ratios = self.ratios(weight_norms, measured_norms, group)
+            for name, start, length in self._segments[parameter]:
+                direction[start : start + length].mul_(ratios[self._index[name]])
 
-    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def direction(self, parameter: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """(direction before the ratio, tensor whose norm the ratio divides by), both flat; the direction is fresh memory."""
         raise NotImplementedError
 
-    def _ratios(self, weight_norms: Tensor, measured_norms: Tensor, group: dict[str, Any]) -> Tensor:
+    def ratios(self, weight_norms: Tensor, measured_norms: Tensor, group: dict[str, Any]) -> Tensor:
         """Ratio of each parameter from its two norms."""
         raise NotImplementedError
 
-    def _update(self, weight: Tensor, direction: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def update(self, weight: Tensor, direction: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Applies a scaled direction to the flat weight, in place."""
         raise NotImplementedError
+
+
+class Lamb(LayerWise):
+    """Layer-wise adaptive moments for batch training (You et al. 2020, arXiv:1904.00962, algorithm 2).
+
+    x <- x - lr * ||x|| / ||u|| * u, where u = m_hat / (sqrt(v_hat) + eps) + weight_decay * x, and phi is the identity.
+    The ratio is 1 where a norm is zero, and in groups that are not `layer_wise`.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    def direction(self, parameter: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        assert parameter.grad is not None
+        state, weight, gradient = self.state[parameter], local(parameter).view(-1), local(parameter.grad).view(-1)
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+        state["step"] += 1
+        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        m, v = local(state["exp_avg"]).view(-1), local(state["exp_avg_sq"]).view(-1)
+        m.lerp_(gradient, 1 - beta1)
+        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (v / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        direction = (m / (1 - beta1**step)).div_(denominator).add_(weight, alpha=group["weight_decay"])
+        return direction, direction
+
+    def ratios(self, weight_norms: Tensor, measured_norms: Tensor, group: dict[str, Any]) -> Tensor:
+        usable = (weight_norms > 0) & (measured_norms > 0)
+        return torch.where(usable, weight_norms / measured_norms, 1.0)
+
+    def update(self, weight: Tensor, direction: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        weight.add_(direction, alpha=-group["lr"])
+
+
+class Lars(LayerWise):
+    """Layer-wise adaptive rate scaling (You et al. 2017, arXiv:1708.03888, algorithm 1).
+
+    v <- momentum * v + lr * ratio * (g + weight_decay * x); x <- x - v, where
+    ratio = trust_coefficient * ||x|| / (||g|| + weight_decay * ||x||); 1 where a norm is zero, and in groups that are not
+    `layer_wise`, which is SGD with momentum there.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, momentum: float, trust_coefficient: float
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "trust_coefficient": trust_coefficient})
+
+    def direction(self, parameter: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        assert parameter.grad is not None
+        state, gradient = self.state[parameter], local(parameter.grad).view(-1)
+        if group["momentum"] > 0 and "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+        return gradient.add(local(parameter).view(-1), alpha=group["weight_decay"]), gradient
+
+    def ratios(self, weight_norms: Tensor, measured_norms: Tensor, group: dict[str, Any]) -> Tensor:
+        usable = (weight_norms > 0) & (measured_norms > 0)
+        scaled = group["trust_coefficient"] * weight_norms
+        return torch.where(usable, scaled / (measured_norms + group["weight_decay"] * weight_norms), 1.0)
+
+    def update(self, weight: Tensor, direction: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        direction.mul_(group["lr"])
+        if group["momentum"] > 0:
+            direction = local(state["momentum_buffer"]).view(-1).mul_(group["momentum"]).add_(direction)
+        weight.sub_(direction)

@@ -17,6 +17,7 @@ from privacy.clipping.accumulators import EXAMPLES_PER_PART
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
+from trainer.engines.base import repeated_blocks
 from trainer.engines.layouts import flat_partition, layout_of
 from trainer.engines.reduction import PACKED_COORDINATES
 from trainer.engines.sharded_sums import bucket_names
@@ -52,11 +53,9 @@ class Trainable:
         Args:
             model: on any device, unsharded.
         """
-        find_blocks = getattr(model, "blocks", None)
-        units = list(find_blocks()) if callable(find_blocks) else []
         return cls(
             {name: p.shape for name, p in model.named_parameters() if p.requires_grad},
-            [sum(p.numel() for p in unit.parameters()) for unit in units],
+            [sum(p.numel() for p in unit.parameters()) for unit in repeated_blocks(model)],
             sum(p.numel() for p in model.parameters() if not p.requires_grad),
             sum(b.numel() for b in model.buffers() if b.is_floating_point()),
         )

@@ -10,7 +10,7 @@ from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
-from trainer.engines.refusals import require_supported
+from trainer.engines import require_supported
 from trainer.planner.batches import Batches, Examples
 from trainer.planner.hardware import Gpu, Network, exposed_seconds, traffic
 from trainer.planner.memory import (

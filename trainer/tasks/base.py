@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,67 +28,19 @@ class Samples(NamedTuple):
     lines: list[tuple[str, str]]
 
 
-class TrainingTask(Protocol):
-    """A kind of model. Everything is a pure function of the recipe."""
-
-    kind: str
-    loss_name: str
-    """What the loss is, for people: "caption loss"."""
-    unit: str
-    """What one example is, and so the unit of privacy: "one image-text pair"."""
-
-    def build(
-        self,
-        generator: torch.Generator,
-        *,
-        after: Callable[[nn.Module], None] | None = None,
-        one_block: bool = False,
-    ) -> nn.Module:
-        """The model with fresh weights; `model(**inputs)` is loss_B and `model.blocks()` its repeated units.
-
-        Args:
-            after: called with every module as soon as its own weights are set; shards models that do not fit one process.
-            one_block: only one of the repeated units in each stack: a twin that fits anywhere, for checks.
-        """
-        ...
-
-    def skeleton(self) -> nn.Module:
-        """The model on the meta device: shapes without weights, for planning (trainer/planner)."""
-        ...
-
-    def make_example(self, *, train: bool) -> MakeExample:
-        """Turns raw examples into arrays; with augmentation, masks and the like from the example's own key for training."""
-        ...
-
-    def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
-        """`count` made-up examples as the model takes them, for checks before any data is touched."""
-        ...
-
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says about the model; enough to build it again."""
-        ...
-
-    def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What held-out evaluation averages over examples: (B,) by name, "loss" among them. Collective, as `samples`."""
-        ...
-
-    def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
-        """Shows the model's work on held-out examples. Collective: sharded engines gather weights in every forward."""
-        ...
-
-
-Model = TypeVar("Model", bound=VisionModel)
-
-
-class ModelTask(Generic[Model]):
-    """What is the same for all of our models; see `TrainingTask`.
+class TrainingTask:
+    """A kind of model. Everything is a pure function of the recipe.
 
     Attributes:
         model_class: built from `model_config`.
+        loss_name: what the loss is, for people: "caption loss".
+        unit: what one example is, and so the unit of privacy: "one image-text pair".
     """
 
     kind: str
-    model_class: type[Model]
+    loss_name: str
+    unit: str
+    model_class: type[VisionModel]
 
     def __init__(self, model_config: Any, size: str) -> None:
         """
@@ -104,25 +56,44 @@ class ModelTask(Generic[Model]):
         *,
         after: Callable[[nn.Module], None] | None = None,
         one_block: bool = False,
-    ) -> Model:
-        config = with_one_block(self.model_config) if one_block else self.model_config
+    ) -> VisionModel:
+        """The model with fresh weights; `model(**inputs)` is loss_B and `model.blocks()` its repeated units.
+
+        Args:
+            after: called with every module as soon as its own weights are set; shards models that do not fit one process.
+            one_block: only one of the repeated units in each stack: a twin that fits anywhere, for checks.
+        """
+        config = self.model_config
+        if one_block:
+            parts = {part.name: getattr(config, part.name) for part in fields(config)}
+            stacks = {name: replace(part, depth=1) for name, part in parts.items() if hasattr(part, "depth")}
+            config = replace(config, **stacks)
         return self.model_class.build(config, generator=generator, after=after)
 
-    def skeleton(self) -> Model:
+    def skeleton(self) -> VisionModel:
+        """The model on the meta device: shapes without weights, for planning (trainer/planner)."""
         with torch.device("meta"):
             return self.model_class(self.model_config)
 
+    def make_example(self, *, train: bool) -> MakeExample:
+        """Turns raw examples into arrays; with augmentation, masks and the like from the example's own key for training."""
+        raise NotImplementedError
+
+    def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
+        """`count` made-up examples as the model takes them, for checks before any data is touched."""
+        raise NotImplementedError
+
     def facts(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says about the model; enough to build it again."""
         return {"model": model_facts(self.model_config, self._size)}
 
     def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What held-out evaluation averages over examples: (B,) by name, "loss" among them. Collective, as `samples`."""
         return {"loss": engine.module(**inputs)}
 
-
-def with_one_block(config: Any) -> Any:
-    """The same model with one block in each of its stacks."""
-    parts = {f.name: getattr(config, f.name) for f in fields(config)}
-    return replace(config, **{name: replace(part, depth=1) for name, part in parts.items() if hasattr(part, "depth")})
+    def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
+        """Shows the model's work on held-out examples. Collective: sharded engines gather weights in every forward."""
+        raise NotImplementedError
 
 
 def pixels(image_CHW: Tensor) -> np.ndarray:

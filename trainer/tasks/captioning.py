@@ -18,11 +18,11 @@ from models.generation import greedy_captions
 from trainer.config.recipe import DataSection
 from trainer.engines.base import Engine
 from trainer.errors import ConfigError
-from trainer.tasks.base import ModelTask, Samples, pixels, to_device
+from trainer.tasks.base import Samples, TrainingTask, pixels, to_device
 from trainer.tasks.pictures import contact_sheet
 
 
-class CaptioningTask(ModelTask[Captioner]):
+class CaptioningTask(TrainingTask):
     """See `trainer.tasks.base.TrainingTask`."""
 
     kind = "captioner"

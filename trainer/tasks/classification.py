@@ -12,11 +12,11 @@ from models.classifier import Classifier, classification_loss
 from models.classifier_config import ClassifierConfig
 from trainer.config.recipe import DataSection
 from trainer.engines.base import Engine
-from trainer.tasks.base import ModelTask, Samples, pixels, to_device
+from trainer.tasks.base import Samples, TrainingTask, pixels, to_device
 from trainer.tasks.pictures import contact_sheet
 
 
-class ClassificationTask(ModelTask[Classifier]):
+class ClassificationTask(TrainingTask):
     """See `trainer.tasks.base.TrainingTask`."""
 
     kind = "classifier"

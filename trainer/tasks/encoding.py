@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from data.batch import Batch
 from data.examples.examples import ImageExample
+from models.base import VisionModel
 from models.image_encoder import ImageEncoder
 from trainer.engines.base import Engine
 from trainer.errors import ConfigError
-from trainer.tasks.base import ModelTask, Samples
+from trainer.tasks.base import Samples, TrainingTask
 
 
-class EncodingTask(ModelTask[ImageEncoder]):
+class EncodingTask(TrainingTask):
     """See `trainer.tasks.base.TrainingTask`. There is no loss: the model gives tokens, and no recipe trains it."""
 
     kind = "encoder"
@@ -27,7 +28,7 @@ class EncodingTask(ModelTask[ImageEncoder]):
         *,
         after: Callable[[nn.Module], None] | None = None,
         one_block: bool = False,
-    ) -> ImageEncoder:
+    ) -> VisionModel:
         if one_block:
             raise _no_loss()
         return super().build(generator, after=after)

@@ -12,11 +12,11 @@ from models.mae_config import MaskedAutoencoderConfig
 from models.masked_autoencoder import MaskedAutoencoder, from_patches, to_patches
 from trainer.config.recipe import DataSection
 from trainer.engines.base import Engine
-from trainer.tasks.base import ModelTask, Samples, pixels, to_device
+from trainer.tasks.base import Samples, TrainingTask, pixels, to_device
 from trainer.tasks.pictures import picture_grid
 
 
-class MaskedAutoencodingTask(ModelTask[MaskedAutoencoder]):
+class MaskedAutoencodingTask(TrainingTask):
     """See `trainer.tasks.base.TrainingTask`."""
 
     kind = "masked_autoencoder"
