@@ -18,17 +18,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command
-from trainer.planner import command
+from trainer.errors import ConfigError
 from trainer.planner.privacy import summarise
 
 if TYPE_CHECKING:
     from trainer.config.recipe import RunConfig
+    from trainer.planner.batches import Examples
+
+_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "efficiency", "gpus_per_node", "network_gbits", "bytes_per_example")
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -49,7 +53,21 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--allow_small_noise", action="store_true", help="allow a noise multiplier below 0.3")
     parser.add_argument("--no_extras", action="store_true", help="the claim and its cross-checks only (faster)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    command.add_arguments(parser)
+    group = parser.add_argument_group("memory and time of a recipe")
+    group.add_argument(
+        "--ds_config", type=Path, metavar="JSON", help="machine settings, e.g. ds_configs/zero3_bf16.json"
+    )
+    group.add_argument("--world_size", type=int, metavar="W", help="ranks, one per accelerator; default 1")
+    group.add_argument("--gpu", metavar="NAME", help="v100-32gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb or cpu")
+    group.add_argument(
+        "--engine", choices=("deepspeed", "fsdp", "fairscale", "local"), help="how to shard; default deepspeed"
+    )
+    group.add_argument(
+        "--efficiency", type=float, metavar="E", help="share of the peak FLOP/s that is reached; default 0.35"
+    )
+    group.add_argument("--gpus_per_node", type=int, metavar="G", help="default: of the maker's reference system")
+    group.add_argument("--network_gbits", type=float, metavar="X", help="Gb/s per GPU to other nodes; default likewise")
+    group.add_argument("--bytes_per_example", type=float, metavar="N", help="default: the index's mean, else 50,000")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes of the recipe")
     return parser.parse_intermixed_args(arguments)
 
@@ -94,8 +112,8 @@ def _load_recipe(args: argparse.Namespace) -> RunConfig:
     for name, key in _RECIPE_KEYS.items():
         value = getattr(args, name)
         if value is not None and value is not False:
-            said = "true" if value is True else value
-            raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={said}")
+            text = "true" if value is True else value
+            raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={text}")
     if args.cap:
         raise PrivacyConfigError("--cap is for a plan without --recipe: training with a recipe always cuts batches")
     config = load_config(args.recipe, args.overrides)
@@ -107,12 +125,20 @@ def _load_recipe(args: argparse.Namespace) -> RunConfig:
 def main() -> int:
     """Plans, computes and prints."""
     args = parse_args()
-    plans_resources = command.is_wanted(args)
+    plans_resources = args.ds_config is not None
+    given = next((name for name in _RESOURCE_OPTIONS if getattr(args, name) is not None), None)
+    if given is not None and not plans_resources:
+        raise ConfigError(f"--{given} plans memory and time: give --ds_config and --recipe too")
+    if plans_resources and args.recipe is None:
+        raise ConfigError("--ds_config plans memory and time of a recipe: give --recipe")
     if args.recipe is None:
         result = _privacy(_plan(args), args)
     else:
-        config = _load_recipe(args)
-        examples = command.known_examples(args, config) if plans_resources else None
+        config, examples = _load_recipe(args), None
+        if plans_resources:
+            from trainer.planner.batches import examples as known_examples
+
+            examples = known_examples(config, ROOT, args.bytes_per_example)
         num_examples = config.data.num_examples or (examples.count if examples else None)
         if num_examples is None and not plans_resources:
             raise PrivacyConfigError(f"recipe {args.recipe} names no data.num_examples: add data.num_examples=N")
@@ -123,25 +149,10 @@ def main() -> int:
         if examples is not None:
             if plan is None:
                 _warn("no epsilon: the recipe names no data.num_examples; add data.num_examples=N")
-            result["resources"] = command.resources(args, config, examples, plan)
+            result["resources"] = _resources(args, config, examples, plan)
     if args.json:
         print(json.dumps(result, allow_nan=False))
-    else:
-        _print(result)
-    return 0
-
-
-def _privacy(plan: PrivacyPlan, args: argparse.Namespace) -> dict[str, Any]:
-    for line in plan.warnings:
-        _warn(line)
-    return summarise(plan, _warn, extras=not args.no_extras, max_examples_per_owner=args.max_examples_per_owner)
-
-
-def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
-
-
-def _print(result: dict[str, Any]) -> None:
+        return 0
     from rich.console import Console
 
     from trainer.planner.tables import privacy_table, resource_table, scaling_table
@@ -155,6 +166,45 @@ def _print(result: dict[str, Any]) -> None:
         console.print(resource_table(result["resources"]))
     for reason in result.get("reasons", []):
         console.print(f"no formal guarantee: {reason}", style="bold red")
+    return 0
+
+
+def _privacy(plan: PrivacyPlan, args: argparse.Namespace) -> dict[str, Any]:
+    for line in plan.warnings:
+        _warn(line)
+    return summarise(plan, _warn, extras=not args.no_extras, max_examples_per_owner=args.max_examples_per_owner)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def _resources(
+    args: argparse.Namespace, config: RunConfig, examples: Examples, plan: PrivacyPlan | None
+) -> dict[str, Any]:
+    from trainer.config.machine import load_machine_settings
+    from trainer.planner.hardware import find_gpu
+    from trainer.planner.resources import EFFICIENCY, Wanted, plan_resources
+
+    for name in ("gpus_per_node", "network_gbits", "bytes_per_example"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name} is {value}; it must be positive")
+    world_size = 1 if args.world_size is None else args.world_size
+    if world_size < 1:
+        raise ConfigError(f"--world_size is {world_size}; it must be at least 1")
+    efficiency = EFFICIENCY if args.efficiency is None else args.efficiency
+    if not 0 < efficiency <= 1:
+        raise ConfigError(f"--efficiency is {efficiency}; it is a share of the peak, above 0 and at most 1")
+    wanted = Wanted(
+        engine=args.engine or "deepspeed",
+        world_size=world_size,
+        gpu=None if args.gpu is None else find_gpu(args.gpu),
+        efficiency=efficiency,
+        gpus_per_node=args.gpus_per_node,
+        network_bandwidth=None if args.network_gbits is None else args.network_gbits * 1e9 / 8,
+    )
+    return plan_resources(config, load_machine_settings(args.ds_config), wanted, examples, plan, ROOT)
 
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:

@@ -33,7 +33,7 @@ from trainer.planner.hardware import GPUS, Network, Traffic, exposed_seconds, fi
 from trainer.planner.memory import RankMemory, Trainable, accumulator_bytes, largest_that_fits, room
 from trainer.planner.privacy import scaling_rule
 from trainer.planner.probe import Probe, count_flops
-from trainer.planner.resources import Wanted, plan_resources, planning_task
+from trainer.planner.resources import Wanted, plan_of_shapes, plan_resources, planning_task
 from trainer.planner.tables import scaling_table
 from trainer.tasks import make_task
 
@@ -55,7 +55,8 @@ def recipe(name: str, *overrides: str) -> RunConfig:
 def probe(config: RunConfig, settings: MachineSettings, *, weights_of_one_pass: bool = False) -> Probe:
     task, _ = planning_task(config, ROOT)
     accumulation = config.train.accumulation
-    return Probe(task, settings, config.privacy, accumulation=accumulation, weights_of_one_pass=weights_of_one_pass)
+    plan = plan_of_shapes(config)
+    return Probe(task, settings, plan, accumulation=accumulation, weights_of_one_pass=weights_of_one_pass)
 
 
 # Parameters and FLOP

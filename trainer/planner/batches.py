@@ -20,19 +20,20 @@ from trainer.config.recipe import RunConfig
 from trainer.run.batches import pads_to_cap
 
 WORTH_A_NOTE = 0.05
-"""Share of the rows."""
+"""Padding is noted from this share of the rows on."""
 _QUANTILES = 64
-"""Batches, equally likely, that stand for a fluctuating one."""
+"""So many equally likely batches stand for a fluctuating one."""
 _SMALLEST = 4
 """No micro-batch below this part of the recipe's is proposed: kernels would be busy with less."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """
+    """How many examples the logical batches hold.
+
     Attributes:
-        counts: examples of a logical batch, each number equally likely.
-        most: that a step may hold.
+        counts: numbers of examples, each equally likely.
+        most: the most examples that a step may hold.
     """
 
     counts: tuple[int, ...]
@@ -40,10 +41,7 @@ class Batches:
 
     @classmethod
     def of(cls, config: RunConfig, plan: PrivacyPlan | None) -> "Batches":
-        """
-        Args:
-            plan: None (nobody knows the number of examples) takes the default cap.
-        """
+        """The batches of a recipe; without a plan (nobody knows the number of examples) they have the default cap."""
         expected = config.privacy.expected_batch_size
         if config.data.streaming:
             return cls((expected,), expected)
@@ -55,11 +53,11 @@ class Batches:
         return cls(tuple(min(cap, max(1, round(count))) for count in quantiles), cap)
 
     def micro_batches(self, world_size: int, size: int) -> float:
-        """Of each rank, on average over steps."""
+        """Micro-batches of each rank, on average over steps."""
         return fmean(_micro_batches(count, world_size, size) for count in self.counts)
 
     def most_rows(self, world_size: int, size: int) -> int:
-        """Of a rank, padding included, in the largest step."""
+        """Rows of a rank in the largest step, padding included."""
         return _micro_batches(self.most, world_size, size) * size
 
     def padding(self, world_size: int, size: int) -> float:
@@ -90,10 +88,10 @@ class Batches:
         examples, better = math.ceil(fmean(self.counts) / world_size), self.better_size(world_size, size)
         number = self.micro_batches(world_size, size)
         batches = f"{number:.4g} micro-batch{'' if number == 1 else 'es'}"
-        said = f"padding: {share:.1%} of the rows, {examples:,} examples a rank in {batches} of {size:,}"
+        line = f"padding: {share:.1%} of the rows, {examples:,} examples a rank in {batches} of {size:,}"
         if better is None:
-            return f"{said}; no train.micro_batch_size a little below does much better"
-        return f"{said}; train.micro_batch_size={better} leaves {self.padding(world_size, better):.1%}"
+            return f"{line}; no train.micro_batch_size a little below does much better"
+        return f"{line}; train.micro_batch_size={better} leaves {self.padding(world_size, better):.1%}"
 
 
 def _micro_batches(count: int, world_size: int, size: int) -> int:
@@ -108,7 +106,8 @@ SAMPLED = 100_000
 
 @dataclass(frozen=True)
 class Examples:
-    """
+    """The examples of a recipe.
+
     Attributes:
         count: how many there are; None where nobody says.
         mean_bytes: of one example's members in the shard, headers included.
@@ -121,7 +120,7 @@ class Examples:
 
 
 def examples(config: RunConfig, root: Path, bytes_per_example: float | None) -> Examples:
-    """From the option, else from the recipe's index, else assumed.
+    """The examples by the option, else by the recipe's index, else by assumption.
 
     Raises:
         DataError: the recipe's index is damaged.

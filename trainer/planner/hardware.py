@@ -42,10 +42,10 @@ class Gpu:
         Raises:
             ConfigError: the device cannot compute in it.
         """
-        found = self.bf16_peak if dtype == torch.bfloat16 else self.fp32_peak
-        if found is None:
+        peak = self.bf16_peak if dtype == torch.bfloat16 else self.fp32_peak
+        if peak is None:
             raise ConfigError(f"--gpu {self.name} has no bf16 matrix units: use a ds_config without bf16")
-        return found
+        return peak
 
     def memory_per_rank(self, ranks_on_node: int, proc: Path = Path("/proc")) -> int:
         """Bytes for one rank, one rank per device.
@@ -53,10 +53,10 @@ class Gpu:
         Raises:
             ConfigError: this machine does not say how much memory it has.
         """
-        found = self.memory * ranks_on_node if self.memory is not None else total_memory(proc)
-        if found is None:
+        whole = self.memory * ranks_on_node if self.memory is not None else total_memory(proc)
+        if whole is None:
             raise ConfigError(f"--gpu {self.name}: this machine does not say how much memory it has; name another")
-        return found // ranks_on_node
+        return whole // ranks_on_node
 
 
 # Decimal gigabytes, as in the data sheets: a driver shows up to 5 % more. fp32 is without TF32, which training leaves off.
@@ -83,10 +83,7 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """
-    Raises:
-        ConfigError: unknown; the line lists the choices.
-    """
+    """The accelerator of this name; ConfigError lists the choices."""
     if name not in GPUS:
         raise ConfigError(f"--gpu {name} is unknown; choose one of {', '.join(GPUS)}")
     return GPUS[name]
@@ -124,7 +121,7 @@ class Network:
     hop_latency: float = 5e-6
 
     def seconds(self, num_bytes: float, world_size: int) -> float:
-        """Of one ring over all ranks in which each sends so many bytes."""
+        """The time of one ring over all ranks in which each sends `num_bytes`."""
         if num_bytes == 0:
             return 0.0
         slowest = self.node_bandwidth if world_size <= self.gpus_per_node else self.network_bandwidth
@@ -134,7 +131,7 @@ class Network:
 def exposed_seconds(
     traffic: Traffic, network: Network, world_size: int, micro_batches: float, compute_seconds: float
 ) -> float:
-    """Of communication that no computation hides, in one logical step.
+    """Seconds of communication that no computation hides, in one logical step.
 
     Weights are gathered while the previous block computes; the reduction of sums is not overlapped.
     """
@@ -155,14 +152,23 @@ def traffic(
     accumulation: str,
     world_size: int,
 ) -> Traffic:
-    """From the engines' rules. Sums are exact (`trainer.ranks.distributed.traffic` counts the same); weights are an estimate:
+    """What a rank sends by the engines' rules. Sums are exact (`trainer.ranks.distributed.traffic` counts the same).
 
-    a block's weights are gathered once per forward and once per backward, and DeepSpeed's cache of live parameters, which
-    may save half of that, is not counted on.
+    Weights are an estimate: a block's weights are gathered once per forward and once per backward, and DeepSpeed's cache of live
+    parameters, which may save half of that, is not counted on.
     """
     others = (world_size - 1) / world_size
     weight_bytes = machine.compute_dtype.itemsize * (trainable.count + trainable.frozen)
-    sums = _sums_bytes(trainable, shares, engine, machine, accumulation, world_size)
+    # Clipped sums are reduced in fp64, and replicas exchange noised gradients in fp32.
+    kept = sum(bucket_parts(trainable, world_size)) if accumulation == "sharded" else shares.owned
+    reduced, gathered = float(FP64 * (world_size - 1) * kept), 0
+    if engine == "local":
+        gathered = FP32 * (world_size - 1) * shares.owned
+    elif engine == "fsdp":
+        gathered = FP32 * (world_size // (machine.shard_group_size or world_size) - 1) * shares.owned
+    sums = (0.0, reduced + gathered)
+    if accumulation == "sharded":  # from the ranks that keep the sums to the owners: at most a rank's whole part
+        sums = (reduced, reduced / max(world_size - 1, 1) + gathered)
     passes = 2 if mode == "two_pass" else 1
     if engine == "deepspeed" and machine.stage == 3:
         return Traffic(2 * passes * weight_bytes * others, 0.0, *sums)
@@ -179,27 +185,3 @@ def traffic(
     if engine == "deepspeed":
         return Traffic(0.0, machine.compute_dtype.itemsize * trainable.count * others, *sums)
     return Traffic(0.0, 0.0, *sums)  # every rank steps the whole model; its gradients are among the sums
-
-
-def _sums_bytes(
-    trainable: Trainable,
-    shares: Shares,
-    engine: EngineName,
-    machine: MachineSettings,
-    accumulation: str,
-    world_size: int,
-) -> tuple[float, float]:
-    """(per micro-batch, per logical batch) of clipped sums in fp64, and of noised gradients in fp32 between replicas."""
-    reduced = FP64 * (world_size - 1) * shares.owned
-    if accumulation == "sharded":
-        reduced = FP64 * (world_size - 1) * sum(bucket_parts(trainable, world_size))
-    gathered = 0
-    if engine == "local":
-        gathered = FP32 * (world_size - 1) * shares.owned
-    elif engine == "fsdp":
-        replicas = world_size // (machine.shard_group_size or world_size)
-        gathered = FP32 * (replicas - 1) * shares.owned
-    if accumulation == "local":
-        return 0.0, float(reduced + gathered)
-    # From the ranks that keep the sums to those that own the coordinates: at most a rank's whole part.
-    return float(reduced), float(reduced / (world_size - 1) if world_size > 1 else 0) + gathered

@@ -1,4 +1,4 @@
-"""Bytes that one rank holds, by what they are for, and the largest micro-batch that fits beside them.
+"""Bytes that one rank holds, by what they are for, and the largest micro-batch for which memory remains.
 
 Two moments decide. While a micro-batch runs, its activations come on top of everything that stays. At the end of a logical
 batch the activations are gone, and the reduction, the noise and the optimizer need room. The peak is the larger of the two.
@@ -49,10 +49,7 @@ class Trainable:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Trainable":
-        """
-        Args:
-            model: on any device, unsharded.
-        """
+        """The trainable parameters of an unsharded model on any device."""
         return cls(
             {name: p.shape for name, p in model.named_parameters() if p.requires_grad},
             [sum(p.numel() for p in unit.parameters()) for unit in repeated_blocks(model)],
@@ -226,6 +223,12 @@ def rank_memory(
         "average": FP32 * shares.owned if average else 0,
     }
     weights = compute * shares.weights
+    # At the end of a logical batch: the reduction with its packing buffer, the noise, or the optimizer with an fp32 gradient and
+    # as much scratch memory.
+    packed = FP64 * min(PACKED_COORDINATES, world_size * shares.owned) if accumulation == "local" else 0
+    stepping = FP32 * (3 if engine == "deepspeed" else 2) * shares.stepped
+    if engine == "local":  # whole gradients are gathered and copied
+        stepping = FP32 * (trainable.count + max(trainable.count, world_size * shares.owned))
     on_host = 0
     if machine.offload_optimizer or (engine == "fsdp" and machine.offload_param):
         on_host += sum(states.values())
@@ -233,36 +236,16 @@ def rank_memory(
     if machine.offload_param:
         on_host += weights
         weights = 0
+    if on_host > 0 and engine != "local":
+        stepping = 0
     return RankMemory(
         weights=weights + compute * trainable.buffers,
         **states,
         **accumulator._asdict(),
         gathered=compute * shares.gathered,
-        step=_step_bytes(trainable, shares, engine, machine, accumulation, world_size, offloaded=on_host > 0),
+        step=FP64 * shares.owned + max(packed, 3 * FP64 * shares.largest_piece, stepping),
         host=on_host,
     )
-
-
-def _step_bytes(
-    trainable: Trainable,
-    shares: Shares,
-    engine: EngineName,
-    machine: MachineSettings,
-    accumulation: str,
-    world_size: int,
-    *,
-    offloaded: bool,
-) -> int:
-    """Reduction with its packing buffer, then noise, then the optimizer with an fp32 gradient and as much scratch memory."""
-    owned = FP64 * shares.owned
-    packed = FP64 * min(PACKED_COORDINATES, world_size * shares.owned) if accumulation == "local" else 0
-    noise = 3 * FP64 * shares.largest_piece
-    if engine == "local":  # whole gradients are gathered and copied
-        optimizer = FP32 * (trainable.count + max(trainable.count, world_size * shares.owned))
-    else:
-        copies = 2 if engine == "deepspeed" else 1
-        optimizer = 0 if offloaded else FP32 * (copies + 1) * shares.stepped
-    return owned + max(packed, noise, optimizer)
 
 
 def room(memory: RankMemory, total: int) -> int:
@@ -290,7 +273,8 @@ def largest_that_fits(
     points: list[tuple[int, int]] = []
     guess = start
     for _ in range(most_questions):
-        guess = _rounded(min(max(guess, fits + 1), fails - 1))
+        guess = min(max(guess, fits + 1), fails - 1)
+        guess = guess if guess < 8 else guess // 8 * 8
         if not fits < guess < fails:
             break
         points.append((guess, peak(guess)))
@@ -298,16 +282,8 @@ def largest_that_fits(
             fits = guess
         else:
             fails = guess
-        guess = _on_the_line(points, available)
+        # The size at which the line through the last two points (or through the last and zero) takes what is available.
+        (size, taken), (other, other_taken) = points[-1], points[-2] if len(points) > 1 else (0, 0)
+        slope = (taken - other_taken) / (size - other)
+        guess = size + math.floor((available - taken) / slope) if slope > 0 else 2 * size
     return fits
-
-
-def _on_the_line(points: list[tuple[int, int]], available: int) -> int:
-    """The size at which the line through the last two points (or through the last and zero) takes what is available."""
-    (size, taken), (other, other_taken) = points[-1], points[-2] if len(points) > 1 else (0, 0)
-    slope = (taken - other_taken) / (size - other)
-    return size + math.floor((available - taken) / slope) if slope > 0 else size + size
-
-
-def _rounded(size: int) -> int:
-    return size if size < 8 else size // 8 * 8

@@ -10,7 +10,7 @@ from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan
 from privacy.sampling.shuffle import steps_per_epoch
 
-# Group epsilons are guidance beside the claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.
+# Group epsilons are guidance and no claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.
 _GROUP_INTERVAL = 5e-3
 SMALLEST_SIGMA = 2.0
 """Sander et al. 2023, figure 1: below, epsilon leaves the formula."""
@@ -23,9 +23,9 @@ def summarise(
     """All numbers of the plan. An epsilon that does not exist (no noise, delta too small for PLD) is None.
 
     Args:
-        warn: is told in one line of a cross-check that cannot be done.
+        warn: called with one line about a cross-check that cannot be done.
         extras: also what the guarantee means and what else the run could cost (slower).
-        max_examples_per_owner: also the epsilon of an owner of so many examples.
+        max_examples_per_owner: adds the epsilon of an owner of so many examples.
 
     Raises:
         PrivacyConfigError: `max_examples_per_owner` below 1.
@@ -49,21 +49,16 @@ def summarise(
         "epochs": plan.num_steps * plan.sample_rate,
         "examples_processed": plan.num_steps * plan.expected_batch_size,
     }
-    result |= _epsilons(plan, warn, extras) | (_extras(plan) if extras else {})
-    return result | {"scaling_rule": scaling_rule(plan)} | _owner(plan, max_examples_per_owner)
-
-
-def _owner(plan: PrivacyPlan, limit: int | None) -> dict[str, Any]:
-    """Epsilon of all examples of one owner together, where each owner has at most `limit`."""
-    if limit is None:
-        return {}
-    if limit < 1:
-        raise PrivacyConfigError(f"--max_examples_per_owner is {limit}; it must be at least 1")
-    epsilon = None
-    if plan.formal_guarantee and plan.accounted_delta >= accounting.PLD_SMALLEST_DELTA:
-        groups = [plan.release_group(plan.num_steps)]
-        epsilon = accounting.epsilon_group(groups, plan.accounted_delta, limit, _GROUP_INTERVAL)
-    return {"max_examples_per_owner": limit, **_finite({"epsilon_owner": epsilon})}
+    epsilons = _epsilons(plan, warn, extras)
+    if max_examples_per_owner is not None:
+        if max_examples_per_owner < 1:
+            raise PrivacyConfigError(f"--max_examples_per_owner is {max_examples_per_owner}; it must be at least 1")
+        result["max_examples_per_owner"], epsilons["epsilon_owner"] = max_examples_per_owner, None
+        if plan.formal_guarantee and plan.accounted_delta >= accounting.PLD_SMALLEST_DELTA:
+            groups, delta = [plan.release_group(plan.num_steps)], plan.accounted_delta
+            epsilons["epsilon_owner"] = accounting.epsilon_group(groups, delta, max_examples_per_owner, _GROUP_INTERVAL)
+    result |= {name: value if value is None or value < math.inf else None for name, value in epsilons.items()}
+    return result | (_extras(plan) if extras else {}) | {"scaling_rule": scaling_rule(plan)}
 
 
 def _extras(plan: PrivacyPlan) -> dict[str, Any]:
@@ -96,26 +91,16 @@ def _epsilons(plan: PrivacyPlan, warn: Callable[[str], None], extras: bool) -> d
     values["epsilon_with_reserve"] = plan.epsilon_with_reserve
     if delta >= accounting.PLD_SMALLEST_DELTA:
         values["epsilon_pld"] = plan.epsilon_planned
-        values |= _prv(groups, delta, warn)
-        if not extras:
-            return _finite(values)
-        values["replace_one"] = accounting.epsilon_replace_one(groups, delta, accounting.COARSE_INTERVAL)
-        for count in (2, 5):
-            values[f"group_{count}"] = accounting.epsilon_group(groups, delta, count, _GROUP_INTERVAL)
-    return _finite(values)
-
-
-def _finite(values: dict[str, float | None]) -> dict[str, float | None]:
-    return {name: value if value is None or value < float("inf") else None for name, value in values.items()}
-
-
-def _prv(groups: list[accounting.ReleaseGroup], delta: float, warn: Callable[[str], None]) -> dict[str, float | None]:
-    try:
-        lower, estimate, upper = accounting.epsilon_prv(groups, delta)
-    except accounting.CrossCheckUnavailable as error:
-        warn(str(error))
-        return {}
-    return {"epsilon_prv_lower": lower, "epsilon_prv": estimate, "epsilon_prv_upper": upper}
+        try:
+            lower, estimate, upper = accounting.epsilon_prv(groups, delta)
+            values |= {"epsilon_prv_lower": lower, "epsilon_prv": estimate, "epsilon_prv_upper": upper}
+        except accounting.CrossCheckUnavailable as error:
+            warn(str(error))
+        if extras:
+            values["replace_one"] = accounting.epsilon_replace_one(groups, delta, accounting.COARSE_INTERVAL)
+            for count in (2, 5):
+                values[f"group_{count}"] = accounting.epsilon_group(groups, delta, count, _GROUP_INTERVAL)
+    return values
 
 
 def epsilon_formula(eta: float, delta: float) -> float:
@@ -143,6 +128,18 @@ def scaling_rule(plan: PrivacyPlan) -> dict[str, Any] | None:
     group = plan.release_group(plan.num_steps).without_cap()
     tan = accounting.tan([group])
     smallest = SMALLEST_SIGMA * plan.expected_batch_size / plan.noise_multiplier
+    by_sigma = []
+    for sigma in SIGMAS:
+        scale = sigma / plan.noise_multiplier
+        if group.sample_rate * scale <= 1:
+            moved = accounting.ReleaseGroup(group.sample_rate * scale, group.noise_multiplier * scale, group.count)
+            by_sigma.append(
+                {
+                    "noise_multiplier": sigma,
+                    "expected_batch_size": round(plan.expected_batch_size * scale),
+                    "epsilon_rdp": accounting.epsilon_rdp([moved], plan.target_delta),
+                }
+            )
     return {
         "tan": tan,
         "epsilon_formula": epsilon_formula(1 / tan, plan.target_delta),
@@ -150,17 +147,5 @@ def scaling_rule(plan: PrivacyPlan) -> dict[str, Any] | None:
         "holds": plan.noise_multiplier >= SMALLEST_SIGMA,
         "smallest_sigma": SMALLEST_SIGMA,
         "smallest_batch_size": math.ceil(smallest) if smallest <= plan.num_examples else None,
-        "by_sigma": [row for sigma in SIGMAS if (row := _row(plan, group, sigma)) is not None],
-    }
-
-
-def _row(plan: PrivacyPlan, group: accounting.ReleaseGroup, sigma: float) -> dict[str, float] | None:
-    scale = sigma / plan.noise_multiplier
-    if group.sample_rate * scale > 1:
-        return None
-    moved = accounting.ReleaseGroup(group.sample_rate * scale, group.noise_multiplier * scale, group.count)
-    return {
-        "noise_multiplier": sigma,
-        "expected_batch_size": round(plan.expected_batch_size * scale),
-        "epsilon_rdp": accounting.epsilon_rdp([moved], plan.target_delta),
+        "by_sigma": by_sigma,
     }

@@ -17,12 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import EXAMPLES_PER_PART, LocalSums
 from privacy.clipping.clipped_sum import Mode
-from privacy.clipping.functions import FUNCTIONS
+from privacy.plan import PrivacyPlan
 from trainer.config.machine import MachineSettings
-from trainer.config.recipe import PrivacySection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
 from trainer.run.memory_estimate import MemoryTimeline
 from trainer.tasks import TrainingTask
@@ -30,21 +28,12 @@ from trainer.tasks import TrainingTask
 META = torch.device("meta")
 
 
-def _addmm_flops(total_shape: Any, a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
-    """torch counts `addmm`, but not the in-place form that the accumulators use."""
-    return int(2 * a_shape[0] * a_shape[1] * b_shape[1])
-
-
-def _addmv_flops(total_shape: Any, a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
-    """Weighted sums of written-out gradients."""
-    return int(2 * a_shape[0] * a_shape[1])
-
-
 CLIPPING_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    torch.ops.aten.addmm_: _addmm_flops,
-    torch.ops.aten.addmv_: _addmv_flops,
+    # torch counts `addmm`, but not the in-place form that the accumulators use; `addmv` sums written-out gradients by weight.
+    torch.ops.aten.addmm_: lambda total, a, b, *_, **__: int(2 * a[0] * a[1] * b[1]),
+    torch.ops.aten.addmv_: lambda total, a, b, *_, **__: int(2 * a[0] * a[1]),
 }
-"""FLOPs of what clipping does and torch does not count."""
+"""FLOPs of what clipping does and torch does not count, from shapes."""
 
 
 def count_flops(work: Callable[[], object]) -> int:
@@ -115,19 +104,12 @@ def _fused_attention(
     return out
 
 
-class _ClippedSumOfShards(ClippedSum):
-    """As where weights are gathered for one pass only: two passes take two forwards."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._keeps_graph = False
-
-
 class Probe:
     """Asks a task's model what a micro-batch takes.
 
     Args:
         machine: compute dtype and activation checkpointing.
+        plan: makes the clipper.
         weights_of_one_pass: see `memory.gathers_for_every_pass`.
     """
 
@@ -135,7 +117,7 @@ class Probe:
         self,
         task: TrainingTask,
         machine: MachineSettings,
-        privacy: PrivacySection,
+        plan: PrivacyPlan,
         *,
         accumulation: str,
         weights_of_one_pass: bool,
@@ -147,19 +129,14 @@ class Probe:
         self._module = task.skeleton().to(self._dtype)
         # `cpu_checkpointing` copies, which meta tensors cannot do: a block's inputs count as if they stayed.
         checkpoint_blocks(self._module, replace(machine, checkpoint_on_cpu=False))
-        self._clipped = (_ClippedSumOfShards if weights_of_one_pass else ClippedSum)(
-            self._module,
-            privacy.max_grad_norm if privacy.enabled else float("inf"),
-            function=FUNCTIONS[
-                "flat" if privacy.clipping_function == "adaptive" or not privacy.enabled else privacy.clipping_function
-            ],
-            adaptive=privacy.adaptive_clipping if privacy.enabled else None,
-            accumulator=partial(LocalSums, windows=accumulation == "local"),
-        )
+        accumulator = partial(LocalSums, windows=accumulation == "local")
+        self._clipped = plan.clipped_sum(self._module, accumulator=accumulator)
+        if weights_of_one_pass:
+            self._clipped._keeps_graph = False  # two passes take two forwards
         self.micro_batch = cache(self._micro_batch)
 
     def inputs(self, size: int) -> dict[str, Tensor]:
-        """Of `size` examples, on the meta device."""
+        """Inputs of `size` examples on the meta device."""
         return {
             name: torch.empty(size, *shape, dtype=self._dtype if dtype.is_floating_point else dtype, device=META)
             for name, (shape, dtype) in self._rows.items()

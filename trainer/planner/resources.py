@@ -1,4 +1,4 @@
-"""Puts together what a recipe takes under an engine, on so many ranks, on a named accelerator."""
+"""Puts together what a recipe takes under an engine, on a number of ranks, on a named accelerator."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 
 from models.config import captioner_config
 from privacy.clipping.clipped_sum import Mode
-from privacy.plan import PrivacyPlan
+from privacy.plan import PrivacyPlan, make_plan
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines import require_supported
@@ -31,12 +31,12 @@ from trainer.tasks.captioning import CaptioningTask
 EFFICIENCY = 0.35
 """Default share of an accelerator's dense peak that all counted operations together reach; an assumption."""
 PLAIN_SAMPLE = 64
-"""The non-private step, for comparison, has at most so many examples: then the captioner's head works in one piece."""
+"""The non-private step, for comparison, has at most this many examples: then the captioner's head works in one piece."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line says beside recipe and ds_config.
+    """What the command line says in addition to recipe and ds_config.
 
     Attributes:
         gpu: None leaves out everything that depends on it.
@@ -71,30 +71,48 @@ def plan_resources(
     plan: PrivacyPlan | None,
     root: Path,
 ) -> dict[str, Any]:
-    """Everything that `plan.py` prints beside the privacy; JSON-ready. Bytes, FLOP, seconds; per rank unless it says otherwise.
+    """Everything that `plan.py` prints but the privacy; JSON-ready. Bytes, FLOP, seconds; per rank unless it says otherwise.
 
     Args:
         plan: for the capped batch; None (nobody knows the number of examples) takes the default cap.
 
     Raises:
         ConfigError: the engine cannot do what the ds_config says, or the accelerator cannot compute in its dtype.
-        ModelConfigError, DataError: of the recipe.
+        ModelConfigError, DataError: the recipe's model or data are wrong.
     """
     require_supported(wanted.engine, machine, wanted.world_size)
     peak_rate = wanted.gpu.peak(machine.compute_dtype) if wanted.gpu is not None else None
     task, notes = planning_task(config, root)
-    notes += _notes(config, machine, wanted.engine)
+    if config.train.compile:
+        notes.append("train.compile: planned without it; compiled blocks keep less and run faster")
+    if machine.checkpoint_on_cpu:
+        notes.append("cpu_checkpointing: the blocks' inputs count as if they stayed on the device")
+    if config.data.bucket_captions:
+        notes.append("data.bucket_captions: planned with captions of full length")
+    if machine.compute_dtype.itemsize < 4:
+        notes.append("activations: the CPU path's, whose fp32 copies of one layer's bf16 tensors CUDA does not make")
     probe = Probe(
         task,
         machine,
-        config.privacy,
+        plan or plan_of_shapes(config),
         accumulation=config.train.accumulation,
         weights_of_one_pass=gathers_for_every_pass(wanted.engine, machine),
     )
     trainable = Trainable.of(probe.model)
     busiest = shares(trainable, wanted.engine, machine, config.optimizer, wanted.world_size)
     batches, size = Batches.of(config, plan), config.train.micro_batch_size
-    batch = _batch(config, batches, wanted.world_size)
+    micro_batches, expected = batches.micro_batches(wanted.world_size, size), config.privacy.expected_batch_size
+    rows = micro_batches * size * wanted.world_size
+    batch = {  # on average over steps where the number of micro-batches follows the sample
+        "expected_batch_size": expected,
+        "micro_batch_size": size,
+        "micro_batches_per_step": micro_batches,
+        "rows_per_rank": micro_batches * size,
+        "rows_per_step": rows,
+        "useful_share": expected / rows,
+        "padding_share": batches.padding(wanted.world_size, size),
+        "better_micro_batch_size": batches.better_size(wanted.world_size, size),
+    }
     notes += [note for note in [batches.note(wanted.world_size, size)] if note is not None]
     memory = rank_memory(
         trainable,
@@ -106,9 +124,17 @@ def plan_resources(
         world_size=wanted.world_size,
         average=config.train.ema_decay is not None,
     )
-    available = _device_memory(wanted)
-    mode, peaks = _choose(config, probe, memory, None if available is None else room(memory, available))
-    compute = _compute(probe, mode, size, batch)
+    available = free = None
+    if wanted.gpu is not None:
+        ranks_on_node = min(wanted.world_size, wanted.gpus_per_node or wanted.gpu.gpus_per_node)
+        available = wanted.gpu.memory_per_rank(ranks_on_node)
+        free = room(memory, available)
+    mode, peaks = _choose(config, probe, memory, free)
+    memory = replace(memory, activations=peaks[mode])
+    flops = probe.micro_batch(mode, size).flops / size  # padding rows cost as much as others
+    sample = min(size, PLAIN_SAMPLE)
+    forward, plain = (count / sample for count in probe.plain_flops(sample))
+    read = examples.mean_bytes * expected
     found: dict[str, Any] = {
         "engine": wanted.engine,
         "zero_stage": machine.stage,
@@ -120,44 +146,41 @@ def plan_resources(
         "clipping_mode": mode,
         "accumulation": config.train.accumulation,
         "batch": batch,
-        "memory": _memory(memory, peaks, mode),
-        "compute": compute,
-        "reading": _reading(config, examples, batch),
+        "memory": {**asdict(memory), "activations_by_mode": peaks, "peak": memory.peak},
+        "compute": {
+            "flop_per_example": flops,
+            "flop_per_example_forward": forward,
+            "clipping_ratio": flops / plain,
+            "flop_per_step": flops * rows,
+            "flop_per_rank_and_step": flops * micro_batches * size,
+        },
+        "reading": {
+            "bytes_per_example": examples.mean_bytes,
+            "source": examples.source,
+            "bytes_per_step": read,
+            "bytes_of_run": read * config.train.num_steps,
+            "bytes_of_data_set": None if examples.count is None else examples.mean_bytes * examples.count,
+        },
         "notes": notes,
     }
-    if wanted.gpu is not None and peak_rate is not None and available is not None:
-        found["memory"] |= _fitting(probe, memory, mode, size, available)
+    if wanted.gpu is not None and peak_rate is not None and available is not None and free is not None:
+        found["memory"] |= {
+            "device": available,
+            "for_activations": free,
+            "fits": peaks[mode] <= free,
+            "largest_micro_batch": largest_that_fits(lambda n: probe.micro_batch(mode, n).peak, free, size),
+        }
         found["time"] = _time(found, config, machine, wanted, wanted.gpu, peak_rate, trainable, busiest)
     return found
 
 
-def _notes(config: RunConfig, machine: MachineSettings, engine: str) -> list[str]:
-    found = []
-    if config.train.compile:
-        found.append("train.compile: planned without it; compiled blocks keep less and run faster")
-    if machine.checkpoint_on_cpu:
-        found.append("cpu_checkpointing: the blocks' inputs count as if they stayed on the device")
-    if config.data.bucket_captions:
-        found.append("data.bucket_captions: planned with captions of full length")
-    if machine.compute_dtype.itemsize < 4:
-        found.append("activations: the CPU path's, whose fp32 copies of one layer's bf16 tensors CUDA does not make")
-    return found
-
-
-def _batch(config: RunConfig, batches: Batches, world_size: int) -> dict[str, Any]:
-    """The micro-batches of a logical batch, on average over steps where their number follows the sample."""
-    expected, size = config.privacy.expected_batch_size, config.train.micro_batch_size
-    micro_batches = batches.micro_batches(world_size, size)
-    return {
-        "expected_batch_size": expected,
-        "micro_batch_size": size,
-        "micro_batches_per_step": micro_batches,
-        "rows_per_rank": micro_batches * size,
-        "rows_per_step": micro_batches * size * world_size,
-        "useful_share": expected / (micro_batches * size * world_size),
-        "padding_share": batches.padding(world_size, size),
-        "better_micro_batch_size": batches.better_size(world_size, size),
-    }
+def plan_of_shapes(config: RunConfig) -> PrivacyPlan:
+    """A plan that makes the recipe's clipper where nobody knows the number of examples; it claims nothing."""
+    request = config.privacy.request(config.train.num_steps, config.privacy.expected_batch_size)
+    sigma = request.noise_multiplier or 1.0
+    return make_plan(
+        replace(request, noise_multiplier=sigma, target_epsilon=None, informal_reasons=("planned by shapes",))
+    )
 
 
 def _choose(config: RunConfig, probe: Probe, memory: RankMemory, free: int | None) -> tuple[Mode, dict[Mode, int]]:
@@ -177,51 +200,6 @@ def _choose(config: RunConfig, probe: Probe, memory: RankMemory, free: int | Non
     )
     peaks: dict[Mode, int] = {"bookkeeping": bookkeeping}
     return mode, peaks if less is None else peaks | {"two_pass": less - memory.on_top}
-
-
-def _memory(memory: RankMemory, peaks: Mapping[Mode, int], mode: Mode) -> dict[str, Any]:
-    whole = replace(memory, activations=peaks[mode])
-    return {**asdict(whole), "activations_by_mode": dict(peaks), "peak": whole.peak}
-
-
-def _device_memory(wanted: Wanted) -> int | None:
-    if wanted.gpu is None:
-        return None
-    return wanted.gpu.memory_per_rank(min(wanted.world_size, wanted.gpus_per_node or wanted.gpu.gpus_per_node))
-
-
-def _fitting(probe: Probe, memory: RankMemory, mode: Mode, size: int, available: int) -> dict[str, Any]:
-    free = room(memory, available)
-    return {
-        "device": available,
-        "for_activations": free,
-        "fits": probe.micro_batch(mode, size).peak <= free,
-        "largest_micro_batch": largest_that_fits(lambda n: probe.micro_batch(mode, n).peak, free, size),
-    }
-
-
-def _compute(probe: Probe, mode: Mode, size: int, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """FLOP per example and step; padding rows cost as much as others."""
-    clipped = probe.micro_batch(mode, size).flops / size
-    forward, plain = (count / min(size, PLAIN_SAMPLE) for count in probe.plain_flops(min(size, PLAIN_SAMPLE)))
-    return {
-        "flop_per_example": clipped,
-        "flop_per_example_forward": forward,
-        "clipping_ratio": clipped / plain,
-        "flop_per_step": clipped * batch["rows_per_step"],
-        "flop_per_rank_and_step": clipped * batch["rows_per_rank"],
-    }
-
-
-def _reading(config: RunConfig, examples: Examples, batch: Mapping[str, Any]) -> dict[str, Any]:
-    per_step = examples.mean_bytes * batch["expected_batch_size"]
-    return {
-        "bytes_per_example": examples.mean_bytes,
-        "source": examples.source,
-        "bytes_per_step": per_step,
-        "bytes_of_run": per_step * config.train.num_steps,
-        "bytes_of_data_set": None if examples.count is None else examples.mean_bytes * examples.count,
-    }
 
 
 def _time(

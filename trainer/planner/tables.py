@@ -141,7 +141,18 @@ def resource_table(found: dict[str, Any]) -> Table:
         f"{reading['bytes_per_example']:,.0f} bytes an example ({reading['source']})",
     )
     if "time" in found:
-        _add_time(table, found["time"])
+        time = found["time"]
+        given = time["assumptions"]
+        note = f"assumed: {given['efficiency']:.0%} of {given['peak_flop_per_second'] / 1e12:g} TFLOP/s"
+        table.add_row("compute per step", f"{time['compute_seconds_per_step']:.4g} s", note)
+        sent = f"{_size(time['sent_bytes_per_step'])} sent by each rank"
+        table.add_row("exposed communication", f"{time['exposed_communication_seconds_per_step']:.4g} s", sent)
+        table.add_row("step", f"{time['seconds_per_step']:.4g} s", f"{time['examples_per_second']:,.0f} examples/s")
+        table.add_row("whole run", f"{time['hours']:,.1f} h", f"left out: {given['left_out']}")
+        table.add_row("GPU-hours", f"{time['gpu_hours']:,.0f}", "ranks times hours")
+        decoded = f"each rank decodes {time['reads_per_second_and_rank']:,.1f} examples/s"
+        note = f"{_size(time['read_bytes_per_second'])}/s; {decoded}"
+        table.add_row("random reads", f"{time['reads_per_second']:,.0f} /s", note)
     for note in found["notes"]:
         table.add_row("note", "", note)
     return table
@@ -159,19 +170,6 @@ _MEMORY_ROWS = {
     "step": "at the end of a step: reduction, noise, optimizer",
     "host": "offloaded to main memory",
 }
-
-
-def _add_time(table: Table, time: dict[str, Any]) -> None:
-    given = time["assumptions"]
-    note = f"assumed: {given['efficiency']:.0%} of {given['peak_flop_per_second'] / 1e12:g} TFLOP/s"
-    table.add_row("compute per step", f"{time['compute_seconds_per_step']:.4g} s", note)
-    sent = f"{_size(time['sent_bytes_per_step'])} sent by each rank"
-    table.add_row("exposed communication", f"{time['exposed_communication_seconds_per_step']:.4g} s", sent)
-    table.add_row("step", f"{time['seconds_per_step']:.4g} s", f"{time['examples_per_second']:,.0f} examples/s")
-    table.add_row("whole run", f"{time['hours']:,.1f} h", f"left out: {given['left_out']}")
-    table.add_row("GPU-hours", f"{time['gpu_hours']:,.0f}", "ranks times hours")
-    note = f"{_size(time['read_bytes_per_second'])}/s; each rank decodes {time['reads_per_second_and_rank']:,.1f} examples/s"
-    table.add_row("random reads", f"{time['reads_per_second']:,.0f} /s", note)
 
 
 def _size(count: float) -> str:
