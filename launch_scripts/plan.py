@@ -18,8 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from trainer.config.recipe import RunConfig
     from trainer.planner.batches import Examples
 
+ROOT = Path(__file__).resolve().parents[1]
 _RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "efficiency", "gpus_per_node", "network_gbits", "bytes_per_example")
 
 
