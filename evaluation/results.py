@@ -19,7 +19,7 @@ from privacy.card.text import rounded_up
 from trainer.loop.metrics import MetricsWriter
 from trainer.run.files import write_durably
 from trainer.run.folder import environment
-from trainer.weights.attestation import proof_of
+from trainer.weights.provenance import proof_of
 
 WITHOUT_NOISE = "the numbers are computed from the evaluation data without noise"
 

@@ -20,12 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
 from trainer.studies.collect import collect
-from trainer.studies.executors import LocalPool, Outcome, Trainer
+from trainer.studies.executors import LocalPool, Trainer, submit_array, write_script
 from trainer.studies.folder import StudyFolder
 from trainer.studies.grid import expand, load_study
 from trainer.studies.page import write_report
-from trainer.studies.points import PlannedPoint, plan_points
-from trainer.studies.submission import submit_array, write_script
+from trainer.studies.points import plan_points
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,7 +58,9 @@ def run(options: RunOptions) -> int:
     trainer = Trainer(ROOT, study.ds_config, study.engine)
     with folder.locked():
         late = folder.prepare(study, options.study.read_text(), planned)
-        _say(f"study {study.name}: {len(planned)} points{_simulated(planned)}; folder {folder.root}")
+        count = sum(one.is_simulation for one in planned)
+        simulated = f", {count} of them TAN simulations, which are not private" if count else ""
+        _say(f"study {study.name}: {len(planned)} points{simulated}; folder {folder.root}")
         if late:
             _say(f"chosen after outputs, so charged by an RDP filter (docs/studies.md): {', '.join(late)}")
         names = [one.name for one in planned]
@@ -70,7 +71,11 @@ def run(options: RunOptions) -> int:
             _say(submit_array(folder, trainer, names, options.workers))
             return 0
         outcome = LocalPool(folder, trainer, options.workers, _say).run(names)
-    _say(_summary(outcome, len(names)))
+    finished = outcome.finished_before
+    done = len(finished) + sum(code == 0 for code in outcome.codes.values())
+    before = f" ({len(finished)} were done before)" if finished else ""
+    rest = "" if done == len(names) else "; the same command goes on with the rest"
+    _say(f"{done} of {len(names)} points are done{before}{rest}")
     return outcome.exit_code
 
 
@@ -83,18 +88,6 @@ def report(options: ReportOptions) -> int:
     page = write_report(folder, study, results, missing)
     _say(f"{len(results) - sum(r.progress != 'finished' for r in results)} of {len(points)} points are done; {page}")
     return 0
-
-
-def _simulated(planned: list[PlannedPoint]) -> str:
-    count = sum(one.is_simulation for one in planned)
-    return f", {count} of them TAN simulations, which are not private" if count else ""
-
-
-def _summary(outcome: Outcome, total: int) -> str:
-    done = len(outcome.finished_before) + sum(code == 0 for code in outcome.codes.values())
-    before = f" ({len(outcome.finished_before)} were done before)" if outcome.finished_before else ""
-    rest = "" if done == total else "; the same command goes on with the rest"
-    return f"{done} of {total} points are done{before}{rest}"
 
 
 def _say(line: str) -> None:

@@ -147,7 +147,7 @@ def test_an_engine_that_forgets_to_bind_is_told() -> None:
         optimizer.step()
     other = nn.Parameter(torch.ones(2, 2))
     bind_segments(optimizer, {other: [Segment("b", 0, 4)]}, sharded=False)
-    with pytest.raises(RuntimeError, match="was not told about"):
+    with pytest.raises(RuntimeError, match="was not given"):
         optimizer.step()
     with pytest.raises(ValueError, match="ends at 5"):
         bind_segments(optimizer, {other: [Segment("b", 1, 4)]}, sharded=False)

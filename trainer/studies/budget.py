@@ -29,7 +29,7 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
 
     Raises:
         ConfigError: the file states another budget than the ledger, or none (exit 2).
-        PrivacyStateRefused: the ledger is gone, another one or rolled back (exit 4).
+        PrivacyStateRefused: the ledger is gone, is not the one of these runs, or was rolled back (exit 4).
     """
     if study.budget is None:
         if path.exists():
@@ -40,12 +40,20 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
         return
     charged = [state for state in run_ledgers(runs) if state.opened.get("shared_ledger") is not None]
     if not path.exists():
-        if charged or any(_names_a_study_ledger(recipe) for recipe in recipes.glob("*.toml")):
+        trees = [tomllib.loads(recipe.read_text()) for recipe in recipes.glob("*.toml")]
+        named = [tree.get("privacy", {}).get("shared_ledger") for tree in trees]
+        if charged or any(name is not None and Path(name).name == LEDGER for name in named):
             raise PrivacyStateRefused(
-                f"{path}: the shared ledger is gone, but recipes and runs beside it rely on it: bring it back from a copy or its "
-                "mirror; without it what was spent is unknown"
+                f"{path}: the shared ledger is gone, but recipes and runs in the folder rely on it: bring it back from a copy or "
+                "its mirror; without it what was spent is unknown"
             )
-        _create(path, study.budget)
+        SharedLedger.create(
+            path,
+            epsilon=study.budget.target_epsilon,
+            delta=study.budget.target_delta,
+            informal_runs=study.budget.informal_runs,
+            mirror=study.budget.mirror,
+        )
     ledger = SharedLedger(path)
     _require_same_budget(study.name, study.budget, path, ledger.read().opened)
     identity = ledger.read().identity
@@ -55,33 +63,18 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
         ledger.require_remembered(state)
 
 
-def _create(path: Path, budget: BudgetSection) -> None:
-    SharedLedger.create(
-        path,
-        epsilon=budget.target_epsilon,
-        delta=budget.target_delta,
-        informal_runs=budget.informal_runs,
-        mirror=budget.mirror,
-    )
-
-
-def _names_a_study_ledger(recipe: Path) -> bool:
-    named = tomllib.loads(recipe.read_text()).get("privacy", {}).get("shared_ledger")
-    return named is not None and Path(named).name == LEDGER
-
-
 def _require_same_budget(name: str, budget: BudgetSection, path: Path, opened: Mapping[str, object]) -> None:
     mirror = None if budget.mirror is None else str(Path(budget.mirror).resolve())
-    for key, mine, held in (
+    for key, stated, recorded in (
         ("target_epsilon", budget.target_epsilon, opened["epsilon"]),
         ("target_delta", budget.target_delta, opened["delta"]),
         ("informal_runs", budget.informal_runs, opened.get("informal_runs", False)),
         ("mirror", mirror, opened.get("mirror")),
     ):
-        if mine != held:
+        if stated != recorded:
             raise ConfigError(
-                f"study {name}: [budget] {key} is {mine}, but {path} was made with {held}, which nothing changes later: set it "
-                "back; another budget needs another --study_dir, and adds to what was spent in this one"
+                f"study {name}: [budget] {key} is {stated}, but {path} was made with {recorded}, which nothing changes later: set "
+                "it back; another budget needs another --study_dir, and adds to what was spent in this one"
             )
 
 

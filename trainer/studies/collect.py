@@ -4,7 +4,6 @@ import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from privacy.accounting.accountants import ReleaseGroup, epsilon
@@ -63,7 +62,7 @@ class Result:
         return self.examples_per_step * self.plan.num_steps
 
     def row(self) -> dict[str, Any]:
-        """For tables. Without a formal guarantee it holds neither epsilon nor delta."""
+        """A row of a table. Without a formal guarantee it holds neither epsilon nor delta."""
         formal = self.plan.formal_guarantee
         return {
             "point": self.name,
@@ -100,6 +99,8 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
         plan = state.plan
         value = _epsilon(tuple(state.charged_groups()), plan.accounted_delta) if plan.formal_guarantee else None
         losses = read_utility(folder.run(one.name))["heldout_loss"]
+        newest = newest_checkpoint(folder.run(one.name) / "checkpoints")
+        shapes = Checkpoint(newest).shapes.values() if newest is not None else None
         results.append(
             Result(
                 name=one.name,
@@ -111,7 +112,7 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
                 charged=state.num_charged,
                 epsilon=value,
                 losses={entry["step"]: entry["loss"] for entry in losses if entry["loss"] is not None},
-                parameters=_parameters(folder.run(one.name)),
+                parameters=None if shapes is None else sum(shape.numel() for shape in shapes),
                 seconds=None if one.is_on_private_data else seconds.get(one.name),
             )
         )
@@ -122,13 +123,6 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
 def _epsilon(groups: tuple[ReleaseGroup, ...], delta: float) -> float:
     """Runs that differ by their seed alone have one epsilon, which takes seconds."""
     return epsilon(list(groups), delta)
-
-
-def _parameters(run_dir: Path) -> int | None:
-    newest = newest_checkpoint(run_dir / "checkpoints")
-    if newest is None:
-        return None
-    return sum(shape.numel() for shape in Checkpoint(newest).shapes.values())
 
 
 @dataclass(frozen=True)
@@ -150,14 +144,14 @@ class Group:
     def curve(self) -> list[tuple[int, float, float, float]]:
         """(step, mean, least, largest) of the held-out loss at the steps that every seed evaluated."""
         shared = set.intersection(*(set(result.losses) for result in self.results))
-        found = []
+        curve = []
         for step in sorted(shared):
             values = [result.losses[step] for result in self.results]
-            found.append((step, statistics.fmean(values), min(values), max(values)))
-        return found
+            curve.append((step, statistics.fmean(values), min(values), max(values)))
+        return curve
 
     def row(self) -> dict[str, Any]:
-        """For tables: mean and spread over the seeds; epsilon only where every seed has a guarantee."""
+        """A row of a table: mean and spread over the seeds; epsilon only where every seed has a guarantee."""
         first, losses = self.results[0], self.final_losses
         epsilons = [result.epsilon for result in self.results]
         return {

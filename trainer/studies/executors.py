@@ -2,17 +2,20 @@
 
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.config.recipe import load_config
+from trainer.errors import ConfigError
 from trainer.loop.fit import BUDGET_SPENT, DONE
 from trainer.loop.stopping import STOPPED_EARLY
+from trainer.run.files import write_durably
 from trainer.studies.folder import StudyFolder
 
 _POLL_SECONDS = 0.2
@@ -70,9 +73,17 @@ class LocalPool:
         self._waited_for: set[str] = set()
 
     def run(self, names: Sequence[str]) -> Outcome:
-        """Until all points have ended, or a request to stop."""
+        """Runs until all points have ended, or until SIGTERM or SIGINT asks for a stop."""
         waiting = list(names)
-        with _stop_signals(self._request_stop):
+
+        def request_stop(*_: object) -> None:
+            if not self._outcome.stopped:
+                self._outcome.stopped, self._stopped_at = True, time.monotonic()
+            for process, _started in self._running.values():
+                process.terminate()
+
+        handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
             while self._running or (waiting and not self._outcome.stopped):
                 self._collect()
                 for name in list(waiting):
@@ -81,13 +92,10 @@ class LocalPool:
                     if self._start(name):
                         waiting.remove(name)
                 time.sleep(_POLL_SECONDS)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         return self._outcome
-
-    def _request_stop(self) -> None:
-        if not self._outcome.stopped:
-            self._outcome.stopped, self._stopped_at = True, time.monotonic()
-        for process, _ in self._running.values():
-            process.terminate()
 
     def _start(self, name: str) -> bool:
         """Whether the point is off the list: started, or finished before."""
@@ -133,26 +141,22 @@ class LocalPool:
             self._outcome.codes[name] = code
             seconds = round(time.monotonic() - started, 2)
             self._folder.record(point=name, event="end", exit_code=code, seconds=seconds)
-            self._say(f"{name}: {self._words(name, code)} ({seconds:.0f} s)")
-
-    def _words(self, name: str, code: int) -> str:
-        known = {
-            DONE: "done",
-            BUDGET_SPENT: "stopped, its budget is spent and steps remain",
-            STOPPED_EARLY: "stopped on request; the same command resumes it",
-        }
-        return known.get(code) or f"failed with exit code {code}: {_last_line(self._folder.log(name))}"
-
-
-def _last_line(log: Path) -> str:
-    """The trainer's last words, which for what a user can mend say what and where."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error")]
-    return f"{(errors or lines or ['nothing was printed'])[-1]} (log: {log})"
+            ending = {
+                DONE: "done",
+                BUDGET_SPENT: "stopped, its budget is spent and steps remain",
+                STOPPED_EARLY: "stopped on request; the same command resumes it",
+            }.get(code)
+            if ending is None:  # the trainer's last error says what and where, if a user can mend it
+                log = self._folder.log(name)
+                lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+                errors = [line for line in lines if line.startswith("error")]
+                last = (errors or lines or ["nothing was printed"])[-1]
+                ending = f"failed with exit code {code}: {last} (log: {log})"
+            self._say(f"{name}: {ending} ({seconds:.0f} s)")
 
 
 def _end_with(parent: int) -> Callable[[], None]:
-    """For a child: SIGTERM, so that it saves and exits 7, when its parent is killed."""
+    """Prepares a child to get SIGTERM, so that it saves and exits 7, when its parent is killed."""
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
@@ -163,12 +167,82 @@ def _end_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-@contextmanager
-def _stop_signals(handler: Callable[[], None]) -> Iterator[None]:
-    """Calls `handler` at SIGTERM or SIGINT instead of ending."""
-    before = {number: signal.signal(number, lambda *_: handler()) for number in (signal.SIGTERM, signal.SIGINT)}
+_ARRAY_JOB = "launch_scripts/cluster/slurm_array.sbatch"
+_SCRIPT = """\
+#!/bin/bash
+# Study {study}: trains the points with the given numbers (0 to {last}), all of them without a number. The same call resumes.
+#   STUDY_LAUNCHER="deepspeed --num_gpus 8" {script} 3        (default: {python})
+# What it prints shows training loss: keep it to yourself, in a file under {private} for instance.
+# Exit code: the first that is not 0 of launch_scripts/train.py (3 budget spent, 7 stopped and resumable).
+set -u
+points=(
+{points}
+)
+cd {root} || exit 2
+[ $# -gt 0 ] || set -- "${{!points[@]}}"
+code=0
+for number in "$@"; do
+    point=${{points[$number]:?there is no point $number}}
+    ${{STUDY_LAUNCHER:-{python}}} launch_scripts/train.py --ds_config {ds_config} --engine {engine} \\
+        --recipe {recipes}/"$point".toml --run_dir {runs}/"$point"
+    ended=$?
+    [ $code -ne 0 ] || code=$ended
+done
+exit $code
+"""
+
+
+def write_script(folder: StudyFolder, trainer: Trainer, study: str, names: Sequence[str]) -> Path:
+    """Writes study_dir/submit.sh, which is executable and needs nothing else of the study."""
+    path = folder.root / "submit.sh"
+    quote = shlex.quote
+    text = _SCRIPT.format(
+        study=study,
+        last=len(names) - 1,
+        script=quote(str(path)),
+        private=quote(str(folder.private)),
+        python=quote(trainer.command(folder, names[0])[0]),
+        points="\n".join(f"    {quote(name)}" for name in names),
+        root=quote(str(trainer.root)),
+        ds_config=quote(trainer.ds_config),
+        engine=quote(trainer.engine),
+        recipes=quote(str(folder.recipes)),
+        runs=quote(str(folder.runs)),
+    )
+    write_durably(path, text)
+    path.chmod(0o755)
+    return path
+
+
+def submit_array(folder: StudyFolder, trainer: Trainer, names: Sequence[str], at_once: int) -> str:
+    """Submits a Slurm array job over the points that are not done; returns what sbatch printed.
+
+    A task gets as many CPUs as its recipe has data workers. Partition, devices and time limit come from sbatch's own
+    environment variables (SBATCH_PARTITION, ...). A task that is preempted goes back to the queue by itself; the same call
+    submits again what is left.
+
+    Raises:
+        ConfigError: there is no sbatch, or it refuses.
+    """
+    points = folder.root / "points.txt"
+    # Words of train.py's command line; --run_dir comes again after the array job's own, and the last one counts.
+    words = [["--recipe", str(folder.recipe(name)), "--run_dir", str(folder.run(name))] for name in names]
+    write_durably(points, "".join(shlex.join(line) + "\n" for line in words))
+    left = [str(number) for number, name in enumerate(names, start=1) if folder.progress(name) in ("new", "begun")]
+    if not left:
+        return "all points are done; nothing to submit"
+    workers = max(load_config(folder.recipe(name)).data.num_workers for name in names)
+    command = [
+        "sbatch", f"--cpus-per-task={max(workers, 1)}", f"--array={','.join(left)}%{at_once}",
+        f"--output={folder.logs}/slurm-%A_%a.log",
+        _ARRAY_JOB, str(points), str(folder.runs), "--ds_config", trainer.ds_config, "--engine", trainer.engine,
+    ]  # fmt: skip
     try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+        done = subprocess.run(command, cwd=trainer.root, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "there is no sbatch here: submit from a login node of the cluster, or use --executor script"
+        ) from error
+    if done.returncode != 0:
+        raise ConfigError(f"sbatch refused the array job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()

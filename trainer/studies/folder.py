@@ -78,7 +78,7 @@ class StudyFolder:
             the points that have not begun and, chosen after outputs of others could be seen, are charged by an RDP filter.
 
         Raises:
-            ConfigError: a point that began has another recipe now, or the budget is another one (exit 2).
+            ConfigError: the recipe of a point that began, or the budget, has changed (exit 2).
             PrivacyStateRefused: the shared ledger does not hold what the runs rely on (exit 4).
         """
         for folder in (self.recipes, self.runs):
@@ -155,11 +155,11 @@ class StudyFolder:
         total: dict[str, float] = {}
         for line in self.attempts.read_text().splitlines() if self.attempts.exists() else []:
             try:
-                held = json.loads(line)
+                attempt = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(held, dict) and "seconds" in held:
-                total[held["point"]] = total.get(held["point"], 0.0) + held["seconds"]
+            if isinstance(attempt, dict) and "seconds" in attempt:
+                total[attempt["point"]] = total.get(attempt["point"], 0.0) + attempt["seconds"]
         return total
 
     def _make(self, folder: Path) -> None:

@@ -59,7 +59,7 @@ class BudgetSection(Section):
     target_epsilon: float = Field(gt=0)
     target_delta: float = Field(gt=0, lt=1)
     informal_runs: bool = False
-    """The data owner's leave for points without a guarantee (simulations, privacy.enabled = false), which nothing covers."""
+    """The data owner permits points without a guarantee (simulations, privacy.enabled = false), which nothing covers."""
     mirror: str | None = None
     """A second copy of the shared ledger, best on another file system: it detects lines that were cut off."""
 
@@ -70,7 +70,7 @@ class ReportSection(Section):
     color: str | None = None
     panels: str | None = None
     x: Literal["steps", "examples"] = "steps"
-    """Of the curves: steps, or examples seen (expected_batch_size for each step)."""
+    """The x axis of the curves: steps, or examples seen (expected_batch_size for each step)."""
 
 
 class StudyConfig(Section):
@@ -82,7 +82,7 @@ class StudyConfig(Section):
     ds_config: str = "ds_configs/zero1.json"
     engine: EngineName = "local"
     seeds: list[int] = Field([0], min_length=1)
-    """Of the initial weights. Coins and noise differ between any two runs anyway: they come from the operating system."""
+    """Seeds of the initial weights. Coins and noise differ between any two runs: they come from the operating system."""
     base: dict[str, Any] = Field({})
     axis: dict[str, dict[str, Any]] = Field({})
     tan: TanSection | None = None
@@ -106,12 +106,13 @@ class Point:
     overrides: Mapping[str, Any]
 
     def override_arguments(self) -> list[str]:
-        """As on train.py's command line."""
+        """The overrides as words of train.py's command line."""
         return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in self.overrides.items()]
 
 
 def load_study(path: Path) -> StudyConfig:
-    """
+    """Reads a study's file.
+
     Raises:
         ConfigError: missing or malformed file, unknown key, value out of range; one line with file and key.
     """
@@ -138,31 +139,37 @@ def expand(study: StudyConfig, where: str = "study") -> list[Point]:
     points: list[Point] = []
     for steps in itertools.product(*axes.values()):
         labels = {name: label for name, (label, _) in zip(axes, steps, strict=True)}
-        own: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, (_, overrides) in zip(axes, steps, strict=True):
-            twice = own.keys() & overrides.keys()
+            twice = values.keys() & overrides.keys()
             if twice:
                 raise ConfigError(f"{where}: axis.{name} sets {min(twice)}, and so does an axis before it")
-            own |= overrides
+            values |= overrides
+        parts = [f"{axis}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', str(label))}" for axis, label in labels.items()]
         for seed in study.seeds:
-            overrides = {**base, **own, "train.seed": seed}
-            points.append(Point(_point_name(labels, seed), labels, seed, overrides))
-    _require_different([point.name for point in points], where)
+            overrides = {**base, **values, "train.seed": seed}
+            points.append(Point("_".join([*parts, f"seed-{seed}"]), labels, seed, overrides))
+    names = [point.name for point in points]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{where}: two points are both called {name}; values and seeds must differ")
+        if len(name) > _LONGEST_NAME:
+            raise ConfigError(f"{where}: the point's name {name} is longer than {_LONGEST_NAME}; use named variants")
     return points
 
 
 def flat(tree: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
     """Nested tables as dotted keys of a recipe."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found |= flat(value, where, f"{prefix}{key}.")
+            leaves |= flat(value, where, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    for key in found:
+            leaves[f"{prefix}{key}"] = value
+    for key in leaves:
         if not prefix and key.split(".")[0] not in SECTIONS:
             raise ConfigError(f"{where}: {key} is no key of a recipe; its sections are {', '.join(sorted(SECTIONS))}")
-    return found
+    return leaves
 
 
 def _steps(name: str, table: Mapping[str, Any], where: str) -> list[tuple[Label, dict[str, Any]]]:
@@ -172,37 +179,17 @@ def _steps(name: str, table: Mapping[str, Any], where: str) -> list[tuple[Label,
     if not table:
         raise ConfigError(f"{where} is empty")
     if {key.split(".")[0] for key in table} & SECTIONS:
-        return _zipped(flat(table, where), where)
+        lists = flat(table, where)
+        for key, values in lists.items():
+            if not isinstance(values, list) or not values:
+                raise ConfigError(f"{where}: {key} must be a list of values, one for each point, not {values!r}")
+        if len({len(values) for values in lists.values()}) > 1:
+            counts = ", ".join(f"{key} has {len(values)}" for key, values in lists.items())
+            raise ConfigError(f"{where}: lists of one axis go together and need one length: {counts}")
+        firsts = [v if isinstance(v, str | int | float | bool) else json.dumps(v) for v in next(iter(lists.values()))]
+        rows = zip(*lists.values(), strict=True)
+        return [(label, dict(zip(lists, row, strict=True))) for label, row in zip(firsts, rows, strict=True)]
     for variant, overrides in table.items():
         if not isinstance(overrides, dict):
             raise ConfigError(f"{where}: {variant} is neither a key of a recipe nor a table of overrides")
     return [(variant, flat(overrides, f"{where}.{variant}")) for variant, overrides in table.items()]
-
-
-def _zipped(lists: Mapping[str, Any], where: str) -> list[tuple[Label, dict[str, Any]]]:
-    for key, values in lists.items():
-        if not isinstance(values, list) or not values:
-            raise ConfigError(f"{where}: {key} must be a list of values, one for each point, not {values!r}")
-    lengths = {key: len(values) for key, values in lists.items()}
-    if len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{key} has {length}" for key, length in lengths.items())
-        raise ConfigError(f"{where}: lists of one axis go together and need one length: {counts}")
-    rows = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
-    return [(_label(next(iter(row.values()))), row) for row in rows]
-
-
-def _label(value: Any) -> Label:
-    return value if isinstance(value, str | int | float | bool) else json.dumps(value)
-
-
-def _point_name(labels: Mapping[str, Label], seed: int) -> str:
-    parts = [f"{axis}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', str(label))}" for axis, label in labels.items()]
-    return "_".join([*parts, f"seed-{seed}"])
-
-
-def _require_different(names: list[str], where: str) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{where}: two points are both called {name}; values and seeds must differ")
-        if len(name) > _LONGEST_NAME:
-            raise ConfigError(f"{where}: the point's name {name} is longer than {_LONGEST_NAME}; use named variants")

@@ -32,13 +32,30 @@ def write_report(folder: StudyFolder, study: StudyConfig, results: Sequence[Resu
         target.mkdir(exist_ok=True)
         _write_csv(target / "points.csv", [result.row() for result in results])
         _write_csv(target / "groups.csv", [group.row() for group in groups])
-        _write_csv(target / "curves.csv", _curve_rows(results))
-        held = {"study": study.name, "points": [r.row() for r in results], "groups": [g.row() for g in groups]}
-        write_durably(target / "study.json", json.dumps(held, indent=1) + "\n")
+        curves = [
+            {
+                "point": result.name,
+                **axis_columns(result.labels),
+                "seed": result.seed,
+                "step": step,
+                "heldout_loss": loss,
+            }
+            for result in results
+            for step, loss in sorted(result.losses.items())
+        ]
+        _write_csv(target / "curves.csv", curves)
+        numbers = {"study": study.name, "points": [r.row() for r in results], "groups": [g.row() for g in groups]}
+        write_durably(target / "study.json", json.dumps(numbers, indent=1) + "\n")
         pictures = draw_all(groups, study.report, target)
         page = target / "study.md"
         write_durably(page, _page(study, results, groups, missing, pictures))
-        write_hparams(target / "tensorboard", [_hparams(result) for result in results])
+        hparams = []
+        for result in results:
+            row, metrics = result.row(), {"heldout/final_loss": result.final_loss, "privacy/epsilon": result.epsilon}
+            known = {name: value for name, value in metrics.items() if value is not None}
+            columns = {**axis_columns(result.labels), **{name: row[name] for name in _HPARAMS}}
+            hparams.append((result.name, columns, known))
+        write_hparams(target / "tensorboard", hparams)
     except OSError as error:
         raise ConfigError(f"{target}: cannot write the report: {error.strerror or error}") from error
     return page
@@ -51,21 +68,6 @@ def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def _curve_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    return [
-        {"point": result.name, **axis_columns(result.labels), "seed": result.seed, "step": step, "heldout_loss": loss}
-        for result in results
-        for step, loss in sorted(result.losses.items())
-    ]
-
-
-def _hparams(result: Result) -> tuple[str, dict[str, Any], dict[str, float]]:
-    row = result.row()
-    metrics = {"heldout/final_loss": result.final_loss, "privacy/epsilon": result.epsilon}
-    known = {name: value for name, value in metrics.items() if value is not None}
-    return result.name, {**axis_columns(result.labels), **{name: row[name] for name in _HPARAMS}}, known
-
-
 def _page(
     study: StudyConfig,
     results: Sequence[Result],
@@ -73,27 +75,49 @@ def _page(
     missing: Sequence[str],
     pictures: Sequence[Picture],
 ) -> str:
+    unfinished = [*(result.name for result in results if result.progress != "finished"), *missing]
+    done = len(results) + len(missing) - len(unfinished)
+    state = f"{done} are done; not done: {', '.join(unfinished)}." if unfinished else "All are done."
+    columns = ["B", "steps", "sigma", "sigma / B", "epsilon", "held-out loss", "least", "largest", "seeds"]
+    group_rows = [
+        [
+            *(cell(label) for label in group.labels.values()),
+            str(row["expected_batch_size"]),
+            str(row["num_steps"]),
+            f"{row['noise_multiplier']:.4g}",
+            f"{row['noise_over_batch']:.3g}",
+            _epsilon_text(row["epsilon"], row["simulation"]),
+            *(_loss(row[f"final_heldout_loss_{which}"]) for which in ("mean", "min", "max")),
+            str(row["seeds_done"]),
+        ]
+        for group in groups
+        for row in [group.row()]
+    ]
+    point_rows = [
+        [
+            cell(result.name),
+            result.progress,
+            _epsilon_text(result.epsilon, result.simulation),
+            str(result.charged),
+            _loss(result.losses.get(0)),
+            _loss(result.final_loss),
+            "" if result.seconds is None else f"{result.seconds:.0f}",
+        ]
+        for result in results
+    ]
     parts = [
         f"# {cell(study.title or study.name)}",
-        f"Study `{study.name}`: {len(results) + len(missing)} points, {len(study.seeds)} seeds. {_state(results, missing)}",
+        f"Study `{study.name}`: {len(results) + len(missing)} points, {len(study.seeds)} seeds. {state}",
         _claims(study, results),
         "## Results",
-        _group_table(study, groups),
+        table_of([cell(name) for name in [*study.axis, *columns]], group_rows),
         *(f"![{picture.caption}]({picture.file})\n\n{picture.caption}" for picture in pictures),
         "## Points",
-        _point_table(study, results),
+        table_of(["point", "status", "epsilon", "attempts charged", "first loss", "last loss", "seconds"], point_rows),
         "Held-out losses are those of the runs' `evaluation/heldout.jsonl`, over public held-out data; epsilon is computed from "
         "each run's ledger. `points.csv`, `groups.csv` and `curves.csv` hold the same numbers in full.",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _state(results: Sequence[Result], missing: Sequence[str]) -> str:
-    done = sum(result.progress == "finished" for result in results)
-    if done == len(results) and not missing:
-        return "All are done."
-    open_ = [result.name for result in results if result.progress != "finished"]
-    return f"{done} are done; not done: {', '.join([*open_, *missing])}."
 
 
 def _claims(study: StudyConfig, results: Sequence[Result]) -> str:
@@ -113,41 +137,6 @@ def _claims(study: StudyConfig, results: Sequence[Result]) -> str:
     if study.budget is not None:
         words.append("The runs on private data reserve their budgets in `shared_ledger.jsonl` before they begin.")
     return "\n\n".join(words) or "No run claims a guarantee."
-
-
-def _group_table(study: StudyConfig, groups: Sequence[Group]) -> str:
-    head = [*study.axis, "B", "steps", "sigma", "sigma / B", "epsilon", "held-out loss", "least", "largest", "seeds"]
-    return table_of([cell(name) for name in head], [_group_cells(group.row(), group) for group in groups])
-
-
-def _group_cells(row: Mapping[str, Any], group: Group) -> list[str]:
-    return [
-        *(cell(label) for label in group.labels.values()),
-        str(row["expected_batch_size"]),
-        str(row["num_steps"]),
-        f"{row['noise_multiplier']:.4g}",
-        f"{row['noise_over_batch']:.3g}",
-        _epsilon_text(row["epsilon"], row["simulation"]),
-        *(_loss(row[f"final_heldout_loss_{which}"]) for which in ("mean", "min", "max")),
-        str(row["seeds_done"]),
-    ]
-
-
-def _point_table(study: StudyConfig, results: Sequence[Result]) -> str:
-    head = ["point", "status", "epsilon", "attempts charged", "first loss", "last loss", "seconds"]
-    rows = [
-        [
-            cell(result.name),
-            result.progress,
-            _epsilon_text(result.epsilon, result.simulation),
-            str(result.charged),
-            _loss(result.losses.get(0)),
-            _loss(result.final_loss),
-            "" if result.seconds is None else f"{result.seconds:.0f}",
-        ]
-        for result in results
-    ]
-    return table_of(head, rows)
 
 
 def _epsilon_text(value: float | None, simulation: bool) -> str:

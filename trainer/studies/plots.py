@@ -57,20 +57,30 @@ def draw_all(groups: Sequence[Group], report: ReportSection, folder: Path) -> li
 
     names = list(groups[0].labels) if groups else []
     axis = Axis.of(names, report)
-    wanted: list[tuple[str, str, Callable[[Sequence[Group], Axis, ReportSection], Figure | None]]] = [
-        ("curves.png", f"Held-out loss against {_x_words(report)}: mean over the seeds, band from least to largest.", _curves),
-        ("final.png", "Held-out loss after the last step over the axis that colours the curves; each seed a dot.", _final),
-        ("epsilon.png", "Held-out loss after the last step against epsilon as spent, for runs with a guarantee.", _epsilon),
-        ("cost.png", "Cost against quality: one multiply-add per parameter and example counts as one.", _cost),
-    ]  # fmt: skip
-    written = []
     with matplotlib.rc_context(_STYLE):
-        for file, caption, draw in wanted:
-            figure = draw(groups, axis, report)
-            if figure is None:
-                continue
-            figure.savefig(folder / file, bbox_inches="tight", metadata={"Software": None})
-            written.append(Picture(file, caption))
+        done = [group for group in groups if group.final_losses]
+        formal = [group for group in done if group.row()["epsilon"] is not None]
+        spent = [group.row()["epsilon"] for group in formal]
+        known = [group for group in done if group.results[0].parameters]
+        epsilon_figure = cost_figure = None
+        if spent and max(spent) >= _OTHER_EPSILON * min(spent):
+            epsilon_figure = _against(formal, axis, lambda group: group.row()["epsilon"], "epsilon")
+        if len({_compute(group) for group in known}) > 1:
+            cost_figure = _against(known, axis, _compute, "parameters times examples computed")
+        drawn = (
+            ("curves.png", f"Held-out loss against {_x_words(report)}: mean over the seeds, band from least to largest.",
+             _curves(groups, axis, report)),
+            ("final.png", "Held-out loss after the last step over the axis that colours the curves; each seed a dot.",
+             _final(done, axis)),
+            ("epsilon.png", "Held-out loss after the last step against epsilon as spent, for runs with a guarantee.",
+             epsilon_figure),
+            ("cost.png", "Cost against quality: one multiply-add per parameter and example counts as one.", cost_figure),
+        )  # fmt: skip
+        written = []
+        for file, caption, figure in drawn:
+            if figure is not None:
+                figure.savefig(folder / file, bbox_inches="tight", metadata={"Software": None})
+                written.append(Picture(file, caption))
     return written
 
 
@@ -80,16 +90,6 @@ def _figure(num_panels: int) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(5.2 * num_panels, 3.8), layout="constrained")
     axes = figure.subplots(1, num_panels, squeeze=False, sharey=True)
     return figure, list(axes[0])
-
-
-def _panels(groups: Sequence[Group], axis: Axis) -> list[tuple[str, list[Group]]]:
-    """(title, groups) for each panel."""
-    if axis.panels is None:
-        return [("", list(groups))]
-    found: dict[Label, list[Group]] = {}
-    for group in groups:
-        found.setdefault(group.labels[axis.panels], []).append(group)
-    return [(f"{axis.panels}: {label}", members) for label, members in found.items()]
 
 
 def _rest(group: Group, axis: Axis) -> str:
@@ -127,9 +127,13 @@ def _x_words(report: ReportSection) -> str:
 def _curves(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure | None:
     if not any(len(group.curve()) > 1 for group in groups):
         return None
-    panels, style = _panels(groups, axis), _style(groups, axis)
+    panels: dict[str, list[Group]] = {}
+    for group in groups:
+        title = "" if axis.panels is None else f"{axis.panels}: {group.labels[axis.panels]}"
+        panels.setdefault(title, []).append(group)
+    style = _style(groups, axis)
     figure, axes = _figure(len(panels))
-    for ax, (title, members) in zip(axes, panels, strict=True):
+    for ax, (title, members) in zip(axes, panels.items(), strict=True):
         for group in members:
             curve, look = group.curve(), style(group)
             scale = 1 if report.x == "steps" else group.results[0].plan.expected_batch_size
@@ -142,8 +146,7 @@ def _curves(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figur
     return figure
 
 
-def _final(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure | None:
-    done = [group for group in groups if group.final_losses]
+def _final(done: Sequence[Group], axis: Axis) -> Figure | None:
     if axis.color is None or len({group.labels[axis.color] for group in done}) < 2:
         return None
     values = list(dict.fromkeys(group.labels[axis.color] for group in done))
@@ -167,21 +170,6 @@ def _final(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure
     if len(lines) > 1:
         ax.legend()
     return figure
-
-
-def _epsilon(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure | None:
-    formal = [group for group in groups if group.final_losses and group.row()["epsilon"] is not None]
-    spent = [group.row()["epsilon"] for group in formal]
-    if not spent or max(spent) < _OTHER_EPSILON * min(spent):
-        return None
-    return _against(formal, axis, lambda group: group.row()["epsilon"], "epsilon")
-
-
-def _cost(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figure | None:
-    known = [group for group in groups if group.final_losses and group.results[0].parameters]
-    if len({_compute(group) for group in known}) < 2:
-        return None
-    return _against(known, axis, _compute, "parameters times examples computed")
 
 
 def _compute(group: Group) -> float:
@@ -224,11 +212,6 @@ def _scale(ax: Axes, values: Sequence[float]) -> None:
         ax.set_xscale("log")
     distinct = sorted(set(values))
     if len(distinct) <= 6:
-        ax.set_xticks(distinct, [_tick(value) for value in distinct])
+        formats = (".2g" if value >= 1e6 else ",.0f" if value == round(value) else ".3g" for value in distinct)
+        ax.set_xticks(distinct, [format(value, how) for value, how in zip(distinct, formats, strict=True)])
         ax.minorticks_off()
-
-
-def _tick(value: float) -> str:
-    if value >= 1e6:
-        return f"{value:.2g}"
-    return f"{value:,.0f}" if value == round(value) else f"{value:.3g}"

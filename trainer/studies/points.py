@@ -75,32 +75,21 @@ def _resolved(study: StudyConfig, point: Point, root: Path) -> RunConfig:
 
 
 def _with_reference_noise(tan: TanSection, config: RunConfig) -> RunConfig:
-    """Sigma in proportion to the batch; a simulation unless the batch is the reference's own."""
+    """Takes sigma in proportion to the batch; a simulation unless the batch is the reference's."""
     privacy = config.privacy
     if not privacy.enabled:
-        return config  # the curve without noise, beside the others
+        return config  # the curve without noise, to compare with
     size, reference = privacy.expected_batch_size, tan.reference_batch_size
-    sigma = tan.reference_noise_multiplier or _calibrated(tan, config)
-    own = {
-        "noise_multiplier": sigma * size / reference,
-        "target_epsilon": None,
-        "simulation": size != reference,
-    }
-    return with_privacy(config, own)
-
-
-def _calibrated(tan: TanSection, config: RunConfig) -> float:
-    if config.data.num_examples is None:
-        raise ConfigError(
-            "tan.reference_epsilon needs data.num_examples in the recipe: sigma belongs to a number of examples"
-        )
-    changes = {
-        "expected_batch_size": tan.reference_batch_size,
-        "target_epsilon": tan.reference_epsilon,
-        "noise_multiplier": None,
-    }
-    privacy = with_privacy(config, changes).privacy
-    return _sigma(privacy, config.train.num_steps, config.data.num_examples)
+    sigma = tan.reference_noise_multiplier
+    if sigma is None:
+        if config.data.num_examples is None:
+            raise ConfigError(
+                "tan.reference_epsilon needs data.num_examples in the recipe: sigma belongs to a number of examples"
+            )
+        changes = {"expected_batch_size": reference, "target_epsilon": tan.reference_epsilon, "noise_multiplier": None}
+        sigma = _sigma(with_privacy(config, changes).privacy, config.train.num_steps, config.data.num_examples)
+    simulated = {"noise_multiplier": sigma * size / reference, "target_epsilon": None, "simulation": size != reference}
+    return with_privacy(config, simulated)
 
 
 @functools.cache
@@ -117,7 +106,7 @@ def with_privacy(config: RunConfig, privacy: dict[str, Any]) -> RunConfig:
 
 
 def _require_charged_together(study: StudyConfig, planned: Sequence[PlannedPoint]) -> None:
-    """Runs on private data compose: their total is charged to one ledger, and what has no guarantee needs leave."""
+    """Runs on private data compose: one ledger charges their total, and the owner permits what has no guarantee."""
     for one in planned:
         if not one.is_on_private_data:
             continue
@@ -138,7 +127,7 @@ def _require_charged_together(study: StudyConfig, planned: Sequence[PlannedPoint
 def _with_statements(
     study: StudyConfig, one: PlannedPoint, planned: Sequence[PlannedPoint], ledger: Path
 ) -> PlannedPoint:
-    """What the privacy card needs to know: siblings and tuning on the same data, and the ledger that charges them."""
+    """Adds what the privacy card needs to know: siblings and tuning on the same data, and the ledger that charges them."""
     informal = sum(not other.claims for other in planned)
     words = (
         f"one of {len(planned)} runs of study {study.name}; {len(planned) - informal} claim a guarantee of their own, "
@@ -146,20 +135,20 @@ def _with_statements(
         f"varied: {', '.join([*study.axis, 'seed'])}"
     )
     stated = one.config.privacy.tuning
-    own: dict[str, Any] = {"tuning": f"{stated}; {words}" if stated else words}
+    statements: dict[str, Any] = {"tuning": f"{stated}; {words}" if stated else words}
     if study.budget is not None and one.is_on_private_data:
-        # A run without a guarantee is counted there; each time that it is trained anew.
-        own |= (
-            {"shared_ledger": str(ledger), "fixed_in_advance": True} if one.claims else {"shared_ledger": str(ledger)}
-        )
-    return PlannedPoint(one.point, with_privacy(one.config, own))
+        # A run without a guarantee is counted there, each time that it is trained anew.
+        statements["shared_ledger"] = str(ledger)
+        if one.claims:
+            statements["fixed_in_advance"] = True
+    return PlannedPoint(one.point, with_privacy(one.config, statements))
 
 
 def recipe_digest(config: RunConfig) -> str:
     """SHA-256 of everything that a point trains, in hex; what its recipe says of other points is left out."""
     leaves = _leaves(tomllib.loads(to_toml(config)))
-    own = {key: value for key, value in leaves.items() if key not in _OF_OTHERS}
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    trained = {key: value for key, value in leaves.items() if key not in _OF_OTHERS}
+    return hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
 
 
 def changed_keys(begun: str, now: str) -> list[str]:
@@ -170,7 +159,9 @@ def changed_keys(begun: str, now: str) -> list[str]:
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": json.dumps(value)}
-    return found
+        leaves |= (
+            _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": json.dumps(value)}
+        )
+    return leaves

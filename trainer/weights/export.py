@@ -1,4 +1,4 @@
-"""A checkpoint for others: the folder of an exported model, its model card, and what may be said of its privacy.
+"""Exports a checkpoint: the folder of an exported model, its model card, and what may be said of its privacy.
 
 Reads the checkpoint, the ledger beside it and public files of the run folder; nothing under `private/` is opened. An epsilon
 is stated only where a whole ledger in the checkpoint's own run folder proves it.
@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tokenizers import Tokenizer
@@ -23,13 +23,15 @@ from models.converters.vip import to_timm
 from models.converters.weights import write_weights
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from trainer.checkpoints.read import file_digest
 from trainer.errors import ConfigError
+from trainer.report import build_card
 from trainer.run.files import new_folder
 from trainer.tasks.captioning import CaptioningTask
-from trainer.weights.attestation import Attestation, attest
 from trainer.weights.model_card import model_card
 from trainer.weights.open_model import ROOT, TOKENIZER, OpenedModel
+from trainer.weights.provenance import proof_of
 
 Format = Literal["hf", "safetensors", "timm"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -43,17 +45,59 @@ _AUTOMATIC = {
         "AutoModel": "modeling_captioner.ExportedCaptioner",
     },
 }
-"""By which transformers' `AutoModel` finds the code beside the weights."""
+"""By this transformers' `AutoModel` finds the code that comes with the weights."""
 
 _ABOUT = ("run", "step", "reasons", "initialisation", "training_data", "tokenizer_sha256")
+
+
+class Attestation(NamedTuple):
+    """What a ledger proves of a checkpoint.
+
+    Attributes:
+        card: the privacy card of its run, or None where no ledger attests anything.
+        reason: then why not.
+    """
+
+    card: dict[str, Any] | None
+    reason: str = ""
+
+    @property
+    def formal_guarantee(self) -> bool:
+        return self.card is not None and bool(self.card["formal_guarantee"])
+
+    @property
+    def epsilon(self) -> float | None:
+        """Epsilon of the whole run as far as its ledger goes, so at least that of the checkpoint."""
+        return self.card["epsilon"] if self.card is not None and self.formal_guarantee else None
+
+    def facts(self) -> dict[str, Any]:
+        """What config.json and the console state; epsilon only with a guarantee."""
+        facts: dict[str, Any] = {"formal_guarantee": self.formal_guarantee, "attested": self.card is not None}
+        if self.card is None:
+            return facts | {"not_attested_because": self.reason}
+        if self.formal_guarantee:
+            return facts | {"epsilon": self.epsilon, "delta": self.card["delta"]}
+        return facts | {"reasons": self.card["reasons"]}
+
+
+def attest(checkpoint: Path, manifest: Mapping[str, Any]) -> Attestation:
+    """The card of the run folder around a checkpoint, if its ledger is whole and knows this checkpoint's moment."""
+    proof = proof_of(checkpoint, manifest)
+    if proof.state is None:
+        return Attestation(None, proof.reason)
+    try:
+        card = build_card(checkpoint.resolve().parent.parent)
+    except (PrivacyStateRefused, PrivacyConfigError):
+        return Attestation(None, "the ledger beside it is broken")
+    return Attestation({**card, "run_dir": card["run_name"]})
 
 
 def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool = False) -> Attestation:
     """Writes the folder `out`, whole or not at all.
 
     Args:
-        form: "hf": the encoder as ViTModel in `out`, the whole model in a folder of its kind inside; "safetensors": our own
-            names; "timm": the encoder under timm's names.
+        form: "hf" writes the encoder as ViTModel in `out`, the whole model in a folder of its kind inside; "safetensors" our own
+            names; "timm" the encoder under timm's names.
         encoder_only: leaves the rest of the model out.
 
     Raises:
@@ -99,7 +143,7 @@ def _write_huggingface(
 
 
 def _write_own(folder: Path, opened: OpenedModel, about: dict[str, Any]) -> None:
-    """Our names, with the source that builds the model from them and, for captions, the tokenizer."""
+    """Writes our names, with the source that builds the model from them and, for captions, the tokenizer."""
     automatic: dict[str, Any] = {}
     if isinstance(opened.task, CaptioningTask):
         _write_tokenizer(folder, opened.task)
@@ -133,9 +177,9 @@ def _write_timm(folder: Path, encoder: VisionTransformer, about: dict[str, Any])
 
 
 def _write_tokenizer(folder: Path, task: CaptioningTask) -> None:
-    """tokenizer.json, and what transformers wants beside it to write texts and captions as evaluation does.
+    """Writes tokenizer.json, and what else transformers needs to write texts and captions as evaluation does.
 
-    A file that leaves out start and end, or cuts and pads by itself, is changed in that alone; any other is copied.
+    A file that leaves out start and end, or cuts and pads by itself, is changed in that alone; any other file is copied.
     """
     tokenizer, config = Tokenizer.from_file(str(task.tokenizer_path)), task.model_config
     special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}

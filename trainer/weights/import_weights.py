@@ -4,6 +4,7 @@ Such a checkpoint is marked: no ledger attests what its authors claim, so it has
 from it only where whoever imported it declared the data behind it public or synthetic.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from safetensors.torch import save_file
-from torch import Tensor
 
 from data.examples.tokenizer import CaptionTokenizer
 from models.config import CaptionerConfig
@@ -24,7 +24,7 @@ from trainer.checkpoints.read import FORMAT, MANIFEST, file_digest, sealed
 from trainer.errors import ConfigError
 from trainer.run.files import new_folder
 from trainer.weights.open_model import TOKENIZER
-from trainer.weights.provenance import IMPORTED
+from trainer.weights.provenance import IMPORTED, Start
 
 Provenance = Literal["private", "public", "synthetic"]
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
@@ -37,7 +37,7 @@ class Declared(NamedTuple):
     """What whoever imports says of the weights; nobody can check it.
 
     Attributes:
-        provenance: of the data behind them, with respect to the private data of later runs; None is what an exported folder
+        provenance: what the data behind them are to the private data of later runs; None takes what an exported folder
             states, or else "private".
         claim: what their authors claim of their privacy, in words.
     """
@@ -59,18 +59,28 @@ def import_weights(
 
     Args:
         kind, source, unstated: as for `models.converters.read_foreign`.
-        tokenizer: of a captioner: the tokenizer.json that it was trained with; an exported folder has it.
+        tokenizer: the tokenizer.json that a captioner was trained with; an exported folder has it.
 
     Raises:
         WeightsError, ModelConfigError, DataError: not such a file, or not of the expected structure.
         ConfigError: `out` is there, no tokenizer or one of another size, or a declaration against an exported folder's own.
     """
     config, parameters = read_foreign(kind, source, unstated)
-    exported = _about_export(source)
+    exported: dict[str, Any] = {}  # what an exported folder says of its origin: a claim, but not to be lost on the way
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(((source if source.is_dir() else source.parent) / CONFIG).read_text())
+        about = content.get("about") if isinstance(content, dict) else None
+        exported = about if isinstance(about, dict) else {}
     facts: dict[str, Any] = {}
     if isinstance(config, CaptionerConfig):
         tokenizer = _tokenizer(tokenizer, source, exported, config)
-        config = _with_tokens(config, CaptionTokenizer.from_file(tokenizer), tokenizer)
+        tokens = CaptionTokenizer.from_file(tokenizer)
+        if tokens.vocab_size != config.vocab_size:
+            raise ConfigError(
+                f"{tokenizer} has {tokens.vocab_size:,} tokens, but the weights {config.vocab_size:,}: give the tokenizer that "
+                "they were trained with"
+            )
+        config = replace(config, pad_id=tokens.pad_id, bos_id=tokens.bos_id, eos_id=tokens.eos_id)
         facts["tokenizer_sha256"] = file_digest(tokenizer)
     elif tokenizer is not None:
         raise ConfigError("--tokenizer is for captioners; these weights are none")
@@ -95,37 +105,24 @@ def import_weights(
         "training_data": _training_data(declared.provenance, exported, source),
         "parameters": {name: list(shape) for name, shape in parameter_shapes(config).items()},
     }
+    assert parameters.keys() == parameter_shapes(config).keys()
     with new_folder(out) as folder:
         if isinstance(config, CaptionerConfig) and tokenizer is not None:
             shutil.copy(tokenizer, folder / TOKENIZER)
-        manifest = _write(folder, manifest, parameters)
+        # One file as of a single rank; see trainer/checkpoints/read.py.
+        save_file({f"param|{name}|0": value.reshape(-1) for name, value in parameters.items()}, folder / _WEIGHTS)
+        manifest = sealed({**manifest, "files": {_WEIGHTS: file_digest(folder / _WEIGHTS)}})
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
     return manifest
 
 
-def _write(folder: Path, manifest: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """One file as of a single rank; see trainer/checkpoints/read.py."""
-    assert parameters.keys() == manifest["parameters"].keys()
-    save_file({f"param|{name}|0": value.reshape(-1) for name, value in parameters.items()}, folder / _WEIGHTS)
-    whole = sealed({**manifest, "files": {_WEIGHTS: file_digest(folder / _WEIGHTS)}})
-    (folder / MANIFEST).write_text(json.dumps(whole, indent=1, sort_keys=True))
-    return whole
-
-
-def _about_export(source: Path) -> dict[str, Any]:
-    """What an exported folder, in whatever format, says of its origin: a claim, but not to be lost on the way."""
-    try:
-        content = json.loads(((source if source.is_dir() else source.parent) / CONFIG).read_text())
-    except (OSError, ValueError):
-        return {}
-    about = content.get("about") if isinstance(content, dict) else None
-    return about if isinstance(about, dict) else {}
-
-
 def _training_data(provenance: Provenance | None, exported: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """For the manifest. Shard hashes of public data survive, so that a later run still recognises its own data."""
+    """What the manifest says of the data. Hashes of public shards survive, so that a later run recognises its own data."""
     stated = exported.get("training_data")
     stated = stated if isinstance(stated, dict) else {}
-    known = "private" if _starts_private(exported.get("initialisation")) else stated.get("provenance")
+    # A guarantee, if a run behind it had one, is attested no more.
+    starts_private = any(link.training_data == "private" for link in Start.of(exported).chain())
+    known = "private" if starts_private else stated.get("provenance")
     if exported and known not in PROVENANCES:
         known = "private"
     if known not in PROVENANCES:
@@ -137,15 +134,6 @@ def _training_data(provenance: Provenance | None, exported: Mapping[str, Any], s
     return {"provenance": known} if known == "private" else dict(stated)
 
 
-def _starts_private(link: Any) -> bool:
-    """Whether the chain of starts meets private data: their guarantee, if there was one, is attested no more."""
-    while isinstance(link, dict):
-        if link.get("training_data") == "private":
-            return True
-        link = link.get("before_that")
-    return False
-
-
 def _tokenizer(given: Path | None, source: Path, exported: Mapping[str, Any], config: CaptionerConfig) -> Path:
     beside = source / TOKENIZER
     if given is None and not beside.is_file():
@@ -153,22 +141,13 @@ def _tokenizer(given: Path | None, source: Path, exported: Mapping[str, Any], co
             f"{source} holds a captioner of {config.vocab_size:,} tokens: give its tokenizer.json with --tokenizer (DP-Cap's "
             "is data/tokenizer/bert-base-uncased.json)"
         )
-    found = given or beside
-    if not found.is_file():
-        raise ConfigError(f"--tokenizer {found} does not exist")
-    wanted = exported.get("tokenizer_sha256")
-    if wanted is not None and file_digest(found) != wanted:
-        raise ConfigError(f"{found} is not the tokenizer that {source} was trained with: its SHA-256 differs")
-    return found
-
-
-def _with_tokens(config: CaptionerConfig, tokenizer: CaptionTokenizer, path: Path) -> CaptionerConfig:
-    if tokenizer.vocab_size != config.vocab_size:
-        raise ConfigError(
-            f"{path} has {tokenizer.vocab_size:,} tokens, but the weights {config.vocab_size:,}: give the tokenizer that "
-            "they were trained with"
-        )
-    return replace(config, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id)
+    path = given or beside
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer {path} does not exist")
+    stated = exported.get("tokenizer_sha256")
+    if stated is not None and file_digest(path) != stated:
+        raise ConfigError(f"{path} is not the tokenizer that {source} was trained with: its SHA-256 differs")
+    return path
 
 
 def _digest(source: Path) -> str:

@@ -90,7 +90,7 @@ def model_card(opened: OpenedModel, form: str, card: dict[str, Any] | None, reas
     """The page.
 
     Args:
-        form: as in `trainer.export`.
+        form: as in `trainer.weights.export`.
         card: the privacy card of the run, or None where nothing attests one.
         reason: then why not.
     """
@@ -98,12 +98,21 @@ def model_card(opened: OpenedModel, form: str, card: dict[str, Any] | None, reas
     kind = opened.task.kind
     name = cell(manifest.get("run", "model"))
     what = kind.replace("_", " ") if form == "safetensors" else f"encoder of a {kind.replace('_', ' ')}"
+    formal = "true" if card is not None and card["formal_guarantee"] else "false"
+    trained = manifest.get("training_data", {}).get("provenance", "unknown")
+    origin = [
+        f"training data: declared {cell(trained)}",
+        f"before training: {cell(initialisation_statement(manifest))}",
+        f"tokenizer: SHA-256 {cell(manifest.get('tokenizer_sha256', 'none'))}",
+    ]
     parts = [
-        _front_matter(form, card),
+        f"---\nlibrary_name: {({'hf': 'transformers', 'timm': 'timm'}).get(form, 'safetensors')}\n"
+        f"tags: [vision{', differential-privacy' if formal == 'true' else ''}]\n"
+        f"formal_guarantee: {formal}\nguarantee_attested: {'false' if card is None else 'true'}\n---",
         f"# {name}, step {manifest['step']:,}",
         f"The {what} ({cell(manifest['model']['size'])}) after step {manifest['step']:,} of run {name}.",
         f"## Privacy\n\n{_privacy(manifest, card, reason)}",
-        f"## Where the weights come from\n\n{_provenance(manifest)}",
+        f"## Where the weights come from\n\n{bullets(origin)}",
         f"## Loading\n\n{_loading(form, kind, encoder_only)}",
         f"## Images\n\n{_IMAGES}",
     ]
@@ -121,19 +130,6 @@ _IMAGES = (
 )
 
 
-def _front_matter(form: str, card: dict[str, Any] | None) -> str:
-    library = {"hf": "transformers", "timm": "timm"}.get(form, "safetensors")
-    formal = "true" if card is not None and card["formal_guarantee"] else "false"
-    attested = "false" if card is None else "true"
-    lines = [
-        f"library_name: {library}",
-        "tags: [vision, differential-privacy]" if formal == "true" else "tags: [vision]",
-        f"formal_guarantee: {formal}",
-        f"guarantee_attested: {attested}",
-    ]
-    return "---\n" + "\n".join(lines) + "\n---"
-
-
 def _privacy(manifest: dict[str, Any], card: dict[str, Any] | None, reason: str) -> str:
     if card is None:
         return (
@@ -148,17 +144,6 @@ def _privacy(manifest: dict[str, Any], card: dict[str, Any] | None, reason: str)
         f"**formal_guarantee: true, {epsilon} at delta {card['delta']:.6g}**, of every attempt that the run's ledger holds (so "
         "at least that of this checkpoint). The card below says what that means and how to recheck it; `privacy_card.json` "
         "holds it for programs."
-    )
-
-
-def _provenance(manifest: dict[str, Any]) -> str:
-    trained = manifest.get("training_data", {}).get("provenance", "unknown")
-    return bullets(
-        [
-            f"training data: declared {cell(trained)}",
-            f"before training: {cell(initialisation_statement(manifest))}",
-            f"tokenizer: SHA-256 {cell(manifest.get('tokenizer_sha256', 'none'))}",
-        ]
     )
 
 

@@ -7,7 +7,7 @@ somewhere (`find_tokenizer`).
     >>> loss_B = opened.model(**opened.task.synthetic_inputs(2))
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +32,12 @@ from trainer.tasks.masked_autoencoding import MaskedAutoencodingTask
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = "tokenizer.json"
-"""Beside a manifest: the tokenizer of an imported captioner."""
+"""Name of an imported captioner's tokenizer, in the folder of its manifest."""
 
 
 class OpenedModel(NamedTuple):
-    """
+    """A model with what is known of it.
+
     Attributes:
         model: in evaluation mode, on one device.
         task: makes examples as the model takes them (`task.make_example(train=False)`), knows the tokenizer.
@@ -64,7 +65,7 @@ def open_model(
         path: a checkpoint's folder, or a run folder, of which the newest whole checkpoint is taken.
         dtype: of parameters and fixed positions.
         use_average: the moving average of the weights (train.ema_decay).
-        tokenizer: of a captioner whose run folder is gone.
+        tokenizer: the tokenizer of a captioner whose run folder is gone.
 
     Raises:
         ConfigError: no checkpoint, damaged, no average, weights that are NaN or infinite, or another tokenizer than it was
@@ -117,24 +118,19 @@ def find_tokenizer(checkpoint: Path, manifest: Mapping[str, Any], given: Path | 
     Raises:
         ConfigError: none of them has these bytes.
     """
-    wanted = manifest.get("tokenizer_sha256")
-    candidates = [given] if given is not None else list(_tokenizers(checkpoint))
+    stated = manifest.get("tokenizer_sha256")
+    candidates = [given] if given is not None else [checkpoint / TOKENIZER]
+    if given is None:
+        data = _data_of_run(checkpoint)
+        candidates += [EMBEDDED_TOKENIZER] if data is None else [ROOT / data.tokenizer, EMBEDDED_TOKENIZER]
     for path in candidates:
-        if path.is_file() and file_digest(path) == wanted:
+        if path.is_file() and file_digest(path) == stated:
             return path
     looked_at = ", ".join(str(path) for path in candidates)
     raise ConfigError(
-        f"{checkpoint}: the tokenizer that it was trained with (SHA-256 {str(wanted)[:16]}...) is not at {looked_at}; "
+        f"{checkpoint}: the tokenizer that it was trained with (SHA-256 {str(stated)[:16]}...) is not at {looked_at}; "
         f"put it beside the manifest as {TOKENIZER}"
     )
-
-
-def _tokenizers(checkpoint: Path) -> Iterator[Path]:
-    yield checkpoint / TOKENIZER
-    data = _data_of_run(checkpoint)
-    if data is not None:
-        yield ROOT / data.tokenizer
-    yield EMBEDDED_TOKENIZER
 
 
 def _data_of_run(checkpoint: Path) -> DataSection | None:

@@ -1,63 +1,138 @@
-"""What is known of the weights that a run started from, in one or two sentences."""
+"""What is known of the weights that a run started from, and what a ledger proves of a checkpoint.
 
-from collections.abc import Mapping
-from typing import Any
+Reads the ledger and public files of run folders; nothing under `private/` is opened.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from models.adapters import is_adapter
+from privacy.card.report import read_snapshot
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger.records import LedgerState
 
 IMPORTED = "imported"
 
 
-def initialisation_statement(facts: Mapping[str, Any]) -> str:
+class Start(BaseModel):
+    """What weights began from, as the `initialisation` of a manifest states it.
+
+    Attributes:
+        kind: "random", "checkpoint" (of another run) or "imported"; any other word says nothing.
+        training_data: provenance of the data behind a checkpoint.
+        guarantee: epsilon and delta that a ledger proves of that run.
+        at_random: parameters that did not come from the start.
+        before_that: what that run started from.
+        format, file, sha256, claim: of an import: its source, and what its authors claim of its privacy.
     """
-    Args:
-        facts: of a manifest; only `initialisation` is looked at.
-    """
-    start = facts.get("initialisation")
-    start = start if isinstance(start, dict) else {"kind": start}
-    if start.get("kind") == "random":
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str | None = None
+    run: str | None = None
+    step: int | None = None
+    training_data: str | None = None
+    guarantee: dict[str, Any] | None = None
+    at_random: tuple[str, ...] = ()
+    before_that: "Start | None" = None
+    format: str | None = None
+    file: str | None = None
+    sha256: str | None = None
+    claim: str | None = None
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> "Start":
+        """The start that a manifest states; one of no kind where it states nothing that can be read."""
+        try:
+            return cls.model_validate(manifest.get("initialisation"))
+        except ValidationError:
+            return cls()
+
+    def chain(self) -> Iterator["Start"]:
+        """This start and those behind it, the newest first."""
+        start: Start | None = self
+        while start is not None:
+            yield start
+            start = start.before_that
+
+
+def initialisation_statement(manifest: Mapping[str, Any]) -> str:
+    """What a manifest's weights started from, in one or two sentences."""
+    return _statement(Start.of(manifest))
+
+
+def _statement(start: Start) -> str:
+    if start.kind == "random":
         return "None: the model was initialised at random."
-    if start.get("kind") == IMPORTED:
-        return imported_statement(start)
-    if start.get("kind") != "checkpoint":
+    if start.kind == IMPORTED:
+        claim = f" Stated with the import: {start.claim!r}." if start.claim else ""
+        return (
+            f"Imported from the {start.format} file {start.file!r} (SHA-256 {str(start.sha256)[:16]}...): what its authors "
+            f"claim of its privacy is not attested by anything here.{claim}"
+        )
+    if start.kind != "checkpoint":
         return "The model was not initialised at random: the data behind its initial weights is outside of the claim."
-    weights = f"The initial weights{_but(start.get('at_random'))}"
-    origin = f"{weights} are those of step {start.get('step')} of run {start.get('run')!r}"
-    before = start.get("before_that")
-    if isinstance(before, dict) and before.get("kind") == IMPORTED:
-        who = f"whoever imported them declared the data behind them {start.get('training_data')}"
-        return f"{origin}: {who}. {imported_statement(before)}"
-    behind = f" Before that: {initialisation_statement({'initialisation': before})}" if _is_a_run(before) else ""
-    if start.get("training_data") in ("public", "synthetic"):
-        return f"{origin}, trained on data that its recipe declares {start['training_data']}.{behind}"
-    guarantee = start.get("guarantee") or {}
-    if not guarantee:
+    # What did not come from the start: parts by their outermost module, and adapters, which lie inside of parts.
+    parts = sorted({name.partition(".")[0] for name in start.at_random if not is_adapter(name)})
+    left_out = [f"those of {', '.join(parts)}"] if parts else []
+    if any(is_adapter(name) for name in start.at_random):
+        left_out.append("the low-rank adapters")
+    but = f" (all but {' and '.join(left_out)}, which began anew)" if left_out else ""
+    origin = f"The initial weights{but} are those of step {start.step} of run {start.run!r}"
+    before = start.before_that
+    if before is not None and before.kind == IMPORTED:
+        who = f"whoever imported them declared the data behind them {start.training_data}"
+        return f"{origin}: {who}. {_statement(before)}"
+    behind = f" Before that: {_statement(before)}" if before is not None and before.kind == "checkpoint" else ""
+    if start.training_data in ("public", "synthetic"):
+        return f"{origin}, trained on data that its recipe declares {start.training_data}.{behind}"
+    if not start.guarantee:
         return f"{origin}, trained on private data without a guarantee that a ledger proves.{behind}"
     return (
-        f"{origin}, trained on private data with epsilon {guarantee.get('epsilon')} at delta {guarantee.get('delta')} of "
-        "its own. Where its data and this run's overlap, the two compose: this card's epsilon alone is not the total."
-        f"{behind}"
+        f"{origin}, trained on private data with epsilon {start.guarantee.get('epsilon')} at delta "
+        f"{start.guarantee.get('delta')} of its own. Where its data and this run's overlap, the two compose: this card's "
+        f"epsilon alone is not the total.{behind}"
     )
 
 
-def _but(at_random: Any) -> str:
-    """What of the model did not come from the start: parts by their outermost module, and adapters, which lie inside of parts."""
-    names = [str(name) for name in at_random] if isinstance(at_random, list) else []
-    parts = sorted({name.partition(".")[0] for name in names if not is_adapter(name)})
-    left_out = [f"those of {', '.join(parts)}"] if parts else []
-    if any(is_adapter(name) for name in names):
-        left_out.append("the low-rank adapters")
-    return f" (all but {' and '.join(left_out)}, which began anew)" if left_out else ""
+class Proof(NamedTuple):
+    """The whole ledger around a checkpoint that it knows, or None and why there is none."""
+
+    state: LedgerState | None
+    reason: str = ""
+
+    @property
+    def formal_guarantee(self) -> bool:
+        return self.state is not None and self.state.plan.formal_guarantee
 
 
-def _is_a_run(start: Any) -> bool:
-    return isinstance(start, dict) and start.get("kind") == "checkpoint"
+def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
+    """Reads the ledger of the run folder around a checkpoint; a broken one proves nothing."""
+    try:
+        return require_proof_of(checkpoint, manifest)
+    except (PrivacyStateRefused, PrivacyConfigError):
+        return Proof(None, "the ledger beside it is broken")
 
 
-def imported_statement(start: Mapping[str, Any]) -> str:
-    """Of weights that come from elsewhere: nothing about them is attested."""
-    claim = f" Stated with the import: {start['claim']!r}." if start.get("claim") else ""
-    return (
-        f"Imported from the {start.get('format')} file {start.get('file')!r} (SHA-256 {str(start.get('sha256'))[:16]}...): "
-        f"what its authors claim of its privacy is not attested by anything here.{claim}"
-    )
+def require_proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
+    """Reads the ledger of the run folder around a checkpoint.
+
+    Raises:
+        PrivacyStateRefused, PrivacyConfigError: the ledger is broken.
+    """
+    checkpoint = checkpoint.resolve()
+    ledger = checkpoint.parent.parent / "ledger.jsonl"
+    if checkpoint.parent.name != "checkpoints" or not ledger.is_file():
+        return Proof(None, "there is no ledger beside it")
+    state = read_snapshot(ledger).state
+    guaranteed = state.plan.formal_guarantee
+    position = manifest.get("ledger") or {}
+    seq = position.get("seq")
+    if type(seq) is not int or not 0 <= seq < len(state.hashes) or state.hashes[seq] != position.get("hash"):
+        return Proof(None, "the ledger beside it is that of another run, or was rolled back")
+    if guaranteed and not manifest.get("formal_guarantee"):
+        return Proof(None, "its manifest claims no guarantee, although the ledger beside it does")
+    return Proof(state)

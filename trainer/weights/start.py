@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from data.index.tar_index import ExampleTable
 from models.adapters import is_adapter
 from models.layers import resized_positions
-from privacy.card.report import read_snapshot
 from trainer.checkpoints.read import MANIFEST, Checkpoint, newest_checkpoint
 from trainer.config.recipe import InitSection, RunConfig
 from trainer.errors import ConfigError
-from trainer.weights.provenance import IMPORTED
+from trainer.weights.provenance import IMPORTED, Start, require_proof_of
 
 _HASH_DIGITS = 16
 
@@ -54,19 +53,12 @@ def find_checkpoint(config: InitSection, root: Path) -> Checkpoint:
         return Checkpoint(path)
     newest = newest_checkpoint(path / "checkpoints")
     if newest is None:
-        raise ConfigError(
-            f"init.checkpoint {path} is neither a checkpoint nor a run folder with one{_how_to_make(path, root)}"
-        )
+        recipe, hint = root / "recipes" / f"{path.name}.toml", ""
+        if recipe.is_file():  # recipes begin with their command
+            command = recipe.read_text().partition("\n")[0].removeprefix("# ")
+            hint = f"; make it first: {command} (init.parts=none starts at random instead)"
+        raise ConfigError(f"init.checkpoint {path} is neither a checkpoint nor a run folder with one{hint}")
     return Checkpoint(newest)
-
-
-def _how_to_make(path: Path, root: Path) -> str:
-    """The command of the shipped recipe whose run has this name; recipes begin with their command."""
-    recipe = root / "recipes" / f"{path.name}.toml"
-    if not recipe.is_file():
-        return ""
-    command = recipe.read_text().partition("\n")[0].removeprefix("# ")
-    return f"; make it first: {command} (init.parts=none starts at random instead)"
 
 
 def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: ExampleTable) -> dict[str, Any]:
@@ -85,60 +77,46 @@ def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: Examp
         "before_that": manifest.get("initialisation"),
     }
     if behind["provenance"] == "private":
-        facts["guarantee"] = _guarantee(checkpoint)
+        state = require_proof_of(checkpoint.path, manifest).state
+        epsilon = state.epsilon() if state is not None else None
+        delta = state.plan.target_delta if state is not None else None
+        facts["guarantee"] = None if epsilon is None else {"epsilon": epsilon, "delta": delta}
     else:
         facts["shards"] = behind.get("shards", [])  # a run that starts from this one must recognise its data too
     if config.privacy.enabled:
-        _refuse_unprotected(checkpoint, facts)
-        _refuse_own_data(checkpoint, facts, table)
+        _refuse_unprotected(checkpoint, Start.of({"initialisation": facts}))
+        # Shards are known by their bytes, whatever their names; every link of the chain of starts is looked at.
+        if not {entry.sha256[:_HASH_DIGITS] for entry in table.entries}.isdisjoint(_stated_shards(facts)):
+            raise ConfigError(
+                f"init.checkpoint {checkpoint.path}, or a run behind it, was trained on shards of this run's private data, "
+                "which it declares public or synthetic; a private run cannot start from it"
+            )
     return facts
 
 
-def _guarantee(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Epsilon and delta of the run behind a checkpoint, from the ledger in its run folder; None without a claim."""
-    ledger = checkpoint.path.parent.parent / "ledger.jsonl"
-    if not checkpoint.manifest.get("formal_guarantee") or not ledger.is_file():
-        return None
-    state = read_snapshot(ledger).state
-    position = checkpoint.manifest.get("ledger") or {}
-    seq, line_hash = position.get("seq"), position.get("hash")
-    if not isinstance(seq, int) or not 0 <= seq < len(state.hashes) or state.hashes[seq] != line_hash:
-        return None  # the ledger of another run, or one that was rolled back
-    epsilon = state.epsilon()
-    return None if epsilon is None else {"epsilon": epsilon, "delta": state.plan.target_delta}
-
-
-def _refuse_unprotected(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:
-    """Every link of the chain of starts: private data count only with a guarantee that a ledger proves."""
-    link: Any = facts
-    while isinstance(link, dict) and link.get("kind") == "checkpoint":
-        if link["training_data"] == "private" and not link.get("guarantee"):
-            before = link["before_that"]
-            if isinstance(before, dict) and before.get("kind") == IMPORTED:
+def _refuse_unprotected(checkpoint: Checkpoint, start: Start) -> None:
+    """Looks at every link of the chain of starts: private data count only with a guarantee that a ledger proves."""
+    first = start
+    for link in start.chain():
+        first = link
+        if link.kind != "checkpoint":
+            break
+        if link.training_data == "private" and not link.guarantee:
+            before = link.before_that
+            if before is not None and before.kind == IMPORTED:
                 raise ConfigError(
-                    f"init.checkpoint {checkpoint.path} goes back to weights imported from {before.get('file')}, and no "
+                    f"init.checkpoint {checkpoint.path} goes back to weights imported from {before.file}, and no "
                     "ledger here proves what was done with their data; a private run cannot start from it. If those are "
                     "public or synthetic with respect to this run's data, import it again with --provenance"
                 )
             raise ConfigError(
-                f"init.checkpoint {checkpoint.path}: run {link['run']} trained on private data, and no ledger beside the "
+                f"init.checkpoint {checkpoint.path}: run {link.run} trained on private data, and no ledger beside the "
                 "checkpoint proves a guarantee; a private run cannot start from it. If its data are public or synthetic, "
                 'train it with data.provenance = "public" or "synthetic"'
             )
-        link = link["before_that"]
-    if not isinstance(link, dict) or link.get("kind") not in ("random", IMPORTED):
+    if first.kind not in ("random", IMPORTED):
         raise ConfigError(
             f"init.checkpoint {checkpoint.path} does not say what its weights started from; a private run cannot start from it"
-        )
-
-
-def _refuse_own_data(checkpoint: Checkpoint, facts: Mapping[str, Any], table: ExampleTable) -> None:
-    """Shards are known by their bytes, whatever their names; every link of the chain of starts is looked at."""
-    own = {entry.sha256[:_HASH_DIGITS] for entry in table.entries}
-    if not own.isdisjoint(_stated_shards(facts)):
-        raise ConfigError(
-            f"init.checkpoint {checkpoint.path}, or a run behind it, was trained on shards of this run's private data, "
-            "which it declares public or synthetic; a private run cannot start from it"
         )
 
 
@@ -168,9 +146,7 @@ def load_start(
             Or what is taken would mean something else in a way that no shape shows: another number of heads, another norm
             placement, another vocabulary of the same size.
     """
-    _require_same_encoder(checkpoint, model)
-    if config.parts == "all":
-        _require_same_rest(checkpoint, model, tokenizer_sha256)
+    _require_same_meaning(checkpoint, model, config, tokenizer_sha256)
     fresh = []
     for name, parameter in model.named_parameters():
         is_new_adapter = is_adapter(name) and name not in checkpoint.shapes
@@ -187,8 +163,10 @@ def load_start(
     return fresh
 
 
-def _require_same_encoder(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """The encoder's weights mean what they meant: nothing of it is left out, and only the image size may differ."""
+def _require_same_meaning(
+    checkpoint: Checkpoint, model: nn.Module, init: InitSection, tokenizer_sha256: str | None
+) -> None:
+    """The weights that are taken mean what they meant: nothing of the encoder is left out, and only sizes may differ."""
     names = {name for name, _ in model.named_parameters()}
     left_out = sorted(name for name in checkpoint.shapes if name.startswith("encoder.") and name not in names)
     if left_out:
@@ -197,28 +175,28 @@ def _require_same_encoder(checkpoint: Checkpoint, model: nn.Module) -> None:
             "(model.size, model.overrides)"
         )
     config: Any = model.config
-    different = _first_difference(checkpoint.manifest.get("model", {}).get("encoder", {}), asdict(config.encoder))
-    if different is not None:
-        name, theirs, ours = different
+    manifest, ours = checkpoint.manifest, asdict(config)
+    difference = _first_difference(manifest.get("model", {}).get("encoder", {}), ours["encoder"])
+    if difference is not None:
+        name, before, now = difference
         raise ConfigError(
-            f"{checkpoint.path}: the encoder's {name} is {theirs!r}, the model's is {ours!r}; set model.size and "
+            f"{checkpoint.path}: the encoder's {name} is {before!r}, the model's is {now!r}; set model.size and "
             "model.overrides to the checkpoint's"
         )
-
-
-def _require_same_rest(checkpoint: Checkpoint, model: nn.Module, tokenizer_sha256: str | None) -> None:
-    """The same of everything but the encoder."""
-    rest = 'set model.overrides to the checkpoint\'s, or init.parts = "encoder"'
-    config: Any = model.config
-    different = _first_difference(checkpoint.manifest.get("model", {}), asdict(config))
-    if different is not None:
-        name, theirs, ours = different
-        raise ConfigError(f"{checkpoint.path}: {name} is {theirs!r}, the model's is {ours!r}; {rest}")
-    theirs = checkpoint.manifest.get("tokenizer_sha256")
-    if tokenizer_sha256 is not None and theirs not in (None, tokenizer_sha256):
+    if init.parts != "all":
+        return
+    difference = _first_difference(manifest.get("model", {}), ours)
+    if difference is not None:
+        name, before, now = difference
         raise ConfigError(
-            f"{checkpoint.path} was trained with another tokenizer (SHA-256 {theirs[:16]}...) than data.tokenizer: its words "
-            'would be scrambled; set data.tokenizer to that one, or init.parts = "encoder"'
+            f"{checkpoint.path}: {name} is {before!r}, the model's is {now!r}; set model.overrides to the checkpoint's, or "
+            'init.parts = "encoder"'
+        )
+    tokenizer = manifest.get("tokenizer_sha256")
+    if tokenizer_sha256 is not None and tokenizer not in (None, tokenizer_sha256):
+        raise ConfigError(
+            f"{checkpoint.path} was trained with another tokenizer (SHA-256 {tokenizer[:16]}...) than data.tokenizer: its "
+            'words would be scrambled; set data.tokenizer to that one, or init.parts = "encoder"'
         )
 
 
@@ -234,19 +212,19 @@ def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tup
     for name, value in ours.items():
         other = theirs.get(name, value)
         if isinstance(value, Mapping) and isinstance(other, Mapping):
-            found = _first_difference(other, value)
-            if found is not None:
-                return f"{name}.{found[0]}", found[1], found[2]
+            inner = _first_difference(other, value)
+            if inner is not None:
+                return f"{name}.{inner[0]}", inner[1], inner[2]
         elif name not in _MAY_DIFFER and other != value:
             return name, other, value
     return None
 
 
-def _resized(table_1TD: Tensor, wanted: torch.Size, what: str) -> Tensor:
+def _resized(table_1TD: Tensor, target: torch.Size, what: str) -> Tensor:
     """Learned image positions for another grid: the class token's is kept, the others are interpolated (bicubic)."""
-    grids = [math.isqrt(max(shape[1] - 1, 0)) if len(shape) == 3 else 0 for shape in (table_1TD.shape, wanted)]
-    fits = what.endswith("position.table") and table_1TD.shape[-1] == wanted[-1]
-    if not fits or any(g**2 != s[1] - 1 for g, s in zip(grids, (table_1TD.shape, wanted), strict=True)):
-        raise ConfigError(f"{what} has shape {tuple(table_1TD.shape)}, but the model's is {tuple(wanted)}")
+    grids = [math.isqrt(max(shape[1] - 1, 0)) if len(shape) == 3 else 0 for shape in (table_1TD.shape, target)]
+    fits = what.endswith("position.table") and table_1TD.shape[-1] == target[-1]
+    if not fits or any(g**2 != s[1] - 1 for g, s in zip(grids, (table_1TD.shape, target), strict=True)):
+        raise ConfigError(f"{what} has shape {tuple(table_1TD.shape)}, but the model's is {tuple(target)}")
     old, new = grids
     return resized_positions(table_1TD, (old, old), (new, new))
