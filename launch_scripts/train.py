@@ -99,8 +99,8 @@ def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
         restart = options.restart_from_step_0
         chosen = {"--engine": options.engine, "--run_dir": str(run_dir), "--restart_from_step_0": str(restart)}
         lists = {"required": options.require_env, "may_differ": options.may_differ}
-        said = introduction(os.environ, ROOT, config, machine, chosen, **lists)
-        device = start(ranks, options.rendezvous_seconds, said)
+        settings = introduction(os.environ, ROOT, config, machine, chosen, **lists)
+        device = start(ranks, options.rendezvous_seconds, settings)
         if ranks.is_main:
             print(resolved(options.recipe, options.overrides).what_is_public(config), flush=True)
         from trainer.run.start import train

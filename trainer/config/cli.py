@@ -17,7 +17,7 @@ OPEN_FILES = 128
 
 
 class Parser(argparse.ArgumentParser):
-    """Of every command and of its subcommands: a bad argument is a ConfigError, not a block of usage.
+    """The parser of every command and subcommand: a bad argument is a ConfigError, not a block of usage.
 
     Raises:
         ConfigError: by `parse_args`, in argparse's words; also for text that is no UTF-8 and for NaN and for
@@ -64,25 +64,25 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception as error:
-        said = in_one_line(error)
-        if said is None:
+        known = in_one_line(error)
+        if known is None:
             raise
-        print(f"error: {said.line}", file=sys.stderr)
-        code = said.exit_code
+        print(f"error: {known.line}", file=sys.stderr)
+        code = known.exit_code
     sys.exit(code)
 
 
 def explain(error: Exception, rank: int) -> bool:
-    """Says why a rank ends: one line for what the user can mend, said once, a traceback for a defect. Whether this rank did."""
+    """Prints why a rank ends: once, in one line, what a user can mend; a traceback for a defect. Whether it is printed."""
     if isinstance(error, RemoteError):
-        return True  # the other rank has
-    said = in_one_line(error)
-    if said is None:
+        return True  # by the other rank
+    known = in_one_line(error)
+    if known is None:
         print(f"error on rank {rank}:", file=sys.stderr)
         traceback.print_exception(error)
     elif rank == 0 or not isinstance(error, ConfigError):  # those come from the command line: every rank has them
-        where = "" if rank == 0 and said.exit_code != 1 else f" on rank {rank}"
-        print(f"error{where}: {said.line}", file=sys.stderr, flush=True)
+        where = "" if rank == 0 and known.exit_code != 1 else f" on rank {rank}"
+        print(f"error{where}: {known.line}", file=sys.stderr, flush=True)
     else:
         return False
     return True
@@ -99,7 +99,7 @@ def print_anything() -> None:
 
 
 def require_open_files() -> None:
-    """Too few of them fail somewhere in the middle, in as many ways as there are libraries.
+    """Refuses too few open files, which fail somewhere in the middle, in as many ways as there are libraries.
 
     Raises:
         ConfigError: this process may open fewer than `OPEN_FILES`.

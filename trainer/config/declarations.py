@@ -1,4 +1,4 @@
-"""What a recipe declares of its data, and of which data it counts: those that it names itself (contract 12)."""
+"""What a recipe declares of its data; it counts only for the data that the recipe names itself (contract 12)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,13 +19,13 @@ class Resolved(NamedTuple):
 
     Attributes:
         tree: what holds.
-        said: the overrides alone, as a tree.
+        overrides: the overrides alone, as a tree.
         reset: keys of the recipe that do not count, since an override names other data.
     """
 
     recipe: Path
     tree: dict[str, Any]
-    said: dict[str, Any]
+    overrides: dict[str, Any]
     reset: list[str]
 
     def what_is_public(self, config: "RunConfig") -> str:
@@ -43,34 +43,34 @@ class Resolved(NamedTuple):
             named.append((what, "heldout.is_public", str(heldout.is_public).lower(), heldout.is_public))
         public, private = [], []
         for what, key, value, is_public in named:
-            who = self.recipe if _leaf(self.said, key) is None else "the command line"
+            who = self.recipe if _leaf(self.overrides, key) is None else "the command line"
             if is_public:
                 public.append(f"{what} ({key} = {value}, declared by {who})")
             else:
                 private.append(what)
-        said = f"public: {', '.join(public) or 'no data'}; private: {', '.join(private) or 'no data'}"
+        line = f"public: {', '.join(public) or 'no data'}; private: {', '.join(private) or 'no data'}"
         if self.reset:
-            said += f"; {self.recipe} declares {', '.join(self.reset)} of other data, which does not count for these"
-        return said
+            line += f"; {self.recipe} declares {', '.join(self.reset)} of other data, which does not count for these"
+        return line
 
 
-def reset_declarations(tree: dict[str, Any], own: Mapping[str, Any], said: Mapping[str, Any]) -> list[str]:
+def reset_declarations(tree: dict[str, Any], recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[str]:
     """Takes out of `tree` what the recipe declares of data that an override replaced, unless an override says it again.
 
     Args:
-        own: the recipe's tree without overrides.
-        said: the overrides alone.
+        recipe: the recipe's tree without overrides.
+        overrides: the overrides alone.
 
     Returns:
         The keys that were taken out.
     """
     reset = []
     for key, declarations in _DECLARED_OF.items():
-        if _leaf(tree, key) == _leaf(own, key):
+        if _leaf(tree, key) == _leaf(recipe, key):
             continue
         for declared in declarations:
             section, _, name = declared.partition(".")
-            if _leaf(said, declared) is None and _leaf(tree, declared) is not None:
+            if _leaf(overrides, declared) is None and _leaf(tree, declared) is not None:
                 del tree[section][name]
                 reset.append(declared)
     return reset
@@ -79,5 +79,5 @@ def reset_declarations(tree: dict[str, Any], own: Mapping[str, Any], said: Mappi
 def _leaf(tree: Mapping[str, Any], key: str) -> Any:
     """The value of `section.name`, None where the tree has none."""
     section, _, name = key.partition(".")
-    held = tree.get(section)
-    return held.get(name) if isinstance(held, Mapping) else None
+    inner = tree.get(section)
+    return inner.get(name) if isinstance(inner, Mapping) else None

@@ -20,13 +20,9 @@ def known_words(kind: type[BaseModel], location: Sequence[Any]) -> tuple[str, ..
         field = section.model_fields.get(part)
         if field is None:
             return ()
-        inner = _section(field.annotation)
+        options = (field.annotation, *get_args(field.annotation))
+        inner = next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
         if inner is None:
             return tuple(word for word in get_args(field.annotation) if isinstance(word, str))
         section = inner
     return tuple(section.model_fields)
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    options = (annotation, *get_args(annotation))
-    return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)

@@ -89,7 +89,7 @@ OFFLOAD_KEYS: Mapping[str, Check] = {
 }
 
 CHECKPOINTING_KEYS: Mapping[str, Check] = {"enabled": _SWITCH, "cpu_checkpointing": _SWITCH}
-"""Of DeepSpeed's keys `cpu_checkpointing`; the others tune its own reentrant implementation, which clipping cannot use."""
+"""Of DeepSpeed's keys only `cpu_checkpointing`: the others tune its reentrant implementation, which clipping cannot use."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,17 @@ def load_machine_settings(path: Path) -> MachineSettings:
         ConfigError: no such file, no JSON, "auto", a key of the recipe's, an unknown key, a value of the wrong kind, a key
             without effect, fp16; names file and key.
     """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Python keeps the last of two equal keys and says nothing."""
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"ds_config {path} has the key {key} twice")
+        return dict(pairs)
+
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _unique(path, pairs))
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except OSError as error:
         raise ConfigError(f"ds_config {path}: {error.strerror}; see ds_configs/ for the shipped ones") from error
     except ConfigError:
@@ -136,9 +145,33 @@ def load_machine_settings(path: Path) -> MachineSettings:
         raise ConfigError(f"ds_config {path} is nested too deeply; no key lies deeper than three objects") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"ds_config {path} must hold a JSON object")
-    _check_top_level(path, raw)
+    for key in raw:
+        if key in RECIPE_KEYS:
+            raise ConfigError(f"ds_config {path}: {key} belongs to the recipe: {RECIPE_KEYS[key]}")
+        _refuse_without_effect(path, key)
+        if key not in MACHINE_KEYS:
+            raise ConfigError(f"ds_config {path}: unknown key {key}")
+    automatic = _find_auto(raw, "")
+    if automatic:
+        raise ConfigError(f'ds_config {path}: {automatic} is "auto"; write the value')
+    if _is_enabled(path, raw, "fp16"):
+        raise ConfigError(
+            f"ds_config {path}: fp16 is refused: its loss scale skips steps depending on single examples; use bf16"
+        )
     zero = _section(path, raw, "zero_optimization")
-    _check_zero(path, zero)
+    for key in zero:
+        _refuse_without_effect(path, f"zero_optimization.{key}")
+    checks = {key: check for key, (_, check) in ZERO_KEYS.items()}
+    _check_values(path, {"stage": None, **zero}, checks, "zero_optimization.")
+    for key in zero:
+        stages = ZERO_KEYS[key][0]
+        if zero["stage"] not in stages:
+            raise ConfigError(
+                f"ds_config {path}: zero_optimization.{key} has no effect at stage {zero['stage']} (only at "
+                f"{' and '.join(map(str, stages))}); remove it"
+            )
+    for key in ("offload_optimizer", "offload_param"):
+        _check_values(path, zero.get(key, {}), OFFLOAD_KEYS, f"zero_optimization.{key}.")
     _check_values(path, _section(path, raw, "bf16"), {"enabled": _SWITCH}, "bf16.")
     checkpointing = _section(path, raw, "activation_checkpointing")
     _check_values(path, checkpointing, CHECKPOINTING_KEYS, "activation_checkpointing.")
@@ -158,46 +191,13 @@ def load_machine_settings(path: Path) -> MachineSettings:
     )
 
 
-def _check_top_level(path: Path, raw: Mapping[str, Any]) -> None:
-    for key in raw:
-        if key in RECIPE_KEYS:
-            raise ConfigError(f"ds_config {path}: {key} belongs to the recipe: {RECIPE_KEYS[key]}")
-        _refuse_without_effect(path, key)
-        if key not in MACHINE_KEYS:
-            raise ConfigError(f"ds_config {path}: unknown key {key}")
-    automatic = _find_auto(raw, "")
-    if automatic:
-        raise ConfigError(f'ds_config {path}: {automatic} is "auto"; write the value')
-    if _is_enabled(path, raw, "fp16"):
-        raise ConfigError(
-            f"ds_config {path}: fp16 is refused: its loss scale skips steps depending on single examples; use bf16"
-        )
-
-
-def _check_zero(path: Path, zero: Mapping[str, Any]) -> None:
-    for key in zero:
-        _refuse_without_effect(path, f"zero_optimization.{key}")
-    _check_values(
-        path, {"stage": None, **zero}, {key: check for key, (_, check) in ZERO_KEYS.items()}, "zero_optimization."
-    )
-    for key in zero:
-        stages = ZERO_KEYS[key][0]
-        if zero["stage"] not in stages:
-            raise ConfigError(
-                f"ds_config {path}: zero_optimization.{key} has no effect at stage {zero['stage']} (only at "
-                f"{' and '.join(map(str, stages))}); remove it"
-            )
-    for key in ("offload_optimizer", "offload_param"):
-        _check_values(path, zero.get(key, {}), OFFLOAD_KEYS, f"zero_optimization.{key}.")
-
-
 def _check_values(path: Path, section: Mapping[str, Any], known: Mapping[str, Check], prefix: str) -> None:
     for key, value in section.items():
         if key not in known:
             raise ConfigError(f"ds_config {path}: unknown key {prefix}{key}; known are {', '.join(known)}")
-        is_good, wanted = known[key]
+        is_good, expected = known[key]
         if not is_good(value):
-            raise ConfigError(f"ds_config {path}: {prefix}{key} must be {wanted}, not {json.dumps(value)}")
+            raise ConfigError(f"ds_config {path}: {prefix}{key} must be {expected}, not {json.dumps(value)}")
 
 
 def _refuse_without_effect(path: Path, key: str) -> None:
@@ -205,19 +205,10 @@ def _refuse_without_effect(path: Path, key: str) -> None:
         raise ConfigError(f"ds_config {path}: {key} has no effect ({NO_EFFECT[key]}); remove it")
 
 
-def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Python keeps the last of two equal keys and says nothing."""
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigError(f"ds_config {path} has the key {key} twice")
-    return dict(pairs)
-
-
-def _section(path: Path, raw: Mapping[str, Any], key: str, prefix: str = "") -> Mapping[str, Any]:
+def _section(path: Path, raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     section = raw.get(key, {})
     if not isinstance(section, dict):
-        raise ConfigError(f"ds_config {path}: {prefix}{key} must be an object")
+        raise ConfigError(f"ds_config {path}: {key} must be an object")
     return section
 
 

@@ -10,12 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import (
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
 from privacy.adaptive_clipping import AdaptiveClipping
@@ -68,7 +63,7 @@ class DataSection(Section):
     """Where the image-text pairs are and how they become tensors."""
 
     provenance: Literal["private", "public", "synthetic"] = "private"
-    """Of runs without privacy: whether a private run may start from their weights. Naming other shards resets it."""
+    """Whether a private run may start from the weights of a run without privacy. Naming other shards resets it."""
 
     shards: str
     """Tar shards: a folder, a glob, a brace range or a comma list, relative to the project root; or URLs."""
@@ -89,14 +84,14 @@ class DataSection(Section):
     num_workers: int = Field(2, ge=0, le=1024)
     """Decoding processes per rank."""
     memory_limit_mib: int = Field(4096, ge=1, le=2**30)
-    """Of the micro-batches that the workers of one rank prepare ahead."""
+    """Memory of the micro-batches that the workers of one rank prepare ahead."""
     bucket_captions: bool = False
     """Captions of like length share a micro-batch: less padding, equal gradients. For runs without privacy."""
     remote: RemoteSection = RemoteSection()
     streaming: bool = False
     """Reads the shards in order through webdataset: for public data in runs without privacy only (data/reading/streaming.py)."""
     deduplication: str | None = None
-    """For the privacy card, in words: how duplicates were removed, which the guarantee does not cover."""
+    """How duplicates were removed, in words for the privacy card; the guarantee does not cover it."""
 
 
 class HeldoutSection(Section):
@@ -107,7 +102,7 @@ class HeldoutSection(Section):
     """Only then may losses, captions and pictures of these examples leave `private/` (contract 12).
     Naming other shards resets it."""
     num_examples: Positive | None = None
-    """Use the first so many; all by default."""
+    """How many examples are used, from the first; all by default."""
     num_captions: int = Field(5, ge=0, le=10_000)
     every_steps: Positive | None = None
     """Also evaluate during training; by default before the first and after the last step."""
@@ -152,32 +147,24 @@ class PrivacySection(Section):
     shared_ledger: str | None = None
     """The data owner's ledger over all runs on these data (launch_scripts/shared_ledger.py); the run reserves its budget."""
     fixed_in_advance: bool = False
-    """The owner's word that this run was fixed before any output of the other runs was seen; else an RDP filter adds it."""
+    """The owner states that this run was fixed before any output of the other runs was seen; else an RDP filter adds it."""
     max_examples_per_owner: Positive | None = None
-    """The data hold at most so many examples of one owner (prepare.py import --max_per_owner): the card adds their epsilon."""
+    """The most examples of one owner in the data (prepare.py import --max_per_owner): the card adds their epsilon."""
     tuning: str | None = None
-    """For the privacy card, in words: how the hyper-parameters were chosen, and on which data."""
+    """How the hyper-parameters were chosen, and on which data, in words for the privacy card."""
     ledger_mirror: str | None = None
     """A second location for the ledger, best on another file system: it detects a rollback of the whole run folder."""
 
     @model_validator(mode="after")
-    def _noise_is_stated(self) -> "PrivacySection":
+    def _keys_fit(self) -> "PrivacySection":
         if self.enabled and (self.noise_multiplier is None) == (self.target_epsilon is None):
             if self.noise_multiplier == 0:
                 raise ValueError("noise_multiplier = 0 gives no guarantee, so it cannot meet a target_epsilon")
             raise ValueError("give exactly one of noise_multiplier and target_epsilon")
-        return self
-
-    @model_validator(mode="after")
-    def _simulations_aim_at_no_epsilon(self) -> "PrivacySection":
         if self.simulation and (not self.enabled or self.target_epsilon is not None):
             raise ValueError(
                 "a simulation has no epsilon: give noise_multiplier, and neither target_epsilon nor enabled = false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adaptive_keys_are_used(self) -> "PrivacySection":
         for name in ("target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std"):
             if getattr(self, name) is not None and self.clipping_function != "adaptive":
                 raise ValueError(f'{name} is for clipping_function = "adaptive", not "{self.clipping_function}"')
@@ -229,13 +216,13 @@ class TrainSection(Section):
     compile: bool = False
     """torch.compile of the model's blocks: minutes at the start, less time per step on a GPU. May change between starts."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Of the initial weights, which are public. No secret and no noise comes from it."""
+    """Seed of the initial weights, which are public. No secret and no noise comes from it."""
     checkpoint_every: Positive | None = None
     """Steps between checkpoints; a crash repeats, and is charged for, the steps since the last. Default: 1/20 of the reserve."""
     keep_checkpoints: Positive = 2
-    """The newest so many."""
+    """How many of the newest checkpoints are kept."""
     keep_every: Positive | None = None
-    """Beside them, every checkpoint whose step is a multiple of this."""
+    """Every checkpoint whose step is a multiple of this is kept, too."""
     async_checkpoints: bool = False
     """Write in the background, from a copy in CPU memory; a crash meanwhile goes back to the checkpoint before."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
@@ -268,33 +255,21 @@ class RunConfig(Section):
         return None if init is not None and init.parts == "none" else init
 
     @model_validator(mode="after")
-    def _streams_are_public(self) -> "RunConfig":
+    def _sections_fit(self) -> "RunConfig":
         if self.data.streaming and (self.privacy.enabled or self.data.provenance == "private"):
             raise ValueError(
                 "data.streaming amplifies no privacy: it needs privacy.enabled = false and data.provenance = public or synthetic"
             )
         if self.data.streaming and self.data.bucket_captions:
             raise ValueError("data.bucket_captions needs random access; remove it or data.streaming")
-        return self
-
-    @model_validator(mode="after")
-    def _shapes_are_no_example_s_business(self) -> "RunConfig":
         if self.data.bucket_captions and self.privacy.enabled:
             raise ValueError(
                 "data.bucket_captions: one long caption changes the shape of its whole micro-batch, and with it how every other "
                 "example's gradient is rounded, which no clipping bounds; remove it, or set privacy.enabled = false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _there_is_noise_to_correct(self) -> "RunConfig":
         noiseless = not self.privacy.enabled or self.privacy.noise_multiplier == 0
         if self.optimizer.noise_bias_correction and noiseless:
             raise ValueError("optimizer.noise_bias_correction: there is no noise to correct for; remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _every_step_moves(self) -> "RunConfig":
         schedule, last = self.schedule, self.train.num_steps
         end = schedule.decay_steps or last
         if schedule.decay == "cosine" and schedule.final_fraction == 0 and end < last:
@@ -316,13 +291,16 @@ def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def resolved(recipe: Path, overrides: Sequence[str] = ()) -> Resolved:
     """A recipe with overrides; one that names other data resets what the recipe declares of its own (contract 12)."""
-    tree, said = read_toml(recipe, "recipe", "see recipes/ for the shipped ones"), dict[str, Any]()
-    own = copy.deepcopy(tree)
-    _refuse_repeated(overrides)
+    tree, changes = read_toml(recipe, "recipe", "see recipes/ for the shipped ones"), dict[str, Any]()
+    written_tree = copy.deepcopy(tree)
+    keys = [override.partition("=")[0] for override in overrides]
+    for key in keys:
+        if keys.count(key) > 1:  # an unquoted {0..9} becomes ten overrides in a shell, of which nine would be lost
+            raise ConfigError(f"override {key} is given more than once; quote patterns, or put them into the recipe")
     for override in overrides:
         _apply(tree, override)
-        _apply(said, override)
-    return Resolved(recipe, tree, said, reset_declarations(tree, own, said))
+        _apply(changes, override)
+    return Resolved(recipe, tree, changes, reset_declarations(tree, written_tree, changes))
 
 
 SectionKind = TypeVar("SectionKind", bound=Section)
@@ -334,17 +312,19 @@ def validated(kind: type[SectionKind], tree: Mapping[str, Any], where: str) -> S
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_first_line(kind, error)}") from error
-
-
-def _refuse_repeated(overrides: Sequence[str]) -> None:
-    """An unquoted {0..9} becomes ten overrides in a shell, of which nine would be lost without a word."""
-    seen: set[str] = set()
-    for override in overrides:
-        key = override.partition("=")[0]
-        if key in seen:
-            raise ConfigError(f"override {key} is given more than once; quote patterns, or put them into the recipe")
-        seen.add(key)
+        errors = error.errors()
+        # A misspelt required key is also a missing one: what was written says more.
+        first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+        key, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            line = f"unknown key {key}" + did_you_mean(first["loc"][-1], known_words(kind, first["loc"][:-1]))
+        elif first["type"] == "missing":
+            line = f"key {key} is missing"
+        else:
+            if first["type"] == "literal_error":
+                message += did_you_mean(first["input"], known_words(kind, first["loc"]))
+            line = f"{key}: {message}" if key else message
+        raise ConfigError(f"{where}: {line}") from error
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -357,21 +337,6 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(tree, dict):
             raise ConfigError(f"override {override!r}: {key} is no section")
     tree[keys[-1]] = toml_value(text)
-
-
-def _first_line(kind: type[Section], error: ValidationError) -> str:
-    found = error.errors()
-    # A misspelt required key is also a missing one: what was written says more.
-    first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
-    where = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {where}" + did_you_mean(first["loc"][-1], known_words(kind, first["loc"][:-1]))
-    if first["type"] == "missing":
-        return f"key {where} is missing"
-    if first["type"] == "literal_error":
-        message += did_you_mean(first["input"], known_words(kind, first["loc"]))
-    return f"{where}: {message}" if where else message
 
 
 def to_toml(config: RunConfig) -> str:

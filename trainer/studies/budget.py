@@ -73,8 +73,8 @@ def _require_same_budget(name: str, budget: BudgetSection, path: Path, opened: M
     ):
         if stated != recorded:
             raise ConfigError(
-                f"study {name}: [budget] {key} is {stated}, but {path} was made with {recorded}, which nothing changes later: set "
-                "it back; another budget needs another --study_dir, and adds to what was spent in this one"
+                f"study {name}: [budget] {key} is {stated}, but {path} was made with {recorded}, which nothing changes later: "
+                "set it back; another budget needs another --study_dir, and adds to what was spent in this one"
             )
 
 
