@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -242,3 +243,29 @@ def test_no_stand_in_for_a_type_outside_of_tests() -> None:
         for node in ast.walk(parsed(path)):
             named = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
             assert named != "SimpleNamespace", f"{relative(path)}:{node.lineno} uses SimpleNamespace"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_a_new_field_of_the_step_fails_types_wherever_a_mechanism_is_built(tmp_path: Path) -> None:
+    """What `train_step` reads must be given by training, the audit's sandbox and the benchmark, or mypy says so.
+
+    mypy gets no paths, so this also shows that its configuration covers all three.
+    """
+    for folder in (*PACKAGES, "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / folder).is_dir() else shutil.copy
+        copy(ROOT / folder, tmp_path / folder)
+    step = tmp_path / "trainer" / "loop" / "step.py"
+    lines = step.read_text().splitlines(keepends=True)
+    (mechanism,) = (n for n in parsed(step).body if isinstance(n, ast.ClassDef) and n.name == "Mechanism")
+    (function,) = (n for n in parsed(step).body if isinstance(n, ast.FunctionDef) and n.name == "train_step")
+    assert mechanism.end_lineno is not None and mechanism.end_lineno < function.body[1].lineno
+    lines.insert(function.body[1].lineno - 1, "    print(mechanism.planted)\n")
+    lines.insert(mechanism.end_lineno, "    planted: float\n")
+    step.write_text("".join(lines))
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    errors = done.stdout.splitlines()
+    assert done.returncode == 1 and all("planted" in line for line in errors if ": error:" in line), done.stdout
+    builders = {line.partition(":")[0] for line in errors if ": error:" in line}
+    assert builders == {"trainer/run/start.py", "trainer/audit/sandbox.py", "benchmarks/scaling_rank.py"}, done.stdout

@@ -102,10 +102,9 @@ class DeepSpeedEngine:
         partitions = self._flat_partitions()
         for span in self._spans:
             flat = partitions[span.group]
-            found = self._zero.optimizer.state.get(flat, {})
-            tensors = {"param": flat, **{kind: found[kind] for kind in moments(self._config) if kind in found}}
-            tensors = {kind: flat_part(tensor, span.start, span.piece.length) for kind, tensor in tensors.items()}
-            yield ShardState(span.piece, tensors)
+            stepped = self._zero.optimizer.state.get(flat, {})
+            tensors = {"param": flat, **{kind: stepped[kind] for kind in moments(self._config) if kind in stepped}}
+            yield ShardState(span.piece, {k: flat_part(t, span.start, span.piece.length) for k, t in tensors.items()})
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
         """At stages 1 and 2 the module's own (compute dtype) weights must have been set before the engine was built."""

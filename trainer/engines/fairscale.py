@@ -16,7 +16,7 @@ is refused for that reason:
 * Offload: OSS has none.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece, ShardState
+from trainer.engines.base import GradShard, Piece
 from trainer.engines.layouts import layout_of, require_dealt
-from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
+from trainer.engines.local import LocalEngine
+from trainer.optimizers import Segment, bind_segments, make_optimizer, parameter_groups, set_step
 from trainer.ranks import distributed
 
 
-class FairscaleEngine:
-    """See `trainer.engines.base.Engine`."""
+class FairscaleEngine(LocalEngine):
+    """The master weights of `LocalEngine`, with an optimizer that steps only the parameters that this rank owns."""
 
     replicated = False
 
@@ -62,7 +63,8 @@ class FairscaleEngine:
         whole: dict[Tensor, list[Segment]] = {
             self._masters[piece.name]: [Segment(piece.name, 0, piece.length)] for piece in owned
         }
-        bind_segments(self._oss.optim, whole, sharded=False)
+        self._optimizer = self._oss.optim
+        bind_segments(self._optimizer, whole, sharded=False)
 
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         for shard in shards:
@@ -74,25 +76,8 @@ class FairscaleEngine:
             self._masters[shard.name].grad = None
         self._copy_to_module()
 
-    @torch.no_grad()
-    def _copy_to_module(self) -> None:
-        for name, parameter in self.module.named_parameters():
-            if name in self._masters and self._masters[name] is not parameter:
-                parameter.copy_(self._masters[name])
-
-    def state(self) -> Iterator[ShardState]:
-        for piece in self.layout.owned_by(distributed.rank()):
-            master = self._masters[piece.name]
-            found = self._oss.optim.state.get(master, {})
-            tensors = {"param": master, **{kind: found[kind] for kind in moments(self._config) if kind in found}}
-            yield ShardState(piece, {kind: tensor.detach().view(-1) for kind, tensor in tensors.items()})
-
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
-        for piece in self.layout.owned_by(distributed.rank()):
-            master = self._masters[piece.name]
-            self._oss.optim.state[master] = fresh_state(self._config, master, num_steps)
-            for key, values in states[piece].items():
-                (master if key == "param" else self._oss.optim.state[master][key]).detach().view(-1).copy_(values)
+        super().load_state(states, num_steps=num_steps)
         for owner, pieces in enumerate(self.layout.pieces):
             for piece in pieces:
                 dist.broadcast(self._masters[piece.name].detach(), owner)

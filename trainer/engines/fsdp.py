@@ -114,14 +114,9 @@ class FsdpEngine:
     def state(self) -> Iterator[ShardState]:
         for span in self._spans:
             local = self._locals[span.piece.name]
-            tensors = {"param": flat_part(local, span.start, span.piece.length)}
-            found = self._optimizer.state.get(local, {})
-            tensors |= {
-                kind: flat_part(found[kind], span.start, span.piece.length)
-                for kind in moments(self._config)
-                if kind in found
-            }
-            yield ShardState(span.piece, tensors)
+            stepped = self._optimizer.state.get(local, {})
+            tensors = {"param": local, **{kind: stepped[kind] for kind in moments(self._config) if kind in stepped}}
+            yield ShardState(span.piece, {k: flat_part(t, span.start, span.piece.length) for k, t in tensors.items()})
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
         self._free_gathered()

@@ -73,25 +73,20 @@ class LocalEngine:
     @torch.no_grad()
     def _copy_to_module(self) -> None:
         for name, parameter in self.module.named_parameters():
-            if name in self._masters:
+            if name in self._masters and self._masters[name] is not parameter:
                 parameter.copy_(self._masters[name])
 
     def state(self) -> Iterator[ShardState]:
         for piece in self.layout.owned_by(distributed.rank()):
             master = self._masters[piece.name]
-            tensors = {"param": flat_part(master, piece.offset, piece.length)}
-            found = self._optimizer.state.get(master, {})
-            tensors |= {
-                kind: flat_part(found[kind], piece.offset, piece.length)
-                for kind in moments(self._config)
-                if kind in found
-            }
-            yield ShardState(piece, tensors)
+            stepped = self._optimizer.state.get(master, {})
+            tensors = {"param": master, **{kind: stepped[kind] for kind in moments(self._config) if kind in stepped}}
+            yield ShardState(piece, {k: flat_part(t, piece.offset, piece.length) for k, t in tensors.items()})
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
         """Takes all coordinates, since every rank holds everything."""
-        for master in self._masters.values():
-            self._optimizer.state[master] = fresh_state(self._config, master, num_steps)
+        for name in {piece.name for piece in states}:
+            self._optimizer.state[self._masters[name]] = fresh_state(self._config, self._masters[name], num_steps)
         for piece, tensors in states.items():
             master = self._masters[piece.name]
             for key, values in tensors.items():

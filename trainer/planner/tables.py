@@ -21,27 +21,28 @@ def privacy_table(result: dict[str, Any]) -> Table:
         return "none" if result[name] is None else f"{result[name]:.{digits}f}"
 
     table = _empty_table("Privacy plan")
+    row = table.add_row
     cap = "no cap" if result["cap"] is None else f"batches cut at {result['cap']:,}"
-    table.add_row("examples", f"{result['num_examples']:,}", "one example is the unit of privacy")
-    table.add_row("expected batch", f"{result['expected_batch_size']:,}", f"Poisson, {cap}")
-    table.add_row("sample rate", f"{result['sample_rate']:.6g}", "")
-    table.add_row("steps", f"{result['num_steps']:,}", f"{result['epochs']:.1f} epochs")
-    table.add_row("noise multiplier", f"{result['noise_multiplier']:.4f}", "")
-    table.add_row("delta", f"{result['delta']:.4g}", "")
+    row("examples", f"{result['num_examples']:,}", "one example is the unit of privacy")
+    row("expected batch", f"{result['expected_batch_size']:,}", f"Poisson, {cap}")
+    row("sample rate", f"{result['sample_rate']:.6g}", "")
+    row("steps", f"{result['num_steps']:,}", f"{result['epochs']:.1f} epochs")
+    row("noise multiplier", f"{result['noise_multiplier']:.4f}", "")
+    row("delta", f"{result['delta']:.4g}", "")
     table.add_section()
-    table.add_row("epsilon (PLD)", text("epsilon_pld"), "the claim; zero-out adjacency")
+    row("epsilon (PLD)", text("epsilon_pld"), "the claim; zero-out adjacency")
     reserve = f"with {result['reserved_attempts']} reserved"
-    table.add_row(reserve, text("epsilon_with_reserve"), "the most that the run can spend")
-    table.add_row("PRV bracket", f"[{text('epsilon_prv_lower')}, {text('epsilon_prv_upper')}]", "without the cap")
-    table.add_row("epsilon (RDP)", text("epsilon_rdp"), "upper bound, without the cap")
+    row(reserve, text("epsilon_with_reserve"), "the most that the run can spend")
+    row("PRV bracket", f"[{text('epsilon_prv_lower')}, {text('epsilon_prv_upper')}]", "without the cap")
+    row("epsilon (RDP)", text("epsilon_rdp"), "upper bound, without the cap")
     table.add_section()
-    table.add_row("replace-one", text("replace_one"), "one example exchanged for another")
-    table.add_row("group of 2", text("group_2"), "two copies or two examples of one person, without the cap")
-    table.add_row("group of 5", text("group_5"), "")
+    row("replace-one", text("replace_one"), "one example exchanged for another")
+    row("group of 2", text("group_2"), "two copies or two examples of one person, without the cap")
+    row("group of 5", text("group_5"), "")
     if "epsilon_owner" in result:
         note = f"all of at most {result['max_examples_per_owner']} examples of one owner, without the cap"
-        table.add_row("owner", text("epsilon_owner"), note)
-    table.add_row("total amount of noise", text("tan"), "TAN = sigma / (q sqrt(T / 2))")
+        row("owner", text("epsilon_owner"), note)
+    row("total amount of noise", text("tan"), "TAN = sigma / (q sqrt(T / 2))")
     if result.get("attack_risk") is not None:
         _add_extras(table, result)
     return table
@@ -49,46 +50,40 @@ def privacy_table(result: dict[str, Any]) -> Table:
 
 def _add_extras(table: Table, result: dict[str, Any]) -> None:
     """What the guarantee means, and what else the run could cost."""
+    row = table.add_row
     prv = "none" if result["opacus_prv"] is None else f"{result['opacus_prv']:.3f}"
-    table.add_row("opacus RDP / PRV", f"{result['opacus_rdp']:.3f} / {prv}", "third opinion, without the cap")
+    row("opacus RDP / PRV", f"{result['opacus_rdp']:.3f} / {prv}", "third opinion, without the cap")
     table.add_section()
     for delta, epsilon in result["epsilon_by_delta"]:
-        table.add_row(
-            f"epsilon at {delta:g}", "none" if epsilon is None else f"{epsilon:.3f}", "coarse grid, without the cap"
-        )
+        row(f"epsilon at {delta:g}", "none" if epsilon is None else f"{epsilon:.3f}", "coarse grid, without the cap")
     table.add_section()
-    table.add_row(
-        "attack advantage", f"{result['attack_risk']['advantage']:.3f}", "most that true exceed false positives"
-    )
+    row("attack advantage", f"{result['attack_risk']['advantage']:.3f}", "most that true exceed false positives")
     for rate, bound in result["attack_risk"]["true_positive_rates"]:
-        table.add_row(f"true positives at {rate:g}", f"{bound:.2%}", "bound for any membership attack")
+        row(f"true positives at {rate:g}", f"{bound:.2%}", "bound for any membership attack")
     table.add_section()
     for cost in result["replays"]:
         note = f"{cost['same_batch']:.3f} on the same batches"
-        table.add_row(
-            f"{cost['replays']} steps replayed", f"{cost['fresh_coins']:.3f}", f"fresh coins, as here; {note}"
-        )
+        row(f"{cost['replays']} steps replayed", f"{cost['fresh_coins']:.3f}", f"fresh coins, as here; {note}")
     for cost in result["private_selection"]:
         note = f"K {cost['distribution']}, drawn in secret, by RDP"
-        table.add_row(f"best of {cost['candidates']} on average", f"{cost['epsilon']:.3f}", note)
+        row(f"best of {cost['candidates']} on average", f"{cost['epsilon']:.3f}", note)
     shuffled = result["shuffled_instead"]
     lower = "0" if shuffled["lower"] is None else f"{shuffled['lower']:.1f}"
     note = f"worst case on shuffled data; Poisson's {shuffled['poisson_would_say']:.2f} would be false"
-    table.add_row("shuffled instead", f"{lower} to {shuffled['upper']:.1f}", note)
+    row("shuffled instead", f"{lower} to {shuffled['upper']:.1f}", note)
 
 
 def scaling_table(rule: dict[str, Any], noise_multiplier: float) -> Table:
     """The scaling rule at this plan; see `trainer.planner.privacy`."""
     table = _empty_table("Scaling rule (TAN): equal sigma / B and steps, other batch sizes")
-    table.add_row("total amount of noise", f"{rule['tan']:.3f}", "TAN = sigma / (q sqrt(T / 2)), the same in every row")
-    table.add_row(
-        "epsilon by the rule", f"{rule['epsilon_formula']:.3f}", "eta^2 + 2 eta sqrt(log(1 / delta)), eta = 1 / TAN"
-    )
-    for row in rule["by_sigma"]:
-        table.add_row(
-            f"sigma {row['noise_multiplier']:g}",
-            f"{row['epsilon_rdp']:.3f}",
-            f"RDP, B = {row['expected_batch_size']:,}",
+    row = table.add_row
+    row("total amount of noise", f"{rule['tan']:.3f}", "TAN = sigma / (q sqrt(T / 2)), the same in every row")
+    row("epsilon by the rule", f"{rule['epsilon_formula']:.3f}", "eta^2 + 2 eta sqrt(log(1 / delta)), eta = 1 / TAN")
+    for other in rule["by_sigma"]:
+        row(
+            f"sigma {other['noise_multiplier']:g}",
+            f"{other['epsilon_rdp']:.3f}",
+            f"RDP, B = {other['expected_batch_size']:,}",
         )
     smallest = rule["smallest_batch_size"]
     if rule["holds"]:
@@ -97,10 +92,8 @@ def scaling_table(rule: dict[str, Any], noise_multiplier: float) -> Table:
         note = "broken here, and no batch of these data is large enough"
     else:
         note = f"broken here: its epsilon needs B of at least {smallest:,}"
-    table.add_row("breaks below sigma 2", f"{noise_multiplier:.3f}", note)
-    table.add_row(
-        "simulation", "not private", "any smaller batch shows the training curve; what it trains has no guarantee"
-    )
+    row("breaks below sigma 2", f"{noise_multiplier:.3f}", note)
+    row("simulation", "not private", "any smaller batch shows the training curve; what it trains has no guarantee")
     return table
 
 
@@ -109,33 +102,32 @@ def resource_table(found: dict[str, Any]) -> Table:
     where = f", {found['gpu']}" if found["gpu"] else ""
     sharding = f"ZeRO-{found['zero_stage']}" if found["engine"] == "deepspeed" else found["engine"]
     table = _empty_table(f"Memory and time: {found['world_size']} ranks, {sharding}, {found['dtype']}{where}")
+    row = table.add_row
     batch, memory, compute, reading = (found[key] for key in ("batch", "memory", "compute", "reading"))
     frozen = f"and {found['frozen_parameters']:,} frozen" if found["frozen_parameters"] else ""
-    table.add_row("trainable parameters", f"{found['parameters']:,}", frozen)
+    row("trainable parameters", f"{found['parameters']:,}", frozen)
     note = f"of {batch['micro_batch_size']}; {batch['useful_share']:.1%} of the rows are not padding"
-    table.add_row("micro-batches per rank", f"{batch['micro_batches_per_step']:,.5g}", note)
+    row("micro-batches per rank", f"{batch['micro_batches_per_step']:,.5g}", note)
     table.add_section()
     for key, note in _MEMORY_ROWS.items():
         if memory[key]:
-            table.add_row(key.replace("_", " "), _size(memory[key]), note)
+            row(key.replace("_", " "), _size(memory[key]), note)
     modes = ", ".join(f"{mode} {_size(count)}" for mode, count in memory["activations_by_mode"].items())
-    table.add_row(
-        "activations", _size(memory["activations"]), f"of a micro-batch in mode {found['clipping_mode']} ({modes})"
-    )
-    table.add_row("peak per rank", _size(memory["peak"]), "the larger of a micro-batch and the end of a step")
+    row("activations", _size(memory["activations"]), f"of a micro-batch in mode {found['clipping_mode']} ({modes})")
+    row("peak per rank", _size(memory["peak"]), "the larger of a micro-batch and the end of a step")
     if "fits" in memory:
         fits = "fits" if memory["fits"] else "DOES NOT FIT"
-        table.add_row(
+        row(
             "device",
             _size(memory["device"]),
             f"{fits}: {_size(memory['for_activations'])} for activations, margin 20 %",
         )
-        table.add_row("largest micro-batch", f"{memory['largest_micro_batch']:,}", "1,024 at most")
+        row("largest micro-batch", f"{memory['largest_micro_batch']:,}", "1,024 at most")
     table.add_section()
     ratio = f"clipping {compute['clipping_ratio']:.3f} of a non-private step"
-    table.add_row("FLOP per example", f"{compute['flop_per_example']:.4g}", ratio)
-    table.add_row("FLOP per step", f"{compute['flop_per_step']:.4g}", "all ranks, matrix products and attention")
-    table.add_row(
+    row("FLOP per example", f"{compute['flop_per_example']:.4g}", ratio)
+    row("FLOP per step", f"{compute['flop_per_step']:.4g}", "all ranks, matrix products and attention")
+    row(
         "read per step",
         _size(reading["bytes_per_step"]),
         f"{reading['bytes_per_example']:,.0f} bytes an example ({reading['source']})",
@@ -144,17 +136,17 @@ def resource_table(found: dict[str, Any]) -> Table:
         time = found["time"]
         given = time["assumptions"]
         note = f"assumed: {given['efficiency']:.0%} of {given['peak_flop_per_second'] / 1e12:g} TFLOP/s"
-        table.add_row("compute per step", f"{time['compute_seconds_per_step']:.4g} s", note)
+        row("compute per step", f"{time['compute_seconds_per_step']:.4g} s", note)
         sent = f"{_size(time['sent_bytes_per_step'])} sent by each rank"
-        table.add_row("exposed communication", f"{time['exposed_communication_seconds_per_step']:.4g} s", sent)
-        table.add_row("step", f"{time['seconds_per_step']:.4g} s", f"{time['examples_per_second']:,.0f} examples/s")
-        table.add_row("whole run", f"{time['hours']:,.1f} h", f"left out: {given['left_out']}")
-        table.add_row("GPU-hours", f"{time['gpu_hours']:,.0f}", "ranks times hours")
+        row("exposed communication", f"{time['exposed_communication_seconds_per_step']:.4g} s", sent)
+        row("step", f"{time['seconds_per_step']:.4g} s", f"{time['examples_per_second']:,.0f} examples/s")
+        row("whole run", f"{time['hours']:,.1f} h", f"left out: {given['left_out']}")
+        row("GPU-hours", f"{time['gpu_hours']:,.0f}", "ranks times hours")
         decoded = f"each rank decodes {time['reads_per_second_and_rank']:,.1f} examples/s"
         note = f"{_size(time['read_bytes_per_second'])}/s; {decoded}"
-        table.add_row("random reads", f"{time['reads_per_second']:,.0f} /s", note)
+        row("random reads", f"{time['reads_per_second']:,.0f} /s", note)
     for note in found["notes"]:
-        table.add_row("note", "", note)
+        row("note", "", note)
     return table
 
 

@@ -55,17 +55,14 @@ class RunFolder:
         Raises:
             ConfigError: another trainer has it.
         """
-        self._lock = os.open(self.private / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + LOCK_PATIENCE
-        while True:
-            try:
-                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"run folder {self.root} is in use by another trainer; wait for it or choose another --run_dir"
-                    ) from error
-                time.sleep(0.1)
+        while (lock := try_lock(self.private / "lock")) is None:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"run folder {self.root} is in use by another trainer; wait for it or choose another --run_dir"
+                )
+            time.sleep(0.1)
+        self._lock = lock
 
     def take(self) -> None:
         """Makes the folders, locks them, and removes an old request to stop.
@@ -89,6 +86,21 @@ class RunFolder:
         write_durably(self.root / "ds_config.json", json.dumps(ds_config, indent=1) + "\n")
         write_durably(self.root / "environment.json", json.dumps(environment(), indent=1) + "\n")
         write_durably(self.private / "chosen.json", json.dumps(dict(chosen or {}), indent=1) + "\n")
+
+
+def try_lock(path: Path) -> int | None:
+    """Locks a file, which is made where there is none; None where another process has the lock.
+
+    Returns:
+        A descriptor: closing it, or the end of the process, gives the lock back.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def environment() -> dict[str, Any]:

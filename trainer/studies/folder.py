@@ -10,7 +10,6 @@ study_dir/  study.toml        the study as it was last run
             report/           tables and plots
 """
 
-import fcntl
 import json
 import os
 import time
@@ -23,7 +22,7 @@ from privacy.ledger.records import read_ledger
 from trainer.config.recipe import to_toml
 from trainer.errors import ConfigError
 from trainer.run.files import write_durably
-from trainer.run.folder import RunFolder
+from trainer.run.folder import RunFolder, try_lock
 from trainer.studies.budget import LEDGER, fixed_in_advance, prepare_budget
 from trainer.studies.grid import StudyConfig
 from trainer.studies.points import PlannedPoint, changed_keys, with_privacy
@@ -62,12 +61,11 @@ class StudyFolder:
             ConfigError: another one does.
         """
         self._make(self.root)
-        lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = try_lock(self.root / "lock")
+        if lock is None:
+            raise ConfigError(f"study folder {self.root} is in use by another study.py; wait for it")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
-        except BlockingIOError as error:
-            raise ConfigError(f"study folder {self.root} is in use by another study.py; wait for it") from error
         finally:
             os.close(lock)
 
@@ -132,17 +130,12 @@ class StudyFolder:
     def in_use(self, name: str) -> bool:
         """Whether a trainer has the run, e.g. one that outlived the study that started it."""
         path = RunFolder(self.run(name)).private / "lock"
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
+        if not path.exists():
             return False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
+        lock = try_lock(path)
+        if lock is not None:
             os.close(lock)
-        return False
+        return lock is None
 
     def record(self, **fields: Any) -> None:
         """One line of attempts.jsonl; a line torn by a kill is skipped by whoever reads it."""
