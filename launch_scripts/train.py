@@ -48,7 +48,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--run_dir", type=Path, help="run folder; default runs/RECIPE")
     parser.add_argument(
         "--rendezvous_seconds",
-        type=_seconds,
+        type=float,
         default=RENDEZVOUS_SECONDS,
         help="how long to wait for all ranks to come up",
     )
@@ -61,24 +61,19 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
         ("--require_env", "environment variables that every rank must have"),
         ("--may_differ", "environment variables that need not be the same on all ranks"),
     ):
-        parser.add_argument(option, type=_names, default=(), metavar="NAME,NAME", help=meaning)
-    parser.add_argument(
-        "--local_rank", type=int, help=argparse.SUPPRESS
-    )  # the launcher adds it; the environment says it
+        parser.add_argument(option, default="", metavar="NAME,NAME", help=meaning)
+    # The launcher adds this one; the environment holds it, too.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single recipe keys")
-    return parser.parse_intermixed_args(arguments)
-
-
-def _seconds(text: str) -> float:
-    if not 0 < float(text) <= LONGEST_RENDEZVOUS_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"must be above 0 and at most {LONGEST_RENDEZVOUS_SECONDS:g}, a day, not {text}"
+    options = parser.parse_intermixed_args(arguments)
+    if not 0 < options.rendezvous_seconds <= LONGEST_RENDEZVOUS_SECONDS:
+        parser.error(
+            f"argument --rendezvous_seconds: must be above 0 and at most {LONGEST_RENDEZVOUS_SECONDS:g}, a day, not "
+            f"{options.rendezvous_seconds:g}"
         )
-    return float(text)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in ("require_env", "may_differ"):
+        setattr(options, name, tuple(filter(None, map(str.strip, getattr(options, name).split(",")))))
+    return options
 
 
 def main(arguments: list[str], noise: NoiseSource | None = None) -> None:

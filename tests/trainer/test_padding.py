@@ -11,8 +11,8 @@ from trainer.planner.resources import Wanted, plan_resources
 def test_padding_by_hand() -> None:
     """100,813 examples at most on 128 ranks: 788 each. Four micro-batches of 256 hold 1,024, four of 200 hold 800."""
     batches = Batches.of(recipe("vip_base"), None)
-    assert batches == Batches((100_813,), 100_813)
-    assert batches.micro_batches(128, 256) == 4 and batches.most_rows(128, 256) == 1024
+    assert batches == Batches((100_813,))
+    assert batches.micro_batches(128, 256) == 4
     assert batches.padding(128, 256) == pytest.approx(1 - 100_813 / (1024 * 128)) == pytest.approx(0.2308, abs=1e-4)
     assert batches.better_size(128, 256) == 200 and batches.padding(128, 200) < 0.02
     assert batches.note(128, 256) == (
@@ -21,7 +21,7 @@ def test_padding_by_hand() -> None:
     )
     assert batches.note(128, 264) is None and batches.better_size(128, 264) is None
     assert batches.note(128, 800) is None
-    assert Batches((4,), 4).note(1, 3) == "padding: 33.3% of the rows, 4 examples a rank in 2 micro-batches of 3; " + (
+    assert Batches((4,)).note(1, 3) == "padding: 33.3% of the rows, 4 examples a rank in 2 micro-batches of 3; " + (
         "train.micro_batch_size=2 leaves 0.0%"
     )
 
@@ -34,9 +34,8 @@ def test_padding_of_a_batch_that_fluctuates() -> None:
     for ranks, size in ((1, 32), (2, 32), (2, 24), (4, 70)):
         expected = (drawn / ranks).ceil().div(size).ceil().mean()
         assert batches.micro_batches(ranks, size) == pytest.approx(float(expected), abs=0.05)
-    assert batches.most_rows(2, 32) == 192
     streamed = config.model_copy(update={"data": config.data.model_copy(update={"streaming": True})})
-    assert Batches.of(streamed, None) == Batches((256,), 256)
+    assert Batches.of(streamed, None) == Batches((256,))
 
 
 def test_a_plan_says_when_padding_wastes_much() -> None:

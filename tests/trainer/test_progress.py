@@ -1,7 +1,7 @@
 import pytest
 
-from trainer.loop import progress
-from trainer.loop.progress import ProgressLine
+from trainer.loop import reporting
+from trainer.loop.reporting import ProgressLine
 
 
 class Clock:
@@ -14,7 +14,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(reporting, "time", clock)
     return clock
 
 

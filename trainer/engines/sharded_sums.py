@@ -78,10 +78,6 @@ class ShardedSums:
         self._next = 0
         self.zero_()
 
-    @property
-    def num_buckets(self) -> int:
-        return len(self._buckets)
-
     def zero_(self) -> None:
         self._rows = self._additions = 0
         self._kept = [torch.zeros(b.part, dtype=torch.float64, device=self._device) for b in self._buckets]

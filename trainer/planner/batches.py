@@ -33,32 +33,26 @@ class Batches:
 
     Attributes:
         counts: numbers of examples, each equally likely.
-        most: the most examples that a step may hold.
     """
 
     counts: tuple[int, ...]
-    most: int
 
     @classmethod
     def of(cls, config: RunConfig, plan: PrivacyPlan | None) -> "Batches":
         """The batches of a recipe; without a plan (nobody knows the number of examples) they have the default cap."""
         expected = config.privacy.expected_batch_size
         if config.data.streaming:
-            return cls((expected,), expected)
+            return cls((expected,))
         cap = default_cap(expected) if plan is None else plan.max_batch_size
         if pads_to_cap(expected, cap, bucket_captions=config.data.bucket_captions):
-            return cls((cap,), cap)
+            return cls((cap,))
         spread = NormalDist(expected, math.sqrt(expected))
         quantiles = (spread.inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES))
-        return cls(tuple(min(cap, max(1, round(count))) for count in quantiles), cap)
+        return cls(tuple(min(cap, max(1, round(count))) for count in quantiles))
 
     def micro_batches(self, world_size: int, size: int) -> float:
         """Micro-batches of each rank, on average over steps."""
-        return fmean(_micro_batches(count, world_size, size) for count in self.counts)
-
-    def most_rows(self, world_size: int, size: int) -> int:
-        """Rows of a rank in the largest step, padding included."""
-        return _micro_batches(self.most, world_size, size) * size
+        return fmean(max(1, math.ceil(math.ceil(count / world_size) / size)) for count in self.counts)
 
     def padding(self, world_size: int, size: int) -> float:
         """Share of the rows that are padding and need not be: those between a small batch and its cap do not count."""
@@ -92,10 +86,6 @@ class Batches:
         if better is None:
             return f"{line}; no train.micro_batch_size a little below does much better"
         return f"{line}; train.micro_batch_size={better} leaves {self.padding(world_size, better):.1%}"
-
-
-def _micro_batches(count: int, world_size: int, size: int) -> int:
-    return max(1, math.ceil(math.ceil(count / world_size) / size))
 
 
 BYTES_PER_EXAMPLE = 50_000
