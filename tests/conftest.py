@@ -1,10 +1,16 @@
-"""Where the time goes: after pytest's slowest tests, the slowest files."""
+"""What a session of tests shares; and where its time goes: after pytest's slowest tests, the slowest files."""
 
+import os
+import shutil
+import sys
+import tempfile
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
+from tests import loss_distributions
 from tests.processes import end_server
 
 # Examples that each searched property is tried on. `make test` finds what a few find; `make test-all` searches.
@@ -14,6 +20,17 @@ settings.load_profile("few")
 
 SLOWEST = 20
 AT_LEAST = 60.0  # seconds in all; a single file run by hand needs no table
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if loss_distributions.FOLDER not in os.environ:  # the workers of this session inherit it
+        os.environ[loss_distributions.FOLDER] = tempfile.mkdtemp(prefix="loss-distributions-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(loss_distributions.FOLDER)))
+
+
+def pytest_collection_finish() -> None:
+    if "dp_accounting" in sys.modules:  # the collected tests have imported what they use
+        loss_distributions.share()
 
 
 def pytest_sessionfinish() -> None:

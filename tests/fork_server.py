@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy
 import torch
 
+from tests import loss_distributions
 from tests.processes import Start
 
 PRELOADED = (
@@ -101,6 +102,7 @@ def _main() -> None:
     atexit.register(_end_without_teardown)  # the first to be registered is the last to be called
     for name in PRELOADED:
         importlib.import_module(name)
+    loss_distributions.share()
     torch.set_num_threads(1)
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:

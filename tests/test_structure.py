@@ -1,6 +1,7 @@
 """The shape of the project: imports go one way, heavy packages stay behind their doors, files stay readable."""
 
 import ast
+import functools
 import json
 import os
 import shutil
@@ -77,12 +78,18 @@ def imports(tree: ast.AST, *, at_import_time: bool = False) -> Iterator[str]:
             yield from imports(node, at_import_time=at_import_time)
 
 
-def is_part_of(name: str, package: str) -> bool:
-    return name == package or name.startswith(package + ".")
-
-
+@functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
+
+
+@functools.cache
+def imports_of(path: Path, *, at_import_time: bool = False) -> tuple[str, ...]:
+    return tuple(imports(parsed(path), at_import_time=at_import_time))
+
+
+def is_part_of(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
 
 
 def test_the_walk_sees_what_it_should() -> None:
@@ -102,7 +109,7 @@ def test_imports_go_one_way(package: str) -> None:
     allowed = MAY_IMPORT[package] | {package}
     ours = set(MAY_IMPORT) | {TESTS}
     for path in python_files(package):
-        for name in imports(parsed(path)):
+        for name in imports_of(path):
             top = name.partition(".")[0]
             assert top not in ours or top in allowed, f"{relative(path)} imports {name}"
 
@@ -111,7 +118,7 @@ def test_imports_go_one_way(package: str) -> None:
 def test_packages_behind_doors(guarded: str) -> None:
     for path in python_files(*PACKAGES):
         if not relative(path).startswith(ONLY_IN[guarded] or ("-",)):
-            found = [name for name in imports(parsed(path)) if is_part_of(name, guarded)]
+            found = [name for name in imports_of(path) if is_part_of(name, guarded)]
             assert not found, f"{relative(path)} imports {found[0]}"
 
 
@@ -121,9 +128,9 @@ def test_imported_when_used(guarded: str) -> None:
     for path in python_files(*PACKAGES):
         if path == CARRIED:
             continue
-        found = [name for name in imports(parsed(path), at_import_time=True) if is_part_of(name, guarded)]
+        found = [name for name in imports_of(path, at_import_time=True) if is_part_of(name, guarded)]
         assert not found, f"{relative(path)} imports {found[0]} at import time"
-        assert "models.converters.modeling_captioner" not in imports(parsed(path)), (
+        assert "models.converters.modeling_captioner" not in imports_of(path), (
             f"{relative(path)} imports {CARRIED.name}"
         )
 
@@ -133,7 +140,7 @@ def test_engine_modules_are_imported_for_their_engine() -> None:
     assert wrapped
     names = {f"trainer.engines.{path.stem}" for path in wrapped}
     for path in python_files(*PACKAGES):
-        found = [name for name in imports(parsed(path), at_import_time=True) if name in names]
+        found = [name for name in imports_of(path, at_import_time=True) if name in names]
         assert not found, f"{relative(path)} imports {found[0]} at import time"
 
 
@@ -173,20 +180,40 @@ def test_starting_imports_no_heavy_package() -> None:
         assert name not in loaded
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "launch_scripts").glob("*.py")), ids=lambda path: path.stem)
-def test_every_command_starts_anywhere_and_its_packages_are_ours(script: Path) -> None:
+STARTS = """
+import json, os, runpy, sys
+import numpy, pydantic, rich.progress, scipy.stats, torch, torch.utils.data, dp_accounting.pld.accountant
+
+os.chdir("/")
+for script in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.path[0] = os.path.dirname(script)
+        sys.argv = ["command", "--help"]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            assert not end.code
+        import models, privacy, data, trainer, evaluation
+        ours = (models, privacy, data, trainer, evaluation)
+        print(json.dumps({"script": script, **{m.__name__: m.__file__ for m in ours}}), file=sys.stderr, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, script
+"""
+
+
+def test_every_command_starts_anywhere_and_its_packages_are_ours() -> None:
     """Their names are generic: Python puts launch_scripts/ first on the path, and an installed `models` must not win.
 
-    Other tests fork their commands from a process that has imported everything; here each starts from nothing.
+    Other tests fork their commands from a process that has imported everything; here each has the packages of others alone.
     """
-    loaded = modules_after(
-        f"import os, runpy, sys\nos.chdir('/')\nsys.path[0] = {str(script.parent)!r}\nsys.argv = ['command', '--help']\n"
-        f"try:\n    runpy.run_path({str(script)!r}, run_name='__main__')\n"
-        "except SystemExit as end:\n    assert not end.code\n"
-        "import models, privacy, data, trainer, evaluation"
+    scripts = [str(path) for path in python_files("launch_scripts")]
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS, *scripts], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
-    for name in ("models", "privacy", "data", "trainer", "evaluation"):
-        assert Path(loaded[name]) == ROOT / name / "__init__.py"
+    assert done.returncode == 0, done.stderr
+    places = {name: str(ROOT / name / "__init__.py") for name in ("models", "privacy", "data", "trainer", "evaluation")}
+    assert [json.loads(line) for line in done.stderr.splitlines()] == [{"script": one, **places} for one in scripts]
 
 
 def test_every_package_has_an_init() -> None:
