@@ -41,11 +41,12 @@ def test_an_accelerator_that_is_not_there_is_refused(tmp_path: Path, name: str, 
 
 
 @without_cuda
-def test_every_ds_config_and_engine_comes_as_far_as_cuda() -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_every_ds_config_and_engine_comes_as_far_as_cuda(every: int) -> None:
     """With CUDA's list of DeepSpeed's ops and the CPU's arithmetic they take steps; on a CUDA device torch itself stops them."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.cuda_walk"], cwd=ROOT, timeout=240, capture_output=True, text=True, check=False,
-        env=quiet_environment(DS_ACCELERATOR="cuda"),
+        [sys.executable, "-m", "tests.distributed.cuda_walk", str(every)],
+        cwd=ROOT, timeout=240, capture_output=True, text=True, check=False, env=quiet_environment(DS_ACCELERATOR="cuda"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -53,7 +54,11 @@ def test_every_ds_config_and_engine_comes_as_far_as_cuda() -> None:
     assert {"trainer.run.start", "privacy.noise", "evaluation.scoring", "launch_scripts.train"} <= set(
         found.pop("modules")
     )
-    assert len(found) == 2 * len(DS_CONFIGS) * len(get_args(EngineName))
+    cases = {tuple(case.split(", ")) for case in found}
+    assert {how for how, *_ in cases} == {"cuda", "ops of cuda"}
+    assert {engine for _, engine, _ in cases} == set(get_args(EngineName))
+    assert {ds_config for *_, ds_config in cases} == set(DS_CONFIGS)
+    assert every > 1 or len(found) == 2 * len(DS_CONFIGS) * len(get_args(EngineName))
     for case, outcome in found.items():
         how, engine, ds_config = case.split(", ")
         expected = "refused" if ds_config in REFUSED[engine] else "reached CUDA" if how == "cuda" else "done"

@@ -195,16 +195,18 @@ def test_contract_7_noise_once_per_coordinate_and_never_twice() -> None:
 
 
 def rank_bf16_sums(
-    device: torch.device, engines: Sequence[str], accumulation: Sequence[str]
+    device: torch.device, engines: Sequence[str], accumulation: Sequence[str], count: int
 ) -> list[tuple[list[float], torch.dtype]]:
-    return [_bf16_sums(device, engine, accumulation) for engine in engines]
+    return [_bf16_sums(device, engine, accumulation, count) for engine in engines]
 
 
-def _bf16_sums(device: torch.device, name: str, accumulation: Sequence[str]) -> tuple[list[float], torch.dtype]:
-    """Relative errors of this rank's shards of a sum over 64 micro-batches, and the dtype of the model's computation."""
+def _bf16_sums(
+    device: torch.device, name: str, accumulation: Sequence[str], count: int
+) -> tuple[list[float], torch.dtype]:
+    """Relative errors of this rank's shards of a sum over `count` micro-batches, and the dtype of the model's computation."""
     engine = build(device, name, bf16={"enabled": True})
-    inputs = pairs(64)
-    mine = range(distributed.rank(), 64, distributed.world_size())
+    inputs = pairs(count)
+    mine = range(distributed.rank(), count, distributed.world_size())
     batches = [Batch({k: v[i : i + 1] for k, v in inputs.items()}, torch.tensor([False])) for i in mine]
     exact = {n: torch.zeros(s.numel(), dtype=torch.float64) for n, s in engine.shapes.items()}
     clipped = ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes)
@@ -250,14 +252,16 @@ def _seen_dtype(engine: Engine) -> torch.dtype:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("engines", "accumulation"),
+    ("engines", "accumulation", "count"),
     [
-        (["zero3", "fsdp"], ["local"]),
-        pytest.param(list(ENGINES), list(ACCUMULATORS), marks=pytest.mark.full),
+        (["zero3", "fsdp"], ["local"], 16),
+        pytest.param(list(ENGINES), list(ACCUMULATORS), 64, marks=pytest.mark.full),
     ],
 )
-def test_contract_6_sums_of_bf16_contributions_are_fp32(engines: list[str], accumulation: list[str]) -> None:
-    arguments = {"engines": engines, "accumulation": accumulation}
+def test_contract_6_sums_of_bf16_contributions_are_fp32(
+    engines: list[str], accumulation: list[str], count: int
+) -> None:
+    arguments = {"engines": engines, "accumulation": accumulation, "count": count}
     for rank in run_ranks(f"{__name__}:rank_bf16_sums", 2, timeout=1500, **arguments):
         for engine, (errors, dtype) in zip(engines, rank, strict=True):
             assert max(errors) <= 1e-6 and dtype == torch.bfloat16, (engine, errors, dtype)

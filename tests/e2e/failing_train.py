@@ -3,9 +3,11 @@
 POINT: `raise` in the middle of a step; `disk` full in a checkpoint; `crawl` sleeps SECONDS before every micro-batch;
 `after_intent` sleeps SECONDS between the intent and the noise; `before_intent` sleeps SECONDS once before the intent;
 `kill` dies by SIGKILL in the middle of a step; `hold` keeps the interpreter lock for SECONDS in one C call. RANK -1: every rank.
+Ranks are less patient with one whose connection broke than they are elsewhere.
 """
 
 import errno
+import functools
 import os
 import re
 import signal
@@ -25,6 +27,7 @@ from privacy.noise import SystemNoise  # noqa: E402
 from trainer.checkpoints import write as checkpoint_writer  # noqa: E402
 from trainer.loop import fit as loop  # noqa: E402
 from trainer.loop import step as one_step  # noqa: E402
+from trainer.ranks import distributed, heartbeat  # noqa: E402
 
 given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # the launcher puts it first
 point, rank, when, seconds = given[0], int(given[1]), int(given[2]), float(given[3])
@@ -56,6 +59,8 @@ class SlowNoise(SystemNoise):
 
 
 def install() -> None:
+    distributed.Heartbeat = functools.partial(heartbeat.Heartbeat, suspect_after=4.0)  # type: ignore[misc,assignment]
+    heartbeat.LINGER = 1.0
     step, add, intend, save = loop.train_step, ClippedSum.add_micro_batch, one_step._intend, checkpoint_writer.save_file
 
     def counted(run: Any, number: int, micro_batches: Any) -> Any:

@@ -222,6 +222,18 @@ def test_help_and_bad_arguments() -> None:
     refused(["--ds_config", "ds_configs/zero3.json", "--engine", "none"], 2, "--engine", "none")
 
 
+def test_an_error_of_all_ranks_is_said_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    ranks = start_ranks(train_arguments(tmp_path / "run", "privacy.expected_batch_size=3001"), 2, log)
+    try:
+        assert [rank.wait(60) for rank in ranks] == [2, 2], log.read_text()
+    finally:
+        for rank in ranks:
+            kill_group(rank)
+    assert log.read_text().count("error: ") == 1 and "Traceback" not in log.read_text()
+
+
+@pytest.mark.full
 def test_an_error_under_the_launcher_keeps_its_exit_code(tmp_path: Path) -> None:
     result = launch(train_arguments(tmp_path / "run", "privacy.expected_batch_size=3001"))
     assert result.returncode == 2

@@ -133,7 +133,7 @@ def test_a_full_disk_in_a_checkpoint(tmp_path: Path, victim: int) -> None:
 
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     run_dir, port = tmp_path / "run", str(free_port())
-    options = [*arguments(run_dir), "--rendezvous_seconds", "10"]
+    options = [*arguments(run_dir), "--rendezvous_seconds", "4"]
     ranks = [start_one(r, 3, port, options, log_of(run_dir)) for r in (0, 2)]
     try:
         assert ends(ranks, run_dir) == [2, 2]
@@ -160,7 +160,7 @@ def test_an_unreachable_rendezvous(tmp_path: Path, listens: bool) -> None:
         if listens:
             other.listen()
         port = str(other.getsockname()[1])
-        rank = start_one(1, 2, port, [*arguments(run_dir), "--rendezvous_seconds", "6"], log_of(run_dir))
+        rank = start_one(1, 2, port, [*arguments(run_dir), "--rendezvous_seconds", "2"], log_of(run_dir))
         try:
             assert ends([rank], run_dir) == [2]
         finally:

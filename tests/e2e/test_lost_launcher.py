@@ -23,9 +23,9 @@ MORE_STEPS = 12
 pytestmark = pytest.mark.timeout(400)
 
 
-def arguments(run_dir: Path, *more: str, checkpoint_every: int = 1000) -> list[str]:
+def arguments(run_dir: Path, *more: str, checkpoint_every: int = 1000, engine: str = "local") -> list[str]:
     settings = ("train.num_steps=4000", f"train.checkpoint_every={checkpoint_every}", "heldout.num_captions=0", *more)
-    return train_arguments(run_dir, "--engine", "local", *settings, ds_config="ds_configs/zero1.json")
+    return train_arguments(run_dir, "--engine", engine, *settings, ds_config="ds_configs/zero2.json")
 
 
 def command(launcher: str, run_dir: Path, checkpoint_every: int = 1000) -> list[str]:
@@ -34,7 +34,8 @@ def command(launcher: str, run_dir: Path, checkpoint_every: int = 1000) -> list[
         "torchrun": [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())],
         "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u"],
     }
-    return [*options[launcher], TRAIN, *arguments(run_dir, checkpoint_every=checkpoint_every)]
+    engine = "fsdp" if launcher == "torchrun" else "local"
+    return [*options[launcher], TRAIN, *arguments(run_dir, checkpoint_every=checkpoint_every, engine=engine)]
 
 
 def processes(run_dir: Path) -> dict[int, list[str]]:
@@ -102,11 +103,11 @@ def above(pid: int) -> int:
 @pytest.mark.parametrize(
     ("launcher", "levels", "number"),
     [
-        ("deepspeed", 2, signal.SIGKILL),
         ("torchrun", 1, signal.SIGKILL),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in [
+                ("deepspeed", 2, signal.SIGKILL),
                 ("deepspeed", 2, signal.SIGTERM),
                 ("deepspeed", 1, signal.SIGKILL),
                 ("deepspeed", 1, signal.SIGTERM),

@@ -13,10 +13,11 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from tests import loss_distributions
 from tests.fuzz import forks
 from tests.fuzz.cases import MACHINE, Case, made_toml, make_case, tiny
 from tests.fuzz.forks import Ended, run_case
-from tests.fuzz.known import KNOWN
+from tests.fuzz.known import KNOWN, SLOW
 from tests.fuzz.values import to_json
 
 MOUNTS = """
@@ -24,6 +25,8 @@ mount --bind "$0" "$0" && mount -o remount,bind,ro / && mount -o remount,bind,ro
 mkdir -p "$0/made/full" "$0/made/readonly" && mount -t tmpfs -o size=64k tmpfs "$0/made/full" &&
 mount -t tmpfs -o ro tmpfs "$0/made/readonly" && exec "$@"
 """
+MANY = 1000
+"""From as many cases on, the slow ones of the known ones too."""
 INSIDE = "FUZZ_IN_A_NAMESPACE"
 ENVIRONMENT = {
     INSIDE: "1",
@@ -83,11 +86,15 @@ def main(seed: int, count: int, folder: Path, first: int = 0) -> int:
     made.mkdir(exist_ok=True)
     (made / "full" / "filler").write_bytes(bytes(60_000))
     forks.preload()
+    kept = folder / "loss-distributions"
+    kept.mkdir(exist_ok=True)
+    os.environ[loss_distributions.FOLDER] = str(kept)  # the one of the session can only be read here
+    loss_distributions.share()
     prepare(folder, made)
     codes: Counter[int] = Counter()
     problems, slowest = [], 0.0
     start = time.monotonic()
-    known = {} if first else KNOWN
+    known = {} if first else {name: case for name, case in KNOWN.items() if count >= MANY or name not in SLOW}
     for number in [*known, *range(first, count)]:
         case, wanted = known[number] if number in known else (make_case(seed, number), None)
         ended = run_case(case, folder / "case", made)

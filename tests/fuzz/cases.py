@@ -1,6 +1,7 @@
 """Makes cases from the schemas: the recipe's pydantic models, the ds_config's tables, the parsers of the commands."""
 
 import argparse
+import copy
 import functools
 import random
 import tomllib
@@ -70,11 +71,16 @@ class Case:
 
 def tiny() -> dict[str, Any]:
     """The recipe that cases change: one or two steps of it, and it ends by itself whatever its number of steps."""
-    tree = tomllib.loads((ROOT / "recipes" / "tiny.toml").read_text())
+    tree = copy.deepcopy(_tiny())
     tree["train"] |= {"num_steps": 2, "max_minutes": 0.05}
     tree["data"] |= {"num_workers": 0, "shards": "data/demo/train-00000.tar"}
     tree["heldout"] |= {"num_examples": 2, "num_captions": 1}
     return tree
+
+
+@functools.cache
+def _tiny() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "recipes" / "tiny.toml").read_text())
 
 
 def make_case(seed: int, number: int) -> Case:

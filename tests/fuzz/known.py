@@ -67,3 +67,4 @@ KNOWN: dict[str, tuple[Case, int]] = {
         2,
     ),
 }
+SLOW = {"shards by a product of ranges"}

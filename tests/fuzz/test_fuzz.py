@@ -20,7 +20,7 @@ from trainer.config.recipe import RunConfig
 SEED = 1
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(14_400)])])
+@pytest.mark.parametrize("count", [25, pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(14_400)])])
 def test_cases(count: int, tmp_path: Path) -> None:
     """In forks of one process, the known ones first; `python -m tests.fuzz` shows what a case was and how it ended."""
     if subprocess.run(sandbox(tmp_path, "true"), capture_output=True, check=False).returncode:
@@ -62,10 +62,12 @@ def limited(kind: int, amount: int) -> Callable[[], None]:
     ("script", "line", "before", "environment"),
     [
         ("train", f"{TRAIN} --run_dir {{folder}}/run", limited(resource.RLIMIT_NOFILE, 24), {}),
-        ("train", f"{TRAIN} --run_dir {{folder}}/run data.num_workers=2", limited(resource.RLIMIT_NOFILE, 48), {}),
-        ("train", f"{TRAIN} --run_dir {{folder}}/run", limited(resource.RLIMIT_FSIZE, 100_000), {}),
         ("plan", NUMBERS, lambda: (os.close(0), os.close(1)), {"LANG": "C", "PYTHONIOENCODING": "ascii"}),
-        ("plan", NUMBERS, lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1), {"PYTHONUTF8": "0", "LC_ALL": "C"}),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (
+            ("train", f"{TRAIN} --run_dir {{folder}}/run data.num_workers=2", limited(resource.RLIMIT_NOFILE, 48), {}),
+            ("train", f"{TRAIN} --run_dir {{folder}}/run", limited(resource.RLIMIT_FSIZE, 100_000), {}),
+            ("plan", NUMBERS, lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1), {"PYTHONUTF8": "0", "LC_ALL": "C"}),
+        )),
     ],
 )  # fmt: skip
 def test_in_a_process_of_its_own(

@@ -54,7 +54,7 @@ def plan(**changed: float) -> PrivacyPlan:
 def audit(
     device: torch.device,
     bugs: tuple[str, ...],
-    steps: int = 20,
+    steps: int = 10,
     clipping: str = "flat",
     mode: str = "bookkeeping",
     **changed: float,

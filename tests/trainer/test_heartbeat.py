@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import free_port
 from trainer.errors import RemoteError
+from trainer.ranks import heartbeat
 from trainer.ranks.heartbeat import Heartbeat, Timing
 from trainer.ranks.rendezvous import Place, RendezvousError, connect, find_store, meet
 
@@ -56,6 +57,11 @@ class World:
         return [message for message, _ in self.ends.values() if message]
 
 
+@pytest.fixture(autouse=True)
+def short_farewells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "LINGER", 0.5)
+
+
 @pytest.fixture
 def world() -> Iterator[World]:
     made = World(3)
@@ -65,7 +71,7 @@ def world() -> Iterator[World]:
 
 
 def test_nobody_is_dead_while_all_beat(world: World) -> None:
-    time.sleep(1.5)
+    time.sleep(2 * FAST["dead_after"])
     assert not world.ends and not world.warnings
 
 
