@@ -15,7 +15,7 @@ import io
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from models.generation import beam_captions, sampled_captions
 from trainer.errors import ConfigError
 
 Method = Literal["greedy", "beam", "sample"]
-METHODS: tuple[Method, ...] = get_args(Method)
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr")
 
 

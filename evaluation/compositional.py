@@ -146,12 +146,7 @@ class Answers:
 
 
 def choose(
-    model: Captioner,
-    tokenizer: CaptionTokenizer,
-    tests: Sequence[Choice],
-    *,
-    batch_size: int = 32,
-    rule: Rule = "loss",
+    model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], *, batch_size: int = 32, rule: Rule = "loss"
 ) -> tuple[dict[str, Answers], int]:
     """Answers by group, and how many tests were left out because their bytes are no image.
 

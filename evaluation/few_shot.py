@@ -11,7 +11,7 @@ many machines, is a training run of `model.kind = "classifier"`.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -118,7 +118,7 @@ def few_shot_probe(
 
 @dataclass(frozen=True)
 class FineTuneOptions:
-    """Rate: base_lr * batch / 256. `batch_size` is capped at the number of images."""
+    """The rate is base_lr * batch / 256; `batch_size` is capped at the number of images."""
 
     epochs: int = 100
     batch_size: int = 1024
@@ -133,11 +133,7 @@ class FineTuneOptions:
 
 
 def fine_tune(
-    encoder: VisionTransformer,
-    source: LabelledImages,
-    rows: np.ndarray,
-    num_classes: int,
-    options: FineTuneOptions,
+    encoder: VisionTransformer, source: LabelledImages, rows: np.ndarray, num_classes: int, options: FineTuneOptions
 ) -> Classifier:
     """A classifier on the mean of the patch tokens that starts from the encoder; the encoder given stays as it is.
 
@@ -241,8 +237,3 @@ def classifier_accuracy(
     if not count:
         raise DataError(f"{source.name}: no example has both an image and a label")
     return correct / count
-
-
-def quick(options: FineTuneOptions, epochs: int) -> FineTuneOptions:
-    """The same for another number of epochs, a tenth of which at most warms up."""
-    return replace(options, epochs=epochs, warmup_epochs=min(options.warmup_epochs, epochs // 10))

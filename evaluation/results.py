@@ -126,10 +126,32 @@ class Results:
     notes: Sequence[str] = ()
 
 
-def record_of(results: Results, *, data_is_public: bool, arguments: Sequence[str]) -> dict[str, Any]:
-    """The JSON record; numbers that are not finite become None."""
+def results_folder(output: Path, *, data_is_public: bool) -> Path:
+    """OUTPUT/evaluation, or OUTPUT/private/evaluation for data that nobody declared public; made, the latter 0700."""
+    folder = output / "evaluation"
+    if not data_is_public:
+        private = output / "private"
+        private.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.chmod(0o700)
+        folder = private / "evaluation"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def publish(
+    results: Results, *, output: Path | None, data_is_public: bool, as_json: bool, arguments: Sequence[str]
+) -> None:
+    """Writes the record where it belongs, and prints it: one JSON object, or a table.
+
+    Numbers that are not finite become None. The folder gets NAME-STEP-ARGUMENTS.json, metrics.jsonl and TensorBoard; the same
+    command again replaces its own file.
+
+    Args:
+        output: the run folder, or any other; None writes nothing.
+        arguments: of the command line, for the record.
+    """
     facts = environment()
-    return {
+    record: dict[str, Any] = {
         "evaluation": results.name,
         "scalars": _finite(dict(results.scalars)),
         "table": _finite([dict(row) for row in results.table]),
@@ -147,45 +169,15 @@ def record_of(results: Results, *, data_is_public: bool, arguments: Sequence[str
         "packages": facts["packages"],
         "date_utc": datetime.now(UTC).date().isoformat(),  # a finer clock would tell how long training took before
     }
-
-
-def results_folder(output: Path, *, data_is_public: bool) -> Path:
-    """OUTPUT/evaluation, or OUTPUT/private/evaluation for data that nobody declared public; made, the latter 0700."""
-    folder = output / "evaluation"
-    if not data_is_public:
-        private = output / "private"
-        private.mkdir(mode=0o700, parents=True, exist_ok=True)
-        private.chmod(0o700)
-        folder = private / "evaluation"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def write_results(record: Mapping[str, Any], output: Path) -> Path:
-    """Writes NAME-STEP-ARGUMENTS.json, metrics.jsonl and TensorBoard; the same command again replaces its own file."""
-    folder = results_folder(output, data_is_public=record["data_is_public"])
-    step = 0 if record["model"] is None else int(record["model"]["step"])
-    digest = hashlib.sha256(json.dumps(record["arguments"]).encode()).hexdigest()[:8]
-    path = folder / f"{record['evaluation']}-step-{step:08d}-{digest}.json"
-    write_durably(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
-    scalars = {f"{record['evaluation']}/{name}": v for name, v in record["scalars"].items() if v is not None}
-    metrics = MetricsWriter(folder, times=not record["data_is_public"])
-    metrics.scalars(step, scalars)
-    metrics.close()
-    return path
-
-
-def publish(
-    results: Results, *, output: Path | None, data_is_public: bool, as_json: bool, arguments: Sequence[str]
-) -> None:
-    """Writes the record where it belongs, and prints it: one JSON object, or a table.
-
-    Args:
-        output: the run folder, or any other; None writes nothing.
-        arguments: of the command line, for the record.
-    """
-    record = record_of(results, data_is_public=data_is_public, arguments=arguments)
-    path = None if output is None else write_results(record, output)
+    path = None
+    if output is not None:
+        folder, step = results_folder(output, data_is_public=data_is_public), results.model.step if results.model else 0
+        digest = hashlib.sha256(json.dumps(record["arguments"]).encode()).hexdigest()[:8]
+        path = folder / f"{results.name}-step-{step:08d}-{digest}.json"
+        write_durably(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
+        metrics = MetricsWriter(folder, times=not data_is_public)
+        metrics.scalars(step, {f"{results.name}/{n}": v for n, v in record["scalars"].items() if v is not None})
+        metrics.close()
     if as_json:
         print(json.dumps(record, allow_nan=False))
     else:

@@ -13,7 +13,6 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -45,33 +44,22 @@ def parse_args(arguments: list[str]) -> CommandOptions:
 
 def main() -> int:
     """Runs the command, on all ranks of a launcher or alone."""
-    from trainer.ranks.discovery import discover_ranks
-
-    arguments = sys.argv[1:]
-    options = parse_args(arguments)
-    if discover_ranks(os.environ).world_size == 1:
-        _run(options, arguments)
-        return 0
-    _on_ranks(options, arguments)
-
-
-def _run(options: CommandOptions, arguments: list[str]) -> None:
     from evaluation.results import publish
-
-    results = command_of(options).run(options)
-    if results is not None:
-        publish(
-            results, output=output_of(options), data_is_public=options.results_are_public, as_json=options.as_json,
-            arguments=arguments,
-        )  # fmt: skip
-
-
-def _on_ranks(options: CommandOptions, arguments: list[str]) -> NoReturn:
     from trainer.errors import RemoteError
     from trainer.ranks.discovery import discover_ranks
     from trainer.ranks.distributed import fail, finish, quit_now, start
 
-    ranks = discover_ranks(os.environ)
+    arguments = sys.argv[1:]
+    options = parse_args(arguments)
+    command, ranks = command_of(options), discover_ranks(os.environ)
+
+    def run() -> None:
+        results = command.run(options)
+        if results is not None:
+            publish(
+                results, output=output_of(options), data_is_public=options.results_are_public,
+                as_json=options.as_json, arguments=arguments,
+            )  # fmt: skip
 
     def explain(error: Exception) -> bool:
         if isinstance(error, RemoteError):
@@ -84,12 +72,14 @@ def _on_ranks(options: CommandOptions, arguments: list[str]) -> NoReturn:
             return False
         return True
 
+    if ranks.world_size == 1:
+        run()
+        return 0
     try:
-        command = command_of(options)
         if not command.uses_ranks:
             raise ConfigError(f"{command.name} works in one process; start it without a launcher")
         start(ranks)
-        _run(options, arguments)
+        run()
     except KeyboardInterrupt:
         quit_now(130)
     except Exception as caught:

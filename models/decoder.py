@@ -14,14 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import CaptionerConfig, DecoderConfig
-from models.layers import (
-    CrossAttention,
-    Mlp,
-    PositionEmbedding,
-    SelfAttention,
-    image_sincos_table,
-    text_sincos_table,
-)
+from models.layers import CrossAttention, Mlp, PositionEmbedding, SelfAttention, image_sincos_table, text_sincos_table
 from models.vocabulary_head import VocabularyHead
 
 Branch = Callable[[Tensor], Tensor]

@@ -156,20 +156,10 @@ def _without_duplicates(pictures: Sequence[Picture]) -> list[Picture]:
 
 
 def _split(pictures: Sequence[Picture]) -> tuple[list[Picture], list[Picture]]:
-    """Held-out pictures are whole small groups of related ones; theme icons, the plainest, only fill up the rest."""
-    groups = _groups(pictures)
-    heldout: list[Picture] = []
-    for members in sorted(groups, key=lambda members: min(picture.order for picture in members)):
-        icons = sum(_is_theme_icon(picture) for picture in members)
-        if len(members) <= _MAX_HELDOUT_GROUP and not icons and len(heldout) + len(members) <= NUM_HELDOUT:
-            heldout += members
-    held = {picture.path for picture in heldout}
-    rest = sorted((p for p in pictures if p.path not in held), key=lambda p: (_is_theme_icon(p), p.order))
-    return sorted(rest[:NUM_TRAIN], key=lambda p: p.order), sorted(heldout, key=lambda p: p.order)
+    """Held-out pictures are whole small groups of related ones; theme icons, the plainest, only fill up the rest.
 
-
-def _groups(pictures: Sequence[Picture]) -> list[list[Picture]]:
-    """Connected groups: alike in looks, in caption, or in file name up to digits."""
+    Related are pictures that are alike in looks, in caption, or in file name up to digits, and those related to them.
+    """
     parent = list(range(len(pictures)))
 
     def find(index: int) -> int:
@@ -187,10 +177,17 @@ def _groups(pictures: Sequence[Picture]) -> list[list[Picture]]:
         series = re.sub(r"[\d_-]+", "", picture.path)
         for label in (picture.caption.partition(",")[0], series):
             parent[find(index)] = find(first.setdefault(label, index))
-    members: defaultdict[int, list[Picture]] = defaultdict(list)
+    groups: defaultdict[int, list[Picture]] = defaultdict(list)
     for index, picture in enumerate(pictures):
-        members[find(index)].append(picture)
-    return list(members.values())
+        groups[find(index)].append(picture)
+    heldout: list[Picture] = []
+    for members in sorted(groups.values(), key=lambda members: min(picture.order for picture in members)):
+        icons = sum(_is_theme_icon(picture) for picture in members)
+        if len(members) <= _MAX_HELDOUT_GROUP and not icons and len(heldout) + len(members) <= NUM_HELDOUT:
+            heldout += members
+    held = {picture.path for picture in heldout}
+    rest = sorted((p for p in pictures if p.path not in held), key=lambda p: (_is_theme_icon(p), p.order))
+    return sorted(rest[:NUM_TRAIN], key=lambda p: p.order), sorted(heldout, key=lambda p: p.order)
 
 
 def _is_theme_icon(picture: Picture) -> bool:

@@ -105,20 +105,16 @@ class Captioner:
         found: list[str] = []
         for token in re.split(r"[^a-zà-ÿ]+", text):
             for word in COMPOUNDS.get(token, token).split():
-                found += self._known(TRANSLATIONS.get(word, word), is_place)
+                word = TRANSLATIONS.get(word, word)
+                is_known = " " in word or word in SHORT_WORDS or word in KEPT_WORDS or word in self._words
+                if word in DROPPED_WORDS or not word:
+                    continue
+                if is_known or (is_place and len(word) > 2):
+                    found += word.split()
+                elif len(word) > 6:
+                    cuts = ((word[:cut], word[cut:]) for cut in range(3, len(word) - 2))
+                    found += next((pair for pair in cuts if self._words.issuperset(pair)), ())
         return list(dict.fromkeys(found))
-
-    def _known(self, token: str, is_place: bool) -> list[str]:
-        if token in DROPPED_WORDS or not token:
-            return []
-        if " " in token or token in SHORT_WORDS or token in KEPT_WORDS or token in self._words:
-            return token.split()
-        if is_place and len(token) > 2:
-            return [token]
-        for cut in range(3, len(token) - 2):
-            if token[:cut] in self._words and token[cut:] in self._words and len(token) > 6:
-                return [token[:cut], token[cut:]]
-        return []
 
     def _keywords(self, file: Metadata, head: Sequence[str]) -> list[str]:
         """The rarer the more telling: specific first, then general."""

@@ -194,7 +194,7 @@ def _fine_tuned(options: FewShotOptions, inputs: Inputs) -> "list[Shots]":
     import numpy as np
 
     from evaluation.encoder import encoder_of
-    from evaluation.few_shot import FineTuneOptions, Shots, classifier_accuracy, fine_tune, quick, split
+    from evaluation.few_shot import FineTuneOptions, Shots, classifier_accuracy, fine_tune, split
 
     if inputs.opened is None or len(inputs.sources) < 2:
         raise ConfigError("fine-tuning needs --checkpoint and images for --train and --test, not features")
@@ -204,7 +204,10 @@ def _fine_tuned(options: FewShotOptions, inputs: Inputs) -> "list[Shots]":
             f"--image_size is for --method probe; fine-tuning is at the model's {encoder.config.image_size}"
         )
     usable = np.flatnonzero(train.is_usable_N)
-    how = quick(FineTuneOptions(base_lr=options.base_lr, layer_decay=options.layer_decay), options.epochs)
+    how = FineTuneOptions(
+        epochs=options.epochs, base_lr=options.base_lr, layer_decay=options.layer_decay,
+        warmup_epochs=min(FineTuneOptions.warmup_epochs, options.epochs // 10),
+    )  # fmt: skip
     measured = []
     for shots in options.shots:
         accuracies = []

@@ -160,8 +160,19 @@ class Coco:
             ReadError: the picture cannot be read.
         """
         image = self._images[index]
+        boxes, classes, crowd = [], [], []
         try:
-            return self._read(image)
+            size = (image["height"], image["width"])
+            mask_HW = np.zeros(size, dtype=np.int64)
+            for annotation in self._of_image[image["id"]]:
+                kind = self._number[annotation["category_id"]]
+                is_crowd = bool(annotation.get("iscrowd", 0))
+                mask_HW[decode_segmentation(annotation["segmentation"], size)] = IGNORED if is_crowd else 1 + kind
+                left, top, width, height = annotation["bbox"]
+                boxes.append((left, top, left + width, top + height))
+                classes.append(kind)
+                crowd.append(is_crowd)
+            return DensePicture(bytes_of(self._folder / image["file_name"]), mask_HW, _objects(boxes, classes, crowd))
         except (KeyError, TypeError, ValueError) as error:
             if hasattr(error, "exit_code"):
                 raise
@@ -169,20 +180,6 @@ class Coco:
             raise DataError(
                 f"{self.name}: image {image['id']} or an annotation of it is not COCO's: {problem}"
             ) from error
-
-    def _read(self, image: dict[str, Any]) -> DensePicture:
-        size = (image["height"], image["width"])
-        mask_HW = np.zeros(size, dtype=np.int64)
-        boxes, classes, crowd = [], [], []
-        for annotation in self._of_image[image["id"]]:
-            kind = self._number[annotation["category_id"]]
-            is_crowd = bool(annotation.get("iscrowd", 0))
-            mask_HW[decode_segmentation(annotation["segmentation"], size)] = IGNORED if is_crowd else 1 + kind
-            left, top, width, height = annotation["bbox"]
-            boxes.append((left, top, left + width, top + height))
-            classes.append(kind)
-            crowd.append(is_crowd)
-        return DensePicture(bytes_of(self._folder / image["file_name"]), mask_HW, _objects(boxes, classes, crowd))
 
 
 def decode_segmentation(segmentation: Any, size: tuple[int, int]) -> np.ndarray:

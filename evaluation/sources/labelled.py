@@ -18,7 +18,7 @@ from data.examples.labels import read_label
 from data.index.build import build_index
 from data.index.shards import ShardSet, find_shards
 from data.index.tar_index import ExampleTable
-from data.reading.reader import RawExample, TarReader
+from data.reading.reader import TarReader
 from data.reading.storage import RemoteOptions
 from evaluation.sources.hugging_face import HuggingFaceImages
 from evaluation.sources.records import (
@@ -50,19 +50,15 @@ class ShardImages:
         return len(self._table)
 
     def read(self, ids: Sequence[int]) -> list[LabelledImage]:
-        return [LabelledImage(raw.image, label_of(raw, self._label_field)) for raw in self._reader.read_all(ids)]
-
-
-def label_of(raw: RawExample, field: str) -> int | None:
-    """The label of an example of a shard.
-
-    Args:
-        field: "cls" for the member `.cls`, or a field of the `.json` member; see `data.examples.labels.read_label`.
-    """
-    try:
-        return read_label(raw, _MOST_CLASSES, None if field == "cls" else field)
-    except DecodeError:
-        return None
+        found: list[LabelledImage] = []
+        field = None if self._label_field == "cls" else self._label_field
+        for raw in self._reader.read_all(ids):
+            try:
+                label = read_label(raw, _MOST_CLASSES, field)
+            except DecodeError:
+                label = None
+            found.append(LabelledImage(raw.image, label))
+        return found
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,7 @@ class ArrayImages:
 class ReadingOptions:
     """
     Attributes:
-        label_field: of shards; see `label_of`.
+        label_field: of shards: "cls" for the member `.cls`, or a field of the `.json` member.
         image_column, label_column: of Hugging Face data sets.
         cache: folder for the indexes of shards; private.
     """

@@ -13,13 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from models.config import VitConfig
-from models.converters.vip import (
-    autoencoder_shapes,
-    encoder_shapes,
-    position_kind,
-    with_tables,
-    without_fixed_tables,
-)
+from models.converters.vip import autoencoder_shapes, encoder_shapes, position_kind, with_tables, without_fixed_tables
 from models.converters.weights import (
     PartNames,
     Renaming,

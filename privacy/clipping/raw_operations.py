@@ -228,17 +228,26 @@ def _matrix_transpose(func: Any, args: Any, kwargs: Any) -> PerExample:
     return result
 
 
-@handles(_methods("expand", Tensor))
-def _expand(func: Any, args: Any, kwargs: Any) -> PerExample:
-    x, sizes = args[0], _numbers(args, kwargs)
-    padded = [1] * (len(sizes) - x.dim()) + list(x.shape)
-    shape = [p if s == -1 else s for p, s in zip(padded, sizes, strict=True)]
+@handles(_methods("expand repeat", Tensor))
+def _expand_or_repeat(func: Any, args: Any, kwargs: Any) -> PerExample:
+    x, numbers, repeats = args[0], _numbers(args, kwargs), func is Tensor.repeat
+    padded = [1] * (len(numbers) - x.dim()) + list(x.shape)
+    if repeats:
+        shape = [p * times for p, times in zip(padded, numbers, strict=True)]
+    else:
+        shape = [p if s == -1 else s for p, s in zip(padded, numbers, strict=True)]
     size = x.scope.batch_size
-    full = lambda: x.full().reshape(size, *padded).expand(size, *shape)  # noqa: E731
+
+    def changed(hidden: Tensor, first: int) -> Tensor:
+        """What the dimensions from `first` on become, behind the hidden one."""
+        hidden = hidden.reshape(size, *padded[first:])
+        return hidden.repeat(1, *numbers[first:]) if repeats else hidden.expand(size, *shape[first:])
+
+    full = lambda: changed(x.full(), 0)  # noqa: E731
     if shape and shape[0] == size != 1 and padded[0] == 1:
-        diagonal = x.full().reshape(size, *padded[1:]).expand(size, *shape[1:])
-        return PerExample.make(shape, x, full, diagonal, x.scope)
-    return _reshaped(x, shape, full, (lambda: x._diagonal.expand(shape)) if len(sizes) == x.dim() else None)
+        return PerExample.make(shape, x, full, changed(x.full(), 1), x.scope)
+    keeps = len(numbers) == x.dim() > 0 and (not repeats or numbers[0] == 1)
+    return _reshaped(x, shape, full, (lambda: changed(x._diagonal, 1)) if keeps else None)
 
 
 @handles(_methods("expand_as broadcast_to", Tensor, torch))
@@ -247,20 +256,6 @@ def _expand_as(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not isinstance(args[0], PerExample) or not all(isinstance(s, int) for s in sizes):
         raise refusal(func, args, kwargs)
     return args[0].expand(sizes)
-
-
-@handles(_methods("repeat", Tensor))
-def _repeat(func: Any, args: Any, kwargs: Any) -> PerExample:
-    x, times = args[0], _numbers(args, kwargs)
-    padded = [1] * (len(times) - x.dim()) + list(x.shape)
-    shape = [p * t for p, t in zip(padded, times, strict=True)]
-    size = x.scope.batch_size
-    full = lambda: x.full().reshape(size, *padded).repeat(1, *times)  # noqa: E731
-    if shape and shape[0] == size != 1 and padded[0] == 1:
-        diagonal = x.full().reshape(size, *padded[1:]).repeat(1, *times[1:])
-        return PerExample.make(shape, x, full, diagonal, x.scope)
-    keeps = len(times) == x.dim() > 0 and times[0] == 1
-    return _reshaped(x, shape, full, (lambda: x._diagonal.repeat(times)) if keeps else None)
 
 
 @handles([Tensor.__getitem__])
