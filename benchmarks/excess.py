@@ -18,7 +18,7 @@ import contextlib
 import resource
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -53,7 +53,7 @@ class Stopwatch:
     """Processor time by part, each without the parts that it calls."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._running = ["model"]
         self._since = time.process_time()
 

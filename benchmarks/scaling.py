@@ -59,7 +59,7 @@ def case(engine: str, stage: int, *, accumulation: str = "local", mode: str = "b
 
 
 CPU = {"device": "cpu"}
-SHARDED = {"stage3_param_persistence_threshold": 0}
+SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
 CASES: dict[str, Case] = {
     "local": case("local", 1),
     "zero1": case("deepspeed", 1),

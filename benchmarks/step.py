@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from benchmarks.workloads import (  # noqa: E402
     MODES,
     OPACUS,
     OURS,
-    Step,
     Workload,
     make_step,
 )
@@ -70,7 +69,7 @@ def time_ratios(workload: Workload, device: torch.device, dtype: torch.dtype) ->
     return against[0], against[1], statistics.median(seconds["non_private"])
 
 
-def _timed(step: Step, device: torch.device) -> float:
+def _timed(step: Callable[[], object], device: torch.device) -> float:
     started = time.perf_counter()
     step()
     if device.type == "cuda":

@@ -11,6 +11,7 @@ the ledger has charged the steps between, which are repeated with new coins and 
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -236,7 +237,12 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
             failure = " ".join(str(error).split())
         failures = [line for line in distributed.gather_objects(failure) if line is not None]
         if found is not None and not failures:
-            distributed.on_main(lambda kept=name: _set_aside_newer(folder, kept, damaged))  # type: ignore[misc]
+            if distributed.rank() == 0:
+                for line in damaged:
+                    print(
+                        f"damaged checkpoint: {line}; resuming from {name}, the steps after it stay charged", flush=True
+                    )
+            distributed.on_main(functools.partial(_set_aside_newer, folder, name))
             return found
         damaged.append(failures[0])
     if damaged:
@@ -264,10 +270,8 @@ def _readable_manifests(folder: Path, names: list[str]) -> list[dict[str, Any]]:
     return manifests
 
 
-def _set_aside_newer(folder: Path, kept: str, damaged: list[str]) -> None:
+def _set_aside_newer(folder: Path, kept: str) -> None:
     """Renames what is newer than the one that is used, and points LATEST at that."""
-    for line in damaged:
-        print(f"damaged checkpoint: {line}; resuming from {kept}, the steps after it stay charged", flush=True)
     for path in sorted(folder.glob("step-*")):
         if path.name > kept:
             target = folder / f"set-aside-{path.name}"

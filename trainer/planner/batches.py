@@ -17,7 +17,7 @@ from data.index.tar_index import MANIFEST, ExampleTable
 from privacy.plan import PrivacyPlan
 from privacy.sampling.poisson import default_cap
 from trainer.config.recipe import RunConfig
-from trainer.run.batches import pads_to_cap
+from trainer.run.batches import num_micro_batches, pads_to_cap
 
 WORTH_A_NOTE = 0.05
 """Padding is noted from this share of the rows on."""
@@ -52,7 +52,7 @@ class Batches:
 
     def micro_batches(self, world_size: int, size: int) -> float:
         """Micro-batches of each rank, on average over steps."""
-        return fmean(max(1, math.ceil(math.ceil(count / world_size) / size)) for count in self.counts)
+        return fmean(num_micro_batches(count, world_size, size) for count in self.counts)
 
     def padding(self, world_size: int, size: int) -> float:
         """Share of the rows that are padding and need not be: those between a small batch and its cap do not count."""

@@ -8,7 +8,6 @@ Who owns which coordinate is the engines' own answer (trainer/engines/layouts.py
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -164,35 +163,25 @@ class RankMemory:
         return self.weights + states + self.sums
 
     @property
-    def before_activations(self) -> int:
-        """What a micro-batch finds taken."""
-        return self.lasting + self.bucket + self.gathered
-
-    @property
     def on_top(self) -> int:
         """What is allocated after the first micro-batch has begun, but for its activations."""
         return self.moments + self.gathered + self.bucket
 
     @property
     def peak(self) -> int:
-        return max(self.before_activations + self.activations, self.lasting + self.step)
+        return self.lasting + max(self.bucket + self.gathered + self.activations, self.step)
 
 
-class AccumulatorBytes(NamedTuple):
-    """See `RankMemory`."""
+def accumulator_bytes(trainable: Trainable, accumulation: str, world_size: int) -> tuple[int, int]:
+    """(sums, bucket), see `RankMemory`: exactly what `LocalSums` and `ShardedSums` keep.
 
-    sums: int
-    bucket: int
-
-
-def accumulator_bytes(trainable: Trainable, accumulation: str, world_size: int) -> AccumulatorBytes:
-    """Exact: what `LocalSums` and `ShardedSums` hold. The fp32 windows of small micro-batches count as activations."""
+    The fp32 windows of small micro-batches count as activations.
+    """
     if accumulation == "local":
-        return AccumulatorBytes(FP64 * trainable.count, 0)
+        return FP64 * trainable.count, 0
     parts = bucket_parts(trainable, world_size)
     # A bucket, and this rank's part of what it is reduced to.
-    bucket = max(part * (world_size + 1) * FP64 for part in parts)
-    return AccumulatorBytes(FP64 * sum(parts), bucket)
+    return FP64 * sum(parts), max(part * (world_size + 1) * FP64 for part in parts)
 
 
 def bucket_parts(trainable: Trainable, world_size: int) -> list[int]:
@@ -214,7 +203,7 @@ def rank_memory(
 ) -> RankMemory:
     """Everything but the activations."""
     compute = machine.compute_dtype.itemsize
-    accumulator = accumulator_bytes(trainable, accumulation, world_size)
+    sums, bucket = accumulator_bytes(trainable, accumulation, world_size)
     keeps_gradients = engine == "deepspeed" and (machine.stage == 3 or machine.offload_optimizer)
     states = {
         "masters": FP32 * shares.masters,
@@ -241,7 +230,8 @@ def rank_memory(
     return RankMemory(
         weights=weights + compute * trainable.buffers,
         **states,
-        **accumulator._asdict(),
+        sums=sums,
+        bucket=bucket,
         gathered=compute * shares.gathered,
         step=FP64 * shares.owned + max(packed, 3 * FP64 * shares.largest_piece, stepping),
         host=on_host,

@@ -43,10 +43,16 @@ def launcher_processes() -> tuple[Process, ...]:
     """The launchers above this process, the nearest first; none if no launcher started it."""
     launchers: list[Process] = []
     pid = os.getppid()
-    while (status := _status(pid)) is not None and (name := launcher_name(_command(pid))) is not None:
-        _, parent, started = status
-        launchers.append(Process(pid, started, name))
-        pid = parent
+    while (status := _status(pid)) is not None:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        except OSError:  # it has ended, or hides its command line
+            break
+        name = launcher_name(command)
+        if name is None:
+            break
+        launchers.append(Process(pid, status[2], name))
+        pid = status[1]
     return tuple(launchers)
 
 
@@ -114,11 +120,3 @@ def _status(pid: int) -> tuple[str, int, int] | None:
         return None
     fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
     return fields[0], int(fields[1]), int(fields[19])
-
-
-def _command(pid: int) -> list[str]:
-    """Empty for a process that has ended or hides its command line."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-    except OSError:
-        return []

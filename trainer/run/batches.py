@@ -27,6 +27,11 @@ def pads_to_cap(expected_batch_size: int, cap: int | None, *, bucket_captions: b
     return not bucket_captions and cap is not None and cap <= (1 + LARGEST_OVERHEAD) * expected_batch_size
 
 
+def num_micro_batches(count: int, world_size: int, size: int) -> int:
+    """How many micro-batches of `size` every rank runs for a logical batch of `count` examples; at least one."""
+    return max(1, math.ceil(math.ceil(count / world_size) / size))
+
+
 @dataclass(frozen=True)
 class LogicalBatches:
     """The plans of one session.
@@ -45,11 +50,6 @@ class LogicalBatches:
     micro_batch_size: int
     bucket_captions: bool = False
 
-    @property
-    def pads_to_cap(self) -> bool:
-        """See the function of this name."""
-        return pads_to_cap(self.expected_batch_size, self.sampler.cap, bucket_captions=self.bucket_captions)
-
     def plans(self, first_step: int, last_step: int) -> Iterator[StepPlan]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""
         for step in range(first_step, last_step + 1):
@@ -60,12 +60,10 @@ class LogicalBatches:
             members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
             ids = assign(members, world_size, rank)
             keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
-            count = len(members)
-            if self.pads_to_cap:  # the same number of micro-batches in every step
-                assert self.sampler.cap is not None
-                count = self.sampler.cap
-            num_micro_batches = max(1, math.ceil(math.ceil(count / world_size) / self.micro_batch_size))
-            yield StepPlan(step, ids, keys, num_micro_batches)
+            count, cap = len(members), self.sampler.cap
+            if cap is not None and pads_to_cap(self.expected_batch_size, cap, bucket_captions=self.bucket_captions):
+                count = cap  # the same number of micro-batches in every step
+            yield StepPlan(step, ids, keys, num_micro_batches(count, world_size, self.micro_batch_size))
 
 
 def _gather(mine: Decided) -> list[Decided]:

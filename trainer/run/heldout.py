@@ -20,14 +20,10 @@ class Heldout:
         self, table: ExampleTable, task: TrainingTask, *, num_examples: int | None, micro_batch_size: int
     ) -> None:
         self.table = table
-        self._task = task
+        self._task, self.loss_name = task, task.loss_name
         self._make_example = task.make_example(train=False)
         self._num_examples = min(num_examples or len(table), len(table))
         self._micro_batch_size = micro_batch_size
-
-    @property
-    def loss_name(self) -> str:
-        return self._task.loss_name
 
     def _batches(self, count: int, rank: int, world_size: int) -> Iterator[Batch]:
         return eval_batches(

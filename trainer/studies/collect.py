@@ -47,19 +47,14 @@ class Result:
     seconds: float | None
 
     @property
-    def examples_per_step(self) -> int:
-        """Examples that a step puts through the model: it is padded to the capped batch."""
-        return self.plan.max_batch_size
-
-    @property
     def final_loss(self) -> float | None:
         """Held-out loss after the last step; None for a run that is not done."""
         return self.losses.get(self.plan.num_steps) if self.progress == "finished" else None
 
     @property
     def examples(self) -> int:
-        """Examples through the model over the whole run as planned."""
-        return self.examples_per_step * self.plan.num_steps
+        """Examples through the model over the whole run as planned; every step is padded to the capped batch."""
+        return self.plan.max_batch_size * self.plan.num_steps
 
     def row(self) -> dict[str, Any]:
         """A row of a table. Without a formal guarantee it holds neither epsilon nor delta."""

@@ -92,7 +92,17 @@ class StudyFolder:
         self.private.chmod(0o700)
         self._make(self.logs)
         for one in planned:
-            self._require_same_recipe(one)
+            if self.progress(one.name) == "new":
+                continue
+            recipe = self.recipe(one.name)
+            try:
+                keys = changed_keys(recipe.read_text(), to_toml(one.config))
+            except OSError as error:
+                raise ConfigError(f"{recipe}: {error.strerror}; its run is there, but not its recipe") from error
+            if keys:
+                raise ConfigError(
+                    f"point {one.name} of {self.root} began with another {keys[0]}; set it back, or choose another --study_dir"
+                )
         prepare_budget(study, self.shared_ledger, self.recipes, self.runs)
         new = {one.name for one in planned if self.progress(one.name) == "new"}
         begun = len(new) < len(planned) or any(self.runs.glob("*/ledger.jsonl"))
@@ -108,21 +118,6 @@ class StudyFolder:
             write_durably(self.recipe(one.name), to_toml(config))
         write_durably(self.definition, definition)
         return late
-
-    def _require_same_recipe(self, one: PlannedPoint) -> None:
-        if self.progress(one.name) == "new":
-            return
-        try:
-            begun = self.recipe(one.name).read_text()
-        except OSError as error:
-            raise ConfigError(
-                f"{self.recipe(one.name)}: {error.strerror}; its run is there, but not its recipe"
-            ) from error
-        keys = changed_keys(begun, to_toml(one.config))
-        if keys:
-            raise ConfigError(
-                f"point {one.name} of {self.root} began with another {keys[0]}; set it back, or choose another --study_dir"
-            )
 
     def progress(self, name: str) -> Progress:
         """How far a run is, from its own ledger; PrivacyStateRefused when that is broken."""

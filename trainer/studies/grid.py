@@ -105,10 +105,6 @@ class Point:
     seed: int
     overrides: Mapping[str, Any]
 
-    def override_arguments(self) -> list[str]:
-        """The overrides as words of train.py's command line."""
-        return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in self.overrides.items()]
-
 
 def load_study(path: Path) -> StudyConfig:
     """Reads a study's file.

@@ -65,7 +65,8 @@ def _resolved(study: StudyConfig, point: Point, root: Path) -> RunConfig:
     noise = {"privacy.target_epsilon", "privacy.noise_multiplier", "privacy.simulation"} & point.overrides.keys()
     if study.tan is not None and noise:
         raise ConfigError(f"study {study.name}: {min(noise)} would be overwritten by [tan]; remove one of the two")
-    overrides = [*point.override_arguments(), f'name="{point.name}"']
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in point.overrides.items()]
+    overrides.append(f'name="{point.name}"')
     try:
         if study.tan is None:
             return load_config(recipe, overrides)

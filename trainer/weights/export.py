@@ -80,18 +80,6 @@ class Attestation(NamedTuple):
         return facts | {"reasons": self.card["reasons"]}
 
 
-def attest(checkpoint: Path, manifest: Mapping[str, Any]) -> Attestation:
-    """The card of the run folder around a checkpoint, if its ledger is whole and knows this checkpoint's moment."""
-    proof = proof_of(checkpoint, manifest)
-    if proof.state is None:
-        return Attestation(None, proof.reason)
-    try:
-        card = build_card(checkpoint.resolve().parent.parent)
-    except (PrivacyStateRefused, PrivacyConfigError):
-        return Attestation(None, "the ledger beside it is broken")
-    return Attestation({**card, "run_dir": card["run_name"]})
-
-
 def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool = False) -> Attestation:
     """Writes the folder `out`, whole or not at all.
 
@@ -107,7 +95,14 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
     encoder = getattr(opened.model, "encoder", None)
     if not isinstance(encoder, VisionTransformer):
         raise ConfigError(f"{opened.path}: its model has no vision transformer as encoder, so nothing can be exported")
-    attestation = attest(opened.path, opened.manifest)
+    proof = proof_of(opened.path, opened.manifest)
+    attestation = Attestation(None, proof.reason)
+    if proof.state is not None:
+        try:
+            card = build_card(opened.path.resolve().parent.parent)
+            attestation = Attestation({**card, "run_dir": card["run_name"]})
+        except (PrivacyStateRefused, PrivacyConfigError):
+            attestation = Attestation(None, "the ledger beside it is broken")
     about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | attestation.facts()
     with new_folder(out) as folder:
         if form == "safetensors":

@@ -84,6 +84,13 @@ def import_weights(
         facts["tokenizer_sha256"] = file_digest(tokenizer)
     elif tokenizer is not None:
         raise ConfigError("--tokenizer is for captioners; these weights are none")
+    if source.is_file():
+        digest = file_digest(source)
+    else:  # over the names and digests of a folder's weight files
+        files = sorted(p for p in source.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin"))
+        if not files:
+            raise WeightsError(f"{source} holds no weight file")
+        digest = hashlib.sha256("".join(f"{p.name} {file_digest(p)}\n" for p in files).encode()).hexdigest()
     manifest = {
         "format": FORMAT,
         "step": 0,
@@ -98,7 +105,7 @@ def import_weights(
             "kind": IMPORTED,
             "format": kind,
             "file": source.resolve().name,
-            "sha256": _digest(source),
+            "sha256": digest,
             "claim": declared.claim,
             **({"exported": exported} if exported else {}),
         },
@@ -148,13 +155,3 @@ def _tokenizer(given: Path | None, source: Path, exported: Mapping[str, Any], co
     if stated is not None and file_digest(path) != stated:
         raise ConfigError(f"{path} is not the tokenizer that {source} was trained with: its SHA-256 differs")
     return path
-
-
-def _digest(source: Path) -> str:
-    """SHA-256 of a file; of a folder, over the names and digests of its weight files."""
-    if source.is_file():
-        return file_digest(source)
-    files = sorted(p for p in source.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin"))
-    if not files:
-        raise WeightsError(f"{source} holds no weight file")
-    return hashlib.sha256("".join(f"{p.name} {file_digest(p)}\n" for p in files).encode()).hexdigest()

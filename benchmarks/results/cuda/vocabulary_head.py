@@ -100,7 +100,8 @@ def main() -> None:
     parser.add_argument("--only", nargs=2, metavar=("MODE", "HOW"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
-        print(json.dumps(measure(*options.only, options.micro_batch_size, options.width)))
+        mode, how = options.only
+        print(json.dumps(measure(mode, how, options.micro_batch_size, options.width)))
         return
     results: dict[str, dict[str, Any]] = {}
     for mode in ("non_private", "bookkeeping"):

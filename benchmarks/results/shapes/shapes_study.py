@@ -40,6 +40,7 @@ from evaluation.synthetic_tests import SHAPE_CLASSES, SHAPE_GROUPS, shape_choice
 from evaluation.zero_shot import Prompts, accuracy
 from models.captioner import Captioner
 from privacy.card.report import read_snapshot
+from trainer.tasks.captioning import CaptioningTask
 from trainer.weights.open_model import OpenedModel, open_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,7 +111,7 @@ def untrained(opened: OpenedModel, tokenizer: CaptionTokenizer, seed: int, count
     independent guesses: p knows nothing of that.
     """
     builds = (opened.task.build(torch.Generator().manual_seed(weights)).eval() for weights in range(UNTRAINED))
-    found = [asked(model, tokenizer, seed, count) for model in builds]
+    found = [asked(model, tokenizer, seed, count) for model in builds if isinstance(model, Captioner)]
     best = {test: max((one[test] for one in found), key=lambda r: r["right"]) for test in found[0]}
     return {"seeds": UNTRAINED, "accuracies": {t: [one[t]["accuracy"] for one in found] for t in best}, "results": best}
 
@@ -143,7 +144,9 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {"study": "shapes", "commands": said, "picture_seed": seed, "models": {}}
     for (label, name), run_dir in zip(RUNS.items(), args.run_dirs, strict=True):
         opened = open_model(run_dir)
-        model, tokenizer = opened.model, opened.task.make_example(train=False).tokenizer
+        model, task = opened.model, opened.task
+        assert isinstance(model, Captioner) and isinstance(task, CaptioningTask)
+        tokenizer = task.make_example(train=False).tokenizer
         if "untrained" not in record["models"]:
             record["models"]["untrained"] = untrained(opened, tokenizer, seed, args.tests // 2)
         facts = {"run": name, "step": opened.manifest["step"], "formal_guarantee": opened.manifest["formal_guarantee"]}
