@@ -71,7 +71,7 @@ def world() -> Iterator[World]:
 
 
 def test_nobody_is_dead_while_all_beat(world: World) -> None:
-    time.sleep(2 * FAST["dead_after"])
+    time.sleep(2 * FAST.dead_after)
     assert not world.ends and not world.warnings
 
 
