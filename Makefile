@@ -8,7 +8,7 @@ QUICK := not full and not gpu and not cluster
 STAMP := $(VENV)/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: quickstart test test-all test-cluster coverage lint format clean venv
+.PHONY: quickstart test test-all test-cluster gpu coverage lint format clean venv
 
 $(STAMP): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
@@ -38,6 +38,11 @@ test-all: $(STAMP) lint
 test-cluster: $(STAMP)
 	@tests/install_packages.sh cluster
 	$(PYTEST) -m cluster
+
+# Acceptance on one GPU, with a Python that is there already: make gpu [PART=sums] [DEVICE=cpu REDUCED=1] [OUTPUT=record.json]
+gpu: PYTHON := $(if $(filter file,$(origin PYTHON)),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)),$(PYTHON))
+gpu:
+	@$(PYTHON) -m tests.gpu $(if $(PART),--part $(PART)) $(if $(DEVICE),--device $(DEVICE)) $(if $(REDUCED),--reduced) $(if $(OUTPUT),--output $(OUTPUT))
 
 # Statements that `make test` runs, in every rank and command; TESTS="tests/data ..." takes a part. Tracing makes tests slower.
 coverage: $(STAMP)

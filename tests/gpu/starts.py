@@ -1,0 +1,44 @@
+"""The main job under every shipped ds_config and engine: exit code, steps and ledger."""
+
+import time
+from collections.abc import Iterator
+from typing import get_args
+
+from tests.distributed.test_cuda_start import DS_CONFIGS, REFUSED
+from tests.e2e.launch import TRAIN, count, train_arguments
+from tests.gpu.checks import Check, Setting, start
+from trainer.config.recipe import EngineName
+
+STEPS = 3
+AT_ONCE = 4
+"""Runs that share the GPU; each needs well under 1 GiB of it."""
+
+
+def checks(setting: Setting) -> Iterator[Check]:
+    ds_configs = setting.choose(DS_CONFIGS, ["zero1_bf16.json"])
+    waiting = [(ds_config, engine) for ds_config in ds_configs for engine in get_args(EngineName)]
+    running = {}
+    while waiting or running:
+        while waiting and len(running) < setting.choose(AT_ONCE, 2):
+            case = ds_config, engine = waiting.pop(0)
+            run_dir = setting.folder / f"{engine}-{ds_config}"
+            settings = [f"train.num_steps={STEPS}", "heldout.num_captions=1"]
+            arguments = train_arguments(run_dir, "--engine", engine, *settings, ds_config=f"ds_configs/{ds_config}")
+            running[case] = start(setting.device.type, TRAIN, *arguments, log=run_dir.with_suffix(".log"))
+        for case in [case for case, process in running.items() if process.poll() is not None]:
+            yield _check(setting, *case, running.pop(case).returncode)
+        time.sleep(0.1)
+
+
+def _check(setting: Setting, ds_config: str, engine: str, code: int) -> Check:
+    run_dir = setting.folder / f"{engine}-{ds_config}"
+    refused = ds_config in REFUSED[engine]
+    steps = {kind: count(run_dir, kind) for kind in ("intent", "done")}
+    holds = code == 2 and not run_dir.exists() if refused else code == 0 and set(steps.values()) == {STEPS}
+    end = run_dir.with_suffix(".log").read_text().strip().splitlines()[-8:]
+    return Check(
+        f"start, {engine}, {ds_config}",
+        holds,
+        {"exit": code, **steps, **({} if holds else {"log": end})},
+        "refused with exit 2 before a run folder exists" if refused else f"exit 0, {STEPS} intents, {STEPS} done",
+    )

@@ -1,0 +1,211 @@
+"""Clipped sums on the device against a float64 loop on the CPU; two_pass repeats itself to the last bit; nothing waits."""
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from models.captioner import build_captioner
+from models.config import captioner_config
+from privacy.clipping import ClippedSum, triton_norm
+from privacy.clipping.clipped_sum import Mode
+from privacy.clipping.selfcheck import check_against_autograd
+from tests.gpu.checks import Check, Setting
+from tests.privacy.clipping import oracle, test_waits
+from tests.privacy.clipping.test_rounding import Product
+from trainer.engines.compilation import compile_blocks, require_compiler
+from trainer.errors import ConfigError
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Relative to the norm of the sum. The gradients themselves are computed in that precision."""
+Made = tuple[nn.Module, dict[str, Tensor]]
+
+
+def captioner() -> Made:
+    """Wide and long enough for ghost norms of several tiles, and not a multiple of them."""
+    config = captioner_config(
+        "pico", image_size=64, patch_size=8, vocab_size=211, num_tokens=21, encoder_width=96, encoder_depth=2,
+        encoder_num_heads=2, decoder_width=72, decoder_depth=2, decoder_num_heads=2,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    model = build_captioner(config, generator=generator)
+    with torch.no_grad():  # away from the initial zeros and ones
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    inputs = {
+        "images_BCHW": torch.randn(6, 3, 64, 64, generator=generator) * torch.logspace(-1, 0.5, 6)[:, None, None, None],
+        "tokens_BL": torch.randint(3, 211, (6, 21), generator=generator),
+        "token_mask_BL": torch.arange(21)[None] < torch.randint(3, 22, (6, 1), generator=generator),
+    }
+    return model, inputs
+
+
+def linear_on_tokens() -> Made:
+    """One layer alone, wide enough for a ghost norm of 150 tokens: a wrong norm has nothing to hide behind."""
+    generator = torch.Generator().manual_seed(5)
+    model = Product(nn.Linear(320, 256, bias=False))
+    scale = torch.logspace(-1, 1, 8)[:, None, None]
+    return model, {
+        "x": torch.randn(8, 150, 320, generator=generator) * scale,
+        "w": torch.randn(8, 150, 256, generator=generator),
+    }
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "linear": linear_on_tokens,
+    "captioner": captioner,
+    "masked_autoencoder": test_waits.masked_autoencoder,
+    "classifier": test_waits.all_of_a_classifier,
+    "adapters": test_waits.adapters_of_a_classifier,
+}
+
+
+def moved(made: Made, device: torch.device, dtype: torch.dtype) -> Made:
+    model, inputs = made
+    return model.to(device, dtype), {
+        name: x.to(device, dtype if x.is_floating_point() else None) for name, x in inputs.items()
+    }
+
+
+def nobody_padding(inputs: Mapping[str, Tensor]) -> Tensor:
+    first = next(iter(inputs.values()))
+    return torch.zeros(len(first), dtype=torch.bool, device=first.device)
+
+
+def expected_sum(made: Made, dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
+    """The sum at half the median norm, in float64 from the weights and inputs as `dtype` holds them; and that bound."""
+    model, inputs = moved(moved(made, torch.device("cpu"), dtype), torch.device("cpu"), torch.float64)
+    bound = oracle.median_norm(model, model, inputs) / 2
+    return oracle.clipped_sum(model, model, inputs, bound), bound
+
+
+def error_of(made: Made, bound: float, mode: Mode, expected: Mapping[str, Tensor]) -> float:
+    model, inputs = made
+    clipped = ClippedSum(model, bound, mode=mode)
+    try:
+        clipped.add_micro_batch(model, inputs, nobody_padding(inputs))
+        found = {name: total.double().cpu() for name, total in clipped.sums()}
+    finally:
+        clipped.detach()
+    return oracle.relative_error(found, expected)
+
+
+@contextmanager
+def triton(on: bool) -> Iterator[None]:
+    """Ghost norms by the Triton kernel where it can run, or never."""
+    with mock.patch.object(triton_norm, "can_run", triton_norm.can_run if on else lambda *_: False):
+        yield
+
+
+def kernel_runs(device: torch.device) -> bool:
+    x = torch.ones(1, 2, 3, device=device)
+    return triton_norm.can_run(x, x)
+
+
+def checks(setting: Setting) -> Iterator[Check]:
+    kernels = [False, True] if kernel_runs(setting.device) else [False]
+    if len(kernels) == 1:
+        yield Check(
+            "triton kernel", None, "triton is not installed, or this is a CPU without TRITON_INTERPRET=1", "runs"
+        )
+    modes: tuple[Mode, Mode] = ("bookkeeping", "two_pass")
+    dtypes = (torch.float32, torch.bfloat16)
+    for (name, make), dtype in itertools.product(MODELS.items(), dtypes):
+        expected, bound = expected_sum(make(), dtype)
+        for mode, kernel in itertools.product(modes, kernels):
+            with triton(kernel):
+                error = error_of(moved(make(), setting.device, dtype), bound, mode, expected)
+            title = f"sum, {name}, {dtype}, {mode}{', triton' if kernel else ''}".replace("torch.", "")
+            yield Check(title, error <= TOLERANCE[dtype], error, f"relative error <= {TOLERANCE[dtype]:g}")
+    yield from _compiled(setting, modes)
+    yield from _coverage(setting)
+    yield from _repeats(setting)
+    yield from _waits(setting, modes, dtypes)
+
+
+def _compiled(setting: Setting, modes: tuple[Mode, Mode]) -> Iterator[Check]:
+    try:
+        require_compiler(setting.device)
+    except ConfigError as error:
+        yield Check("sum, captioner, compiled", None, str(error), "as without compilation")
+        return
+    expected, bound = expected_sum(captioner(), torch.float32)
+    for mode in setting.choose(modes, modes[:1]):
+        model, inputs = moved(captioner(), setting.device, torch.float32)
+        compile_blocks(model)
+        error = error_of((model, inputs), bound, mode, expected)
+        limit = TOLERANCE[torch.float32]
+        yield Check(f"sum, captioner, compiled, {mode}", error <= limit, error, f"relative error <= {limit:g}")
+
+
+def _coverage(setting: Setting) -> Iterator[Check]:
+    """The check that every start makes, on this device's kernels."""
+    for name, make in MODELS.items():
+        model, inputs = moved(make(), setting.device, torch.float32)
+        check_against_autograd(model, inputs)
+        yield Check(f"self-check, {name}", True, "equal", "the unclipped sum is torch's own gradient")
+
+
+def _repeats(setting: Setting) -> Iterator[Check]:
+    """The second backward of two_pass must repeat the first: atomic additions in its path would show here."""
+    for dtype in (torch.float32, torch.bfloat16):
+        made = moved(captioner(), setting.device, dtype)
+        first, *others = (_gradients(made) for _ in range(setting.choose(20, 3)))
+        differ = sum(not all(torch.equal(a, b) for a, b in zip(first, other, strict=True)) for other in others)
+        yield Check(
+            f"backward repeats, {dtype}".replace("torch.", ""),
+            differ == 0,
+            {"runs": len(others), "differ": differ},
+            "equal bits",
+        )
+
+
+def _gradients(made: Made) -> list[Tensor]:
+    """Gradients with respect to the blocks' outputs, which is what the second pass of two_pass computes anew."""
+    model, inputs = made
+    outputs: list[Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda _, __, out: outputs.append(out))
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear)
+    ]
+    loss = model(**inputs).sum()
+    for hook in hooks:
+        hook.remove()
+    return list(torch.autograd.grad(loss, outputs))
+
+
+def _waits(setting: Setting, modes: tuple[Mode, Mode], dtypes: tuple[torch.dtype, torch.dtype]) -> Iterator[Check]:
+    """Host synchronisations inside a micro-batch: counted by the driver on CUDA, by operations that would wait on CPU."""
+    for (name, make), mode, dtype in itertools.product(MODELS.items(), modes, dtypes):
+        model, inputs = moved(deepcopy(make()), setting.device, dtype)
+        clipped = ClippedSum(model, 1.0, mode=mode)
+        is_padding_B = nobody_padding(inputs)
+        clipped.add_micro_batch(model, inputs, is_padding_B)  # hooks and buffers are made
+        found = _waits_of(setting, lambda: clipped.add_micro_batch(model, inputs, is_padding_B))  # noqa: B023 - at once
+        clipped.detach()
+        title = f"waits, {name}, {mode}, {dtype}".replace("torch.", "")
+        yield Check(title, not found, found, "no synchronisation inside a micro-batch")
+
+
+def _waits_of(setting: Setting, work: Callable[[], object]) -> list[str]:
+    if not setting.is_cuda:
+        from privacy.clipping import clipped_sum
+
+        with mock.patch.object(clipped_sum, "needs_blanking", return_value=True), test_waits.Waits() as waits:
+            work()  # as on CUDA, where it is not asked whether a value is finite
+        return waits.found
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]

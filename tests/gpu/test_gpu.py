@@ -1,0 +1,87 @@
+"""`make gpu` on a CPU: the program ends with 0, and with 1 where something is wrong, which it names."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.__main__ import PARTS
+from tests.processes import ROOT, quiet_environment
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+
+WRONG_FACTOR = """
+from unittest import mock
+from privacy.clipping import triton_norm
+from privacy.clipping.underflow import Norm
+import torch
+
+def ghost_norm(a_BTd, g_BTp):
+    "A kernel that counts the blocks off the diagonal once."
+    a, g = a_BTd.float(), g_BTp.float()
+    squared = ((a @ a.mT) * (g @ g.mT)).tril().sum((1, 2))
+    return Norm(squared, squared, torch.zeros_like(squared))
+
+mock.patch.multiple(triton_norm, can_run=lambda a, g: True, ghost_norm=ghost_norm).start()
+"""
+NO_GUARD = """
+from unittest import mock
+from privacy.clipping.clipped_sum import ClippedSum
+
+add = ClippedSum.add_micro_batch
+
+def add_and_look(self, *arguments):
+    "Skips the batch if nothing in it is finite."
+    stats = add(self, *arguments)
+    float(stats.loss_sum)
+    return stats
+
+mock.patch.object(ClippedSum, "add_micro_batch", add_and_look).start()
+"""
+
+
+def accept(output: Path, *options: str, timeout: float = 900, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--reduced", "--output", str(output), *options]
+    environment = quiet_environment(**more)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def test_everything_holds_on_a_cpu(tmp_path: Path) -> None:
+    done = accept(tmp_path / "record.json")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert list(record["parts"]) == list(PARTS)
+    for name, part in record["parts"].items():
+        assert part["seconds"] < 480 and any(check["holds"] for check in part["checks"]), name
+        assert not any(check["holds"] is False for check in part["checks"])
+    assert sum(part["seconds"] for part in record["parts"].values()) < 600
+
+
+@pytest.mark.parametrize(
+    ("planted", "named"),
+    [
+        pytest.param(WRONG_FACTOR, "sum, linear, float32, bookkeeping, triton", id="a factor of the kernel"),
+        pytest.param(NO_GUARD, "waits, captioner, bookkeeping, float32", id="a wait for the device"),
+    ],
+)
+def test_a_planted_defect_is_named(tmp_path: Path, planted: str, named: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(planted)
+    output = tmp_path / "record.json"
+    output.write_text(json.dumps({"parts": {"noise": {"checks": []}}}))
+    done = accept(output, "--part", "sums", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    failed = [line for line in done.stdout.splitlines() if line.startswith("failed: ")]
+    assert done.returncode == 1 and f"failed: {named}" in failed, done.stderr[-3000:]
+    assert set(json.loads(output.read_text())["parts"]) == {"noise", "sums"}, "records of other parts stay"
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_runs_instead() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu"], cwd=ROOT, env=quiet_environment(), capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
