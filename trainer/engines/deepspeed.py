@@ -24,6 +24,9 @@ from trainer.engines.layouts import layout_of, require_dealt
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
 
+_FP32 = "trainer_fp32"
+"""Attribute of a parameter that was sharded and cast while the model was built: this rank's part of its fp32 values."""
+
 
 class _Span(NamedTuple):
     """Where one owned piece lives: `length` coordinates of DeepSpeed's flat fp32 partition `group`, from `start`."""
@@ -51,6 +54,10 @@ class DeepSpeedEngine:
         self._parameters: dict[str, Any] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self._parameters.items()}
         groups = parameter_groups(self._parameters.items(), self.shapes, optimizer)
+        self.layout = layout_of("deepspeed", self.shapes, optimizer, machine, distributed.world_size())
+        masters = {
+            piece: _fp32(self._parameters[piece.name], piece) for piece in self.layout.owned_by(distributed.rank())
+        }
         config = resolve(machine, micro_batch_size=micro_batch_size, world_size=distributed.world_size())
         self._engine, *_ = deepspeed.initialize(
             model=module.to(device), optimizer=make_optimizer(groups, optimizer), config=config
@@ -63,7 +70,6 @@ class DeepSpeedEngine:
         _read_back(self._engine, machine, micro_batch_size)
         self._zero = self._engine.optimizer
         self._spans = list(_find_spans(self._zero, self._stage, self._parameters, self.shapes))
-        self.layout = layout_of("deepspeed", self.shapes, optimizer, machine, distributed.world_size())
         require_dealt(self.layout, distributed.rank(), [span.piece for span in self._spans], "DeepSpeed")
         segments: dict[Tensor, list[Segment]] = {flat: [] for flat in self._flat_partitions()}
         for span in self._spans:
@@ -71,6 +77,9 @@ class DeepSpeedEngine:
                 Segment(span.piece.name, span.start, span.piece.length)
             )
         bind_segments(self._zero.optimizer, segments, sharded=True)
+        for span in self._spans:  # DeepSpeed begins with the weights that it has rounded to bf16
+            flat = self._flat_partitions()[span.group]
+            flat_part(flat, span.start, span.piece.length).copy_(masters[span.piece])
 
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         if self._stage == 3:
@@ -123,6 +132,13 @@ class DeepSpeedEngine:
                     parameter.partition()
 
 
+def _fp32(parameter: Any, piece: Piece) -> Tensor:
+    """A copy of one owned piece of the model's weights, before DeepSpeed casts them."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.__dict__.pop(_FP32)[: piece.length]  # type: ignore[no-any-return]
+    return flat_part(parameter, piece.offset, piece.length).to("cpu", copy=True)
+
+
 def _find_spans(
     zero: Any, stage: int, parameters: Mapping[str, Any], shapes: Mapping[str, torch.Size]
 ) -> Iterator[_Span]:
@@ -148,10 +164,17 @@ def module_sharder(
     As a context manager it would shard parameters that have no values yet: our models are built on the meta device first.
     """
     _start()
-    config = resolve(machine, micro_batch_size=micro_batch_size, world_size=distributed.world_size())
+    rank, world_size = distributed.rank(), distributed.world_size()
+    config = resolve(machine, micro_batch_size=micro_batch_size, world_size=world_size)
 
     def shard(module: nn.Module) -> None:
-        own = nn.ParameterList(module.parameters(recurse=False)).to(device, machine.compute_dtype)
+        own = nn.ParameterList(module.parameters(recurse=False))
+        for parameter in own:
+            part = -(-parameter.numel() // world_size)
+            setattr(
+                parameter, _FP32, parameter.detach().flatten()[rank * part : (rank + 1) * part].to("cpu", copy=True)
+            )
+        own.to(device, machine.compute_dtype)
         for buffer in module.buffers(recurse=False):
             buffer.data = buffer.data.to(device, machine.compute_dtype if buffer.is_floating_point() else None)
         if len(own) > 0:
