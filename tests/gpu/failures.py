@@ -1,5 +1,6 @@
 """Kills, stops and moves: what a run keeps when its process dies, is asked to stop, or goes to another device."""
 
+import json
 import os
 import pickle
 import signal
@@ -14,6 +15,7 @@ from tests.distributed import test_chain
 from tests.distributed.ranks import free_port
 from tests.e2e.launch import TRAIN, count, train_arguments
 from tests.gpu.checks import ROOT, Check, Setting, environment, start
+from trainer.ranks.heartbeat import DEAD_AFTER
 
 WITHIN = 240
 
@@ -22,6 +24,7 @@ def checks(setting: Setting) -> Iterator[Check]:
     yield from _interrupted(setting, signal.SIGKILL, expected=-signal.SIGKILL)
     yield from _interrupted(setting, signal.SIGTERM, expected=7)
     yield from _chain(setting)
+    yield _pauses(setting)
 
 
 def _interrupted(setting: Setting, number: signal.Signals, *, expected: int) -> Iterator[Check]:
@@ -85,3 +88,15 @@ def _link(engine: str, device: str, folder: Path, scratch: Path) -> tuple[test_c
     before, after = pickle.loads((scratch / "result-0").read_bytes())
     os.unlink(scratch / "result-0")
     return before, after
+
+
+def _pauses(setting: Setting) -> Check:
+    """The heartbeat is a thread; what holds the interpreter for longer than its limit ends a healthy run."""
+    device = setting.device.type
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.pauses", device],
+        cwd=ROOT, env=environment(device), stdout=subprocess.PIPE, check=True, timeout=WITHIN,
+    )  # fmt: skip
+    pauses = json.loads(done.stdout.splitlines()[-1])
+    holds = all(seconds < DEAD_AFTER / 3 for seconds in pauses.values() if not isinstance(seconds, str))
+    return Check("pauses of the heartbeat", holds, pauses, f"below {DEAD_AFTER / 3:g} s")
