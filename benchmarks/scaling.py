@@ -3,7 +3,7 @@
     python benchmarks/scaling.py --json       # within 10 minutes on two CPU cores
 
 Weak scaling: every rank sums 32 examples per logical step on a core of its own (OMP_NUM_THREADS=1, fixed affinity), alone or
-beside a second rank. All processes are started once and step in turns, round by round; the median over rounds is reported.
+next to a second rank. All processes are started once and step in turns, round by round; the median over rounds is reported.
 `two_alone` are two runs of one rank at the same time, which share memory bandwidth but no data: what they lose is the
 machine's, not the trainer's. Bytes and memory are of processes of their own, one pair per engine. With --json one JSON
 object on stdout, everything else on stderr.
@@ -166,7 +166,7 @@ def running(groups: dict[str, tuple[Case, list[int]]]) -> Iterator[dict[str, Gro
 
 
 def weak_scaling(engines: list[str], rounds: int, cores: list[int]) -> dict[str, Any]:
-    """By engine: one rank's time over two ranks' time, each rank with the same work."""
+    """One rank's time over two ranks' time by engine, where each rank has the same work."""
     groups = {f"{engine} alone": (CASES[engine], cores[:1]) for engine in engines}
     groups |= {f"{engine} pair": (CASES[engine], cores) for engine in engines}
     groups["local other"] = (CASES["local"], cores[1:])

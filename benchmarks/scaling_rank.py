@@ -159,7 +159,7 @@ def _answer(out: Any, value: dict[str, Any]) -> None:
 
 
 def _peak_mib() -> float:
-    """Of this program: the usual counter of maximum resident size would start at the parent's."""
+    """The peak of this program: the usual counter of maximum resident size would start at the parent's."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 

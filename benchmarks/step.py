@@ -114,7 +114,7 @@ def peak_memory(mode: str, workload: Workload, device: torch.device, dtype: torc
 
 
 def largest_micro_batch(workload: Workload, mode: str, device: torch.device, dtype: torch.dtype) -> int:
-    """On CUDA: the largest multiple of 32 that fits, and 0 if 32 does not."""
+    """The largest multiple of 32 that fits a CUDA device, and 0 if 32 does not."""
     fits, fails = 0, 64 * 32
     while fails - fits > 32:
         size = (fits + fails) // 64 * 32

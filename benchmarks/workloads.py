@@ -53,7 +53,7 @@ class Workload:
             return Classifier() if self.size is None else Captioner(captioner_config(self.size))
 
     def model(self) -> nn.Module:
-        """With weights drawn from seed 0."""
+        """The model with weights drawn from seed 0."""
         if self.size is not None:
             return build_captioner(captioner_config(self.size), generator=torch.Generator().manual_seed(0))
         torch.manual_seed(0)

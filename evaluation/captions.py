@@ -109,7 +109,7 @@ def picture_grid(images: list[np.ndarray], lines: list[str], *, columns: int = 6
 
 
 def require_metrics() -> None:
-    """To be asked before captions are written, which takes longer.
+    """Refuses what lacks its programs, before captions are written, which takes longer.
 
     Raises:
         ConfigError: the package or Java is missing.

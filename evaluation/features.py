@@ -57,7 +57,7 @@ class Features:
 
     @property
     def num_classes(self) -> int:
-        """As many as have a name, or as the largest label says."""
+        """The number of named classes, or what the largest label says where none has a name."""
         return len(self.class_names) or int(self.labels_N.max(initial=-1)) + 1
 
     @property
@@ -77,7 +77,7 @@ class Features:
 
     @classmethod
     def of(cls, values_ND: np.ndarray, labels_N: np.ndarray, name: str = "in memory") -> "Features":
-        """Of arrays that came from elsewhere."""
+        """Features from arrays that came from elsewhere."""
         if values_ND.ndim != 2 or labels_N.shape != (len(values_ND),):
             raise DataError(f"{name}: features must be (N, D), labels (N,), not {values_ND.shape} and {labels_N.shape}")
         usable_N = np.isfinite(values_ND).all(axis=1)

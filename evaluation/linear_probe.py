@@ -87,7 +87,7 @@ class LarsResult:
 
     @property
     def best_epoch(self) -> int:
-        """From 1."""
+        """The number of the best epoch, counted from 1."""
         return self.accuracies.index(self.best) + 1
 
 

@@ -60,7 +60,7 @@ def fits(tokenizer: CaptionTokenizer, caption: str, num_tokens: int) -> bool:
 
 
 def _tokens(tokenizer: CaptionTokenizer, caption: str, num_tokens: int) -> tuple[int, ...]:
-    """Of the caption, or of a beginning that is too long anyway."""
+    """Tokens of the caption, or of a beginning that is too long anyway."""
     tokens_L, mask_L = tokenizer.encode(caption, 8 * num_tokens)
     return tuple(int(token) for token in tokens_L[mask_L])
 
@@ -261,7 +261,9 @@ class Recalls:
 
 
 def recalls(log_probs_NC: Tensor, lengths_C: np.ndarray, true_NC: np.ndarray) -> dict[str, Recalls]:
-    """By rule: `sum` (log-probability), `mean` (per token), `prior` (see the module). Equal scores count against the model.
+    """Recalls by rule: `sum` (log-probability), `mean` (per token), `prior` (see the module).
+
+    Equal scores count against the model.
 
     Args:
         log_probs_NC: from `tree_log_probs`.

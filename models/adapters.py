@@ -1,4 +1,4 @@
-"""Low-rank adapters: a frozen linear layer and a small trained correction beside it.
+"""Low-rank adapters: a frozen linear layer and a small trained correction that is added to it.
 
 Source: LoRA, Hu et al. 2022 (https://arxiv.org/abs/2106.09685), section 4.1. Both factors are ordinary `Linear` layers that
 are called as modules, so that per-example clipping needs nothing new for them.
@@ -39,7 +39,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def add_adapters(encoder: VisionTransformer, *, rank: int, alpha: float, layers: AdapterLayers) -> None:
-    """Puts an adapter beside the named layers of every block, in place. Values: `models.classifier` sets them."""
+    """Gives the named layers of every block an adapter, in place. `models.classifier` sets its values."""
     for block in encoder.blocks:
         for path in _LAYERS[layers]:
             part, _, name = path.rpartition(".")

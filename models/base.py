@@ -17,7 +17,7 @@ class VisionModel(nn.Module):
 
     encoder: VisionTransformer
     token_std = EMBEDDING_STD
-    """Of the token embedding's initial values, where there is one."""
+    """Standard deviation of the token embedding's initial values, where there is one."""
 
     def __init__(self, config: Any) -> None:
         """
@@ -53,7 +53,7 @@ class VisionModel(nn.Module):
         init_weights(self, generator, token_std=self.token_std, device=device, after=after)
 
     def _init_unless_meta(self) -> None:
-        """On the meta device there is nothing to set yet."""
+        """Initialises the model, unless it is on the meta device, where there is nothing to set yet."""
         if not self.encoder.class_token.is_meta:
             self.init_weights()
 

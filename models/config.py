@@ -61,7 +61,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_transformer(config: Any, part: str) -> None:
-    """As `check_fields`, and that heads and positions fit the width of the transformer that is the model's `part`."""
+    """Does what `check_fields` does, and refuses heads and positions that do not fit the width of the model's `part`."""
     check_fields(config)
     if config.width % config.num_heads:
         raise ModelConfigError(f"{part} width {config.width} is not a multiple of its num_heads {config.num_heads}")

@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
         )
 
     def attend(self, query_BLD: Tensor, key_BLSD: Tensor, value_BLSD: Tensor) -> Tensor:
-        """For queries that see keys and values of their own (parts of `qkv`): (B, L, D)."""
+        """Attention (B, L, D) of queries that each see their own keys and values (parts of `qkv`)."""
         heads = (self.num_heads, -1)
         query, key, value = (x.unflatten(-1, heads) for x in (query_BLD, key_BLSD, value_BLSD))
         scores_BLHS = torch.einsum("blhd,blshd->blhs", query, key) * query.shape[-1] ** -0.5

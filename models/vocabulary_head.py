@@ -9,7 +9,7 @@ cross-entropy (Wijmans et al. 2024, https://arxiv.org/abs/2411.09009).
 
 In units of one matrix product with the weights (2 B L D V FLOPs) a step then costs 5 instead of 3 (scores, hidden gradient,
 weight gradient), with clipping 6 instead of 3 (scores again for hidden gradient, norm and weighted sum), in two passes 9
-instead of 4, each with its Gram matrices besides. So the head works in one piece where it can: `VocabularyHead.num_chunks`.
+instead of 4, each plus its Gram matrices. So the head works in one piece where it can: `VocabularyHead.num_chunks`.
 """
 
 from collections.abc import Iterator
@@ -186,7 +186,7 @@ def _chunks(
 
 
 def _autocast_kind(tensor: Tensor) -> str:
-    """Meta tensors, whose shapes alone are wanted, know no autocast of their own."""
+    """The device type for autocast; meta tensors, of which only shapes count, have no autocast of their own."""
     return "cpu" if tensor.is_meta else tensor.device.type
 
 

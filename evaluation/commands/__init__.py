@@ -69,7 +69,7 @@ COMMANDS: tuple[Command[Any], ...] = (
         "retrieval", "which caption belongs to which image? (recall at 1, 5 and 10)", RetrievalOptions, retrieval
     ),
 )  # fmt: skip
-"""In the order of the help."""
+"""All commands in the order of the help."""
 
 
 def command_of(options: CommandOptions) -> Command[Any]:

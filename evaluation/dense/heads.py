@@ -326,7 +326,7 @@ def _match(iou_MK: np.ndarray, crowd_K: np.ndarray) -> tuple[np.ndarray, np.ndar
             candidates = np.where(free, iou_MK[m], -1.0)
             if len(candidates) and candidates.max() >= min(threshold, 1 - 1e-10):
                 hit[t, m] = True
-                # Of equal ones COCO takes the last.
+                # COCO takes the last of equal ones.
                 free[len(candidates) - 1 - int(np.argmax(candidates[::-1]))] = False
             else:
                 ignored[t, m] = bool((iou_MK[m][crowd_K] >= threshold).any())

@@ -56,7 +56,7 @@ class Budget:
 
     @property
     def releases(self) -> list[Release]:
-        """For the ledger, before any of them is drawn."""
+        """What the ledger notes before any of them is drawn."""
         return list(self._releases)
 
     def release(self, name: str, values: np.ndarray) -> np.ndarray:

@@ -190,4 +190,4 @@ METHODS: Mapping[str, type[LeastSquares | Newton | FeatureCovariance | OneStep]]
     "dp-fc": FeatureCovariance,
     "dp-gd": OneStep,
 }
-"""By the name that the command uses."""
+"""The methods by the names that the command uses."""

@@ -113,7 +113,7 @@ class HuggingFaceCaptions:
         image_column, caption_column = self._columns
         for i in ids:
             row = self._rows[int(i)]
-            said = row[caption_column]
-            texts = said if isinstance(said, list) else [said]
+            stored = row[caption_column]
+            texts = stored if isinstance(stored, list) else [stored]
             captions = tuple(text.strip() for text in texts if isinstance(text, str) and text.strip())
             yield CaptionedImage(f"{self.name} #{i}", _image(row[image_column]), captions)

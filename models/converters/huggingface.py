@@ -64,7 +64,7 @@ _IN_MEMORY = (  # transformers 5 in memory -> in files
     (r"mlp\.fc2", "output.dense"),
 )
 _HEADS = (r"pooler\.dense\.(weight|bias)", r"classifier\.(weight|bias)", r"embeddings\.mask_token")
-"""On top of a ViTModel, and no part of the encoder."""
+"""Patterns of names that stand on top of a ViTModel and are no part of the encoder."""
 
 
 def encoder_renamings(config: VitConfig) -> list[Renaming]:

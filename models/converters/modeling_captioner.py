@@ -1,4 +1,4 @@
-"""An exported captioner as a model of transformers. This file lies beside its weights, where `AutoModel` finds it:
+"""An exported captioner as a model of transformers. This file lies with its weights, where `AutoModel` finds it:
 
     model = AutoModel.from_pretrained(FOLDER, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=False)  # needs none, and does not ask
@@ -50,7 +50,7 @@ class ExportedCaptioner(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name: Any, *_: Any, config: Any = None, **options: Any) -> "ExportedCaptioner":  # type: ignore[override]
-        """From a folder, or a repository of the hub; in evaluation mode, fp32.
+        """Loads a folder, or a repository of the hub; in evaluation mode, fp32.
 
         Args:
             options: `dtype`; `revision`, `token`, `cache_dir`, ... of the hub.
@@ -86,7 +86,7 @@ class ExportedCaptioner(PreTrainedModel):
         config: Any = self.captioner.config
         if not bool((input_ids[:, 0] == config.bos_id).all()):
             raise ValueError(
-                f"every row of input_ids must begin with the start token ({config.bos_id}), as the tokenizer beside these "
+                f"every row of input_ids must begin with the start token ({config.bos_id}), as the tokenizer next to these "
                 "weights writes it (with its special tokens, padded on the right)"
             )
         mask = input_ids != config.pad_id

@@ -25,7 +25,7 @@ from models.masked_autoencoder import MaskedAutoencoder
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = 1
 CUSTOM_SIZE = "custom"
-"""In a manifest: shapes of no named size."""
+"""What a manifest says of shapes that no named size has."""
 
 AnyConfig = CaptionerConfig | MaskedAutoencoderConfig | ClassifierConfig | EncoderConfig
 
@@ -79,7 +79,7 @@ def build_empty(config: AnyConfig) -> nn.Module:
 
 
 def parameter_shapes(config: AnyConfig) -> dict[str, torch.Size]:
-    """Of all parameters; a shared one has one name."""
+    """Shapes of all parameters; a shared one has one name."""
     return {name: parameter.shape for name, parameter in build_empty(config).named_parameters()}
 
 

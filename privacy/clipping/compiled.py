@@ -114,7 +114,7 @@ def compiled_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """By `module.compile()` or `torch.compile(module)`. Neither leaves a public mark; tests compile and look."""
+    """Whether `module.compile()` or `torch.compile(module)` was called. Neither has a public mark; tests compile and look."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 

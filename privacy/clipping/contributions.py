@@ -78,7 +78,7 @@ class OuterProducts:
         return torch.bmm(wide(g_BpT), wide(a_BTd))
 
     def norm(self) -> Norm:
-        """By Gram matrices: the ghost norm."""
+        """The ghost norm, by Gram matrices."""
         if triton_norm.can_run(self.a_BTd, self.g_BTp):
             return triton_norm.ghost_norm(self.a_BTd, self.g_BTp)
         return ghost_norm(wide(self.a_BTd), wide(self.g_BTp))
@@ -205,7 +205,7 @@ class ChunkedOuterProducts:
         return min(len(self.a_BTd), EXAMPLES_PER_SUM) * self.a_BTd.shape[1]
 
     def norm(self) -> Norm:
-        """As `OuterProducts.norm`."""
+        """The ghost norm, as in `OuterProducts.norm`."""
         a_BTd = self.a_BTd.to(self.gram_g_BTT.dtype)
         gram_a_BTT = torch.bmm(a_BTd, a_BTd.transpose(1, 2))
         squared_B = (gram_a_BTT * self.gram_g_BTT).flatten(1).sum(1)
@@ -292,7 +292,7 @@ def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
 
 
 _TOKENS_PER_STRIP = (48, 128)
-"""On CPU, on CUDA: smaller strips compute less of the upper triangle, larger ones use the processor better."""
+"""Rows on CPU and on CUDA: smaller strips compute less of the upper triangle, larger ones use the processor better."""
 
 
 def inner(x: Contribution, y: Contribution) -> Tensor:

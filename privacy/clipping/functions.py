@@ -83,4 +83,4 @@ FUNCTIONS: Mapping[str, Callable[[list[str], float], ClippingFunction]] = {
     "per_layer": per_layer,
     "grouped": grouped,
 }
-"""By the name that plans use. Adaptive clipping is flat at every step; how C moves is in privacy/adaptive_clipping.py."""
+"""The functions by the names that plans use. Adaptive clipping is flat at every step; privacy/adaptive_clipping.py moves C."""

@@ -68,7 +68,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 class Norm(NamedTuple):
-    """Of per-example gradients; tensors (B,).
+    """Norms of per-example gradients; tensors (B,).
 
     Attributes:
         squared_B: the squared norm as computed.
@@ -87,7 +87,7 @@ def hidden(num_terms: int, dtype: torch.dtype) -> float:
 
 
 def norm_of_grams(squared_B: Tensor, square_a_BT: Tensor, square_g_BT: Tensor, d: int, p: int) -> Norm:
-    """Of outer products, from the diagonals of their Gram matrices: squared lengths of inputs and of output gradients."""
+    """The norm of outer products, from the diagonals of their Gram matrices: squared lengths of inputs and output gradients."""
     dtype = squared_B.dtype
     hidden_a, hidden_g = hidden(d, dtype), hidden(p, dtype)
     length_a_BT, length_g_BT = (square_a_BT + hidden_a**2).sqrt(), (square_g_BT + hidden_g**2).sqrt()

@@ -45,7 +45,7 @@ def _interpreted() -> bool:
 
 
 def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
-    """Of sum_t g_t (x) a_t, in fp32.
+    """The norm of sum_t g_t (x) a_t, in fp32.
 
     Args:
         a_BTd, g_BTp: fp32 or bf16, any strides, any T, d and p; each in its own dtype.
