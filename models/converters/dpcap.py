@@ -19,21 +19,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from models.captioner import Captioner
 from models.config import SIZES, CaptionerConfig, DecoderConfig, PositionKind, VitConfig
+from models.converters.native import parameters_from
 from models.converters.vip import (
     POSITION_TOLERANCE,
     encoder_renamings,
     encoder_shape,
     position_kind,
     published,
-    with_tables,
-    without_fixed_tables,
 )
-from models.converters.weights import Renaming, Unstated, WeightsError, count_blocks, mlp_ratio, rename, shape_of
+from models.converters.weights import Renaming, Unstated, WeightsError, count_blocks, mlp_ratio, shape_of
 from models.layers import text_sincos_table
 
 _ENCODER_TYPE = "encoder_image_type_embedding"
@@ -85,10 +82,8 @@ def from_dpcap(
         WeightsError: missing or unknown names, shapes that do not fit together, or something is not stated.
     """
     config = _config(state, what, unstated)
-    with torch.device("meta"):
-        shapes = {name: value.shape for name, value in with_tables(Captioner(config)).items()}
     unused = [*_UNUSED, _ENCODER_TYPE, *(name for name in state if _CAUSAL_MASK.fullmatch(name))]
-    renamed = rename(state, _renamings(config), shapes, what, unused=unused)
+    renamed = parameters_from(state, config, _renamings(config), what, unused=unused)
     if _ENCODER_TYPE in state:
         # What is added to every token of the encoder goes into what makes them, positions untouched.
         type_11D, class_token = state[_ENCODER_TYPE], renamed["encoder.class_token"]
@@ -98,12 +93,7 @@ def from_dpcap(
             )
         class_token += type_11D.float()
         renamed["encoder.patch_embedding.bias"] += type_11D.float().flatten()
-    kinds = {
-        "encoder.": config.encoder.position,
-        "memory.": config.decoder.position,
-        "decoder.": config.decoder.position,
-    }
-    return config, without_fixed_tables(renamed, kinds)
+    return config, renamed
 
 
 def _renamings(config: CaptionerConfig) -> Iterator[Renaming]:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from models.config import VitConfig
-from models.converters.vip import autoencoder_shapes, encoder_shapes, position_kind, with_tables, without_fixed_tables
+from models.converters.native import parameters_from, with_tables
+from models.converters.vip import position_kind
 from models.converters.weights import (
     PartNames,
     Renaming,
@@ -21,7 +22,6 @@ from models.converters.weights import (
     count_blocks,
     mlp_ratio,
     read_weights,
-    rename,
     rename_back,
 )
 from models.image_encoder import EncoderConfig
@@ -175,8 +175,8 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
     encoder = _from_vit_config(stated, state, what)
     unused = [name for name in state if any(re.fullmatch(pattern, name) for pattern in _HEADS)]
     if kind == "vit" or not any(name.startswith("decoder.") for name in state):
-        renamed = rename(state, encoder_renamings(encoder), encoder_shapes(encoder), what, unused=unused)
-        return EncoderConfig(encoder=encoder), without_fixed_tables(renamed, {"encoder.": encoder.position})
+        alone = EncoderConfig(encoder=encoder)
+        return alone, parameters_from(state, alone, encoder_renamings(encoder), what, unused=unused)
     width = _number(stated, "decoder_hidden_size", what)
     decoder = PixelDecoderConfig(
         width=width,
@@ -192,9 +192,7 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
         mask_ratio=float(stated.get("mask_ratio", 0.75)),
         normalise_pixels=bool(stated.get("norm_pix_loss", False)),
     )
-    renamed = rename(state, autoencoder_renamings(config), autoencoder_shapes(config), what)
-    kinds = {"encoder.": encoder.position, "decoder.": decoder.position}
-    return config, without_fixed_tables(renamed, kinds)
+    return config, parameters_from(state, config, autoencoder_renamings(config), what)
 
 
 def _read_state(folder: Path) -> dict[str, Tensor]:

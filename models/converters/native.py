@@ -5,7 +5,7 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,30 @@ def build_empty(config: AnyConfig) -> nn.Module:
 def parameter_shapes(config: AnyConfig) -> dict[str, torch.Size]:
     """Shapes of all parameters; a shared one has one name."""
     return {name: parameter.shape for name, parameter in build_empty(config).named_parameters()}
+
+
+def with_tables(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and fixed position tables by name: other projects store the tables."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def parameters_from(
+    state: Mapping[str, Tensor],
+    config: AnyConfig,
+    renamings: Iterable[Renaming],
+    what: str,
+    *,
+    unused: Iterable[str] = (),
+) -> dict[str, Tensor]:
+    """The parameters of a model of this configuration, from another project's tensors; fixed tables are only checked.
+
+    Args and errors are those of `rename`.
+    """
+    model = build_empty(config)
+    shapes = {name: value.shape for name, value in with_tables(model).items()}
+    renamed = rename(state, renamings, shapes, what, unused=unused)
+    fixed = dict(model.named_buffers())
+    return {name: value for name, value in renamed.items() if name not in fixed}
 
 
 def save_model(

@@ -8,10 +8,10 @@ if it is the sin-cos one, else learned.
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from models.config import PositionKind, VitConfig
+from models.converters.native import parameters_from, with_tables
 from models.converters.weights import (
     PartNames,
     Renaming,
@@ -19,14 +19,12 @@ from models.converters.weights import (
     WeightsError,
     count_blocks,
     mlp_ratio,
-    rename,
     rename_back,
     shape_of,
 )
 from models.image_encoder import EncoderConfig
 from models.layers import image_sincos_table
 from models.mae_config import MAE_SIZES, MaskedAutoencoderConfig, PixelDecoderConfig
-from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
 
 POSITION_TOLERANCE = 1e-6
@@ -77,8 +75,8 @@ def from_vip(
     shape = encoder_shape(state, what)
     if not any(name.startswith(_DECODER_PREFIXES) for name in state):
         encoder = VitConfig(**shape, qkv_bias=True, **unstated.decided(("num_heads", "norm_eps"), None, what))
-        renamed = rename(state, encoder_renamings(encoder), encoder_shapes(encoder), what)
-        return EncoderConfig(encoder=encoder), without_fixed_tables(renamed, {"encoder.": encoder.position})
+        alone = EncoderConfig(encoder=encoder)
+        return alone, parameters_from(state, alone, encoder_renamings(encoder), what)
     width, _ = shape_of(state, "decoder_embed.weight", 2, what)
     hidden, _ = shape_of(state, "decoder_blocks.0.mlp.fc1.weight", 2, what)
     pixels: dict[str, Any] = {
@@ -102,9 +100,7 @@ def from_vip(
         position=position_kind(state, "decoder_pos_embed", encoder.grid_size, width, what),
     )
     config = MaskedAutoencoderConfig(encoder=encoder, decoder=decoder, normalise_pixels=decided["normalise_pixels"])
-    renamed = rename(state, autoencoder_renamings(config), autoencoder_shapes(config), what)
-    kinds = {"encoder.": encoder.position, "decoder.": decoder.position}
-    return config, without_fixed_tables(renamed, kinds)
+    return config, parameters_from(state, config, autoencoder_renamings(config), what)
 
 
 def to_timm(encoder: VisionTransformer) -> dict[str, Tensor]:
@@ -121,29 +117,6 @@ def encoder_renamings(config: VitConfig) -> list[Renaming]:
 def autoencoder_renamings(config: MaskedAutoencoderConfig) -> list[Renaming]:
     """ViP's names of the whole masked autoencoder, positions included."""
     return encoder_renamings(config.encoder) + _DECODER.renamings("decoder", config.decoder.depth)
-
-
-def encoder_shapes(config: VitConfig) -> dict[str, torch.Size]:
-    """Shapes of all parameters and position tables of an encoder, as `encoder.` + name."""
-    with torch.device("meta"):
-        return {f"encoder.{name}": value.shape for name, value in with_tables(VisionTransformer(config)).items()}
-
-
-def autoencoder_shapes(config: MaskedAutoencoderConfig) -> dict[str, torch.Size]:
-    """Shapes of all parameters and position tables of a masked autoencoder."""
-    with torch.device("meta"):
-        return {name: value.shape for name, value in with_tables(MaskedAutoencoder(config)).items()}
-
-
-def with_tables(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and fixed position tables by name: other projects store the tables."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def without_fixed_tables(parameters: dict[str, Tensor], kinds: Mapping[str, PositionKind]) -> dict[str, Tensor]:
-    """Leaves out the tables that are no parameters; `kinds` by the part's prefix."""
-    fixed = {f"{prefix}position.table" for prefix, kind in kinds.items() if kind == "sincos"}
-    return {name: value for name, value in parameters.items() if name not in fixed}
 
 
 def position_kind(state: Mapping[str, Tensor], name: str, grid_size: int, width: int, what: str) -> PositionKind:

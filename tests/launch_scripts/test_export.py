@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
+from launch_scripts.export import ExchangeOptions, exported
 from models.converters.native import load_model
 from privacy.card.text import rounded_up
 from privacy.plan import make_plan
@@ -281,6 +283,27 @@ def test_an_encoder_alone(command: Run, tmp_path: Path) -> None:
     assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
     held = torch.load(tmp_path / "timm/model.pth", weights_only=True)["model"]
     assert held.keys() == again.keys() and all(torch.equal(held[name], again[name]) for name in held)
+
+
+def test_an_export_is_a_function_of_frozen_options(captioner: Path, command: Run, tmp_path: Path) -> None:
+    options = ExchangeOptions(checkpoint=captioner, format="safetensors", paths=(tmp_path / "python",))
+    before = options.model_copy(deep=True)
+    facts = exported(options)
+    shell = json.loads(command("--checkpoint", captioner, "--format", "safetensors", tmp_path / "shell", "--json"))
+    for statement in (facts, shell):
+        for of_the_folder in ("out", "summary"):
+            del statement[of_the_folder]
+    assert json.loads(json.dumps(facts)) == shell and options == before
+    assert (
+        load_file(tmp_path / "python/model.safetensors").keys()
+        == load_file(tmp_path / "shell/model.safetensors").keys()
+    )
+    with pytest.raises(ValidationError, match="frozen"):
+        options.format = "hf"  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="FILE and OUT expected, got 1 paths"):
+        ExchangeOptions(source="vip", paths=(tmp_path,))
+    with pytest.raises(ValidationError, match="exactly one of --checkpoint and --import"):
+        ExchangeOptions(paths=(tmp_path,))
 
 
 def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) -> None:
