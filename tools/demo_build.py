@@ -87,12 +87,12 @@ def build_demo(source: Path, words_file: Path, output: Path, report: Callable[[s
     captioner = Captioner(files, frozenset(words_file.read_text(encoding="utf-8").split()))
     jobs = [(str(source / "png" / f"{file.path}.png"), file.path, captioner.caption(file)) for file in files]
     with ProcessPoolExecutor() as pool:
-        candidates = list(pool.map(_make_picture, *zip(*jobs, strict=True), chunksize=64))
+        candidates = list(pool.map(make_picture, *zip(*jobs, strict=True), chunksize=64))
     pictures = sorted((picture for picture in candidates if picture is not None), key=lambda picture: picture.order)
     report(f"{len(pictures)} with a caption and something to see")
-    pictures = _without_duplicates(pictures)
+    pictures = without_duplicates(pictures)
     report(f"{len(pictures)} without duplicates")
-    train, heldout = _split(pictures)
+    train, heldout = split(pictures)
     output.mkdir(parents=True, exist_ok=True)
     for start in range(0, len(train), SHARD_EXAMPLES):
         _write_shard(output / f"train-{start // SHARD_EXAMPLES:05d}.tar", train[start : start + SHARD_EXAMPLES])
@@ -100,7 +100,7 @@ def build_demo(source: Path, words_file: Path, output: Path, report: Callable[[s
     return len(train), len(heldout)
 
 
-def _make_picture(png: str, path: str, caption: str | None) -> Picture | None:
+def make_picture(png: str, path: str, caption: str | None) -> Picture | None:
     """The candidate of a file, or None where there is no caption or nearly nothing to see."""
     if caption is None or not Path(png).is_file():
         return None
@@ -140,7 +140,7 @@ def _encode(image: Image.Image) -> bytes:
     raise AssertionError("a 48 x 48 picture at quality 10 fits")
 
 
-def _without_duplicates(pictures: Sequence[Picture]) -> list[Picture]:
+def without_duplicates(pictures: Sequence[Picture]) -> list[Picture]:
     """Keeps the first of pictures that look the same, and at most four with one caption."""
     thumbs_ND = np.stack([picture.thumb_D for picture in pictures])
     kept: list[int] = []
@@ -155,7 +155,7 @@ def _without_duplicates(pictures: Sequence[Picture]) -> list[Picture]:
     return [pictures[index] for index in kept]
 
 
-def _split(pictures: Sequence[Picture]) -> tuple[list[Picture], list[Picture]]:
+def split(pictures: Sequence[Picture]) -> tuple[list[Picture], list[Picture]]:
     """Held-out pictures are whole small groups of related ones; theme icons, the plainest, only fill up the rest.
 
     Related are pictures that are alike in looks, in caption, or in file name up to digits, and those related to them.

@@ -75,6 +75,12 @@ def code_lines(text: str) -> set[int]:
     return lines
 
 
+def names_in(tree: ast.AST) -> Counter[str]:
+    """How often code uses each name, by itself or as an attribute."""
+    named = (node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute))
+    return Counter(node.id if isinstance(node, ast.Name) else node.attr for node in named)
+
+
 def measure(root: Path) -> dict[str, object]:
     """All figures of a checkout."""
     listed = subprocess.run(["git", "-C", str(root), "ls-files"], capture_output=True, text=True, check=True)
@@ -88,11 +94,7 @@ def measure(root: Path) -> dict[str, object]:
     called_once = 0
     for module, name in modules.items():
         lines = code_lines(texts[name])
-        uses = Counter(
-            node.id if isinstance(node, ast.Name) else node.attr
-            for node in ast.walk(trees[module])
-            if isinstance(node, ast.Name | ast.Attribute)
-        )
+        uses = names_in(trees[module])
         for node in ast.walk(trees[module]):
             if isinstance(node, Function):
                 assert node.end_lineno is not None
@@ -104,7 +106,7 @@ def measure(root: Path) -> dict[str, object]:
             room: sum(bool(re.fullmatch(rf"{room}/(?!__init__)\w+\.py", name)) for name in sources) for room in ROOMS
         },
         "import_circle": import_circle(import_graph(trees)),
-        "simple_namespace_outside_tests": sum("SimpleNamespace" in text for text in texts.values()),
+        "simple_namespace_outside_tests": sum(names_in(tree)["SimpleNamespace"] > 0 for tree in trees.values()),
         "functions": len(lengths),
         "median_function_length": statistics.median(lengths),
         "private_functions_called_once": round(called_once / len(lengths), 3),
