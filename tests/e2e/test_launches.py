@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import ROOT, free_port, quiet_environment
-from tests.e2e.launch import alone, count, kill_group, launch, ledger_lines, train_arguments, train_together
+from tests.e2e.launch import (
+    alone,
+    count,
+    kill_group,
+    launch,
+    ledger_lines,
+    start_ranks,
+    train_arguments,
+    train_together,
+)
 
 ENGINES = [("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
 
@@ -54,16 +63,53 @@ def test_twenty_launches_of_each_engine(tmp_path: Path, engine: str, stage: int)
         launch_and_check(tmp_path / str(i), engine, stage)
 
 
-def test_sigterm_to_the_launcher_saves_and_exits_7(tmp_path: Path) -> None:
-    """It reaches the whole process tree, data workers included; those must outlive it until the trainer has stopped."""
-    run_dir = tmp_path / "run"
-    arguments = train_arguments(
+def stop_all_of(sessions: set[int], spared: int | None = None) -> None:
+    """SIGTERM to every process of these sessions, data workers included."""
+    for line in subprocess.run(
+        ["ps", "-eo", "pid,sid"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[1:]:
+        pid, session = map(int, line.split())
+        if session in sessions and pid != spared:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+
+def endless(run_dir: Path) -> list[str]:
+    return train_arguments(
         run_dir, "train.num_steps=4000", "heldout.num_captions=0", "train.checkpoint_every=1000", "data.num_workers=1"
     )
+
+
+def stopped_in_good_order(run_dir: Path, said: str) -> None:
+    assert "stopped on request" in said, said[-3000:]
+    done = count(run_dir, "done")
+    assert (run_dir / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
+
+
+def test_sigterm_to_everything_saves_and_exits_7(tmp_path: Path) -> None:
+    """Data workers must outlive it until the trainer has stopped."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    ranks = start_ranks(endless(run_dir), 2, log)
+    try:
+        deadline = time.monotonic() + 120
+        while count(run_dir, "done") < 3:
+            assert all(r.poll() is None for r in ranks) and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.01)
+        stop_all_of({rank.pid for rank in ranks})
+        assert [rank.wait(timeout=90) for rank in ranks] == [7, 7], log.read_text()[-3000:]
+    finally:
+        for rank in ranks:
+            kill_group(rank)
+    stopped_in_good_order(run_dir, log.read_text())
+
+
+@pytest.mark.full
+def test_sigterm_to_the_tree_of_a_launcher(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
     deepspeed = str(Path(sys.executable).parent / "deepspeed")
     with (tmp_path / "log").open("w") as log:
         launcher = subprocess.Popen(
-            [deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), "launch_scripts/train.py", *arguments],
+            [deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), "launch_scripts/train.py", *endless(run_dir)],
             cwd=ROOT, env=quiet_environment(), stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
@@ -71,20 +117,11 @@ def test_sigterm_to_the_launcher_saves_and_exits_7(tmp_path: Path) -> None:
         while count(run_dir, "done") < 3:
             assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.01)
-        for line in subprocess.run(
-            ["ps", "-eo", "pid,sid"], capture_output=True, text=True, check=True
-        ).stdout.splitlines()[1:]:
-            pid, session = map(int, line.split())
-            if session == launcher.pid and pid != launcher.pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+        stop_all_of({launcher.pid}, spared=launcher.pid)
         launcher.wait(timeout=90)
     finally:
         kill_group(launcher)
-    said = (tmp_path / "log").read_text()
-    assert "stopped on request" in said, said[-3000:]
-    done = count(run_dir, "done")
-    assert (run_dir / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
+    stopped_in_good_order(run_dir, (tmp_path / "log").read_text())
 
 
 @pytest.mark.full
@@ -113,8 +150,6 @@ def test_a_model_built_in_shards_stops_and_resumes(tmp_path: Path) -> None:
 
 def stopped_after(run_dir: Path, world_size: int, options: list[str], more: list[str]) -> None:
     """Runs until two more steps are done, then asks rank 0 to stop by SIGUSR1."""
-    from tests.e2e.launch import start_ranks
-
     log, before = run_dir.with_suffix(".log"), count(run_dir, "done")
     ranks = start_ranks([*options, *train_arguments(run_dir, *more)], world_size, log)
     try:

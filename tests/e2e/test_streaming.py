@@ -8,7 +8,7 @@ PUBLIC = ("data.streaming=true", "data.provenance=public")
 
 
 def test_a_public_run_streams(tmp_path: Path) -> None:
-    options = (*PUBLIC, "privacy.enabled=false", "data.num_workers=2")
+    options = (*PUBLIC, "privacy.enabled=false", "data.num_workers=1")
     done = alone(train_arguments(tmp_path / "run", "--engine", "local", *options))
     assert done.returncode == 0, done.stderr
     assert "done: 4 steps, no formal guarantee" in done.stdout
