@@ -16,14 +16,13 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 WRONG_FACTOR = """
 from unittest import mock
 from privacy.clipping import triton_norm
-from privacy.clipping.underflow import Norm
 import torch
 
 def ghost_norm(a_BTd, g_BTp):
     "A kernel that counts the blocks off the diagonal once."
     a, g = a_BTd.float(), g_BTp.float()
     squared = ((a @ a.mT) * (g @ g.mT)).tril().sum((1, 2))
-    return Norm(squared, squared, torch.zeros_like(squared))
+    return triton_norm.Norm(squared, squared, torch.zeros_like(squared))
 
 mock.patch.multiple(triton_norm, can_run=lambda a, g: True, ghost_norm=ghost_norm).start()
 """
@@ -74,6 +73,7 @@ def test_a_planted_defect_is_named(tmp_path: Path, planted: str, named: str) -> 
     output = tmp_path / "record.json"
     output.write_text(json.dumps({"parts": {"noise": {"checks": []}}}))
     done = accept(output, "--part", "sums", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert "sitecustomize" not in done.stderr, done.stderr[:3000]
     failed = [line for line in done.stdout.splitlines() if line.startswith("failed: ")]
     assert done.returncode == 1 and f"failed: {named}" in failed, done.stderr[-3000:]
     assert set(json.loads(output.read_text())["parts"]) == {"noise", "sums"}, "records of other parts stay"
