@@ -33,7 +33,7 @@ class RunOptions(Options):
     """Options of `run`."""
 
     study: Annotated[Path, Shown("STUDY.toml", is_positional=True)]
-    """recipe, axes, seeds; see docs/studies.md"""
+    """recipe, axes, seeds; see docs/planning.md"""
     study_dir: Annotated[Path | None, Shown("DIR")] = None
     """default: runs/studies/NAME"""
     workers: Annotated[int, Shown("N"), Field(ge=1)] = 1
@@ -62,7 +62,7 @@ def run(options: RunOptions) -> int:
         simulated = f", {count} of them TAN simulations, which are not private" if count else ""
         _say(f"study {study.name}: {len(planned)} points{simulated}; folder {folder.root}")
         if late:
-            _say(f"chosen after outputs, so charged by an RDP filter (docs/studies.md): {', '.join(late)}")
+            _say(f"chosen after outputs, so charged by an RDP filter (docs/planning.md): {', '.join(late)}")
         names = [one.name for one in planned]
         if options.executor == "script":
             _say(f"written: {write_script(folder, trainer, study.name, names)}")

@@ -2,7 +2,7 @@
 # Training on the hosts of a hostfile with Open MPI as the starter: `openmpi.sh HOSTFILE arguments of launch_scripts/train.py`.
 #
 # Open MPI starts one rank per slot and forwards what -x names; MASTER_ADDR, where the ranks meet, is the first host of the file.
-# Variables for all ranks go to .deepspeed_env (docs/clusters.md). OPENMPI_ARGS holds further options of mpirun.
+# Variables for all ranks go to .deepspeed_env (docs/running.md). OPENMPI_ARGS holds further options of mpirun.
 set -eu
 if [ $# -lt 2 ] || [ ! -f "$1" ]; then
     echo "usage: openmpi.sh HOSTFILE --ds_config FILE ... (HOSTFILE: see launch_scripts/cluster/hostfile.example)" >&2

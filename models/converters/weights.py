@@ -54,7 +54,7 @@ class Unstated(NamedTuple):
         if missing:
             raise WeightsError(
                 f"{what}: no tensor tells {', '.join(missing)}, and its shapes and biases are those of no published model: "
-                "state them as in the code that trained it (docs/exchange.md)"
+                "state them as in the code that trained it (docs/models.md)"
             )
         return {name: values[name] for name in asked}
 

@@ -21,7 +21,7 @@ A rounding for every example is a theorem for written-out gradients, and for pro
 it is the one assumption, about the order of additions inside one matrix product: that its kernel rounds an entry, at the size
 that the sum of several examples has by then, at most about once an example, not at each of the T terms. (Kernels on CPU add
 blocks of some hundred terms, each of which starts at zero; matrix units of a GPU add 8 to 16 terms at a time.) The search in
-tests/privacy/clipping/test_rounding.py supports it; docs/threat_model.md states it.
+tests/privacy/clipping/test_rounding.py supports it; docs/guarantee.md states it.
 
 All this compares x with zeros in its place. A batch in which x was not drawn differs also in that later rows close up, and
 every sum rounds anew. For what is added in fp64 the bound above covers that too. For products it does not: see the threat

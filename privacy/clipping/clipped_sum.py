@@ -58,7 +58,7 @@ class ClippedSum:
     `sensitivity * (1 + SENSITIVITY_SLACK)`, whatever it and the others are, how all additions round included: NaN, infinity
     and gradients whose norm overflows contribute zero. `accumulators.py` and `norms.py` derive that, from one assumption
     about the order of additions inside one matrix product. Leaving the example out and closing the rows up also rounds the
-    matrix products of all others anew; docs/threat_model.md says what that may add.
+    matrix products of all others anew; docs/guarantee.md says what that may add.
 
     Args:
         model: every trainable parameter must be covered by a clipping rule.

@@ -185,5 +185,5 @@ def refusal(func: Any, args: Any, kwargs: Any, why: str = "") -> PrivacyConfigEr
     why = why or "this use of a parameter cannot be split by example"
     return PrivacyConfigError(
         f"{' and '.join(names) or 'a raw parameter'} in {what}(): {why}; move the parameter into a layer that has a "
-        "clipping rule (nn.Linear for a matrix), register a rule for its module (docs/add_a_rule.md), or freeze it"
+        "clipping rule (nn.Linear for a matrix), register a rule for its module (docs/extending.md), or freeze it"
     )

@@ -100,7 +100,7 @@ def test_recipe_fragments_are_accepted() -> None:
     from trainer.config.recipe import load_config
     from trainer.studies.grid import flat
 
-    fragments = [block for block in of("toml") if block.page != "docs/studies.md"]
+    fragments = [block for block in of("toml") if block.page != "docs/planning.md"]
     assert fragments
     for block in fragments:
         keys = flat(tomllib.loads(block.text), str(block))
@@ -108,10 +108,10 @@ def test_recipe_fragments_are_accepted() -> None:
 
 
 def test_the_study_of_the_guide_is_accepted(tmp_path: Path) -> None:
-    """docs/studies.md: the first block is a whole file; the others are sections that a file may have besides."""
+    """docs/planning.md: the first block is a whole file; the others are sections that a file may have besides."""
     from trainer.studies.grid import load_study
 
-    whole, *sections = [block.text for block in of("toml") if block.page == "docs/studies.md"]
+    whole, *sections = [block.text for block in of("toml") if block.page == "docs/planning.md"]
     path = tmp_path / "study.toml"
     path.write_text(whole)
     assert check_study(path) == 18
@@ -143,4 +143,5 @@ def test_python_blocks_import_what_there_is(block: Block) -> None:
 
 
 def test_headings_become_anchors() -> None:
-    assert {"what-it-costs", "what-is-guaranteed-and-which-test-guards-it"} <= anchors("README.md")
+    assert {"two-commands", "as-a-library"} <= anchors("README.md")
+    assert "tan-constant-sigma--b" in anchors("docs/planning.md")

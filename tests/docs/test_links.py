@@ -259,3 +259,24 @@ def test_the_architecture_names_every_folder() -> None:
     packages = {Path(name).parent for name in project_files() if re.match(r"(?!tests/)\w+/\w.*/__init__\.py$", name)}
     for folder in folders | {package.name for package in packages}:
         assert f"{folder}/`" in text, f"docs/architecture.md does not name {folder}/"
+
+
+_PAGE_IN_THE_CODE = re.compile(r"\bdocs/[\w/]+\.(?:md|svg|json)\b")
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    """Docstrings, errors and comments that send a reader to a page."""
+    sources = [n for n in project_files() if re.search(r"\.(py|sh|sbatch|toml)$|^Makefile$", n)]
+    named = {(name, page) for name in sources for page in _PAGE_IN_THE_CODE.findall((ROOT / name).read_text())}
+    assert len(named) > 10
+    wrong = [f"{name} names {page}" for name, page in sorted(named) if not (ROOT / page).is_file()]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("picture", sorted(path.name for path in (ROOT / "docs/pictures").glob("*.svg")))
+def test_pictures_name_what_there_is(picture: str) -> None:
+    """What a picture sets in the font of code is a file or folder of the project; some page shows the picture."""
+    text = (ROOT / "docs/pictures" / picture).read_text()
+    paths = re.findall(r"<text[^>]*monospace[^>]*>([^<]+)</text>", text)
+    assert paths and all((ROOT / path).exists() for path in paths), [p for p in paths if not (ROOT / p).exists()]
+    assert any(f"pictures/{picture})" in read(page) for page in GUIDES)

@@ -1,12 +1,16 @@
 """Tables of measured numbers say what the newest record in benchmarks/results says."""
 
 import json
-import re
+import math
+import tarfile
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from tests.docs.pages import ROOT, read
+from trainer.config.recipe import load_config
 
 
 def record(ending: str) -> Any:
@@ -29,43 +33,102 @@ def rows(page: str, first_cell: str) -> dict[str, list[str]]:
     return found
 
 
-WORKLOADS = {"ViT-S/16 classifier": "vit_s_16", "DP-Cap Base captioner": "dpcap_base"}
+WORKLOADS = ("vit_s_16", "dpcap_base")
 
 
-def test_what_clipping_costs() -> None:
-    """README.md: ours with the ratio to accumulating training in brackets, Opacus without."""
+def results(*words: str) -> list[str]:
+    """The two cells behind the one row of the README's results whose first cell has these words."""
+    (found,) = [cells for name, cells in rows("README.md", "what").items() if all(word in name for word in words)]
+    return found
+
+
+@pytest.mark.parametrize(("what", "key"), [("time of a clipped", "time_ratio"), ("peak memory", "peak_memory_ratio")])
+def test_what_clipping_costs(what: str, key: str) -> None:
+    """README.md has book-keeping and Opacus; both models in each cell."""
     measured = {w["workload"]: w for w in record("-step-two-cores.json")["workloads"]}
-    lines = re.findall(r"^\| ([^|]+), (time|peak memory) \| (.*) \|$", read("README.md"), re.M)
-    assert len(lines) == 2 * len(WORKLOADS)
-    for model, what, cells in lines:
-        ratios = measured[WORKLOADS[model]]
-        key = "time_ratio" if what == "time" else "peak_memory_ratio"
-        expected = [
-            f"{ratios[key][mode]:.2f} ({ratios[f'{key}_to_accumulating'][mode]:.2f})"
-            for mode in ("bookkeeping", "two_pass")
-        ]
-        expected += [f"{ratios[key][mode]:.2f}" for mode in ("opacus_ghost", "opacus_hooks")]
-        assert cells.split(" | ") == expected, (model, what)
+    ours, ghost, hooks = (
+        " and ".join(f"{measured[name][key][mode]:.2f}" for name in WORKLOADS)
+        for mode in ("bookkeeping", "opacus_ghost", "opacus_hooks")
+    )
+    assert results(what) == [ours, f"Opacus: ghost clipping {ghost}, per-example gradients {hooks}"]
 
 
-def test_weak_scaling_and_loading() -> None:
+def test_weak_scaling() -> None:
     scaling = record("-scaling-two-cores.json")["weak_scaling"]
     measured = [scaling["efficiency"][engine] for engine in ("local", "zero1", "zero3")]
     cells = rows("benchmarks/README.md", "| plain torch | ZeRO-1 | ZeRO-3 | two alone")["weak-scaling efficiency"]
     assert cells == [f"{value:.2f}" for value in (*measured, scaling["efficiency_of_two_alone"])]
+    ours, alone = results("weak scaling")
+    assert ours == f"{measured[1]:.2f} and {measured[2]:.2f}" and alone.endswith(
+        f" {scaling['efficiency_of_two_alone']:.2f}"
+    )
+
+
+def test_loading() -> None:
     loader = record("-loader-two-cores.json")["one_process"]["poisson_over_sequential"]
-    said = " ".join(read("README.md").split())
-    assert f"two {min(measured):.2f} to {max(measured):.2f}, the Poisson loader {loader:.2f} times" in said
+    row = rows("benchmarks/README.md", "| measured | target")[
+        "Poisson loader / sequential webdataset, demo shards at 224, no workers"
+    ]
+    assert row[0].startswith(f"{loader:.2f} ")
+
+
+def test_the_quickstart_is_no_better_than_word_frequencies() -> None:
+    """The README says what the quickstart's loss is worth: a table of word frequencies sees no picture."""
+    config = load_config(ROOT / "recipes/quickstart.toml")
+    tokenizer = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
+
+    def targets(pattern: str) -> list[list[int]]:
+        """What the captioner has to predict, by caption: the words and the end."""
+        found = []
+        for shard in sorted(ROOT.glob(pattern)):
+            with tarfile.open(shard) as tar:
+                for member in tar:
+                    if member.name.endswith(".txt") and (file := tar.extractfile(member)):
+                        tokens_L, mask_L = tokenizer.encode(file.read().decode(), config.data.num_tokens)
+                        found.append(tokens_L[mask_L][1:].tolist())
+        return found
+
+    assert config.heldout is not None
+    counts = Counter(token for caption in targets(config.data.shards) for token in caption)
+    total = counts.total() + tokenizer.vocab_size  # every word once more, so that none is impossible
+    losses = [
+        -sum(math.log((counts[token] + 1) / total) for token in caption) / len(caption)
+        for caption in targets(config.heldout.shards)
+    ]
+    blind = sum(losses) / len(losses)
+    printed = json.loads(read("tests/records/2026-11-21-main-job.md").split("```")[-2])
+    ours, compared = results("quickstart")
+    assert ours == (
+        f"epsilon {printed['epsilon']:.2f} at delta 1e-5; held-out loss {printed['heldout_loss_after']:.2f} nats per token"
+    )
+    assert f"reaches {blind:.2f}:" in compared and blind < printed["heldout_loss_after"]
 
 
 def test_private_heads() -> None:
     found = record("-private-heads-digits.json")
-    table = rows("docs/evaluation.md", "epsilon")
+    table = rows("docs/models.md", "epsilon")
     for method, cells in table.items():
         accuracy = {one["epsilon"]: one["accuracy"] for one in found["accuracy"] if one["method"] == method}
         expected = [accuracy[epsilon] for epsilon in (0.1, 0.5, 1, 2, 5, 10)] + [found["without_noise"][method]]
         assert cells == [f"{value:.2f}" for value in expected], method
     assert set(table) == set(found["without_noise"])
+    best = max(one["accuracy"] for one in found["accuracy"] if one["epsilon"] == 1)
+    assert results("private linear head")[0] == f"accuracy {best:.2f}"
+
+
+def test_the_small_captioner_of_the_readme() -> None:
+    models = record("-shapes.json")["models"]
+    tests = [("choice: colour", "right colour"), ("choice: shape", "right shape")]
+    shares = {
+        model: [f"{100 * found['results'][test]['accuracy']:.1f} %" for test, _ in tests]
+        for model, found in models.items()
+    }
+    chance = [f"{100 / models['epsilon 8']['results'][test]['ways']:.1f} %" for test, _ in tests]
+    assert results("20,000 synthetic pairs", f"epsilon {models['epsilon 8']['epsilon']:.2f}") == [
+        ", ".join(f"{name} {share}" for (_, name), share in zip(tests, shares["epsilon 8"], strict=True)),
+        f"guessing {' and '.join(chance)}; best of eight untrained models {' and '.join(shares['untrained'])}; "
+        f"without privacy {' and '.join(shares['non-private'])}",
+    ]
 
 
 @pytest.mark.parametrize(("column", "model"), [(1, "non-private"), (2, "epsilon 8")])
@@ -77,7 +140,7 @@ def test_what_a_small_captioner_sees(column: int, model: str) -> None:
         "one shape of two": "choice: shape", "relation, and who has which colour": "choice: relation",
         "order of three": "choice: order",
     }  # fmt: skip
-    table = rows("docs/evaluation.md", "| ways | without privacy | epsilon 7.95")
+    table = rows("docs/models.md", "| ways | without privacy | epsilon 7.95")
     assert set(table) == set(names)
     for name, key in names.items():
         assert table[name][0] == str(results[key]["ways"])

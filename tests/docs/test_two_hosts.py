@@ -1,4 +1,4 @@
-"""A newcomer with the README alone: from a bare machine to a run between two hosts, typed line by line."""
+"""A newcomer with docs/running.md alone: from a bare machine to a run between two hosts, typed line by line."""
 
 import os
 import pty
@@ -22,9 +22,9 @@ _AT_PROMPT = re.compile(r"\[(reader|node1)\] \$ \Z")
 
 
 def two_hosts_block() -> Block:
-    """The first block under the README's heading."""
-    line = read("README.md").split("## Two hosts")[0].count("\n")
-    return next(block for block in blocks("README.md") if block.line > line)
+    """The first block under the heading of docs/running.md."""
+    line = read("docs/running.md").split("\n## Two hosts")[0].count("\n")
+    return next(block for block in blocks("docs/running.md") if block.line > line)
 
 
 class Terminal:
@@ -64,7 +64,7 @@ class Terminal:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_a_newcomer_types_what_the_readme_says(tmp_path: Path) -> None:
+def test_a_newcomer_types_what_the_page_says(tmp_path: Path) -> None:
     reason = why_not(*SSH_PROGRAMS, "pdsh", "setsid")
     if reason:
         pytest.skip(reason)

@@ -85,7 +85,7 @@ def require_usable(
     """Looks at examples spread over the data and refuses data of which most cannot be used.
 
     Such a run would spend its budget on zero gradients. What is found depends on single private examples, so it is raised as a
-    line for the console of whoever runs the job, and written nowhere (docs/threat_model.md).
+    line for the console of whoever runs the job, and written nowhere (docs/guarantee.md).
 
     Args:
         key: of the recipe, which names the data.

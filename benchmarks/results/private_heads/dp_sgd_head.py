@@ -1,7 +1,7 @@
 """A linear head by DP-SGD, from the parts that the trainer is made of: what the other private heads are compared with.
 
 The trainer's plan calibrates sigma, its sampler draws Poisson batches, its clipper sums, its source gives the noise. No ledger,
-because nothing is released of public data; a head on private data is a run (docs/finetuning.md).
+because nothing is released of public data; a head on private data is a run (docs/models.md).
 """
 
 import secrets
