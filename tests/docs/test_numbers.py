@@ -58,10 +58,6 @@ def test_weak_scaling() -> None:
     measured = [scaling["efficiency"][engine] for engine in ("local", "zero1", "zero3")]
     cells = rows("benchmarks/README.md", "| plain torch | ZeRO-1 | ZeRO-3 | two alone")["weak-scaling efficiency"]
     assert cells == [f"{value:.2f}" for value in (*measured, scaling["efficiency_of_two_alone"])]
-    ours, alone = results("weak scaling")
-    assert ours == f"{measured[1]:.2f} and {measured[2]:.2f}" and alone.endswith(
-        f" {scaling['efficiency_of_two_alone']:.2f}"
-    )
 
 
 def test_loading() -> None:
