@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tarfile
 from collections import Counter
 from typing import Any
@@ -40,6 +41,21 @@ def results(*words: str) -> list[str]:
     """The two cells behind the one row of the README's results whose first cell has these words."""
     (found,) = [cells for name, cells in rows("README.md", "what").items() if all(word in name for word in words)]
     return found
+
+
+@pytest.mark.parametrize(("what", "key"), [("time", "time_ratio"), ("peak memory", "peak_memory_ratio")])
+def test_the_costs_of_every_mode(what: str, key: str) -> None:
+    """benchmarks/README.md: our modes with the ratio to accumulating training in brackets, Opacus without."""
+    measured = {w["workload"]: w for w in record("-step-two-cores.json")["workloads"]}
+    pages = re.findall(
+        rf"\| {what} \| [\d., ]+ \| (.*) \|$", read("benchmarks/README.md").replace(" **missed**", ""), re.M
+    )
+    expected = []
+    for name in WORKLOADS:
+        plain, accumulating = measured[name][key], measured[name][f"{key}_to_accumulating"]
+        ours = [f"{plain[mode]:.2f} ({accumulating[mode]:.2f})" for mode in ("bookkeeping", "two_pass")]
+        expected.append(" | ".join([*ours, *(f"{plain[mode]:.2f}" for mode in ("opacus_ghost", "opacus_hooks"))]))
+    assert pages == expected
 
 
 @pytest.mark.parametrize(("what", "key"), [("time of a clipped", "time_ratio"), ("peak memory", "peak_memory_ratio")])
