@@ -1,4 +1,4 @@
-"""Exports to and imports from other projects' weights; docs/exchange.md says what is exact and what is not.
+"""Exports to and imports from other projects' weights; docs/models.md says what is exact and what is not.
 
     python launch_scripts/export.py --checkpoint runs/vip --format hf OUT      transformers: ViTModel, and the whole model
     python launch_scripts/export.py --checkpoint runs/vip --format safetensors OUT      our own names

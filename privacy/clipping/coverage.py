@@ -98,7 +98,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
         case _ if nn.utils.parametrize.is_parametrized(module):
             return "its weights are computed by a parametrization (remove it with parametrize.remove_parametrizations)"
         case _ if type(module) not in RULES and type(module).__module__.startswith("torch.nn."):
-            return "no clipping rule covers it; add a rule (docs/add_a_rule.md) or freeze its parameters"
+            return "no clipping rule covers it; add a rule (docs/extending.md) or freeze its parameters"
         case _:
             return None
 

@@ -2,7 +2,7 @@
 
 A rule receives the module, its first input and the gradient of the summed loss with respect to its output, and returns what
 that call adds to each of the module's own parameters. Rules are found by exact type, because a subclass may compute
-something else; add one with `@rule(MyLayer)` (docs/add_a_rule.md).
+something else; add one with `@rule(MyLayer)` (docs/extending.md).
 
 Sizes: B examples, T of any number of middle dimensions, d input width, p output width, V rows of a table.
 """

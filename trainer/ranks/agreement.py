@@ -1,6 +1,6 @@
 """What all ranks must have in common, compared before anything is trained.
 
-Launchers carry little to other hosts (docs/clusters.md), so a rank may run with other code, another configuration, or without a
+Launchers carry little to other hosts (docs/running.md), so a rank may run with other code, another configuration, or without a
 variable that was set where the job was started. That would hang, slow down or, worst, change what is computed. Each rank reports
 its settings at the rendezvous; rank 0 compares. No secret takes part: only whether credentials are set is compared.
 """
@@ -142,7 +142,7 @@ def refuse_differences(
 
 
 FORWARDING = (
-    "launchers carry few variables to other hosts: put it in .deepspeed_env, or pass it as docs/clusters.md says for this "
+    "launchers carry few variables to other hosts: put it in .deepspeed_env, or pass it as docs/running.md says for this "
     "launcher (--may_differ NAME compares a variable no more)"
 )
 
@@ -178,7 +178,7 @@ def require_shared(folder: RunFolder, seconds: float = VISIBLE_SECONDS) -> None:
             raise ConfigError(
                 f"run folder {folder.root}: {named_ranks(blind, hosts)} did not see within {seconds:.0f} s what "
                 f"{named_ranks([0], hosts)} wrote there; --run_dir must lie on a file system that all hosts share "
-                "(docs/clusters.md)"
+                "(docs/running.md)"
             )
         sign.unlink(missing_ok=True)
 

@@ -88,7 +88,7 @@ def discover_ranks(environ: Mapping[str, str]) -> Ranks:
     if address is None:
         raise ConfigError(
             "several ranks were started, but MASTER_ADDR is not set: export the host name of rank 0, to all ranks (Open MPI: "
-            "mpirun -x MASTER_ADDR=HOST, as launch_scripts/cluster/openmpi.sh does; others: docs/clusters.md)"
+            "mpirun -x MASTER_ADDR=HOST, as launch_scripts/cluster/openmpi.sh does; others: docs/running.md)"
         )
     return Ranks(rank, local_rank, world_size, address, port)
 
