@@ -184,7 +184,7 @@ def _resources(
 ) -> dict[str, Any]:
     from trainer.config.machine import load_machine_settings
     from trainer.planner.hardware import find_gpu
-    from trainer.planner.resources import EFFICIENCY, Wanted, plan_resources
+    from trainer.planner.resources import EFFICIENCY, Cluster, plan_resources
 
     for name in ("gpus_per_node", "network_gbits", "bytes_per_example"):
         value = getattr(args, name)
@@ -196,7 +196,7 @@ def _resources(
     efficiency = EFFICIENCY if args.efficiency is None else args.efficiency
     if not 0 < efficiency <= 1:
         raise ConfigError(f"--efficiency is {efficiency}; it is a share of the peak, above 0 and at most 1")
-    wanted = Wanted(
+    cluster = Cluster(
         engine=args.engine or "deepspeed",
         world_size=world_size,
         gpu=None if args.gpu is None else find_gpu(args.gpu),
@@ -204,7 +204,7 @@ def _resources(
         gpus_per_node=args.gpus_per_node,
         network_bandwidth=None if args.network_gbits is None else args.network_gbits * 1e9 / 8,
     )
-    return plan_resources(config, load_machine_settings(args.ds_config), wanted, examples, plan, ROOT)
+    return plan_resources(config, load_machine_settings(args.ds_config), cluster, examples, plan, ROOT)
 
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:

@@ -72,7 +72,7 @@ def test_a_whole_ledger_is_what_states_epsilon(run: Evaluate, whole: Path, tmp_p
 def test_a_manifest_alone_proves_nothing(
     run: Evaluate, whole: Path, tmp_path: Path, damage: Callable[[Path], None], reason: str
 ) -> None:
-    """It says formal_guarantee: true; the ledger beside it does not bear it out."""
+    """It says formal_guarantee: true; the ledger in its run folder does not bear it out."""
     copy = tmp_path / "run"
     shutil.copytree(whole, copy)
     damage(copy)
@@ -86,7 +86,7 @@ def test_a_copied_checkpoint_proves_nothing(run: Evaluate, whole: Path, tmp_path
     (path,) = (whole / "checkpoints").glob("step-*")
     shutil.copytree(path, tmp_path / "alone")
     model = probe(run, tmp_path / "alone", tmp_path)["model"]
-    assert model["formal_guarantee"] is False and "no ledger beside it" in model["reasons"][0]
+    assert model["formal_guarantee"] is False and "no ledger in its run folder" in model["reasons"][0]
 
 
 def test_a_simulation_is_none(run: Evaluate, tmp_path: Path) -> None:

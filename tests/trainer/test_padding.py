@@ -5,7 +5,7 @@ import torch
 
 from tests.trainer.test_planner import ROOT, machine, recipe
 from trainer.planner.batches import Batches, examples
-from trainer.planner.resources import Wanted, plan_resources
+from trainer.planner.resources import Cluster, plan_resources
 
 
 def test_padding_by_hand() -> None:
@@ -40,7 +40,7 @@ def test_padding_of_a_batch_that_fluctuates() -> None:
 
 def test_a_plan_says_when_padding_wastes_much() -> None:
     config = recipe("quickstart", "train.micro_batch_size=60")
-    found = plan_resources(config, machine("zero1"), Wanted("local", 2), examples(config, ROOT, None), None, ROOT)
+    found = plan_resources(config, machine("zero1"), Cluster("local", 2), examples(config, ROOT, None), None, ROOT)
     (note,) = [note for note in found["notes"] if note.startswith("padding: ")]
     assert f"train.micro_batch_size={found['batch']['better_micro_batch_size']} leaves" in note
     assert found["batch"]["padding_share"] > 0.2 and "\n" not in note

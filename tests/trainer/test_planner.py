@@ -33,7 +33,7 @@ from trainer.planner.hardware import GPUS, Network, Traffic, exposed_seconds, fi
 from trainer.planner.memory import RankMemory, Trainable, accumulator_bytes, largest_that_fits, room
 from trainer.planner.privacy import scaling_rule
 from trainer.planner.probe import Probe, count_flops
-from trainer.planner.resources import Wanted, plan_of_shapes, plan_resources, planning_task
+from trainer.planner.resources import Cluster, plan_of_shapes, plan_resources, planning_task
 from trainer.planner.tables import scaling_table
 from trainer.tasks import make_task
 
@@ -254,7 +254,7 @@ def test_what_an_engine_refuses_cannot_be_planned(engine: Any, settings: Machine
         require_supported(engine, settings, 4)
     config = recipe("quickstart")
     with pytest.raises(ConfigError, match=message):
-        plan_resources(config, settings, Wanted(engine, 4), examples(config, ROOT, None), None, ROOT)
+        plan_resources(config, settings, Cluster(engine, 4), examples(config, ROOT, None), None, ROOT)
 
 
 def test_hardware() -> None:
@@ -343,7 +343,7 @@ def test_bytes_of_an_example_come_from_the_index(tmp_path: Path) -> None:
 
 def test_one_rank_without_an_accelerator() -> None:
     config = recipe("quickstart")
-    found = plan_resources(config, machine("zero1"), Wanted("local", 1), examples(config, ROOT, None), None, ROOT)
+    found = plan_resources(config, machine("zero1"), Cluster("local", 1), examples(config, ROOT, None), None, ROOT)
     json.dumps(found, allow_nan=False)
     assert "time" not in found and "fits" not in found["memory"] and found["gpu"] is None
     assert found["memory"]["weights"] >= found["memory"]["masters"] == 4 * found["parameters"]
@@ -355,8 +355,8 @@ def test_time_follows_from_flop_efficiency_and_ranks() -> None:
     read = examples(config, ROOT, None)
 
     def plan(world_size: int, efficiency: float) -> dict[str, Any]:
-        wanted = Wanted("fsdp", world_size, find_gpu("a100-80gb"), efficiency)
-        return plan_resources(config, machine("zero3_bf16"), wanted, read, None, ROOT)
+        cluster = Cluster("fsdp", world_size, find_gpu("a100-80gb"), efficiency)
+        return plan_resources(config, machine("zero3_bf16"), cluster, read, None, ROOT)
 
     slow, fast = plan(8, 0.2), plan(8, 0.4)
     assert slow["time"]["compute_seconds_per_step"] == pytest.approx(2 * fast["time"]["compute_seconds_per_step"])

@@ -230,20 +230,20 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
             remembered(manifest["ledger"])
     damaged: list[str] = []
     for name in names:
-        found, failure = None, None
+        checkpoint, failure = None, None
         try:
-            found = Checkpoint(folder / name, (distributed.rank(), distributed.world_size()))
+            checkpoint = Checkpoint(folder / name, (distributed.rank(), distributed.world_size()))
         except ConfigError as error:
             failure = " ".join(str(error).split())
         failures = [line for line in distributed.gather_objects(failure) if line is not None]
-        if found is not None and not failures:
+        if checkpoint is not None and not failures:
             if distributed.rank() == 0:
                 for line in damaged:
                     print(
                         f"damaged checkpoint: {line}; resuming from {name}, the steps after it stay charged", flush=True
                     )
             distributed.on_main(functools.partial(_set_aside_newer, folder, name))
-            return found
+            return checkpoint
         damaged.append(failures[0])
     if damaged:
         raise ConfigError(

@@ -89,7 +89,7 @@ OFFLOAD_KEYS: Mapping[str, Check] = {
 }
 
 CHECKPOINTING_KEYS: Mapping[str, Check] = {"enabled": _SWITCH, "cpu_checkpointing": _SWITCH}
-"""Of DeepSpeed's keys only `cpu_checkpointing`: the others tune its reentrant implementation, which clipping cannot use."""
+"""DeepSpeed's other keys tune its reentrant implementation, which clipping cannot use."""
 
 
 @dataclass(frozen=True)

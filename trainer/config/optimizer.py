@@ -65,12 +65,14 @@ class OptimizerSection(Section):
                 "(noise_multiplier * max_grad_norm / expected_batch_size)^2 is a floor to start from"
             )
         if self.noise_bias_correction and "eps" in self.model_fields_set:
-            raise ValueError("eps has no place beside noise_bias_correction; variance_floor stands for it")
+            raise ValueError(
+                "eps is not read with noise_bias_correction, where variance_floor takes its place; remove eps"
+            )
         return self
 
     @model_serializer(mode="wrap")
     def _own_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the keys of other optimizers, so that what is written can be read."""
+        """Leaves out the keys of other optimizers, so that what is written can be read."""
         others = {key for key, names in OPTIMIZER_KEYS.items() if self.name not in names}
         others |= {"eps"} if self.noise_bias_correction else set()
         return {key: value for key, value in dump(self).items() if key not in others}

@@ -69,7 +69,7 @@ class Options(BaseModel):
 
 
 def add_options(parser: argparse.ArgumentParser, model: type[Options]) -> None:
-    """Adds the options of a model to a parser: those of its own first, then those that it inherits."""
+    """Adds the options of a model to a parser: those that it declares first, then those that it inherits."""
     parser.set_defaults(model_of_options=model)
     one_of = parser.add_mutually_exclusive_group(required=True) if model.ONE_OF else None
     added: set[str] = set()
@@ -89,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser, model: type[Options]) -> None:
 
 
 def _settings(field: FieldInfo, shown: Shown) -> dict[str, Any]:
-    """What argparse is told about a field; defaults stay in the model."""
+    """The arguments of `add_argument` for a field; defaults stay in the model."""
     settings: dict[str, Any] = {"help": (field.description or "").replace("%", "%%"), "default": argparse.SUPPRESS}
     parts = get_args(field.annotation)
     is_optional = NoneType in parts

@@ -78,7 +78,7 @@ class DataSection(Section):
     """Folder made by `prepare.py index`; without it the first start builds one in the run folder's private part."""
     image_size: int = Field(224, ge=1, le=MAX_IMAGE_SIZE)
     augment: bool = True
-    """Training sees random crops and flips; false: the centre, as where captions say "left of", which a flip makes false."""
+    """Training sees random crops and flips; false takes the centre, for captions like "left of", which a flip makes wrong."""
     num_tokens: int = Field(40, ge=3, le=MAX_TOKENS)
     """Caption length after padding or truncation, begin and end tokens included."""
     num_workers: int = Field(2, ge=0, le=1024)
@@ -99,13 +99,13 @@ class HeldoutSection(Section):
 
     shards: str
     is_public: bool = False
-    """Only then may losses, captions and pictures of these examples leave `private/` (contract 12).
+    """Whether losses, captions and pictures of these examples may leave `private/` (contract 12).
     Naming other shards resets it."""
     num_examples: Positive | None = None
     """How many examples are used, from the first; all by default."""
     num_captions: int = Field(5, ge=0, le=10_000)
     every_steps: Positive | None = None
-    """Also evaluate during training; by default before the first and after the last step."""
+    """Evaluation happens before the first and after the last step; with this key also after every so many steps."""
 
 
 class PrivacySection(Section):

@@ -40,7 +40,7 @@ def checkpoint_blocks(module: nn.Module, machine: MachineSettings) -> None:
     """Does what the ds_config's `activation_checkpointing` says; call it before an engine wraps the module.
 
     Raises:
-        ConfigError: checkpointing is wanted, but the model does not say what its blocks are.
+        ConfigError: the ds_config asks for it, but the model does not say what its blocks are.
     """
     if not machine.activation_checkpointing:
         return

@@ -159,7 +159,7 @@ def _find_spans(
 def module_sharder(
     machine: MachineSettings, device: torch.device, micro_batch_size: int
 ) -> Callable[[nn.Module], None]:
-    """What `deepspeed.zero.Init` does to a module once it is initialised, for one module's own parameters after the other.
+    """Does what `deepspeed.zero.Init` does to an initialised module, for the parameters of one submodule after the other.
 
     As a context manager it would shard parameters that have no values yet: our models are built on the meta device first.
     """
@@ -168,17 +168,16 @@ def module_sharder(
     config = resolve(machine, micro_batch_size=micro_batch_size, world_size=world_size)
 
     def shard(module: nn.Module) -> None:
-        own = nn.ParameterList(module.parameters(recurse=False))
-        for parameter in own:
+        direct = nn.ParameterList(module.parameters(recurse=False))
+        for parameter in direct:
             part = -(-parameter.numel() // world_size)
-            setattr(
-                parameter, _FP32, parameter.detach().flatten()[rank * part : (rank + 1) * part].to("cpu", copy=True)
-            )
-        own.to(device, machine.compute_dtype)
+            values = parameter.detach().flatten()[rank * part : (rank + 1) * part]
+            setattr(parameter, _FP32, values.to("cpu", copy=True))
+        direct.to(device, machine.compute_dtype)
         for buffer in module.buffers(recurse=False):
             buffer.data = buffer.data.to(device, machine.compute_dtype if buffer.is_floating_point() else None)
-        if len(own) > 0:
-            deepspeed.zero.Init(module=own, config_dict_or_path=config)
+        if len(direct) > 0:
+            deepspeed.zero.Init(module=direct, config_dict_or_path=config)
 
     return shard
 

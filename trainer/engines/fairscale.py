@@ -1,7 +1,7 @@
 """fairscale: parameters whole on every rank, optimizer states sharded by parameter (OSS, which is ZeRO-1).
 
 Each parameter belongs to one rank: it gets the reduced sum, adds the noise and steps; OSS then broadcasts the new values, so
-every replica holds the owner's bits. With bf16 compute OSS works on fp32 master weights beside the module.
+every replica holds the owner's bits. With bf16 compute OSS works on fp32 master weights apart from the module.
 
 Stages 1 and 2 of ds_config both mean OSS (gradients are ours). What was verified with fairscale 0.4.13 and torch 2.13, and what
 is refused for that reason:

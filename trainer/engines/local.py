@@ -19,7 +19,7 @@ from trainer.ranks import distributed
 
 
 class LocalEngine:
-    """See `trainer.engines.base.Engine`. With bf16 compute, fp32 master weights are kept beside the module."""
+    """See `trainer.engines.base.Engine`. With bf16 compute, fp32 master weights are kept apart from the module."""
 
     replicated = True
 

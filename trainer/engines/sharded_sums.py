@@ -1,4 +1,4 @@
-"""`train.accumulation = "sharded"`: no rank ever holds the whole clipped sum, for models whose sum does not fit beside them.
+"""`train.accumulation = "sharded"`: no rank ever holds the whole clipped sum, for models whose sum does not fit with them.
 
 Parameters are dealt, from the last to the first as a backward pass finds them, into buckets. As soon as a micro-batch's
 contribution to every parameter of a bucket is known, the bucket is summed over ranks by a reduce-scatter; each rank keeps an

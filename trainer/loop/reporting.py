@@ -45,7 +45,7 @@ class ProgressLine:
             self._bar.start()
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
-        """After each step; plain lines appear at most every ten seconds, and for the last step."""
+        """Shows a finished step; plain lines appear at most every ten seconds, and for the last step."""
         # rich's own estimate forgets what is older than half a minute, and a step may take longer.
         now, done = time.monotonic(), step - self._first
         eta = timedelta(seconds=int((now - self._started) / done * (self._total - step))) if done > 0 else "?"
@@ -80,7 +80,7 @@ class StepReporter:
             self._private.close()
 
     def step(self, step: int, record: "StepRecord", seconds: float) -> None:
-        """After step `step`, which took `seconds`."""
+        """Writes the metrics of a finished step, which took `seconds`."""
         every = self._run.config.heldout.every_steps if self._run.config.heldout else None
         if every and step % every == 0 and step < self._run.config.train.num_steps:
             self.heldout(step)

@@ -39,7 +39,7 @@ class SanityChecks:
         self._count = 0
 
     def before_step(self, step: int, micro_batches: Iterator[T], planned: int) -> Iterator[T]:
-        """Before any collective of the step that different numbers of micro-batches would make hang; returns them counted."""
+        """Compares planned numbers of micro-batches, before a collective could hang; returns the micro-batches, counted."""
         _same(step, "planned number of micro-batches", planned)
         self._count = 0
         self.noise.hashes.clear()
@@ -53,7 +53,7 @@ class SanityChecks:
             yield micro_batch
 
     def after_step(self, step: int) -> None:
-        """After the optimizer's step.
+        """Compares what the ranks did, after the optimizer's step.
 
         Raises:
             SanityError: replicas or numbers of micro-batches differ, noise was drawn twice, a parameter did not move.

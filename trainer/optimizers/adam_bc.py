@@ -20,7 +20,7 @@ class NoiseVariance:
     def __init__(self, beta2: float, average: float = 0.0) -> None:
         self._beta2 = beta2
         self.average = average
-        """Before bias correction, after the last step."""
+        """The average after the last step, before bias correction."""
 
     def after(self, step: int, std: float) -> float:
         """Phi of step 1, 2, ..., whose noise had standard deviation `std` per coordinate of the averaged gradient."""

@@ -61,12 +61,12 @@ class LayerWise(torch.optim.Optimizer):
 
     def bind(self, segments: Mapping[AnyTensor, Sequence[Segment]], *, sharded: bool) -> None:
         """See `bind_segments`."""
-        self._segments = {tensor: tuple(found) for tensor, found in segments.items()}
-        for tensor, found in self._segments.items():
-            end = max((segment.start + segment.length for segment in found), default=0)
+        self._segments = {tensor: tuple(parts) for tensor, parts in segments.items()}
+        for tensor, parts in self._segments.items():
+            end = max((segment.start + segment.length for segment in parts), default=0)
             if end > local(tensor).numel():
                 raise ValueError(f"a segment ends at {end}, behind the {local(tensor).numel()} coordinates")
-        names = {segment.name for found in self._segments.values() for segment in found}
+        names = {segment.name for parts in self._segments.values() for segment in parts}
         if sharded:  # a rank may own no part of a parameter
             names = set[str]().union(*distributed.gather_objects(names))
         self._index = {name: i for i, name in enumerate(sorted(names))}

@@ -25,7 +25,7 @@ def summarise(
     Args:
         warn: called with one line about a cross-check that cannot be done.
         extras: also what the guarantee means and what else the run could cost (slower).
-        max_examples_per_owner: adds the epsilon of an owner of so many examples.
+        max_examples_per_owner: adds the epsilon of an owner of this many examples.
 
     Raises:
         PrivacyConfigError: `max_examples_per_owner` below 1.
@@ -62,7 +62,7 @@ def summarise(
 
 
 def _extras(plan: PrivacyPlan) -> dict[str, Any]:
-    """What the guarantee means, and what else the run could cost; None where it cannot be said."""
+    """What the guarantee means, and what else the run could cost; None where it cannot be computed."""
     names = ("epsilon_by_delta", "attack_risk", "replays", "private_selection", "shuffled_instead")
     values: dict[str, Any] = dict.fromkeys((*names, "opacus_rdp", "opacus_prv"))
     group, delta = plan.release_group(plan.num_steps), plan.accounted_delta

@@ -74,7 +74,7 @@ class MicroBatch(NamedTuple):
 
 @contextmanager
 def _with_fused_attention() -> Iterator[None]:
-    """On CPU and CUDA torch takes a fused kernel, which keeps no attention matrix; of meta tensors it would write it out.
+    """Takes the fused kernel of CPU and CUDA, which keeps no attention matrix; for meta tensors torch would write it out.
 
     (A TorchFunctionMode would not do: it is off during a backward pass, where checkpointed blocks run again.)
     """
@@ -123,7 +123,7 @@ class Probe:
         weights_of_one_pass: bool,
     ) -> None:
         self.model = task.skeleton()
-        """On the meta device, in fp32, without activation checkpointing; for counting."""
+        """The model on the meta device, in fp32, without activation checkpointing; for counting."""
         self._dtype = machine.compute_dtype
         self._rows = {name: (x.shape[1:], x.dtype) for name, x in task.synthetic_inputs(1).items()}
         self._module = task.skeleton().to(self._dtype)

@@ -35,7 +35,7 @@ PLAIN_SAMPLE = 64
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Cluster:
     """What the command line says in addition to recipe and ds_config.
 
     Attributes:
@@ -66,7 +66,7 @@ def planning_task(config: RunConfig, root: Path) -> tuple[TrainingTask, list[str
 def plan_resources(
     config: RunConfig,
     machine: MachineSettings,
-    wanted: Wanted,
+    cluster: Cluster,
     examples: Examples,
     plan: PrivacyPlan | None,
     root: Path,
@@ -80,8 +80,8 @@ def plan_resources(
         ConfigError: the engine cannot do what the ds_config says, or the accelerator cannot compute in its dtype.
         ModelConfigError, DataError: the recipe's model or data are wrong.
     """
-    require_supported(wanted.engine, machine, wanted.world_size)
-    peak_rate = wanted.gpu.peak(machine.compute_dtype) if wanted.gpu is not None else None
+    require_supported(cluster.engine, machine, cluster.world_size)
+    peak_rate = cluster.gpu.peak(machine.compute_dtype) if cluster.gpu is not None else None
     task, notes = planning_task(config, root)
     if config.train.compile:
         notes.append("train.compile: planned without it; compiled blocks keep less and run faster")
@@ -96,13 +96,13 @@ def plan_resources(
         machine,
         plan or plan_of_shapes(config),
         accumulation=config.train.accumulation,
-        weights_of_one_pass=gathers_for_every_pass(wanted.engine, machine),
+        weights_of_one_pass=gathers_for_every_pass(cluster.engine, machine),
     )
     trainable = Trainable.of(probe.model)
-    busiest = shares(trainable, wanted.engine, machine, config.optimizer, wanted.world_size)
+    busiest = shares(trainable, cluster.engine, machine, config.optimizer, cluster.world_size)
     batches, size = Batches.of(config, plan), config.train.micro_batch_size
-    micro_batches, expected = batches.micro_batches(wanted.world_size, size), config.privacy.expected_batch_size
-    rows = micro_batches * size * wanted.world_size
+    micro_batches, expected = batches.micro_batches(cluster.world_size, size), config.privacy.expected_batch_size
+    rows = micro_batches * size * cluster.world_size
     batch = {  # on average over steps where the number of micro-batches follows the sample
         "expected_batch_size": expected,
         "micro_batch_size": size,
@@ -110,24 +110,24 @@ def plan_resources(
         "rows_per_rank": micro_batches * size,
         "rows_per_step": rows,
         "useful_share": expected / rows,
-        "padding_share": batches.padding(wanted.world_size, size),
-        "better_micro_batch_size": batches.better_size(wanted.world_size, size),
+        "padding_share": batches.padding(cluster.world_size, size),
+        "better_micro_batch_size": batches.better_size(cluster.world_size, size),
     }
-    notes += [note for note in [batches.note(wanted.world_size, size)] if note is not None]
+    notes += [note for note in [batches.note(cluster.world_size, size)] if note is not None]
     memory = rank_memory(
         trainable,
         busiest,
-        wanted.engine,
+        cluster.engine,
         machine,
         config.optimizer,
         accumulation=config.train.accumulation,
-        world_size=wanted.world_size,
+        world_size=cluster.world_size,
         average=config.train.ema_decay is not None,
     )
     available = free = None
-    if wanted.gpu is not None:
-        ranks_on_node = min(wanted.world_size, wanted.gpus_per_node or wanted.gpu.gpus_per_node)
-        available = wanted.gpu.memory_per_rank(ranks_on_node)
+    if cluster.gpu is not None:
+        ranks_on_node = min(cluster.world_size, cluster.gpus_per_node or cluster.gpu.gpus_per_node)
+        available = cluster.gpu.memory_per_rank(ranks_on_node)
         free = room(memory, available)
     mode, peaks = _choose(config, probe, memory, free)
     memory = replace(memory, activations=peaks[mode])
@@ -135,12 +135,12 @@ def plan_resources(
     sample = min(size, PLAIN_SAMPLE)
     forward, plain = (count / sample for count in probe.plain_flops(sample))
     read = examples.mean_bytes * expected
-    found: dict[str, Any] = {
-        "engine": wanted.engine,
+    result: dict[str, Any] = {
+        "engine": cluster.engine,
         "zero_stage": machine.stage,
         "dtype": str(machine.compute_dtype).removeprefix("torch."),
-        "world_size": wanted.world_size,
-        "gpu": wanted.gpu.name if wanted.gpu is not None else None,
+        "world_size": cluster.world_size,
+        "gpu": cluster.gpu.name if cluster.gpu is not None else None,
         "parameters": trainable.count,
         "frozen_parameters": trainable.frozen,
         "clipping_mode": mode,
@@ -163,15 +163,15 @@ def plan_resources(
         },
         "notes": notes,
     }
-    if wanted.gpu is not None and peak_rate is not None and available is not None and free is not None:
-        found["memory"] |= {
+    if cluster.gpu is not None and peak_rate is not None and available is not None and free is not None:
+        result["memory"] |= {
             "device": available,
             "for_activations": free,
             "fits": peaks[mode] <= free,
             "largest_micro_batch": largest_that_fits(lambda n: probe.micro_batch(mode, n).peak, free, size),
         }
-        found["time"] = _time(found, config, machine, wanted, wanted.gpu, peak_rate, trainable, busiest)
-    return found
+        result["time"] = _time(result, config, machine, cluster, cluster.gpu, peak_rate, trainable, busiest)
+    return result
 
 
 def plan_of_shapes(config: RunConfig) -> PrivacyPlan:
@@ -203,10 +203,10 @@ def _choose(config: RunConfig, probe: Probe, memory: RankMemory, free: int | Non
 
 
 def _time(
-    found: Mapping[str, Any],
+    result: Mapping[str, Any],
     config: RunConfig,
     machine: MachineSettings,
-    wanted: Wanted,
+    cluster: Cluster,
     gpu: Gpu,
     peak_rate: float,
     trainable: Trainable,
@@ -214,21 +214,21 @@ def _time(
 ) -> dict[str, Any]:
     network = Network(
         gpu.node_bandwidth,
-        gpu.network_bandwidth if wanted.network_bandwidth is None else wanted.network_bandwidth,
-        wanted.gpus_per_node or gpu.gpus_per_node,
+        gpu.network_bandwidth if cluster.network_bandwidth is None else cluster.network_bandwidth,
+        cluster.gpus_per_node or gpu.gpus_per_node,
     )
     sent = traffic(
         trainable,
         busiest,
-        wanted.engine,
+        cluster.engine,
         machine,
-        mode=found["clipping_mode"],
+        mode=result["clipping_mode"],
         accumulation=config.train.accumulation,
-        world_size=wanted.world_size,
+        world_size=cluster.world_size,
     )
-    micro_batches = found["batch"]["micro_batches_per_step"]
-    compute = found["compute"]["flop_per_rank_and_step"] / (peak_rate * wanted.efficiency)
-    exposed = exposed_seconds(sent, network, wanted.world_size, micro_batches, compute)
+    micro_batches = result["batch"]["micro_batches_per_step"]
+    compute = result["compute"]["flop_per_rank_and_step"] / (peak_rate * cluster.efficiency)
+    exposed = exposed_seconds(sent, network, cluster.world_size, micro_batches, compute)
     step = compute + exposed
     hours = step * config.train.num_steps / 3600
     per_second = config.privacy.expected_batch_size / step
@@ -238,14 +238,14 @@ def _time(
         "seconds_per_step": step,
         "examples_per_second": per_second,
         "hours": hours,
-        "gpu_hours": hours * wanted.world_size,
+        "gpu_hours": hours * cluster.world_size,
         "sent_bytes_per_step": sent.per_step(micro_batches),
         "sent_bytes": asdict(sent),
         "reads_per_second": per_second,
-        "reads_per_second_and_rank": per_second / wanted.world_size,
-        "read_bytes_per_second": per_second * found["reading"]["bytes_per_example"],
+        "reads_per_second_and_rank": per_second / cluster.world_size,
+        "read_bytes_per_second": per_second * result["reading"]["bytes_per_example"],
         "assumptions": {
-            "efficiency": wanted.efficiency,
+            "efficiency": cluster.efficiency,
             "peak_flop_per_second": peak_rate,
             **asdict(network),
             "left_out": "decoding, noise, optimizer step, checkpoints, held-out evaluation, stragglers, failures",

@@ -97,15 +97,15 @@ def scaling_table(rule: dict[str, Any], noise_multiplier: float) -> Table:
     return table
 
 
-def resource_table(found: dict[str, Any]) -> Table:
+def resource_table(plan: dict[str, Any]) -> Table:
     """Memory, time, traffic and reads; see `trainer.planner.resources`."""
-    where = f", {found['gpu']}" if found["gpu"] else ""
-    sharding = f"ZeRO-{found['zero_stage']}" if found["engine"] == "deepspeed" else found["engine"]
-    table = _empty_table(f"Memory and time: {found['world_size']} ranks, {sharding}, {found['dtype']}{where}")
+    where = f", {plan['gpu']}" if plan["gpu"] else ""
+    sharding = f"ZeRO-{plan['zero_stage']}" if plan["engine"] == "deepspeed" else plan["engine"]
+    table = _empty_table(f"Memory and time: {plan['world_size']} ranks, {sharding}, {plan['dtype']}{where}")
     row = table.add_row
-    batch, memory, compute, reading = (found[key] for key in ("batch", "memory", "compute", "reading"))
-    frozen = f"and {found['frozen_parameters']:,} frozen" if found["frozen_parameters"] else ""
-    row("trainable parameters", f"{found['parameters']:,}", frozen)
+    batch, memory, compute, reading = (plan[key] for key in ("batch", "memory", "compute", "reading"))
+    frozen = f"and {plan['frozen_parameters']:,} frozen" if plan["frozen_parameters"] else ""
+    row("trainable parameters", f"{plan['parameters']:,}", frozen)
     note = f"of {batch['micro_batch_size']}; {batch['useful_share']:.1%} of the rows are not padding"
     row("micro-batches per rank", f"{batch['micro_batches_per_step']:,.5g}", note)
     table.add_section()
@@ -113,7 +113,7 @@ def resource_table(found: dict[str, Any]) -> Table:
         if memory[key]:
             row(key.replace("_", " "), _size(memory[key]), note)
     modes = ", ".join(f"{mode} {_size(count)}" for mode, count in memory["activations_by_mode"].items())
-    row("activations", _size(memory["activations"]), f"of a micro-batch in mode {found['clipping_mode']} ({modes})")
+    row("activations", _size(memory["activations"]), f"of a micro-batch in mode {plan['clipping_mode']} ({modes})")
     row("peak per rank", _size(memory["peak"]), "the larger of a micro-batch and the end of a step")
     if "fits" in memory:
         fits = "fits" if memory["fits"] else "DOES NOT FIT"
@@ -132,8 +132,8 @@ def resource_table(found: dict[str, Any]) -> Table:
         _size(reading["bytes_per_step"]),
         f"{reading['bytes_per_example']:,.0f} bytes an example ({reading['source']})",
     )
-    if "time" in found:
-        time = found["time"]
+    if "time" in plan:
+        time = plan["time"]
         given = time["assumptions"]
         note = f"assumed: {given['efficiency']:.0%} of {given['peak_flop_per_second'] / 1e12:g} TFLOP/s"
         row("compute per step", f"{time['compute_seconds_per_step']:.4g} s", note)
@@ -145,7 +145,7 @@ def resource_table(found: dict[str, Any]) -> Table:
         decoded = f"each rank decodes {time['reads_per_second_and_rank']:,.1f} examples/s"
         note = f"{_size(time['read_bytes_per_second'])}/s; {decoded}"
         row("random reads", f"{time['reads_per_second']:,.0f} /s", note)
-    for note in found["notes"]:
+    for note in plan["notes"]:
         row("note", "", note)
     return table
 

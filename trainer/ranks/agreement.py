@@ -143,7 +143,7 @@ def refuse_differences(
 
 FORWARDING = (
     "launchers carry few variables to other hosts: put it in .deepspeed_env, or pass it as docs/running.md says for this "
-    "launcher (--may_differ NAME compares a variable no more)"
+    "launcher (--may_differ NAME takes a variable out of the comparison)"
 )
 
 

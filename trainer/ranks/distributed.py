@@ -191,7 +191,7 @@ def quit_now(exit_code: int) -> NoReturn:
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a full disk, or a reader that is gone: nothing is left that could be said
+        with contextlib.suppress(OSError):  # a full disk, or a reader that is gone: nothing is left to print to
             stream.flush()
     os._exit(exit_code)
 
@@ -243,7 +243,7 @@ def on_main(function: Callable[[], T]) -> T:
 def first_on_main(function: Callable[[], T]) -> T:
     """Runs `function` everywhere, but elsewhere only after it succeeded on rank 0.
 
-    What is wrong for all ranks is then said once, and what is wrong on another host is said there.
+    An error of all ranks is then printed once, and an error of another host is printed there.
     """
     if rank() == 0:
         result: list[T] = []
@@ -298,7 +298,7 @@ class Traffic:
 
 
 traffic = Traffic()
-"""Of this process, since the last reset: a logical step resets it at its start."""
+"""The traffic of this process since the last reset; a logical step resets it at its start."""
 
 
 def reduce_scatter_sum(out: Tensor, rows: Tensor) -> None:

@@ -32,7 +32,7 @@ INTERVAL = 0.5
 
 
 class Process(NamedTuple):
-    """`started` (clock ticks since the system's start) tells it from a later process with the same number."""
+    """A process; `started` (clock ticks since the system's start) differs in a later process with the same number."""
 
     pid: int
     started: int

@@ -42,7 +42,7 @@ class Place(NamedTuple):
     Attributes:
         is_host: this process keeps it.
         port: 0 lets the host choose, for a single process.
-        prefix: tells apart the attempts of a launcher that restarts ranks.
+        prefix: differs between the attempts of a launcher that restarts ranks.
     """
 
     address: str
@@ -114,7 +114,7 @@ def connect(place: Place, seconds: float) -> dist.PrefixStore:
                     wait_for_workers=False,
                 )
             )
-        except Exception as error:  # of several kinds; said in one line below
+        except Exception as error:  # of several kinds; one line below names it
             failed.append(str(error).split("\n")[0])
 
     # Its own timeouts are not kept where something else listens on that port, or where an address never answers.

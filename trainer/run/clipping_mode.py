@@ -36,7 +36,7 @@ class ModeChoice:
     Attributes:
         needed: by one micro-batch in bookkeeping mode, and by what training allocates later.
         needed_in_two_passes: the same for two_pass; None where bookkeeping fits and it was not measured.
-        available: to one rank; None where the machine does not say.
+        available: bytes for one rank; None where the machine does not say.
     """
 
     mode: Mode
@@ -73,7 +73,7 @@ def choose_mode(
     """Sets and returns the mode; equal on all ranks. Collective. Leaves empty sums.
 
     Args:
-        synthetic_inputs: makes up so many examples.
+        synthetic_inputs: makes up the number of examples that it is called with.
     """
     count = min(micro_batch_size, EXAMPLES_PER_PART)
     later = MOMENT_BYTES * engine.layout.count(distributed.rank())  # made at the first step, to stay

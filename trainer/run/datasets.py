@@ -17,7 +17,7 @@ from trainer.ranks.distributed import first_on_main, rank
 from trainer.run.folder import RunFolder
 
 LOOKED_AT = 64
-"""A start decodes so many examples before it spends anything."""
+"""The number of examples that a start decodes before it spends anything."""
 
 
 def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTable:

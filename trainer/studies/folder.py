@@ -218,12 +218,12 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
 
 
 def fixed_in_advance(
-    study: StudyConfig, own_ledger: Path, planned: Sequence[PlannedPoint], new: set[str], *, begun: bool
+    study: StudyConfig, study_ledger: Path, planned: Sequence[PlannedPoint], new: set[str], *, begun: bool
 ) -> set[str]:
     """The points that are charged as fixed in advance; the grid is frozen in their shared ledger until a run has begun.
 
     Args:
-        own_ledger: where the study's own ledger is; an owner's may be shared with other studies.
+        study_ledger: where the study's ledger is; a data owner's may be shared with other studies.
         new: points without a ledger of their own.
         begun: whether any run of the study has a ledger.
     """
@@ -237,7 +237,7 @@ def fixed_in_advance(
             continue
         points = {one.name: recipe_digest(one.config) for one in group}
         shared = SharedLedger(path)
-        frozen = shared.freeze_grid("" if Path(path) == own_ledger else study.name, points, begun=begun)
+        frozen = shared.freeze_grid("" if Path(path) == study_ledger else study.name, points, begun=begun)
         if all(points.get(name) == digest for name, digest in frozen.items()):
             fixed |= frozen.keys() - (shared.read().names & new)
     return fixed

@@ -65,7 +65,7 @@ class BudgetSection(Section):
 
 
 class ReportSection(Section):
-    """Which axis a plot tells apart by colour, and which by panel; the first two by default."""
+    """Which axis a plot shows by colour, and which by panel; the first two by default."""
 
     color: str | None = None
     panels: str | None = None
@@ -95,8 +95,8 @@ class Point:
     """One run of a study.
 
     Attributes:
-        name: of its run folder; says the values.
-        labels: axis -> what tells its value from the others: the first key's value, or the variant's name.
+        name: name of its run folder, made of the values.
+        labels: axis -> the first key's value, or the variant's name.
         overrides: dotted recipe key -> value.
     """
 

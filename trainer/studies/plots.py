@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito: told apart with any colour vision, and in print.
+# Okabe and Ito: distinct with any colour vision, and in print.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _LINES = ("-", "--", ":", "-.")
 _STYLE: dict[Any, Any] = {
@@ -39,7 +39,7 @@ class Picture(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """How the groups are told apart: the values of `color`, those of `panels`, and what remains."""
+    """What distinguishes the groups: the values of `color`, those of `panels`, and what remains."""
 
     color: str | None
     panels: str | None

@@ -1,6 +1,6 @@
 """Exports a checkpoint: the folder of an exported model, its model card, and what may be said of its privacy.
 
-Reads the checkpoint, the ledger beside it and public files of the run folder; nothing under `private/` is opened. An epsilon
+Reads the checkpoint, the ledger and public files of the run folder; nothing under `private/` is opened. An epsilon
 is stated only where a whole ledger in the checkpoint's own run folder proves it.
 """
 
@@ -45,7 +45,7 @@ _AUTOMATIC = {
         "AutoModel": "modeling_captioner.ExportedCaptioner",
     },
 }
-"""By this transformers' `AutoModel` finds the code that comes with the weights."""
+"""Entries by which transformers' `AutoModel` finds the code that comes with the weights."""
 
 _ABOUT = ("run", "step", "reasons", "initialisation", "training_data", "tokenizer_sha256")
 
@@ -102,7 +102,7 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
             card = build_card(opened.path.resolve().parent.parent)
             attestation = Attestation({**card, "run_dir": card["run_name"]})
         except (PrivacyStateRefused, PrivacyConfigError):
-            attestation = Attestation(None, "the ledger beside it is broken")
+            attestation = Attestation(None, "the ledger in its run folder is broken")
     about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | attestation.facts()
     with new_folder(out) as folder:
         if form == "safetensors":

@@ -142,13 +142,13 @@ def _training_data(provenance: Provenance | None, exported: Mapping[str, Any], s
 
 
 def _tokenizer(given: Path | None, source: Path, exported: Mapping[str, Any], config: CaptionerConfig) -> Path:
-    beside = source / TOKENIZER
-    if given is None and not beside.is_file():
+    inside = source / TOKENIZER
+    if given is None and not inside.is_file():
         raise ConfigError(
             f"{source} holds a captioner of {config.vocab_size:,} tokens: give its tokenizer.json with --tokenizer (DP-Cap's "
             "is data/tokenizer/bert-base-uncased.json)"
         )
-    path = given or beside
+    path = given or inside
     if not path.is_file():
         raise ConfigError(f"--tokenizer {path} does not exist")
     stated = exported.get("tokenizer_sha256")

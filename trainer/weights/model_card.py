@@ -64,7 +64,7 @@ model.load_state_dict(load_file("{here}/model.safetensors"))
 ```"""
 
 _AUTO = """\
-From a picture to its caption in transformers, by the code beside the weights (`modeling_captioner.py`, which the first
+From a picture to its caption in transformers, by the code that comes with the weights (`modeling_captioner.py`, which the first
 `from_pretrained` agrees to run; the others need no code):
 ```python
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
@@ -152,8 +152,8 @@ def _loading(form: str, kind: str, encoder_only: bool) -> str:
     if form == "timm":
         return _TIMM.format(here=here)
     if form == "safetensors":
-        own = _OWN.format(here=here, use=_USES[kind])
-        return f"{own}\n\n{_captioner(here)}" if kind == "captioner" else own
+        page = _OWN.format(here=here, use=_USES[kind])
+        return f"{page}\n\n{_captioner(here)}" if kind == "captioner" else page
     parts = ["The encoder:", _VIT.format(here=here)]
     if not encoder_only and kind == "masked_autoencoder":
         parts += ["The whole masked autoencoder:", _MAE.format(here=here)]

@@ -112,8 +112,8 @@ def run_folder_of(checkpoint: Path) -> Path | None:
 
 
 def find_tokenizer(checkpoint: Path, manifest: Mapping[str, Any], given: Path | None = None) -> Path:
-    """The tokenizer that a captioner was trained with, by its SHA-256: the one given, beside the manifest, of the recipe in
-    the run folder, or the embedded one.
+    """The tokenizer that a captioner was trained with, by its SHA-256: the one given, the one in its folder, that of the recipe
+    in the run folder, or the embedded one.
 
     Raises:
         ConfigError: none of them has these bytes.
@@ -129,7 +129,7 @@ def find_tokenizer(checkpoint: Path, manifest: Mapping[str, Any], given: Path | 
     looked_at = ", ".join(str(path) for path in candidates)
     raise ConfigError(
         f"{checkpoint}: the tokenizer that it was trained with (SHA-256 {str(stated)[:16]}...) is not at {looked_at}; "
-        f"put it beside the manifest as {TOKENIZER}"
+        f"put it into the checkpoint's folder as {TOKENIZER}"
     )
 
 

@@ -114,7 +114,7 @@ def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
     try:
         return require_proof_of(checkpoint, manifest)
     except (PrivacyStateRefused, PrivacyConfigError):
-        return Proof(None, "the ledger beside it is broken")
+        return Proof(None, "the ledger in its run folder is broken")
 
 
 def require_proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
@@ -126,13 +126,13 @@ def require_proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
     checkpoint = checkpoint.resolve()
     ledger = checkpoint.parent.parent / "ledger.jsonl"
     if checkpoint.parent.name != "checkpoints" or not ledger.is_file():
-        return Proof(None, "there is no ledger beside it")
+        return Proof(None, "there is no ledger in its run folder")
     state = read_snapshot(ledger).state
     guaranteed = state.plan.formal_guarantee
     position = manifest.get("ledger") or {}
     seq = position.get("seq")
     if type(seq) is not int or not 0 <= seq < len(state.hashes) or state.hashes[seq] != position.get("hash"):
-        return Proof(None, "the ledger beside it is that of another run, or was rolled back")
+        return Proof(None, "the ledger in its run folder is that of another run, or was rolled back")
     if guaranteed and not manifest.get("formal_guarantee"):
-        return Proof(None, "its manifest claims no guarantee, although the ledger beside it does")
+        return Proof(None, "its manifest claims no guarantee, although the ledger in its run folder does")
     return Proof(state)

@@ -110,8 +110,8 @@ def _refuse_unprotected(checkpoint: Checkpoint, start: Start) -> None:
                     "public or synthetic with respect to this run's data, import it again with --provenance"
                 )
             raise ConfigError(
-                f"init.checkpoint {checkpoint.path}: run {link.run} trained on private data, and no ledger beside the "
-                "checkpoint proves a guarantee; a private run cannot start from it. If its data are public or synthetic, "
+                f"init.checkpoint {checkpoint.path}: run {link.run} trained on private data, and no ledger in its run "
+                "folder proves a guarantee; a private run cannot start from it. If its data are public or synthetic, "
                 'train it with data.provenance = "public" or "synthetic"'
             )
     if first.kind not in ("random", IMPORTED):
