@@ -47,10 +47,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--engine", choices=get_args(EngineName), default="deepspeed", help="how to shard")
     parser.add_argument("--run_dir", type=Path, help="run folder; default runs/RECIPE")
     parser.add_argument(
-        "--rendezvous_seconds",
-        type=float,
-        default=RENDEZVOUS_SECONDS,
-        help="how long to wait for all ranks to come up",
+        "--rendezvous_seconds", type=float, default=RENDEZVOUS_SECONDS, help="how long to wait for all ranks to come up"
     )
     parser.add_argument(
         "--restart_from_step_0",

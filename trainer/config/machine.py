@@ -154,7 +154,9 @@ def load_machine_settings(path: Path) -> MachineSettings:
     automatic = _find_auto(raw, "")
     if automatic:
         raise ConfigError(f'ds_config {path}: {automatic} is "auto"; write the value')
-    if _is_enabled(path, raw, "fp16"):
+    fp16 = _section(path, raw, "fp16").get("enabled", False)
+    _check_values(path, {"enabled": fp16}, {"enabled": _SWITCH}, "fp16.")
+    if fp16:
         raise ConfigError(
             f"ds_config {path}: fp16 is refused: its loss scale skips steps depending on single examples; use bf16"
         )
@@ -172,7 +174,8 @@ def load_machine_settings(path: Path) -> MachineSettings:
             )
     for key in ("offload_optimizer", "offload_param"):
         _check_values(path, zero.get(key, {}), OFFLOAD_KEYS, f"zero_optimization.{key}.")
-    _check_values(path, _section(path, raw, "bf16"), {"enabled": _SWITCH}, "bf16.")
+    bf16 = _section(path, raw, "bf16")
+    _check_values(path, bf16, {"enabled": _SWITCH}, "bf16.")
     checkpointing = _section(path, raw, "activation_checkpointing")
     _check_values(path, checkpointing, CHECKPOINTING_KEYS, "activation_checkpointing.")
     if checkpointing and "enabled" not in checkpointing:
@@ -180,7 +183,7 @@ def load_machine_settings(path: Path) -> MachineSettings:
     return MachineSettings(
         path=str(path),
         stage=zero["stage"],
-        compute_dtype=torch.bfloat16 if _is_enabled(path, raw, "bf16") else torch.float32,
+        compute_dtype=torch.bfloat16 if bf16.get("enabled", False) else torch.float32,
         offload_optimizer=zero.get("offload_optimizer", {}).get("device", "none") == "cpu",
         offload_param=zero.get("offload_param", {}).get("device", "none") == "cpu",
         activation_checkpointing=checkpointing.get("enabled", False),
@@ -210,13 +213,6 @@ def _section(path: Path, raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(section, dict):
         raise ConfigError(f"ds_config {path}: {key} must be an object")
     return section
-
-
-def _is_enabled(path: Path, raw: Mapping[str, Any], key: str) -> bool:
-    enabled = _section(path, raw, key).get("enabled", False)
-    if not isinstance(enabled, bool):
-        raise ConfigError(f"ds_config {path}: {key}.enabled must be true or false, not {enabled!r}")
-    return enabled
 
 
 def _find_auto(value: Any, where: str) -> str:

@@ -26,7 +26,10 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, *, times: bool) -> None:
+        from torch.utils.tensorboard import summary
+
         self._times = times
+        self._summary: Any = summary
         lines = folder / "metrics.jsonl"
         # A killed process may have left a torn line, which must not swallow the next one.
         is_torn = lines.exists() and lines.stat().st_size > 0 and not lines.read_bytes().endswith(b"\n")
@@ -36,23 +39,17 @@ class MetricsWriter:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
-        from torch.utils.tensorboard.summary import scalar
-
         when = {"time_unix": round(time.time(), 3)} if self._times else {}
         self._lines.write(json.dumps({"step": step, **when, **values}) + "\n")
         self._lines.flush()
         for name, value in values.items():
-            self._board.add(scalar(name, value), step, self._walltime(step))
+            self._board.add(self._summary.scalar(name, value), step, self._walltime(step))
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        from torch.utils.tensorboard.summary import text
-
-        self._board.add(text(name, markdown), step, self._walltime(step))
+        self._board.add(self._summary.text(name, markdown), step, self._walltime(step))
 
     def picture(self, step: int, name: str, image_HWC: np.ndarray) -> None:
-        from torch.utils.tensorboard.summary import image
-
-        self._board.add(image(name, image_HWC, dataformats="HWC"), step, self._walltime(step))
+        self._board.add(self._summary.image(name, image_HWC, dataformats="HWC"), step, self._walltime(step))
 
     def _walltime(self, step: int) -> float:
         return time.time() if self._times else float(step)

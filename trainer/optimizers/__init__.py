@@ -57,18 +57,13 @@ def parameter_groups(
     """
     by_name = dict(parameters)
     return [
-        {
-            "params": [by_name[name] for name in names],
-            "weight_decay": key.weight_decay,
-            "layer_wise": key.layer_wise,
-            "lr_scale": key.lr_scale,
-        }
+        {"params": [by_name[name] for name in names], **key._asdict()}
         for key, names in group_names(by_name, shapes, config).items()
     ]
 
 
 class GroupKey(NamedTuple):
-    """What the parameters of a group share."""
+    """What the parameters of a group share, under the names that optimizers know."""
 
     weight_decay: float
     layer_wise: bool

@@ -87,11 +87,6 @@ class Shares:
     largest_piece: int
 
 
-def gathers_for_every_pass(engine: EngineName, machine: MachineSettings) -> bool:
-    """Whether weights exist for one pass only, so that two passes need two forwards (privacy/clipping/clipped_sum.py)."""
-    return engine == "fsdp" or (engine == "deepspeed" and machine.stage == 3)
-
-
 def shares(
     trainable: Trainable, engine: EngineName, machine: MachineSettings, optimizer: OptimizerSection, world_size: int
 ) -> Shares:

@@ -110,7 +110,7 @@ class Probe:
     Args:
         machine: compute dtype and activation checkpointing.
         plan: makes the clipper.
-        weights_of_one_pass: see `memory.gathers_for_every_pass`.
+        weights_of_one_pass: the engine gathers weights for one pass only, so that two passes need two forwards.
     """
 
     def __init__(

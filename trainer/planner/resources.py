@@ -17,7 +17,6 @@ from trainer.planner.memory import (
     RankMemory,
     Shares,
     Trainable,
-    gathers_for_every_pass,
     largest_that_fits,
     rank_memory,
     room,
@@ -96,7 +95,7 @@ def plan_resources(
         machine,
         plan or plan_of_shapes(config),
         accumulation=config.train.accumulation,
-        weights_of_one_pass=gathers_for_every_pass(cluster.engine, machine),
+        weights_of_one_pass=cluster.engine == "fsdp" or (cluster.engine == "deepspeed" and machine.stage == 3),
     )
     trainable = Trainable.of(probe.model)
     busiest = shares(trainable, cluster.engine, machine, config.optimizer, cluster.world_size)

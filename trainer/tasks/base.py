@@ -51,11 +51,7 @@ class TrainingTask:
         self._size = size
 
     def build(
-        self,
-        generator: torch.Generator,
-        *,
-        after: Callable[[nn.Module], None] | None = None,
-        one_block: bool = False,
+        self, generator: torch.Generator, *, after: Callable[[nn.Module], None] | None = None, one_block: bool = False
     ) -> VisionModel:
         """The model with fresh weights; `model(**inputs)` is loss_B and `model.blocks()` its repeated units.
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 
 from data.examples.tokenizer import from_start_to_end
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
@@ -120,10 +120,7 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
 def _write_huggingface(
     folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any], encoder_only: bool
 ) -> None:
-    config, tensors = to_vit_model(encoder)
-    _write_json(folder / CONFIG, config | {"about": about})
-    write_weights(folder / WEIGHTS, tensors)
-    _write_processor(folder, encoder)
+    _write_encoder(folder, encoder, *to_vit_model(encoder), about)
     if encoder_only or opened.task.kind == "encoder":
         return
     inner = folder / opened.task.kind
@@ -131,10 +128,19 @@ def _write_huggingface(
     if not isinstance(opened.model, MaskedAutoencoder):
         _write_own(inner, opened, about)
         return
-    config, tensors = to_vit_mae(opened.model)
-    _write_json(inner / CONFIG, config | {"about": about})
-    write_weights(inner / WEIGHTS, tensors)
-    _write_processor(inner, encoder)
+    _write_encoder(inner, encoder, *to_vit_mae(opened.model), about)
+
+
+def _write_encoder(
+    folder: Path,
+    encoder: VisionTransformer,
+    config: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    about: dict[str, Any],
+) -> None:
+    _write_json(folder / CONFIG, {**config, "about": about})
+    write_weights(folder / WEIGHTS, tensors)
+    _write_processor(folder, encoder)
 
 
 def _write_own(folder: Path, opened: OpenedModel, about: dict[str, Any]) -> None:
@@ -165,10 +171,8 @@ def _write_timm(folder: Path, encoder: VisionTransformer, about: dict[str, Any])
         "qkv_bias": config.qkv_bias,
         "global_pool": "token",
     }
-    _write_json(folder / CONFIG, {"model_args": arguments, "norm_eps": config.norm_eps, "about": about})
-    write_weights(folder / WEIGHTS, tensors)
+    _write_encoder(folder, encoder, {"model_args": arguments, "norm_eps": config.norm_eps}, tensors, about)
     torch.save({"model": tensors}, folder / "model.pth")  # what detection and segmentation codes read
-    _write_processor(folder, encoder)
 
 
 def _write_tokenizer(folder: Path, task: CaptioningTask) -> None:
