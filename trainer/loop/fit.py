@@ -41,6 +41,8 @@ def fit(run: "Run") -> int:
     may_drop = holds_whole_weights(run.mechanism.engine) and not run.mechanism.clipped.leaves_process
     steps = run.loader.steps(run.batches.plans(run.first_step, num_steps))
     step = run.first_step - 1
+    # By default a twentieth of the reserve lies between checkpoints, so that it lasts for twenty crashes.
+    interval = run.config.train.checkpoint_every or max(1, run.mechanism.plan.reserved_attempts // 20)
     # A run that ends before its first step still leaves a model.
     saved = step if step > 0 or has_checkpoints(run.folder.checkpoints) else None
     outcome = DONE
@@ -74,7 +76,7 @@ def fit(run: "Run") -> int:
                 step, outcome = step - 1, STOPPED_EARLY
                 break
             run.checkpoints.finish()  # one step after it began, whatever the clock: the ledger shows where (contract 12)
-            if step % run.checkpoint_interval == 0 or step == num_steps:
+            if step % interval == 0 or step == num_steps:
                 saved = save(run, step)
     finally:
         steps.close()

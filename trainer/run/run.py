@@ -41,11 +41,6 @@ class Run:
     sanity: SanityChecks | None
     model_facts: dict[str, Any]
 
-    @property
-    def checkpoint_interval(self) -> int:
-        """Steps between checkpoints; by default a twentieth of the reserve, so that it lasts for twenty crashes."""
-        return self.config.train.checkpoint_every or max(1, self.mechanism.plan.reserved_attempts // 20)
-
     def checkpoint_facts(self) -> dict[str, Any]:
         """What a manifest says of the weights; a checkpoint without it would be a model without a guarantee."""
         plan, clipped = self.mechanism.plan, self.mechanism.clipped

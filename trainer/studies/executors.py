@@ -113,6 +113,13 @@ class LocalPool:
             self._say(f"{name}: the budget is spent and steps remain; not started again")
             return True
         self._say(f"{name}: {'starts' if progress == 'new' else 'resumes'}")
+        libc, parent = ctypes.CDLL(None), os.getpid()
+
+        def end_with_parent() -> None:  # by SIGTERM, so that the run saves and exits 7
+            libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+            if os.getppid() != parent:  # it died before we could ask
+                os._exit(STOPPED_EARLY)
+
         with self._folder.log(name).open("ab") as log:
             process = subprocess.Popen(
                 self._trainer.command(self._folder, name),
@@ -122,7 +129,7 @@ class LocalPool:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us alone; we pass it on as SIGTERM
-                preexec_fn=_end_with(os.getpid()),
+                preexec_fn=end_with_parent,
             )
         self._folder.record(point=name, event="start", pid=process.pid)
         self._running[name] = (process, time.monotonic())
@@ -153,18 +160,6 @@ class LocalPool:
                 last = (errors or lines or ["nothing was printed"])[-1]
                 ending = f"failed with exit code {code}: {last} (log: {log})"
             self._say(f"{name}: {ending} ({seconds:.0f} s)")
-
-
-def _end_with(parent: int) -> Callable[[], None]:
-    """Prepares a child to get SIGTERM, so that it saves and exits 7, when its parent is killed."""
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before we could ask
-            os._exit(STOPPED_EARLY)
-
-    return prepare
 
 
 _ARRAY_JOB = "launch_scripts/cluster/slurm_array.sbatch"
