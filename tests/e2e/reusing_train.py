@@ -14,7 +14,7 @@ from launch_scripts import train  # noqa: E402
 from trainer.run.batches import LogicalBatches  # noqa: E402
 from trainer.run.ledger import RunLedger  # noqa: E402
 
-plan, done = LogicalBatches._plan, RunLedger.done
+plan, done = LogicalBatches.plan, RunLedger.done
 
 
 def reused(self: Any, step: int) -> Any:
@@ -28,6 +28,6 @@ def dying(self: Any, step: int) -> None:
 
 
 if __name__ == "__main__":
-    LogicalBatches._plan = reused  # type: ignore[method-assign]
+    LogicalBatches.plan = reused  # type: ignore[method-assign]
     RunLedger.done = dying  # type: ignore[method-assign]
     train.main(sys.argv[1:])

@@ -184,27 +184,27 @@ def clip_each_layer_by_itself() -> Patches:
 
 def members_reused_at_a_retry() -> Patches:
     """Coins that forget the session and the attempt."""
-    plan = LogicalBatches._plan
+    plan = LogicalBatches.plan
 
     def forgetful(self: Any, step: int) -> Any:
         return plan(dataclasses.replace(self, nonce=bytes(16), attempts={}), step)
 
-    return [(LogicalBatches, "_plan", forgetful)]
+    return [(LogicalBatches, "plan", forgetful)]
 
 
 def members_of_the_first_step_again() -> Patches:
-    plan = LogicalBatches._plan
-    return [(LogicalBatches, "_plan", lambda self, step: plan(self, 1)._replace(step=step))]
+    plan = LogicalBatches.plan
+    return [(LogicalBatches, "plan", lambda self, step: plan(self, 1)._replace(step=step))]
 
 
 def twice_the_sample_rate() -> Patches:
-    decide = audit_sandbox.LogicalBatches._plan
+    decide = audit_sandbox.LogicalBatches.plan
 
     def generous(self: Any, step: int) -> Any:
         sampler = dataclasses.replace(self.sampler, threshold=2 * self.sampler.threshold, cap=None)
         return decide(dataclasses.replace(self, sampler=sampler), step)
 
-    return [(LogicalBatches, "_plan", generous)]
+    return [(LogicalBatches, "plan", generous)]
 
 
 PATCHES: dict[str, Any] = {

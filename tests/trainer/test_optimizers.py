@@ -252,7 +252,7 @@ class TestGroups:
         ),
         ({"noise_bias_correction": True}, "variance_floor go together"),
         ({"variance_floor": 1e-3}, "variance_floor go together"),
-        ({"noise_bias_correction": True, "variance_floor": 1.0, "eps": 1e-8}, "eps has no place"),
+        ({"noise_bias_correction": True, "variance_floor": 1.0, "eps": 1e-8}, "eps is not read"),
     ],
 )
 def test_keys_of_other_optimizers_are_refused(values: dict[str, object], message: str) -> None:

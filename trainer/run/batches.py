@@ -53,17 +53,21 @@ class LogicalBatches:
     def plans(self, first_step: int, last_step: int) -> Iterator[StepPlan]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""
         for step in range(first_step, last_step + 1):
-            rank, world_size = distributed.rank(), distributed.world_size()
-            attempt = self.attempts.get(step, 0)
-            coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
-            start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
-            members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
-            ids = assign(members, world_size, rank)
-            keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
-            count, cap = len(members), self.sampler.cap
-            if cap is not None and pads_to_cap(self.expected_batch_size, cap, bucket_captions=self.bucket_captions):
-                count = cap  # the same number of micro-batches in every step
-            yield StepPlan(step, ids, keys, num_micro_batches(count, world_size, self.micro_batch_size))
+            yield self.plan(step)
+
+    def plan(self, step: int) -> StepPlan:
+        """The plan of one step. Collective."""
+        rank, world_size = distributed.rank(), distributed.world_size()
+        attempt = self.attempts.get(step, 0)
+        coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
+        start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
+        members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
+        ids = assign(members, world_size, rank)
+        keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
+        count, cap = len(members), self.sampler.cap
+        if cap is not None and pads_to_cap(self.expected_batch_size, cap, bucket_captions=self.bucket_captions):
+            count = cap  # the same number of micro-batches in every step
+        return StepPlan(step, ids, keys, num_micro_batches(count, world_size, self.micro_batch_size))
 
 
 def _gather(mine: Decided) -> list[Decided]:
