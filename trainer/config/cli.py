@@ -20,8 +20,8 @@ class Parser(argparse.ArgumentParser):
     """The parser of every command and subcommand: a bad argument is a ConfigError, not a block of usage.
 
     Raises:
-        ConfigError: by `parse_args`, in argparse's words; also for text that is no UTF-8 and for NaN and for
-            numbers beyond `MAX_NUMBER`.
+        ConfigError: `parse_args` refuses something, in argparse's words, or text that is no UTF-8, NaN, or a number beyond
+            `MAX_NUMBER`.
     """
 
     def error(self, message: str) -> NoReturn:

@@ -149,7 +149,7 @@ class Engine(Protocol):
         """Hands the owned gradient shards to the optimizer and takes one step.
 
         Args:
-            noise_variance: of the noise in the second moment, for DP-AdamBC (see `trainer.optimizers.set_step`).
+            noise_variance: variance of the noise in the second moment, for DP-AdamBC (see `trainer.optimizers.set_step`).
         """
         ...
 

@@ -45,7 +45,7 @@ class Mechanism:
         clipped: the plan's clipper, on the engine's module.
         noise: gives the owner of a shard its standard normals.
         noise_variance: what DP-AdamBC subtracts from its second moment.
-        learning_rate: by step, from 1 on.
+        learning_rate: gives the rate of a step, from 1 on.
     """
 
     plan: PrivacyPlan

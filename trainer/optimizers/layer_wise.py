@@ -35,7 +35,7 @@ def bind_segments(
     two norms of a ratio grow alike.
 
     Args:
-        segments: by optimizer tensor (the very objects that the optimizer steps).
+        segments: the segments of each optimizer tensor (the very objects that the optimizer steps).
         sharded: whether norms are summed over ranks; False where every rank steps whole parameters.
     """
     if isinstance(optimizer, LayerWise):

@@ -100,7 +100,7 @@ class Examples:
 
     Attributes:
         count: how many there are; None where nobody says.
-        mean_bytes: of one example's members in the shard, headers included.
+        mean_bytes: mean size of an example's members in the shard, headers included.
         source: where the mean is from, in words.
     """
 

@@ -24,7 +24,7 @@ class Gpu:
         memory_bandwidth: bytes/s.
         node_bandwidth: bytes/s in one direction to the other devices of the node.
         network_bandwidth: bytes/s in one direction that each device has to other nodes, in the maker's reference system.
-        gpus_per_node: of the reference system.
+        gpus_per_node: how many the reference system has.
     """
 
     name: str

@@ -35,7 +35,7 @@ class Trainable:
     """The trainable parameters of a model.
 
     Attributes:
-        shapes: by name, in the model's order.
+        shapes: full shapes by name, in the model's order.
         blocks: parameters of each repeated unit, as numbers of coordinates.
         frozen: coordinates of parameters that are not trained.
         buffers: coordinates of floating-point buffers.
@@ -73,8 +73,8 @@ class Shares:
     Attributes:
         owned: whose sums it reduces and noises.
         stepped: whose optimizer states it holds, padding included.
-        weights: of the copy in the compute dtype that it keeps between uses; 0 where the master weights are that copy.
-        masters: of fp32 master weights.
+        weights: the copy in the compute dtype that it keeps between uses; 0 where the master weights are that copy.
+        masters: fp32 master weights.
         gathered: further weights that exist while a micro-batch runs.
         largest_piece: the longest run that is noised at once.
     """
@@ -131,8 +131,8 @@ class RankMemory:
         gradient_buffer: what the engine keeps for gradients.
         moments: optimizer states.
         average: the moving average of the weights.
-        sums: of clipped gradients, in fp64: whole ones, or this rank's part of them (sharded accumulation).
-        bucket: of sharded accumulation, during a micro-batch.
+        sums: clipped gradients, in fp64: whole sums, or this rank's part of them (sharded accumulation).
+        bucket: what sharded accumulation takes during a micro-batch.
         gathered: weights that exist while a micro-batch runs.
         activations: highest point of a micro-batch, inputs included; filled in by `with_activations`.
         step: what reduction, noise and optimizer need at the end of a logical batch.

@@ -65,7 +65,7 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         peak: bytes alive at its highest point, inputs included, on top of weights and sums.
-        flops: of matrix products and attention.
+        flops: operations of matrix products and attention.
     """
 
     peak: int

@@ -73,7 +73,7 @@ def plan_resources(
     """Everything that `plan.py` prints but the privacy; JSON-ready. Bytes, FLOP, seconds; per rank unless it says otherwise.
 
     Args:
-        plan: for the capped batch; None (nobody knows the number of examples) takes the default cap.
+        plan: its cap is taken; None (nobody knows the number of examples) takes the default cap.
 
     Raises:
         ConfigError: the engine cannot do what the ds_config says, or the accelerator cannot compute in its dtype.

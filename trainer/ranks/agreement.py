@@ -105,7 +105,7 @@ def refuse_differences(
     """Compares all ranks with rank 0.
 
     Args:
-        ranks, hosts: by rank.
+        ranks, hosts: settings and host name of each rank.
 
     Raises:
         ConfigError: naming ranks, hosts, and what differs.

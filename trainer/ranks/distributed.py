@@ -84,7 +84,7 @@ def refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:
     """Refuses two ranks on one GPU: they would run out of memory or hang in NCCL, much later and without saying why.
 
     Args:
-        gpus: by rank, host name and the GPU's UUID, whatever number it has for that rank.
+        gpus: each rank's host name and the UUID of its GPU, whatever number that has for the rank.
 
     Raises:
         ConfigError: naming two ranks.

@@ -58,7 +58,7 @@ class Heartbeat:
 
     Args:
         connect: makes a store connection that nobody else uses.
-        hosts: by rank, for messages.
+        hosts: each rank's host name, for messages.
         speaks: whether this rank prints that rank 0 is gone with its store; not all of a thousand need to.
     """
 
@@ -232,7 +232,7 @@ def named_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Names at most eight ranks and their hosts: "rank 3 (host node7)", "ranks 1, 2 (hosts a, b)".
 
     Args:
-        hosts: by rank.
+        hosts: each rank's host name.
     """
     shown, rest = ranks[:8], f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     at = list(dict.fromkeys(hosts[rank] for rank in shown))

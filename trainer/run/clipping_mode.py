@@ -34,7 +34,7 @@ class ModeChoice:
     """What `auto` chose on all ranks, and the numbers of the rank with the least room; bytes.
 
     Attributes:
-        needed: by one micro-batch in bookkeeping mode, and by what training allocates later.
+        needed: what one micro-batch in bookkeeping mode takes, and what training allocates later.
         needed_in_two_passes: the same for two_pass; None where bookkeeping fits and it was not measured.
         available: bytes for one rank; None where the machine does not say.
     """

@@ -88,7 +88,7 @@ def require_usable(
     line for the console of whoever runs the job, and written nowhere (docs/guarantee.md).
 
     Args:
-        key: of the recipe, which names the data.
+        key: the recipe's key that names the data.
         count: how many examples, from the first, will be used; None means all.
 
     Raises:

@@ -28,9 +28,9 @@ class Result:
     Attributes:
         labels: axis -> value.
         plan: frozen in the run's ledger.
-        epsilon: of everything charged so far; None without a formal guarantee, whatever the recipe says.
+        epsilon: what is spent by everything charged so far; None without a formal guarantee, whatever the recipe says.
         losses: step -> held-out loss, as far as the held-out data are public.
-        parameters: of the model; None before the first checkpoint.
+        parameters: how many the model has; None before the first checkpoint.
         seconds: wall time over all attempts that this folder knows the end of; None for private data (contract 12).
     """
 

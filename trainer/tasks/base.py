@@ -43,10 +43,7 @@ class TrainingTask:
     model_class: type[VisionModel]
 
     def __init__(self, model_config: Any, size: str) -> None:
-        """
-        Args:
-            size: name of the model's size, for manifests.
-        """
+        """Keeps what is built; `size` names the model's size, for manifests."""
         self.model_config = model_config
         self._size = size
 

@@ -41,7 +41,7 @@ class OpenedModel(NamedTuple):
     Attributes:
         model: in evaluation mode, on one device.
         task: makes examples as the model takes them (`task.make_example(train=False)`), knows the tokenizer.
-        manifest: of the checkpoint: step, model, guarantee, provenance.
+        manifest: the checkpoint's: step, model, guarantee, provenance.
         path: the checkpoint's folder.
     """
 
@@ -63,7 +63,7 @@ def open_model(
 
     Args:
         path: a checkpoint's folder, or a run folder, of which the newest whole checkpoint is taken.
-        dtype: of parameters and fixed positions.
+        dtype: what parameters and fixed positions are converted to.
         use_average: the moving average of the weights (train.ema_decay).
         tokenizer: the tokenizer of a captioner whose run folder is gone.
 

@@ -26,7 +26,7 @@ class Start(BaseModel):
         guarantee: epsilon and delta that a ledger proves of that run.
         at_random: parameters that did not come from the start.
         before_that: what that run started from.
-        format, file, sha256, claim: of an import: its source, and what its authors claim of its privacy.
+        format, file, sha256, claim: the source of an import, and what its authors claim of its privacy.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -137,7 +137,7 @@ def load_start(
 
     Args:
         config: `parts = "encoder"` leaves the rest as it is, e.g. for another decoder or another kind of model.
-        tokenizer_sha256: of the tokenizer that the model will read; None where it reads no text.
+        tokenizer_sha256: hash of the tokenizer whose words the model will read; None where it reads no text.
 
     Adapters that the checkpoint does not have start as the model made them.
 
