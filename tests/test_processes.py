@@ -123,7 +123,7 @@ time.sleep(600)
 def test_a_timeout_kills_a_program_with_its_workers(program: Path) -> None:
     program.write_text(WITH_WORKER.replace("print(worker.pid", "print(worker.pid, file=open('worker', 'w')"))
     with pytest.raises(subprocess.TimeoutExpired):
-        run_python([program], timeout=8, cwd=program.parent)
+        run_python([program], timeout=3, cwd=program.parent)
     assert ends(worker_of(program.parent / "worker"))
 
 

@@ -157,20 +157,20 @@ def test_a_damaged_checkpoint_is_named(finished: Path, tmp_path: Path) -> None:
 
 def test_two_trainers_on_one_run_folder(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    first = start_ranks(train_arguments(run_dir, "train.num_steps=100000"), 1, tmp_path / "log")[0]
+    first = start_ranks(train_arguments(run_dir, "train.num_steps=1000"), 1, tmp_path / "log")[0]
     try:
         deadline = time.monotonic() + 120
         while not (run_dir / "ledger.jsonl").exists():
             assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.05)
-        refused(train_arguments(run_dir, "train.num_steps=100000"), 2, "another trainer")
+        refused(train_arguments(run_dir, "train.num_steps=1000"), 2, "another trainer")
     finally:
         kill_group(first)
 
 
 def test_a_stop_file_saves_and_exits_7_and_the_run_resumes(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    arguments = train_arguments(run_dir, "train.num_steps=40", "train.checkpoint_every=1000")
+    arguments = train_arguments(run_dir, "train.num_steps=20", "train.checkpoint_every=1000")
     first = start_ranks(arguments, 1, tmp_path / "log")[0]
     try:
         deadline = time.monotonic() + 120
@@ -182,10 +182,10 @@ def test_a_stop_file_saves_and_exits_7_and_the_run_resumes(tmp_path: Path) -> No
     finally:
         kill_group(first)
     done = count(run_dir, "done")
-    assert done < 40
+    assert done < 20
     assert json.loads((run_dir / "checkpoints" / f"step-{done:08d}" / "manifest.json").read_text())["step"] == done
     assert alone(arguments).returncode == 0
-    assert count(run_dir, "intent") == 40
+    assert count(run_dir, "intent") == 20
 
 
 def test_an_override_given_twice_is_refused(tmp_path: Path) -> None:
