@@ -77,7 +77,9 @@ class Stopwatch:
 def timed_parts() -> Iterator[Stopwatch]:
     """Puts a stopwatch around the functions of `PARTS`."""
     watch = Stopwatch()
-    originals = [(home, name, getattr(home, name), part) for part, found in PARTS.items() for home, name in found]
+    originals = [
+        (home, name, getattr(home, name), part) for part, functions in PARTS.items() for home, name in functions
+    ]
 
     def timed(function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

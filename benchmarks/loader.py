@@ -100,19 +100,19 @@ def throughput(rounds: int, images: int, num_workers: int) -> dict[str, Any]:
     root = ROOT / "data" / "demo"
     with tempfile.TemporaryDirectory() as folder:
         build_index(expand_shards("train-*.tar", root), Path(folder))
-        found: dict[str, list[dict[str, float]]] = {"poisson": [], "sequential": []}
+        runs_of: dict[str, list[dict[str, float]]] = {"poisson": [], "sequential": []}
         for number in range(rounds):
-            for kind in sorted(found, reverse=bool(number % 2)):
+            for kind in sorted(runs_of, reverse=bool(number % 2)):
                 child = ["--child", kind, folder, str(root), str(images), str(num_workers)]
                 environment = os.environ | {"OMP_NUM_THREADS": "1"}
                 done = subprocess.run(
                     [sys.executable, __file__, *child], stdout=subprocess.PIPE, check=True, text=True, env=environment
                 )
-                found[kind].append(json.loads(done.stdout.splitlines()[-1]))
+                runs_of[kind].append(json.loads(done.stdout.splitlines()[-1]))
     medians = {
-        kind: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for kind, runs in found.items()
+        kind: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for kind, runs in runs_of.items()
     }
-    pairs = list(zip(found["poisson"], found["sequential"], strict=True))
+    pairs = list(zip(runs_of["poisson"], runs_of["sequential"], strict=True))
     ratio = statistics.median(one["images_per_second"] / two["images_per_second"] for one, two in pairs)
     result: dict[str, Any] = {**medians, "num_workers": num_workers, "poisson_over_sequential": ratio}
     if num_workers == 0:

@@ -42,21 +42,21 @@ def measure(data: SyntheticData, count: int, repeats: int) -> dict[str, dict[str
     """Rates of every stage."""
     scenes = [data.composition(index)[0].scene for index in range(count)]
     examples = [data.example(index) for index in range(min(count, 256))]
-    found = {
+    stages = {
         "compose": rates(lambda: [data.composition(index) for index in range(count)], count, repeats),
         "render": rates(lambda: [draw(scene, data.image_size) for scene in scenes], count, repeats),
         "compose_and_render": rates(lambda: [data.example(index) for index in range(count)], count, repeats),
     }
     for image_format in FORMATS:
-        found[f"encode_{image_format}"] = rates(
+        stages[f"encode_{image_format}"] = rates(
             lambda chosen=image_format: [encode(example, chosen) for example in examples],  # type: ignore[misc]
             len(examples),
             repeats,
         )
-    found["all_with_jpg"] = rates(
+    stages["all_with_jpg"] = rates(
         lambda: [encode(data.example(index), "jpg") for index in range(count)], count, repeats
     )
-    return found
+    return stages
 
 
 def main() -> None:
@@ -68,13 +68,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()
     data = SyntheticData(0, args.image_size)
-    found = measure(data, args.num_examples, args.repeats)
+    stages = measure(data, args.num_examples, args.repeats)
     result = {
         "benchmark": "synthetic",
         "libraries": f"numpy {np.__version__}, Pillow {PIL.__version__}",
         "image_size": args.image_size,
         "num_examples": args.num_examples,
-        "stages": found,
+        "stages": stages,
         "processors": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
     }
@@ -82,7 +82,7 @@ def main() -> None:
         print(json.dumps(result))
         return
     print(f"{result['libraries']}, {args.image_size} pixels, {result['processors']} processors")
-    for stage, rate in found.items():
+    for stage, rate in stages.items():
         print(f"{stage:20} {rate['per_second']:9.0f}/s {rate['per_processor_second']:9.0f}/processor second")
 
 

@@ -68,15 +68,18 @@ class Workload:
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(self.batch_size, 3, 224, 224, generator=generator)
         if self.size is None:
-            found = {"images_BCHW": images, "labels_B": torch.randint(0, 1000, (self.batch_size,), generator=generator)}
+            inputs = {
+                "images_BCHW": images,
+                "labels_B": torch.randint(0, 1000, (self.batch_size,), generator=generator),
+            }
         else:
             tokens = torch.randint(0, 30522, (self.batch_size, 40), generator=generator)
-            found = {
+            inputs = {
                 "images_BCHW": images,
                 "tokens_BL": tokens,
                 "token_mask_BL": torch.ones_like(tokens, dtype=torch.bool),
             }
-        return {name: value.to(device) for name, value in found.items()}
+        return {name: value.to(device) for name, value in inputs.items()}
 
 
 CPU_WORKLOADS = {w.name: w for w in (Workload("vit_s_16", 16, 7), Workload("dpcap_base", 8, 4, "dpcap_base"))}

@@ -89,18 +89,18 @@ class CaptionWriter:
             return []
         images, options = torch.from_numpy(images_BCHW).to(next(self._model.parameters()).device), self._options
         if options.method == "sample":
-            found = sampled_captions(
+            generated = sampled_captions(
                 self._model, images, max_tokens=self._max_tokens, temperature=options.temperature,
                 top_p=options.top_p, generator=self._generator,
             )  # fmt: skip
         else:
-            found = beam_captions(
+            generated = beam_captions(
                 self._model, images, max_tokens=self._max_tokens,
                 num_beams=options.num_beams if options.method == "beam" else 1,
                 length_penalty=options.length_penalty if options.method == "beam" else 0.0,
             )  # fmt: skip
-        texts = [self._tokenizer.decode(row) for row in found.tokens_BL.tolist()]
-        return [Caption(text, log_prob) for text, log_prob in zip(texts, found.log_probs_B.tolist(), strict=True)]
+        texts = [self._tokenizer.decode(row) for row in generated.tokens_BL.tolist()]
+        return [Caption(text, log_prob) for text, log_prob in zip(texts, generated.log_probs_B.tolist(), strict=True)]
 
 
 def picture_grid(images: list[np.ndarray], lines: list[str], *, columns: int = 6) -> Image.Image:

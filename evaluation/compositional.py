@@ -66,15 +66,15 @@ def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
         raise DataError(f"{path} is no JSON file: {error}") from error
     if not isinstance(records, list) or not records:
         raise DataError(f"{path} is no list of tests")
-    found: list[Choice] = []
+    tests: list[Choice] = []
     for number, record in enumerate(records):
         try:
-            found += _tests(record, image_root, kind, number)
+            tests += _tests(record, image_root, kind, number)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(
                 f"{path}: test {number} is not of the format {kind}: {type(error).__name__} {error}"
             ) from error
-    return found
+    return tests
 
 
 def _tests(record: dict[str, Any], image_root: Path, kind: Format, number: int) -> Iterator[Choice]:
@@ -106,14 +106,14 @@ def perturbed(caption: str, rng: random.Random) -> list[str]:
         lambda: [word for gram in grams for word in rng.sample(gram, len(gram))],
         lambda: rng.sample(words, len(words)),
     )
-    found: list[str] = []
+    others: list[str] = []
     for way in ways:
         for _ in range(20):
             other = " ".join(way())
-            if other != caption and other not in found:
-                found.append(other)
+            if other != caption and other not in others:
+                others.append(other)
                 break
-    return found
+    return others
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def choose(
     """
     if not tests:
         raise DataError("there are no tests")
-    found: dict[str, list[tuple[float, int]]] = {}
+    credits: dict[str, list[tuple[float, int]]] = {}
     undecodable = 0
     for start in range(0, len(tests), batch_size):
         some = tests[start : start + batch_size]
@@ -170,10 +170,10 @@ def choose(
             scores = losses(model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept]), rule)
             for (test, _), loss_O in zip(kept, scores, strict=True):
                 credit = float(loss_O[0] <= loss_O.min()) / int((loss_O == loss_O.min()).sum())
-                found.setdefault(test.group, []).append((credit, len(loss_O)))
-    if not found:
+                credits.setdefault(test.group, []).append((credit, len(loss_O)))
+    if not credits:
         raise DataError(f"none of {len(tests)} images can be decoded")
-    answers = {g: Answers(np.array([c for c, _ in v]), np.array([n for _, n in v])) for g, v in found.items()}
+    answers = {g: Answers(np.array([c for c, _ in v]), np.array([n for _, n in v])) for g, v in credits.items()}
     return answers, undecodable
 
 

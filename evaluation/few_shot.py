@@ -102,7 +102,7 @@ def few_shot_probe(
     """
     x_ND, y_N = unit_rows(train[0]), train[1]
     x_test_ND = unit_rows(test[0])
-    found = []
+    measured = []
     for count in shots:
         accuracies = []
         for number in range(num_splits):
@@ -112,8 +112,8 @@ def few_shot_probe(
                 intercept=False,
             )  # fmt: skip
             accuracies.append(head.accuracy(x_test_ND, test[1]))
-        found.append(Shots(count, tuple(accuracies)))
-    return found
+        measured.append(Shots(count, tuple(accuracies)))
+    return measured
 
 
 @dataclass(frozen=True)

@@ -233,11 +233,11 @@ def cross_validated_regression(
     ordered = sorted(ridges, reverse=True)
     correct = dict.fromkeys(ordered, 0.0)
     for fold in range(num_folds):
-        inside, held = fold_N != fold, fold_N == fold
+        inside, outside = fold_N != fold, fold_N == fold
         head = None
         for ridge in ordered:
             head = regression(x_ND[inside], y_N[inside], num_classes, ridge=ridge, device=device, start=head)
-            correct[ridge] += head.accuracy(x_ND[held], y_N[held]) * int(held.sum())
+            correct[ridge] += head.accuracy(x_ND[outside], y_N[outside]) * int(outside.sum())
     validation = {ridge: count / len(y_N) for ridge, count in correct.items()}
     chosen = max(ordered, key=lambda ridge: (round(validation[ridge], 12), ridge))
     return regression(x_ND, y_N, num_classes, ridge=chosen, device=device), validation

@@ -172,8 +172,8 @@ def tree_log_probs(
     """
     per_image = 2 * tree.num_nodes * model.config.decoder.width * len(model.decoder.blocks)
     part = max(1, max_numbers // max(1, per_image))
-    found = [_some_images(model, images, tree, max_numbers) for images in images_BCHW.split(part)]
-    return _finite(torch.cat(found))
+    parts = [_some_images(model, images, tree, max_numbers) for images in images_BCHW.split(part)]
+    return _finite(torch.cat(parts))
 
 
 def _some_images(model: Captioner, images_BCHW: Tensor, tree: PrefixTree, max_numbers: int) -> Tensor:
@@ -198,7 +198,7 @@ def _level(
     config = model.config
     per_node = batch * max(config.vocab_size, 2 * (level.paths_nS.shape[1] + 1) * config.decoder.width)
     part = max(1, max_numbers // per_node)
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     for start in range(0, len(level.tokens_n), part):
         nodes = slice(start, start + part)
         tokens_n = torch.from_numpy(level.tokens_n[nodes]).to(device)
@@ -210,10 +210,10 @@ def _level(
         here_e = (level.sources_e >= start) & (level.sources_e < start + part)
         sources_e = torch.from_numpy(level.sources_e[here_e] - start).to(device)
         targets_e = torch.from_numpy(level.targets_e[here_e]).to(device)
-        found.append((logits_BnV[:, sources_e, targets_e] - logsumexp_Bn[:, sources_e]).double().cpu())
+        parts.append((logits_BnV[:, sources_e, targets_e] - logsumexp_Bn[:, sources_e]).double().cpu())
     # Edges stand in the order of their captions, not of their nodes.
     order_e = np.argsort(level.sources_e // part, kind="stable")
-    joined_Be = torch.cat(found, dim=1)
+    joined_Be = torch.cat(parts, dim=1)
     result_Be = torch.empty_like(joined_Be)
     result_Be[:, torch.from_numpy(order_e)] = joined_Be
     return result_Be
@@ -236,7 +236,7 @@ def own_log_probs(
     rows = [(image, caption) for image, captions in enumerate(captions_B) for caption in captions]
     longest = max(len(caption) for _, caption in rows)
     part = max(1, max_numbers // (longest * config.vocab_size))
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     for start in range(0, len(rows), part):
         some = rows[start : start + part]
         tokens_RL = torch.full((len(some), longest), config.pad_id, dtype=torch.int64)
@@ -247,8 +247,8 @@ def own_log_probs(
         memory_RTD = memory_BTD[torch.tensor([image for image, _ in some], device=device)]
         loss_RL = model.decoder(tokens_RL[:, :-1].to(device), memory_RTD, tokens_RL[:, 1:].to(device))
         mean_R = caption_loss(loss_RL.double(), mask_RL[:, 1:].to(device))
-        found.append(-mean_R.cpu() * (lengths_R - 1))
-    joined = _finite(torch.cat(found))
+        parts.append(-mean_R.cpu() * (lengths_R - 1))
+    joined = _finite(torch.cat(parts))
     return list(joined.split([len(captions) for captions in captions_B]))
 
 

@@ -58,28 +58,28 @@ def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE
     relation: of two shapes, against the opposite relation, exchanged places, and exchanged colours with each of these: 7 ways.
     order: of three shapes, against all other orders: 6 ways.
     """
-    found = []
+    choices = []
     for group in groups:
         examples = _with_number(data, 3 if group == "order" else 2, count)
         for number, example in enumerate(examples):
             captions = (example.statement.plain_caption(), *_wrong(example.statement, group, number))
-            found.append(Choice(encode(example, "png"), captions, group))
-    return found
+            choices.append(Choice(encode(example, "png"), captions, group))
+    return choices
 
 
 def scene_choices(data: SyntheticData, count: int) -> list[Choice]:
     """Two-way tests on `count` pictures of every kind, by what is wrong with the false caption (swapped_order, ...)."""
-    found = []
+    choices = []
     for test in map(data.relation_test, range(count)):
         image = encode(SyntheticExample(test.image_HWC, "", None, None), "png")  # type: ignore[arg-type]
-        found += [Choice(image, (test.caption, wrong), kind) for kind, wrong in test.wrong.items()]
-    return found
+        choices += [Choice(image, (test.caption, wrong), kind) for kind, wrong in test.wrong.items()]
+    return choices
 
 
 def _with_number(data: SyntheticData, number: int, count: int) -> list[SyntheticExample]:
     """The first `count` examples that show `number` shapes."""
-    found = (index for index in count_from() if len(data.composition(index)[0].statement.groups) == number)
-    return [data.example(index) for index in islice(found, count)]
+    numbers = (index for index in count_from() if len(data.composition(index)[0].statement.groups) == number)
+    return [data.example(index) for index in islice(numbers, count)]
 
 
 def _wrong(true: Statement, group: str, number: int) -> list[str]:

@@ -185,8 +185,8 @@ def split(pictures: Sequence[Picture]) -> tuple[list[Picture], list[Picture]]:
         icons = sum(_is_theme_icon(picture) for picture in members)
         if len(members) <= _MAX_HELDOUT_GROUP and not icons and len(heldout) + len(members) <= NUM_HELDOUT:
             heldout += members
-    held = {picture.path for picture in heldout}
-    rest = sorted((p for p in pictures if p.path not in held), key=lambda p: (_is_theme_icon(p), p.order))
+    heldout_paths = {picture.path for picture in heldout}
+    rest = sorted((p for p in pictures if p.path not in heldout_paths), key=lambda p: (_is_theme_icon(p), p.order))
     return sorted(rest[:NUM_TRAIN], key=lambda p: p.order), sorted(heldout, key=lambda p: p.order)
 
 

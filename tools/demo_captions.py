@@ -102,7 +102,7 @@ class Captioner:
         text = re.sub(r"benji_pa\w*", " ", text)  # a prolific artist with an English name
         text = re.sub(r"\S+@\S+|https?:\S+|\(\w{3} \w{3} \d.*?\)|hash\(\w+\)", " ", html.unescape(text))
         text = re.sub(r"([a-z])([A-Z])", r"\1 \2", text).lower().replace("'s ", " ")
-        found: list[str] = []
+        known: list[str] = []
         for token in re.split(r"[^a-zà-ÿ]+", text):
             for word in COMPOUNDS.get(token, token).split():
                 word = TRANSLATIONS.get(word, word)
@@ -110,11 +110,11 @@ class Captioner:
                 if word in DROPPED_WORDS or not word:
                     continue
                 if is_known or (is_place and len(word) > 2):
-                    found += word.split()
+                    known += word.split()
                 elif len(word) > 6:
                     cuts = ((word[:cut], word[cut:]) for cut in range(3, len(word) - 2))
-                    found += next((pair for pair in cuts if self._words.issuperset(pair)), ())
-        return list(dict.fromkeys(found))
+                    known += next((pair for pair in cuts if self._words.issuperset(pair)), ())
+        return list(dict.fromkeys(known))
 
     def _keywords(self, file: Metadata, head: Sequence[str]) -> list[str]:
         """The rarer the more telling: specific first, then general."""

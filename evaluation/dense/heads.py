@@ -172,8 +172,8 @@ def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, options:
         return F.cross_entropy(values[:, : num_classes + 1], kind) + error / inside.sum().clamp(min=1)
 
     head = _train(train, num_classes + 5, loss, options)
-    found = [boxes_of(values.cpu().numpy(), test.side, num_classes) for values in _values(head, test)]
-    return average_precision(test.objects, found, num_classes)
+    detected = [boxes_of(values.cpu().numpy(), test.side, num_classes) for values in _values(head, test)]
+    return average_precision(test.objects, detected, num_classes)
 
 
 def _train(train: DenseSet, num_values: int, loss: Loss, options: DenseOptions) -> DenseHead:
@@ -275,9 +275,9 @@ def overlaps(boxes_M4: np.ndarray, others_K4: np.ndarray, is_crowd_K: np.ndarray
     return np.divide(shared, whole, out=np.zeros_like(shared), where=whole > 0)
 
 
-def average_precision(truth: Sequence[Objects], found: Sequence[Detections], num_classes: int) -> dict[str, float]:
+def average_precision(truth: Sequence[Objects], detected: Sequence[Detections], num_classes: int) -> dict[str, float]:
     """AP (mean over thresholds and classes with objects), AP50 and AP75; NaN without objects."""
-    by_class = [_one_class(truth, found, kind) for kind in range(num_classes)]
+    by_class = [_one_class(truth, detected, kind) for kind in range(num_classes)]
     table = np.array([row for row in by_class if row is not None])
     if not len(table):
         return {"AP": np.nan, "AP50": np.nan, "AP75": np.nan}
@@ -285,10 +285,10 @@ def average_precision(truth: Sequence[Objects], found: Sequence[Detections], num
     return {"AP": float(means.mean()), "AP50": float(means[0]), "AP75": float(means[5])}
 
 
-def _one_class(truth: Sequence[Objects], found: Sequence[Detections], kind: int) -> np.ndarray | None:
+def _one_class(truth: Sequence[Objects], detected: Sequence[Detections], kind: int) -> np.ndarray | None:
     """Average precision by threshold (10,); None where no picture has such an object (crowds do not count)."""
     scores, hits, ignored, total = [], [], [], 0
-    for objects, detections in zip(truth, found, strict=True):
+    for objects, detections in zip(truth, detected, strict=True):
         here, mine = objects.classes_M == kind, detections.classes_M == kind
         order = np.argsort(-detections.scores_M[mine], kind="stable")[:MOST_BOXES]
         boxes, crowd = objects.boxes_M4[here], objects.is_crowd_M[here]

@@ -89,23 +89,23 @@ def train_heads(data: HeadData, request: HeadRequest) -> list[TrainedHead]:
             for repeat in range(request.repeats):
                 folder = request.folder / f"{method}-epsilon-{epsilon:g}-{repeat}"
                 shared = None if request.shared is None else SharedTerms(request.shared, folder.name)
-                found = train_head(
+                head = train_head(
                     data.x_ND, data.y_N, data.num_classes, method, epsilon=epsilon, delta=request.delta, output=folder,
                     options=request.options.get(method), shared=shared, covers=request.covers,
                 )  # fmt: skip
-                score = accuracy(found.weights_LD, data.x_test_ND, data.y_test_N)
+                score = accuracy(head.weights_LD, data.x_test_ND, data.y_test_N)
                 ledger = folder / "ledger.jsonl"
-                heads.append(TrainedHead(method, epsilon, repeat, found.epsilon, found.delta, score, ledger))
+                heads.append(TrainedHead(method, epsilon, repeat, head.epsilon, head.delta, score, ledger))
     return heads
 
 
 def without_privacy(data: HeadData, request: HeadRequest) -> dict[str, float]:
     """Test accuracy of each method's estimator without noise; nothing about it is private."""
-    found = {}
+    accuracies = {}
     for method in request.methods:
         weights_LD = without_noise(data.x_ND, data.y_N, data.num_classes, method, request.options.get(method))
-        found[method] = accuracy(weights_LD, data.x_test_ND, data.y_test_N)
-    return found
+        accuracies[method] = accuracy(weights_LD, data.x_test_ND, data.y_test_N)
+    return accuracies
 
 
 def spent_in(folder: Path) -> Together:

@@ -50,15 +50,15 @@ class ShardImages:
         return len(self._table)
 
     def read(self, ids: Sequence[int]) -> list[LabelledImage]:
-        found: list[LabelledImage] = []
+        images: list[LabelledImage] = []
         field = None if self._label_field == "cls" else self._label_field
         for raw in self._reader.read_all(ids):
             try:
                 label = read_label(raw, _MOST_CLASSES, field)
             except DecodeError:
                 label = None
-            found.append(LabelledImage(raw.image, label))
-        return found
+            images.append(LabelledImage(raw.image, label))
+        return images
 
 
 @dataclass(frozen=True)

@@ -215,8 +215,8 @@ def _from_vit_config(stated: Mapping[str, Any], state: Mapping[str, Tensor], wha
         raise WeightsError(f"{what}: hidden_act {act!r} differs from ours, gelu")
     width, patch = _number(stated, "hidden_size", what), _number(stated, "patch_size", what)
     image_size, depth = _number(stated, "image_size", what), _number(stated, "num_hidden_layers", what)
-    if (found := count_blocks(state, "encoder.layer.", what)) != depth:
-        raise WeightsError(f"{what}: {CONFIG} states {depth} layers, but the weights have {found}")
+    if (num_blocks := count_blocks(state, "encoder.layer.", what)) != depth:
+        raise WeightsError(f"{what}: {CONFIG} states {depth} layers, but the weights have {num_blocks}")
     return VitConfig(
         image_size=image_size,
         patch_size=patch,

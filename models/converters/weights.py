@@ -87,11 +87,13 @@ class PartNames(NamedTuple):
         for i in range(depth):
             for ours, names in self.block.items():
                 layers[f"blocks.{i}.{ours}"] = tuple(f"{self.blocks}{i}.{name}" for name in names)
-        found = [Renaming(f"{part}.{ours}", (theirs,)) for ours, theirs in self.raw.items()]
+        renamings = [Renaming(f"{part}.{ours}", (theirs,)) for ours, theirs in self.raw.items()]
         for ours, names in layers.items():
             kinds = ("weight", "bias") if qkv_bias or not ours.endswith("attention.qkv") else ("weight",)
-            found += [Renaming(f"{part}.{ours}.{kind}", tuple(f"{name}.{kind}" for name in names)) for kind in kinds]
-        return found
+            renamings += [
+                Renaming(f"{part}.{ours}.{kind}", tuple(f"{name}.{kind}" for name in names)) for kind in kinds
+            ]
+        return renamings
 
 
 _WRAPPERS = ("module.", "_module.", "_orig_mod.")
@@ -167,8 +169,8 @@ def rename(
         WeightsError: missing or unknown names (listed), another shape, or numbers that are no floating point.
     """
     renamings = list(renamings)
-    wanted = [name for renaming in renamings for name in renaming.theirs]
-    missing, unknown = sorted(set(wanted) - state.keys()), sorted(state.keys() - set(wanted) - set(unused))
+    expected = [name for renaming in renamings for name in renaming.theirs]
+    missing, unknown = sorted(set(expected) - state.keys()), sorted(state.keys() - set(expected) - set(unused))
     if missing or unknown:
         problems = []
         for problem, names in (("lacks", missing), ("has unknown", unknown)):
@@ -220,10 +222,10 @@ def count_blocks(state: Mapping[str, Tensor], prefix: str, what: str) -> int:
     Raises:
         WeightsError: none, or numbers that do not count from 0.
     """
-    found = {name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}
-    numbers = sorted(int(number) for number in found if number.isdecimal())
-    if not numbers or numbers != list(range(len(numbers))) or len(numbers) != len(found):
-        raise WeightsError(f"{what} lacks {prefix}0, {prefix}1, ...: its blocks {sorted(found)} do not count from 0")
+    blocks = {name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}
+    numbers = sorted(int(number) for number in blocks if number.isdecimal())
+    if not numbers or numbers != list(range(len(numbers))) or len(numbers) != len(blocks):
+        raise WeightsError(f"{what} lacks {prefix}0, {prefix}1, ...: its blocks {sorted(blocks)} do not count from 0")
     return len(numbers)
 
 

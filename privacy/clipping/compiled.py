@@ -93,7 +93,7 @@ def compiled_weights(model: nn.Module) -> list[nn.Parameter]:
     Raises:
         PrivacyConfigError: one of them is read without a layer; stand-ins for such parameters cannot be compiled.
     """
-    found: dict[int, nn.Parameter] = {}
+    weights: dict[int, nn.Parameter] = {}
     for path, block in model.named_modules():
         if not _is_compiled(block):
             continue
@@ -109,8 +109,8 @@ def compiled_weights(model: nn.Module) -> list[nn.Parameter]:
                         f"{path or 'the model'}, or compile its parts that have no such parameter"
                     )
                 if parameter.requires_grad:
-                    found[id(parameter)] = parameter
-    return list(found.values())
+                    weights[id(parameter)] = parameter
+    return list(weights.values())
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -44,13 +44,13 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
     """
     register_lazily()
     canonical = {id(p): name for name, p in model.named_parameters()}
-    found = []
+    owners = []
     for path, module in model.named_modules():
         refuse_unsupported(module, path)
         parameters = {name: canonical[id(p)] for name, p in module.named_parameters(recurse=False) if p.requires_grad}
         if parameters or depends_on_mode(module):
-            found.append(Claim(module, path, parameters))
-    claimed = {name for claim in found for name in claim.parameters.values()}
+            owners.append(Claim(module, path, parameters))
+    claimed = {name for claim in owners for name in claim.parameters.values()}
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     missing = trainable - claimed
     if missing:
@@ -58,7 +58,7 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
     for name in trainable:
         if 0 in shapes[name]:
             raise PrivacyConfigError(f"the parameter {name} of shape {tuple(shapes[name])} has no elements; freeze it")
-    return found
+    return owners
 
 
 def refuse_unsupported(module: nn.Module, path: str) -> None:

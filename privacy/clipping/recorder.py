@@ -62,13 +62,13 @@ class Call:
             rows = wide(gradient)  # a scalar parameter is a vector of one
             yield self.claim.parameters[self.local_name], Dense(rows[:, None] if rows.dim() == 1 else rows)
             return
-        found = RULES[type(self.claim.module)](self.claim.module, self.input, gradient, *self.kept)
+        by_name = RULES[type(self.claim.module)](self.claim.module, self.input, gradient, *self.kept)
         for local, name in self.claim.parameters.items():
-            if local not in found:
+            if local not in by_name:
                 raise PrivacyConfigError(
                     f"the clipping rule of {type(self.claim.module).__name__} does not cover {name}"
                 )
-            part = found[local]
+            part = by_name[local]
             yield name, part.settled() if isinstance(part, OuterProducts) else part
 
 
