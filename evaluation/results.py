@@ -15,9 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from data.files import write_durably
 from privacy.card.text import rounded_up
+from privacy.limits import finite
 from trainer.loop.metrics import MetricsWriter
-from trainer.run.files import write_durably
 from trainer.run.folder import environment
 from trainer.weights.provenance import proof_of
 
@@ -153,9 +154,9 @@ def publish(
     facts = environment()
     record: dict[str, Any] = {
         "evaluation": results.name,
-        "scalars": _finite(dict(results.scalars)),
-        "table": _finite([dict(row) for row in results.table]),
-        "details": _finite(dict(results.details)),
+        "scalars": finite(dict(results.scalars)),
+        "table": finite([dict(row) for row in results.table]),
+        "details": finite(dict(results.details)),
         "notes": list(results.notes),
         "formal_guarantee": False,
         "reasons": [WITHOUT_NOISE],
@@ -213,13 +214,3 @@ def _print_table(results: Results) -> None:
             cells.append("" if is_empty else f"{value:.4f}" if isinstance(value, float) else str(value))
         table.add_row(*cells)
     Console().print(table)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value

@@ -8,7 +8,7 @@
 
 ledger     hash chain, legal order, charges, and every epsilon in the folder recomputed from the ledger alone
 schedule   with the sampling key: the members of every batch drawn again and tested. Inside the trust boundary: what it prints
-           tells batch sizes; with --json it keeps them to itself
+           shows batch sizes; with --json it keeps them to itself
 mechanism  a short run on canaries in a folder of its own, through the code that trains: clipping, noise, coins
 canaries   before training: tar shards with canaries that are in the data or not by secret coins
 run        after training with these shards: do the losses of a checkpoint betray the coins?
@@ -112,7 +112,7 @@ def main() -> int:
 def _stamped(report: AuditReport, run_dir: Path) -> AuditReport:
     """With the date and the ledger that was looked at: an audit of another ledger says nothing about this one."""
     digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
-    today = datetime.now(UTC).date().isoformat()  # a finer clock would tell how long training took before
+    today = datetime.now(UTC).date().isoformat()  # a finer clock would show how long training took before
     return replace(report, facts={**report.facts, "date_utc": today, "ledger_sha256": digest})
 
 

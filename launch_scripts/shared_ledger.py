@@ -2,78 +2,100 @@
 
 python launch_scripts/shared_ledger.py create PATH --target_epsilon 8 --delta 1e-9
 python launch_scripts/shared_ledger.py show PATH [--json]
-A run joins with privacy.shared_ledger=PATH and reserves its whole budget before it touches data. Exit 3: no room beside the
+A run joins with privacy.shared_ledger=PATH and reserves its whole budget before it touches data. Exit 3: no room next to the
 other runs; exit 2: the run would not fit even alone, or unit or adjacency differ; exit 4: the file is refused.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from privacy.ledger.shared import DEFAULT_UNIT, SharedLedger
 from trainer.config.cli import Parser, run_command
+from trainer.config.options import Options, Shown, add_options, parse_options
 
 
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Command-line arguments; a bad one is a ConfigError (exit 2)."""
-    parser = Parser(description="Create or show the ledger that several runs on the same data share.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    create = commands.add_parser("create", help="write the first line: the total budget")
-    create.add_argument("path", type=Path, metavar="PATH", help="new file for the ledger")
-    create.add_argument("--target_epsilon", type=float, required=True, metavar="E", help="of all runs together")
-    create.add_argument("--delta", type=float, required=True, metavar="D", help="of all runs together")
-    create.add_argument("--unit", default=DEFAULT_UNIT, help=f"unit of privacy (default {DEFAULT_UNIT!r})")
-    create.add_argument(
-        "--rdp_order",
-        type=float,
-        metavar="A",
-        help="order of the RDP filter; default: the best for runs like the first",
+class CreateOptions(Options):
+    """Options of `create`."""
+
+    path: Annotated[Path, Shown("PATH", is_positional=True)]
+    """new file for the ledger"""
+    target_epsilon: Annotated[float, Shown("E")]
+    """the most that all runs together may spend"""
+    delta: Annotated[float, Shown("D")]
+    """delta of all runs together"""
+    unit: str = DEFAULT_UNIT
+    """unit of privacy (default 'one example')"""
+    rdp_order: Annotated[float | None, Shown("A")] = None
+    """order of the RDP filter; default: the best for runs like the first"""
+    informal_runs: bool = False
+    """permit runs without a guarantee, which nothing here covers"""
+    mirror: Annotated[Path | None, Shown("FILE")] = None
+    """second copy on another file system: finds lines that were cut off"""
+
+
+class ShowOptions(Options):
+    """Options of `show`."""
+
+    path: Annotated[Path, Shown("PATH", is_positional=True)]
+    """the ledger"""
+    as_json: bool = Field(False, alias="json")
+    """print one JSON object on stdout"""
+
+
+def create(options: CreateOptions) -> None:
+    """Writes the first line: the total budget."""
+    SharedLedger.create(
+        options.path,
+        epsilon=options.target_epsilon,
+        delta=options.delta,
+        unit=options.unit,
+        rdp_order=options.rdp_order,
+        informal_runs=options.informal_runs,
+        mirror=options.mirror,
     )
-    create.add_argument(
-        "--informal_runs", action="store_true", help="permit runs without a guarantee, which nothing here covers"
-    )
-    create.add_argument(
-        "--mirror", type=Path, metavar="FILE", help="second copy on another file system: finds lines that were cut off"
-    )
-    show = commands.add_parser("show", help="verify it and list the runs")
-    show.add_argument("path", type=Path, metavar="PATH", help="the ledger")
-    show.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    return parser.parse_args(arguments)
+    print(f"{options.path}: epsilon {options.target_epsilon:g} at delta {options.delta:g} for all runs together")
 
 
-def main() -> int:
-    """Creates or shows."""
-    args = parse_args()
-    if args.command == "create":
-        SharedLedger.create(
-            args.path,
-            epsilon=args.target_epsilon,
-            delta=args.delta,
-            unit=args.unit,
-            rdp_order=args.rdp_order,
-            informal_runs=args.informal_runs,
-            mirror=args.mirror,
-        )
-        print(f"{args.path}: epsilon {args.target_epsilon:g} at delta {args.delta:g} for all runs together")
-        return 0
-    summary = SharedLedger(args.path).summary()
-    if args.json:
+def show(options: ShowOptions) -> None:
+    """Verifies the ledger and lists the runs."""
+    summary = SharedLedger(options.path).summary()
+    if options.as_json:
         print(json.dumps(summary))
-        return 0
-    print(
-        f"{args.path}: {summary['epsilon_reserved']:.4f} of epsilon {summary['epsilon']:g} reserved ({summary['accounting']})"
-    )
+        return
+    reserved, total, accounting = (summary[name] for name in ("epsilon_reserved", "epsilon", "accounting"))
+    print(f"{options.path}: {reserved:.4f} of epsilon {total:g} reserved ({accounting})")
     for run in summary["runs"]:
         chosen = "chosen after outputs" if run["chosen_after_outputs"] else "fixed in advance"
         print(f"  {run['time_utc']}  {run['run'][:12]}  {run['name']}: epsilon {run['epsilon']:.4f} alone, {chosen}")
     for run in summary["informal_runs"]:
         print(f"  {run['name']}: no guarantee, covered by nothing here ({run['reason']})")
-    return 0
+
+
+def parse_args(arguments: list[str] | None = None) -> CreateOptions | ShowOptions:
+    """The options of the chosen command; a bad argument is a ConfigError (exit 2)."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="create/show")
+    add_options(commands.add_parser("create", help="write the first line: the total budget"), CreateOptions)
+    add_options(commands.add_parser("show", help="verify it and list the runs"), ShowOptions)
+    options = parse_options(parser, arguments)
+    assert isinstance(options, CreateOptions | ShowOptions)
+    return options
+
+
+def main() -> None:
+    """Creates or shows."""
+    options = parse_args()
+    if isinstance(options, CreateOptions):
+        create(options)
+    else:
+        show(options)
 
 
 if __name__ == "__main__":

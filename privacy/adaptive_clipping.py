@@ -1,4 +1,4 @@
-"""Adaptive clipping: C follows a quantile of the gradient norms, and what that tells about the data is accounted for.
+"""Adaptive clipping: C follows a quantile of the gradient norms, and what that reveals about the data is accounted for.
 
 Andrew, Thakkar, McMahan and Ramaswamy 2021 (arXiv 1905.03871). A step makes two noised releases on one and the same sample:
 
@@ -34,8 +34,8 @@ RANGE = 1e4
 """C_t stays between C_0 / RANGE and C_0 RANGE, so that no noise, however unlikely, makes it 0, infinite or NaN."""
 COUNT_SENSITIVITY = 0.5
 SMALLEST_BOUND, LARGEST_BOUND = 1e-12, 1e12
-"""Of any C, fixed or adapted: squares of norms about C, and of the many small entries that they are made of, are ordinary
-numbers in single precision. (Below 1e-20 they underflow, and contributions of several C pass unclipped.)"""
+"""Any C, fixed or adapted, lies between these: squares of norms about C, and of the many small entries that they are made of, are
+ordinary numbers in single precision. (Below 1e-20 they underflow, and contributions of several C pass unclipped.)"""
 
 
 @dataclass(frozen=True)

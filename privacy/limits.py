@@ -1,9 +1,12 @@
 """The largest numbers that mean anything here: what is above is a slip of the pen, and is refused in one line."""
 
+import math
+from typing import Any
+
 from privacy.errors import PrivacyConfigError
 
 MAX_COUNT = 10**12
-"""Of examples, steps and attempts: more than any data set or run has."""
+"""More examples, steps and attempts than any data set or run has."""
 MAX_NOISE_MULTIPLIER = 1e4
 """Above it the loss of one step is finer than the grids of the accountants."""
 MAX_EPSILON = 1000.0
@@ -20,3 +23,14 @@ def require_protection(epsilon: float) -> None:
             f"epsilon would be about {epsilon:.3g}, which protects nobody, and above {MAX_EPSILON:g} none is computed: take more "
             "noise, fewer steps or a smaller batch, or privacy.enabled = false"
         )
+
+
+def finite(value: Any) -> Any:
+    """The value with None for every number in it that JSON cannot hold; keys become strings, tuples lists."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if hasattr(value, "item"):  # a numpy scalar
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

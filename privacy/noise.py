@@ -1,14 +1,14 @@
 """Gaussian noise for the shard that this process owns: fp64, drawn once, from fresh entropy of the operating system.
 
 Why fp64: single-precision normals have bounded support (5.77 standard deviations on CPU, 6.76 on CUDA). An output beyond the
-edge is possible only if an example is present, which alone costs more delta than a delta of 1e-9 allows. Every finite
-generator has such an edge; ours are far out, and what is left is computed
-(privacy/accounting/noise_tail.py) and charged in delta.
+edge is possible only if an example is present, which alone costs more delta than a delta of 1e-9 allows. Every
+finite generator has such an edge; ours are far out, and what is left is computed (privacy/accounting/noise_tail.py) and charged
+in delta.
 Why not torch's CPU generator: it is a Mersenne twister that keeps 32 bits of its seed, so two of 65,000 draws would
 share a stream. Nothing here is ever stored or derived from a seed or a step number, so no noise can come twice (contract 7).
 
 Stated assumptions: Philox ("system") and AES-256-CTR ("aes_ctr") are indistinguishable from random; the gaps between
-neighbouring doubles of a noised sum (Mironov 2012) tell nothing, which is argued from their size, not proven.
+neighbouring doubles of a noised sum (Mironov 2012) reveal nothing, which is argued from their size, not proven.
 """
 
 import math
@@ -37,14 +37,17 @@ class SystemNoise:
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         if device.type == "cuda":
-            return box_muller(_device_words(device), count, device)
+            return box_muller(philox_words(device), count, device)
         philox = np.random.Philox(key=int.from_bytes(os.urandom(16), "little"))
         return torch.from_numpy(np.random.Generator(philox).standard_normal(count)).to(device)
 
 
-def _device_words(device: torch.device) -> Callable[[int], Tensor]:
-    """Uniform words on `device` from Philox. A torch generator takes 64 bits of key; two of them, XORed, take 128: a large
-    training draws 10^9 times, and of so many 64-bit keys two would be equal with a probability of 3 %."""
+def philox_words(device: torch.device) -> Callable[[int], Tensor]:
+    """Uniform words on `device` from Philox; the key is new at every call.
+
+    A torch generator takes 64 bits of key; two of them, XORed, take 128: a large training draws 10^9 times, and two of 10^9
+    keys of 64 bits would be equal with a probability of 3 %.
+    """
     streams = [
         torch.Generator(device).manual_seed(int.from_bytes(os.urandom(8), "little", signed=True)) for _ in range(2)
     ]

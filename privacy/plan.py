@@ -54,7 +54,50 @@ class PrivacyPlan(PlanChoices):
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check(self)
+        least_counts = {"num_examples": 1, "expected_batch_size": 1, "num_steps": 1, "reserved_attempts": 0}
+        for name, least in least_counts.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_COUNT:
+                raise PrivacyConfigError(f"{name} must be an integer from {least} to {MAX_COUNT:,}, not {value!r}")
+        if self.expected_batch_size > self.num_examples:
+            raise PrivacyConfigError(
+                f"expected_batch_size {self.expected_batch_size} is larger than the data ({self.num_examples} examples)"
+            )
+        for name in ("noise_multiplier", "max_grad_norm", "sensitivity_slack", "target_delta"):
+            if not math.isfinite(getattr(self, name)):
+                raise PrivacyConfigError(f"{name} must be finite, not {getattr(self, name)}")
+        if not 0 <= self.noise_multiplier <= MAX_NOISE_MULTIPLIER:
+            raise PrivacyConfigError(
+                f"noise_multiplier must not be negative, and at most {MAX_NOISE_MULTIPLIER:g}, not {self.noise_multiplier:g}"
+            )
+        if not SMALLEST_BOUND <= self.max_grad_norm <= LARGEST_BOUND:
+            raise PrivacyConfigError(
+                f"max_grad_norm must be between {SMALLEST_BOUND:g} and {LARGEST_BOUND:g}, not {self.max_grad_norm:g}"
+            )
+        if not 0 < self.target_delta < 1:
+            raise PrivacyConfigError(f"target_delta must be between 0 and 1, not {self.target_delta:g}")
+        if self.target_epsilon is not None and not 0 < self.target_epsilon < math.inf:
+            raise PrivacyConfigError(f"target_epsilon must be positive, not {self.target_epsilon:g}")
+        if self.cap is not None and self.cap < 1:
+            raise PrivacyConfigError(f"cap must be positive, not {self.cap}")
+        choices = (("clipping_function", CLIPPING_FUNCTIONS), ("sampling", SAMPLING), ("noise_source", NOISE_SOURCES))
+        for name, known in choices:
+            if getattr(self, name) not in known:
+                raise PrivacyConfigError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        if self.adaptive_clipping is not None and self.clipping_function != "flat":
+            raise PrivacyConfigError(
+                f"adaptive clipping is flat, so clipping_function cannot be {self.clipping_function!r}"
+            )
+        if self.shuffle_as_gaussian and self.sampling != "shuffle":
+            raise PrivacyConfigError(f"shuffle_as_gaussian is for sampling 'shuffle', not {self.sampling!r}")
+        if self.accounted_delta <= 0:
+            raise PrivacyConfigError(
+                f"target_delta {self.target_delta:g} is below the tail that the noise source cannot reach "
+                f"({self.noise_tail_delta:.2g})"
+            )
+        effective_noise_multiplier(self.noise_multiplier, self.sensitivity_slack)  # refuses a slack above 1e-3
+        if self.adaptive_clipping is not None:
+            self.adaptive_clipping.require_feasible(self.noise_multiplier, self.max_grad_norm)
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -238,10 +281,19 @@ def make_plan(
         PrivacyConfigError: with one line that names what is wrong.
     """
     sigma, target = (request.noise_multiplier, request.target_epsilon) if request.enabled else (0.0, None)
-    _check_noise_request(sigma, target, request.allow_small_noise)
-    delta, reserve, cap = request.target_delta, request.reserved_attempts, request.cap
+    if sigma == 0 and target is not None:
+        raise PrivacyConfigError("noise_multiplier 0 cannot reach a target_epsilon: remove one of them")
+    if (sigma is None) == (target is None):
+        raise PrivacyConfigError("give exactly one of noise_multiplier and target_epsilon")
+    if sigma is not None and 0 < sigma < MIN_NOISE_MULTIPLIER and not request.allow_small_noise:
+        raise PrivacyConfigError(
+            f"noise_multiplier {sigma:g} is below {MIN_NOISE_MULTIPLIER}, where epsilon explodes; "
+            "allow it explicitly (allow_small_noise) if you mean it"
+        )
+    delta, reserve = request.target_delta, request.reserved_attempts
+    cap, size = request.cap, request.expected_batch_size
     if cap == "default":
-        cap = default_cap(max(request.expected_batch_size, 0))
+        cap = default_cap(max(size, 0))
     plan = PrivacyPlan(
         **{field.name: getattr(request, field.name) for field in fields(PlanChoices)}
         | {
@@ -254,12 +306,27 @@ def make_plan(
             "cap": None if cap is None or request.sampling == "shuffle" else min(cap, request.num_examples),
         }
     )
-    notes = _warnings(plan)
+    notes = []
+    if plan.target_delta > 1 / plan.num_examples:
+        above = f"delta {plan.target_delta:g} is above 1/n = {1 / plan.num_examples:.3g}"
+        notes.append(f"{above}: it would allow publishing some examples outright")
+    if plan.cap is not None and plan.cap < min(size + 6 * math.sqrt(size), plan.num_examples):
+        notes.append(f"cap {plan.cap} is close to the expected batch {size}: the truncation costs epsilon")
     if target is not None and resume is not None:
         sigma = float(resume["noise_multiplier"])
     elif target is not None:
-        sigma, more = _calibrated(plan, target, request.allow_small_noise, progress)
-        notes += more
+        result = calibrate_noise_multiplier(
+            plan.release_group(plan.max_intents),
+            plan.accounted_delta,
+            target,
+            sensitivity_slack=plan.sensitivity_slack,
+            allow_small_noise=request.allow_small_noise,
+            progress=progress,
+        )
+        sigma = result.noise_multiplier
+        if result.clamped:
+            smallest = f"noise multiplier {sigma:g}, the smallest allowed, gives epsilon {result.epsilon:.3f}"
+            notes.append(f"{smallest}, below the target {target:g}")
     assert sigma is not None
     adaptive = request.adaptive_clipping if request.enabled else None
     plan = replace(plan, noise_multiplier=sigma, adaptive_clipping=adaptive, warnings=tuple(notes))
@@ -268,102 +335,9 @@ def make_plan(
     return plan
 
 
-def require_equal(recorded: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
+def require_equal(recorded: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
     """PrivacyConfigError naming the first field that differs: privacy fields are frozen when a run folder opens."""
     # In the order of the plan's fields, so that what was asked for is named before what follows from it.
-    for name in [*wanted, *(name for name in recorded if name not in wanted)]:
-        if name not in recorded or name not in wanted or recorded[name] != wanted[name]:
-            raise PrivacyConfigError(f"{where}: {name} was {recorded.get(name)!r} and is now {wanted.get(name)!r}")
-
-
-def _calibrated(
-    draft: PrivacyPlan, target: float, allow_small_noise: bool, progress: Progress | None
-) -> tuple[float, list[str]]:
-    result = calibrate_noise_multiplier(
-        draft.release_group(draft.max_intents),
-        draft.accounted_delta,
-        target,
-        sensitivity_slack=draft.sensitivity_slack,
-        allow_small_noise=allow_small_noise,
-        progress=progress,
-    )
-    if not result.clamped:
-        return result.noise_multiplier, []
-    note = f"noise multiplier {result.noise_multiplier:g}, the smallest allowed, gives epsilon {result.epsilon:.3f}"
-    return result.noise_multiplier, [f"{note}, below the target {target:g}"]
-
-
-def _check_noise_request(sigma: float | None, target: float | None, allow_small_noise: bool) -> None:
-    if sigma == 0 and target is not None:
-        raise PrivacyConfigError("noise_multiplier 0 cannot reach a target_epsilon: remove one of them")
-    if (sigma is None) == (target is None):
-        raise PrivacyConfigError("give exactly one of noise_multiplier and target_epsilon")
-    if sigma is not None and 0 < sigma < MIN_NOISE_MULTIPLIER and not allow_small_noise:
-        raise PrivacyConfigError(
-            f"noise_multiplier {sigma:g} is below {MIN_NOISE_MULTIPLIER}, where epsilon explodes; "
-            "allow it explicitly (allow_small_noise) if you mean it"
-        )
-
-
-def _check(plan: PrivacyPlan) -> None:
-    """The invariants that every plan keeps, whoever builds it."""
-    for name, least in (("num_examples", 1), ("expected_batch_size", 1), ("num_steps", 1), ("reserved_attempts", 0)):
-        value = getattr(plan, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_COUNT:
-            raise PrivacyConfigError(f"{name} must be an integer from {least} to {MAX_COUNT:,}, not {value!r}")
-    if plan.expected_batch_size > plan.num_examples:
-        raise PrivacyConfigError(
-            f"expected_batch_size {plan.expected_batch_size} is larger than the data ({plan.num_examples} examples)"
-        )
-    for name in ("noise_multiplier", "max_grad_norm", "sensitivity_slack", "target_delta"):
-        if not math.isfinite(getattr(plan, name)):
-            raise PrivacyConfigError(f"{name} must be finite, not {getattr(plan, name)}")
-    if not 0 <= plan.noise_multiplier <= MAX_NOISE_MULTIPLIER:
-        raise PrivacyConfigError(
-            f"noise_multiplier must not be negative, and at most {MAX_NOISE_MULTIPLIER:g}, not {plan.noise_multiplier:g}"
-        )
-    if not SMALLEST_BOUND <= plan.max_grad_norm <= LARGEST_BOUND:
-        raise PrivacyConfigError(
-            f"max_grad_norm must be between {SMALLEST_BOUND:g} and {LARGEST_BOUND:g}, not {plan.max_grad_norm:g}"
-        )
-    if not 0 < plan.target_delta < 1:
-        raise PrivacyConfigError(f"target_delta must be between 0 and 1, not {plan.target_delta:g}")
-    if plan.target_epsilon is not None and not 0 < plan.target_epsilon < math.inf:
-        raise PrivacyConfigError(f"target_epsilon must be positive, not {plan.target_epsilon:g}")
-    if plan.cap is not None and plan.cap < 1:
-        raise PrivacyConfigError(f"cap must be positive, not {plan.cap}")
-    if plan.clipping_function not in CLIPPING_FUNCTIONS:
-        raise PrivacyConfigError(
-            f"clipping_function must be one of {', '.join(CLIPPING_FUNCTIONS)}, not {plan.clipping_function!r}"
-        )
-    if plan.adaptive_clipping is not None and plan.clipping_function != "flat":
-        raise PrivacyConfigError(
-            f"adaptive clipping is flat, so clipping_function cannot be {plan.clipping_function!r}"
-        )
-    if plan.sampling not in SAMPLING:
-        raise PrivacyConfigError(f"sampling must be one of {', '.join(SAMPLING)}, not {plan.sampling!r}")
-    if plan.shuffle_as_gaussian and plan.sampling != "shuffle":
-        raise PrivacyConfigError(f"shuffle_as_gaussian is for sampling 'shuffle', not {plan.sampling!r}")
-    if plan.noise_source not in NOISE_SOURCES:
-        raise PrivacyConfigError(f"noise_source must be one of {', '.join(NOISE_SOURCES)}, not {plan.noise_source!r}")
-    if plan.accounted_delta <= 0:
-        raise PrivacyConfigError(
-            f"target_delta {plan.target_delta:g} is below the tail that the noise source cannot reach "
-            f"({plan.noise_tail_delta:.2g})"
-        )
-    effective_noise_multiplier(plan.noise_multiplier, plan.sensitivity_slack)  # refuses a slack above 1e-3
-    if plan.adaptive_clipping is not None:
-        plan.adaptive_clipping.require_feasible(plan.noise_multiplier, plan.max_grad_norm)
-
-
-def _warnings(plan: PrivacyPlan) -> list[str]:
-    notes = []
-    if plan.target_delta > 1 / plan.num_examples:
-        notes.append(
-            f"delta {plan.target_delta:g} is above 1/n = {1 / plan.num_examples:.3g}: "
-            "it would allow publishing some examples outright"
-        )
-    size = plan.expected_batch_size
-    if plan.cap is not None and plan.cap < min(size + 6 * math.sqrt(size), plan.num_examples):
-        notes.append(f"cap {plan.cap} is close to the expected batch {size}: the truncation costs epsilon")
-    return notes
+    for name in [*current, *(name for name in recorded if name not in current)]:
+        if name not in recorded or name not in current or recorded[name] != current[name]:
+            raise PrivacyConfigError(f"{where}: {name} was {recorded.get(name)!r} and is now {current.get(name)!r}")

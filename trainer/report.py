@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from data.files import write_durably
 from privacy.card.html import Picture, to_html
 from privacy.card.markdown import to_markdown
 from privacy.card.report import privacy_card
@@ -19,7 +20,6 @@ from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.records import read_ledger
 from privacy.ledger.shared import SharedLedger
 from trainer.errors import ConfigError
-from trainer.run.files import write_durably
 from trainer.weights.provenance import initialisation_statement
 
 _SAMPLES = re.compile(r"samples-\d{8}\.png")

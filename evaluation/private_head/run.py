@@ -96,7 +96,7 @@ def train_head(
         shared=shared,
     )
     try:
-        if ledger.closed is not None:
+        if ledger.state.closed is not None:
             raise PrivacyConfigError(f"{output} holds a finished head; choose another folder")
         if ledger.budget_spent(1) is not None:
             raise BudgetSpent(f"{output}: an earlier attempt was charged and gave no head; choose another folder")

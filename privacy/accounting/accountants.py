@@ -7,15 +7,15 @@ Sources: PLD: Koskela et al. 2020, Doroshenko et al. 2022 (connect the dots), by
 RDP: Mironov et al. 2019. Truncated Poisson: dp-accounting's `TruncatedSubsampledGaussianDpEvent`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
+import importlib.metadata
 import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import dp_accounting
 from dp_accounting import NeighboringRelation, dp_event
@@ -57,22 +57,20 @@ class ReleaseGroup:
         if self.cap is not None and self.num_examples is None:
             raise PrivacyConfigError("a cap needs the number of examples")
 
-    def without_cap(self) -> ReleaseGroup:
+    def without_cap(self) -> Self:
         return replace(self, num_examples=None, cap=None)
 
-    def times(self, count: int) -> ReleaseGroup:
+    def times(self, count: int) -> Self:
         return replace(self, count=count)
 
     def event(self) -> dp_event.DpEvent:
         """The group as a dp-accounting event."""
-        return dp_event.SelfComposedDpEvent(self._one(), self.count)
-
-    def _one(self) -> dp_event.DpEvent:
-        if self.cap is not None:
-            return dp_event.TruncatedSubsampledGaussianDpEvent(
-                self.num_examples, self.sample_rate, self.cap, self.noise_multiplier
-            )
-        return dp_event.PoissonSampledDpEvent(self.sample_rate, dp_event.GaussianDpEvent(self.noise_multiplier))
+        rate, sigma = self.sample_rate, self.noise_multiplier
+        if self.cap is None:
+            one = dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma))
+        else:
+            one = dp_event.TruncatedSubsampledGaussianDpEvent(self.num_examples, rate, self.cap, sigma)
+        return dp_event.SelfComposedDpEvent(one, self.count)
 
 
 Groups = Sequence[ReleaseGroup]
@@ -108,10 +106,10 @@ def epsilon_gaussian(groups: Groups, delta: float) -> float:
 
     delta(eps) = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu) (Balle and Wang 2018, theorem 8), for any delta.
     """
-    _check_delta(delta)
     groups = _active(groups)
-    if any(group.noise_multiplier == 0 for group in groups):
-        return math.inf
+    certain = _certain(groups, delta)
+    if certain is not None:
+        return certain
     mu = math.sqrt(math.fsum(group.count / group.noise_multiplier**2 for group in groups))
     if mu == 0:
         return 0.0
@@ -141,12 +139,11 @@ def epsilon_replace_one(groups: Groups, delta: float, interval: float = FINE_INT
 def _epsilon_pld(
     groups: tuple[ReleaseGroup, ...], delta: float, interval: float, relation: NeighboringRelation
 ) -> float:
-    _check_delta(delta)
-    if delta < PLD_SMALLEST_DELTA:
-        raise PrivacyConfigError(f"PLD is not reported below delta {PLD_SMALLEST_DELTA}; use the RDP accountant there")
-    if any(group.noise_multiplier == 0 for group in groups):
-        return math.inf
-    return float(loss_distribution(groups, interval, relation).get_epsilon_for_delta(delta)) if groups else 0.0
+    certain = _certain(groups, delta)
+    _require_pld(delta)
+    if certain is not None:
+        return certain
+    return float(loss_distribution(groups, interval, relation).get_epsilon_for_delta(delta))
 
 
 def loss_distribution(
@@ -191,12 +188,11 @@ def epsilon_group(groups: Groups, delta: float, k: int, interval: float = FINE_I
     Each release is a mixture of Gaussians whose shift is Binomial(k, q) (Schuchardt et al. 2024), far tighter than
     the generic group-privacy conversion.
     """
-    _check_delta(delta)
-    if delta < PLD_SMALLEST_DELTA:
-        raise PrivacyConfigError(f"PLD is not reported below delta {PLD_SMALLEST_DELTA}; use the RDP accountant there")
     groups = _active(groups)
-    if any(group.noise_multiplier == 0 for group in groups):
-        return math.inf
+    certain = _certain(groups, delta)
+    _require_pld(delta)
+    if certain is not None:
+        return certain
     accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, interval)
     for group in groups:
         shifts = [float(hits) for hits in range(k + 1)]
@@ -209,10 +205,10 @@ def epsilon_group(groups: Groups, delta: float, k: int, interval: float = FINE_I
 
 def epsilon_rdp(groups: Groups, delta: float) -> float:
     """Upper bound by Renyi DP, without the cap; sound for any delta, loose (about 10 % at epsilon 8)."""
-    _check_delta(delta)
     groups = _active(groups)
-    if any(group.noise_multiplier == 0 for group in groups):
-        return math.inf
+    certain = _certain(groups, delta)
+    if certain is not None:
+        return certain
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
     with quiet_absl():  # it reports each order that it leaves out; leaving out orders keeps the bound sound
         for group in groups:
@@ -274,12 +270,10 @@ def epsilon_prv(groups: Groups, delta: float, eps_error: float = 0.01) -> tuple[
 
     Raises: CrossCheckUnavailable where its quadrature fails (known for very large epsilon), on finer meshes too.
     """
-    _check_delta(delta)
     groups = _active(groups)
-    if not groups:
-        return 0.0, 0.0, 0.0
-    if any(group.noise_multiplier == 0 for group in groups):
-        return math.inf, math.inf, math.inf
+    certain = _certain(groups, delta)
+    if certain is not None:
+        return certain, certain, certain
     # Imported here: it is a cross-check that training itself does not need.
     from prv_accountant import GaussianMechanism, PoissonSubsampledGaussianMechanism, PRVAccountant
 
@@ -317,19 +311,22 @@ def tan(groups: Groups) -> float:
 
 def accountant_version() -> str:
     """Name and version of the library behind the claim, for ledger and card."""
-    return f"dp-accounting {getattr(dp_accounting, '__version__', '') or _installed('dp-accounting')}"
-
-
-def _installed(distribution: str) -> str:
-    from importlib.metadata import version
-
-    return version(distribution)
+    return f"dp-accounting {getattr(dp_accounting, '__version__', '') or importlib.metadata.version('dp-accounting')}"
 
 
 def _active(groups: Groups) -> tuple[ReleaseGroup, ...]:
     return tuple(group for group in groups if group.count and group.sample_rate)
 
 
-def _check_delta(delta: float) -> None:
+def _certain(groups: Groups, delta: float) -> float | None:
+    """The epsilon of active groups that needs no accountant: none, or infinite without noise. Refuses a delta that is none."""
     if not 0 < delta < 1:
         raise PrivacyConfigError(f"delta must be between 0 and 1, not {delta}")
+    if any(group.noise_multiplier == 0 for group in groups):
+        return math.inf
+    return None if groups else 0.0
+
+
+def _require_pld(delta: float) -> None:
+    if delta < PLD_SMALLEST_DELTA:
+        raise PrivacyConfigError(f"PLD is not reported below delta {PLD_SMALLEST_DELTA}; use the RDP accountant there")

@@ -6,8 +6,6 @@ so the true-positive rate at false-positive rate a is at most min over eps of e^
 are upper bounds too (Kaissis et al. 2024 and Kulynych et al. 2024, arXiv 2407.02191, use the same duality).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The smallest noise multiplier whose epsilon, reserve and cap included, stays at or below a target."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -66,7 +64,18 @@ def calibrate_noise_multiplier(
     tolerance = min(TOLERANCE, 0.01 * target_epsilon)
     sigma = 1.0
     # Each stage starts where the cheaper one before it ended; only the last, the claim itself, is binding.
-    for stage, curve in _stages(group, delta):
+    stages: list[tuple[str, Callable[[ReleaseGroup], float]]] = [("confirm", lambda group: epsilon([group], delta))]
+    if group.sample_rate == 1 and group.cap is None:
+        pass  # a closed form
+    elif delta < PLD_SMALLEST_DELTA:
+        stages.insert(0, ("coarse", lambda group: epsilon_rdp([group], delta)))
+    else:
+        stages = [
+            ("coarse", lambda group: epsilon_pld([group.without_cap()], delta, COARSE_INTERVAL)),
+            ("fine", lambda group: epsilon_pld([group.without_cap()], delta, FINE_INTERVAL)),
+            *(stages if group.cap is not None else []),
+        ]
+    for stage, curve in stages:
         final = stage == "confirm"
 
         def evaluate(sigma: float, stage: str = stage, curve: Callable[[ReleaseGroup], float] = curve) -> float:
@@ -81,28 +90,15 @@ def calibrate_noise_multiplier(
     return Calibrated(sigma, value, clamped=sigma <= floor)
 
 
-def _stages(group: ReleaseGroup, delta: float) -> list[tuple[str, Callable[[ReleaseGroup], float]]]:
-    confirm = ("confirm", lambda group: epsilon([group], delta))
-    if group.sample_rate == 1 and group.cap is None:
-        return [confirm]  # a closed form
-    if delta < PLD_SMALLEST_DELTA:
-        return [("coarse", lambda group: epsilon_rdp([group], delta)), confirm]
-    stages = [
-        ("coarse", lambda group: epsilon_pld([group.without_cap()], delta, COARSE_INTERVAL)),
-        ("fine", lambda group: epsilon_pld([group.without_cap()], delta, FINE_INTERVAL)),
-    ]
-    return stages if group.cap is None else [*stages, confirm]
-
-
 def _solve(
     evaluate: Callable[[float], float], target: float, guess: float, tolerance: float, floor: float
 ) -> tuple[float, float]:
     """(sigma, epsilon) with target - tolerance <= epsilon <= target, or the floor: safeguarded secant in log-log."""
     low = high = previous = None
-    slope, sigma = -2.0, max(guess, floor)
+    slope, sigma, scale = -2.0, max(guess, floor), 10**DECIMALS
     best: tuple[float, float] | None = None
     for _ in range(_MAX_EVALUATIONS):
-        sigma = _rounded_up(sigma)
+        sigma = math.ceil(sigma * scale - 1e-6) / scale
         value = evaluate(sigma)
         if value <= target:
             if target - value <= tolerance or sigma <= floor:
@@ -110,12 +106,20 @@ def _solve(
             high, best = sigma, (sigma, value)
         else:
             low = sigma
-        if best is not None and low is not None and best[0] - low <= 1.5 * 10**-DECIMALS:
+        if best is not None and low is not None and best[0] - low <= 1.5 / scale:
             return best  # epsilon jumps here by more than the tolerance: no smaller sigma exists
-        if previous is not None:
-            slope = _slope(previous, (sigma, value), slope)
+        # d log epsilon / d log sigma through the last two points, kept to plausible values.
+        if previous is not None and previous[0] != sigma and 0 < previous[1] < math.inf and 0 < value < math.inf:
+            slope = min(max(math.log(value / previous[1]) / math.log(sigma / previous[0]), -20.0), -0.3)
         previous = (sigma, value)
-        sigma = max(_next(sigma, value, target - tolerance / 2, slope, low, high), floor)
+        # The secant's next sigma, at most a factor of two away and always inside of the bracket.
+        if 0 < value < math.inf:
+            proposal = sigma * min(max(((target - tolerance / 2) / value) ** (1 / slope), 0.5), 2.0)
+        else:
+            proposal = sigma * (2.0 if value > 0 else 0.5)
+        if low is not None and high is not None and not low < proposal < high:
+            proposal = math.sqrt(low * high)
+        sigma = max(proposal, floor)
         if sigma > MAX_NOISE_MULTIPLIER:
             break
     if best is not None:
@@ -123,30 +127,3 @@ def _solve(
     raise PrivacyConfigError(
         f"no noise multiplier up to {MAX_NOISE_MULTIPLIER:g} reaches epsilon {target:.6g} at this delta and cap"
     )
-
-
-def _slope(first: tuple[float, float], second: tuple[float, float], before: float) -> float:
-    """d log epsilon / d log sigma through two points, kept to plausible values."""
-    (sigma_0, value_0), (sigma_1, value_1) = first, second
-    if sigma_0 == sigma_1 or not (0 < value_0 < math.inf and 0 < value_1 < math.inf):
-        return before
-    return min(max(math.log(value_1 / value_0) / math.log(sigma_1 / sigma_0), -20.0), -0.3)
-
-
-def _next(sigma: float, value: float, aim: float, slope: float, low: float | None, high: float | None) -> float:
-    """The secant's next sigma, at most a factor of two away and always inside of the bracket."""
-    if math.isinf(value):
-        factor = 2.0
-    elif value <= 0:
-        factor = 0.5
-    else:
-        factor = min(max((aim / value) ** (1 / slope), 0.5), 2.0)
-    proposal = sigma * factor
-    if low is not None and high is not None and not low < proposal < high:
-        return math.sqrt(low * high)
-    return proposal
-
-
-def _rounded_up(sigma: float) -> float:
-    scale: int = 10**DECIMALS
-    return math.ceil(sigma * scale - 1e-6) / scale

@@ -5,8 +5,6 @@ values depend on, accountant version included, and a file that does not fit is c
 a run) come from the ledger, never from here.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -57,11 +55,21 @@ class EpsilonTable:
         """
         self._group, self._delta = group.times(1), delta
         self._fine = {max_intents, max_intents if num_steps is None else num_steps}
-        self._counts = sorted(_grid(max_intents) | self._fine)
+        # All counts up to 64; beyond that 64 equal strides and the powers of two, so that the start is fine too.
+        even = {math.ceil(max_intents * point / _TABLE_POINTS) for point in range(1, _TABLE_POINTS + 1)}
+        powers = {2**power for power in range(max_intents.bit_length()) if 2**power <= max_intents}
+        self._counts = sorted(even | powers | self._fine)
         known = None if cache is None else self._read(cache)
         self._values = known if known is not None else self._compute(progress)
         if cache is not None and known is None:
-            self._write(cache)
+            identity = self._identity()
+            content = {"identity": identity, "values": self._values, "sha256": _digest(identity, self._values)}
+            temporary = cache.with_name(cache.name + ".creating")
+            try:
+                temporary.write_text(json.dumps(content))
+                os.replace(temporary, cache)
+            except OSError:
+                temporary.unlink(missing_ok=True)  # a full disk costs the next start some seconds, nothing else
 
     def epsilon(self, num_charged: int) -> float:
         """Upper bound on the epsilon of the first `num_charged` intents; exact but slow beyond `max_intents`."""
@@ -98,32 +106,16 @@ class EpsilonTable:
 
     def _read(self, path: Path) -> list[float] | None:
         try:
-            held = json.loads(path.read_bytes())
-            values = [float(value) for value in held["values"]]
-            fits = held["identity"] == self._identity() and held["sha256"] == _digest(held["identity"], values)
+            content = json.loads(path.read_bytes())
+            values, identity = [float(value) for value in content["values"]], content["identity"]
+            fits = identity == self._identity() and content["sha256"] == _digest(identity, values)
         except (OSError, ValueError, TypeError, KeyError):
             return None
         return values if fits and len(values) == len(self._counts) else None
 
-    def _write(self, path: Path) -> None:
-        identity = self._identity()
-        held = {"identity": identity, "values": self._values, "sha256": _digest(identity, self._values)}
-        temporary = path.with_name(path.name + ".creating")
-        try:
-            temporary.write_text(json.dumps(held))
-            os.replace(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)  # a full disk costs the next start some seconds, nothing else
-
 
 def _digest(identity: object, values: list[float]) -> str:
     return hashlib.sha256(json.dumps([identity, values], sort_keys=True).encode()).hexdigest()
-
-
-def _grid(max_intents: int) -> set[int]:
-    """All counts up to 64; beyond that 64 equal strides and the powers of two, so that the start is fine too."""
-    even = {math.ceil(max_intents * point / _TABLE_POINTS) for point in range(1, _TABLE_POINTS + 1)}
-    return even | {2**power for power in range(max_intents.bit_length()) if 2**power <= max_intents}
 
 
 def _composer(group: ReleaseGroup, delta: float) -> Callable[[int], float]:

@@ -5,8 +5,6 @@ order afterwards no longer hold. An RDP filter of one order, fixed before the fi
 2008.11193, theorem 4.3): runs may be added as long as the sum of their RDP at that order stays within the budget.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

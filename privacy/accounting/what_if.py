@@ -1,9 +1,7 @@
 """What else a planned run could cost: replays, choosing among candidates, shuffled data; and a third opinion on epsilon.
 
-Guidance beside the claim, on the coarse grid, which is still an upper bound, and without the cap.
+These numbers are guidance and no claim: on the coarse grid, which is still an upper bound, and without the cap.
 """
-
-from __future__ import annotations
 
 import contextlib
 import math
@@ -25,27 +23,17 @@ _LARGEST_SHUFFLED_EPSILON = 500.0
 
 
 def replay_costs(group: ReleaseGroup, delta: float, counts: Sequence[int] = REPLAYS) -> list[dict[str, Any]]:
-    """Epsilon after so many steps were each released once more: with fresh coins (as here), and on the same batch.
+    """Epsilon after each number of steps was released once more: with fresh coins (as here), and on the same batch.
 
     Two releases on one batch are one with half the variance, so only a fresh sample keeps its amplification.
     """
-    one = group.without_cap()
-    return [
-        {
-            "replays": count,
-            "fresh_coins": epsilon_pld([one.times(one.count + count)], delta, COARSE_INTERVAL),
-            "same_batch": epsilon_pld(
-                [
-                    one.times(one.count - count),
-                    replace(one, count=count, noise_multiplier=one.noise_multiplier / math.sqrt(2)),
-                ],
-                delta,
-                COARSE_INTERVAL,
-            ),
-        }
-        for count in counts
-        if count <= one.count
-    ]
+    one, found = group.without_cap(), []
+    for count in (count for count in counts if count <= one.count):
+        halved = replace(one, count=count, noise_multiplier=one.noise_multiplier / math.sqrt(2))
+        fresh = epsilon_pld([one.times(one.count + count)], delta, COARSE_INTERVAL)
+        same = epsilon_pld([one.times(one.count - count), halved], delta, COARSE_INTERVAL)
+        found.append({"replays": count, "fresh_coins": fresh, "same_batch": same})
+    return found
 
 
 def selection_costs(group: ReleaseGroup, delta: float, means: Sequence[int] = CANDIDATES) -> list[dict[str, Any]]:
@@ -56,21 +44,16 @@ def selection_costs(group: ReleaseGroup, delta: float, means: Sequence[int] = CA
     """
     found: list[dict[str, Any]] = []
     for mean in means:
-        by_shape = {
-            name: _selected(group, delta, mean, shape)
-            for name, shape in (("geometric", 1.0), ("logarithmic", 0.0), ("poisson", math.inf))
-        }
+        by_shape: dict[str, float] = {}
+        for name, shape in (("geometric", 1.0), ("logarithmic", 0.0), ("poisson", math.inf)):
+            accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
+            with quiet_absl(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                accountant.compose(dp_event.RepeatAndSelectDpEvent(group.without_cap().event(), mean, shape))
+                by_shape[name] = float(accountant.get_epsilon(delta))
         best = min(by_shape, key=lambda name: by_shape[name])
         found.append({"candidates": mean, "epsilon": by_shape[best], "distribution": best})
     return found
-
-
-def _selected(group: ReleaseGroup, delta: float, mean: float, shape: float) -> float:
-    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
-    with quiet_absl(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        accountant.compose(dp_event.RepeatAndSelectDpEvent(group.without_cap().event(), mean, shape))
-        return float(accountant.get_epsilon(delta))
 
 
 def shuffled_instead(group: ReleaseGroup, delta: float, steps_per_epoch: int) -> dict[str, Any]:

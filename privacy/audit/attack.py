@@ -1,14 +1,13 @@
-"""Membership attack on the sandbox's canaries, held against what a correct mechanism would show.
+"""A membership attack on the sandbox's canaries, compared with what a correct mechanism would show.
 
 The best attack on a canary of unit norm knows the sampling rate and scores each step by its likelihood ratio. A lower bound
 on epsilon from a thousand canaries stays far below the true epsilon even of a mechanism that leaks all it may, so it is
 compared with what a correct one shows in simulation, not with epsilon.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,13 +45,13 @@ class ExpectedAttack:
 
     low: float
     high: float
-    said_in: tuple[float, float]
+    guessed_in: tuple[float, float]
     """P(score > high) of a canary that is (in, not in) the data."""
-    said_out: tuple[float, float]
+    guessed_out: tuple[float, float]
     """P(score < low) of a canary that is (in, not in) the data."""
 
     @classmethod
-    def simulate(cls, num_steps: int, sample_rate: float, noise_multiplier: float, seed: int = 0) -> ExpectedAttack:
+    def simulate(cls, num_steps: int, sample_rate: float, noise_multiplier: float, seed: int = 0) -> Self:
         """From canaries of a perfect mechanism. The seed is public: it fixes the thresholds before the audit."""
         rng = np.random.default_rng(seed)
         scores = {True: np.zeros(0), False: np.zeros(0)}
@@ -75,32 +74,28 @@ class ExpectedAttack:
 
     def correct(self, num_in: int, num_out: int) -> tuple[float, float]:
         """(mean, standard deviation) of the number of correct guesses: a sum of independent trials of two kinds."""
-        rates = [(num_in, self.said_in[0]), (num_out, self.said_out[1])]
+        rates = [(num_in, self.guessed_in[0]), (num_out, self.guessed_out[1])]
         variance = sum(count * rate * (1 - rate) for count, rate in rates)
         return sum(count * rate for count, rate in rates), max(math.sqrt(variance), 1.0)
 
 
 def attack_checks(record: SandboxRecord) -> list[Check]:
     """Rates of the attack, its signal, and the lower bounds on epsilon."""
-    plan, (ids, x_TN) = record.plan, _one_coordinate_canaries(record)
+    plan, sigma = record.plan, _relative_noise(record)
+    # The canaries whose gradient has a single coordinate: (T, number) their noised sums in canary norms.
+    owned = np.flatnonzero(~record.quiet)
+    ids, first, counts = np.unique(record.canary_D[owned], return_index=True, return_counts=True)
+    keep = (counts == 1) & ~record.hostile_N[ids]
+    ids, x_TN = ids[keep], record.noisy[:, owned[first[keep]]] / plan.canary_norm
     present = record.present_N[ids]
-    expected = ExpectedAttack.simulate(len(x_TN), plan.sample_rate, _relative_noise(record))
-    scores = likelihood_ratio_scores(x_TN, plan.sample_rate, _relative_noise(record))
-    guesses = one_run.Guesses.from_scores(scores, present, expected.low, expected.high)
+    expected = ExpectedAttack.simulate(len(x_TN), plan.sample_rate, sigma)
+    scores = likelihood_ratio_scores(x_TN, plan.sample_rate, sigma)
     return [
         _rates(scores, present, expected),
         _signal(record, x_TN[:, present], inside=True),
         _signal(record, x_TN[:, ~present], inside=False),
-        _bounds(record, scores, present, guesses, expected),
+        _bounds(record, scores, present, expected),
     ]
-
-
-def _one_coordinate_canaries(record: SandboxRecord) -> tuple[NDArray[np.int64], Floats]:
-    """(examples whose gradient has a single coordinate, (T, number) their noised sums in canary norms)."""
-    owned = np.flatnonzero(~record.quiet)
-    ids, first, counts = np.unique(record.canary_D[owned], return_index=True, return_counts=True)
-    keep = (counts == 1) & ~record.hostile_N[ids]
-    return ids[keep], record.noisy[:, owned[first[keep]]] / record.plan.canary_norm
 
 
 def _relative_noise(record: SandboxRecord) -> float:
@@ -113,10 +108,10 @@ def _rates(scores: Floats, present: NDArray[np.bool_], expected: ExpectedAttack)
     num_in, num_out = int(present.sum()), int((~present).sum())
     inside, outside = scores[present], scores[~present]
     observed = [
-        (int((inside > expected.high).sum()), num_in, expected.said_in[0]),
-        (int((outside > expected.high).sum()), num_out, expected.said_in[1]),
-        (int((inside < expected.low).sum()), num_in, expected.said_out[0]),
-        (int((outside < expected.low).sum()), num_out, expected.said_out[1]),
+        (int((inside > expected.high).sum()), num_in, expected.guessed_in[0]),
+        (int((outside > expected.high).sum()), num_out, expected.guessed_in[1]),
+        (int((inside < expected.low).sum()), num_in, expected.guessed_out[0]),
+        (int((outside < expected.low).sum()), num_out, expected.guessed_out[1]),
     ]
     # The simulated rates carry an error of their own: a rate within it must not count as impossible.
     p_values = [float(st.binomial_p(k, m, np.clip(rate, 1e-5, 1 - 1e-5))) for k, m, rate in observed]
@@ -143,19 +138,18 @@ def _signal(record: SandboxRecord, x: Floats, *, inside: bool) -> Check:
     )
 
 
-def _bounds(
-    record: SandboxRecord,
-    scores: Floats,
-    present: NDArray[np.bool_],
-    guesses: one_run.Guesses,
-    expected: ExpectedAttack,
-) -> Check:
+def _bounds(record: SandboxRecord, scores: Floats, present: NDArray[np.bool_], expected: ExpectedAttack) -> Check:
     """Lower bounds on the sandbox's epsilon: inside what a correct mechanism shows, and below its true epsilon."""
     plan, delta = record.plan, record.plan.target_delta
+    guesses = one_run.Guesses.from_scores(scores, present, expected.low, expected.high)
     mean, sd = expected.correct(int(present.sum()), int((~present).sum()))
     reach = float(stats.norm.isf(CHECK_ALPHA / 2)) * sd
-    limits = [replace(guesses, correct=_whole(mean + side * reach, guesses.guesses)) for side in (-1, 1)]
-    low, high = (one_run.epsilon_one_run(case, delta, CONFIDENCE) for case in limits)
+    low, high = (
+        one_run.epsilon_one_run(
+            replace(guesses, correct=int(np.clip(round(correct), 0, guesses.guesses))), delta, CONFIDENCE
+        )
+        for correct in (mean - reach, mean + reach)
+    )
     found = one_run.epsilon_one_run(guesses, delta, CONFIDENCE)
     sigma = _relative_noise(record) / (1 + plan.sensitivity_slack)
     true = epsilon_rdp([ReleaseGroup(plan.sample_rate, sigma, len(record.noisy))], delta)
@@ -179,7 +173,3 @@ def _bounds(
         guesses=guesses.guesses,
         correct=guesses.correct,
     )
-
-
-def _whole(correct: float, guesses: int) -> int:
-    return int(np.clip(round(correct), 0, guesses))

@@ -1,22 +1,20 @@
 """Did the training remember canaries? Scores of canaries that were in the data or not by secret coins, and what they prove.
 
 The guesses follow one rule fixed here, before any coin is looked at: the tenth of canaries with the highest scores was in
-the data, the tenth with the lowest was not, about the others nothing is said.
+the data, the tenth with the lowest was not, about the others it makes no guess.
 """
-
-from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
 from privacy.audit import one_run
-from privacy.audit.report import Check, undecided
+from privacy.audit.report import Check, Outcome, undecided
 
 GUESSED = 0.1
 CONFIDENCE = 0.95
 ALPHA = 4e-4
-"""Of each of the two bounds that decide. Far below this the one-run bound can prove nothing (its delta term is m delta)."""
+"""The error rate of each of the two bounds that decide; far below it the one-run bound, with its term m delta, proves nothing."""
 POWER = (
     "A bound far below the claim is the rule: a thousand canaries in a large data set, seen through the final weights only, "
     "show a fraction of epsilon even when the attack is the best there is. This audit finds gross mistakes (no noise, no "
@@ -55,21 +53,14 @@ def audit_canaries(
         f"{bounds['epsilon_one_run']:.2f} (one run), {bounds['epsilon_clopper_pearson']:.2f} (Clopper-Pearson), about "
         f"{bounds['epsilon_one_run_fdp']:.2f} (one run, if Gaussian) with 95 % confidence; claimed are {claimed:.2f}"
     )
-    return [_decided(sentence, proven, claimed, ceiling, numbers), _separation(inside, outside)]
-
-
-def _decided(sentence: str, proven: float, claimed: float, ceiling: float, numbers: dict[str, float]) -> Check:
-    if proven > claimed:
-        return Check("epsilon_lower_bound", "violated", sentence, proven, None, claimed, 2 * ALPHA, numbers)
-    if ceiling <= claimed:
+    if proven <= claimed and ceiling <= claimed:
         note = f"; so few canaries could not prove more than {ceiling:.2f} even if every guess were right"
-        return undecided("epsilon_lower_bound", sentence + note, **numbers)
-    return Check("epsilon_lower_bound", "ok", sentence, proven, None, claimed, 2 * ALPHA, numbers)
-
-
-def _separation(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> Check:
-    """How well the scores tell the two kinds apart: no violation by itself, since epsilon allows for some of it."""
+        bound = undecided("epsilon_lower_bound", sentence + note, **numbers)
+    else:
+        outcome: Outcome = "violated" if proven > claimed else "ok"
+        bound = Check("epsilon_lower_bound", outcome, sentence, proven, None, claimed, 2 * ALPHA, numbers)
+    # How well the scores separate the two kinds is no violation by itself, since epsilon allows for some of it.
     test = stats.mannwhitneyu(inside, outside, alternative="greater")
     area = float(test.statistic) / (inside.size * outside.size)
     sentence = f"scores of canaries in the data are higher with AUROC {area:.3f} (0.5: no trace; p = {test.pvalue:.2g})"
-    return Check("separation", "ok", sentence, area, details={"p_one_sided": float(test.pvalue)})
+    return [bound, Check("separation", "ok", sentence, area, details={"p_one_sided": float(test.pvalue)})]

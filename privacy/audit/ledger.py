@@ -4,8 +4,6 @@ The chain and epsilon are computed here a second time, from the raw lines and dp
 (privacy/ledger/records.py) is asked as well, for the legal order of records.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -13,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import dp_accounting
 from dp_accounting.pld import PLDAccountant
@@ -41,7 +39,7 @@ class EpsilonClaim:
 
 @dataclass(frozen=True)
 class CheckpointClaim:
-    """What a checkpoint's manifest remembers of the ledger; `digest` is the SHA-256 of the manifest itself."""
+    """A line of the ledger that a checkpoint's manifest remembers; `digest` is the SHA-256 of the manifest itself."""
 
     name: str
     step: int
@@ -105,9 +103,16 @@ class _Reading:
     records: list[dict[str, Any] | None]
 
     @classmethod
-    def of(cls, data: bytes) -> _Reading:
+    def of(cls, data: bytes) -> Self:
         *lines, tail = data.split(b"\n")
-        return cls(lines, tail, [_parsed(line) for line in lines])
+        records: list[dict[str, Any] | None] = []
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            records.append(record if isinstance(record, dict) else None)
+        return cls(lines, tail, records)
 
     @cached_property
     def hashes(self) -> list[str]:
@@ -122,14 +127,6 @@ class _Reading:
         return plan
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def audit_ledger(data: bytes, claims: FolderClaims) -> AuditReport:
     """All checks of one ledger's bytes, and of the claims of the files around it."""
     reading = _Reading.of(data)
@@ -140,22 +137,49 @@ def audit_ledger(data: bytes, claims: FolderClaims) -> AuditReport:
         return AuditReport.of("ledger", [chain, fact("legal_order", False, str(error))])
     if tail:  # a write under way, or a crash: charged as its repair would be
         state.absorb(tail + TORN)
+    plan = state.plan
+    times = [record["time_utc"] for record in reading.records if record is not None]
+    if others := sum(time != times[0] for time in times):
+        clock = undecided("clock", f"{others} records state another time than the first, as this program writes none")
+    else:
+        clock = fact("clock", True, "all records repeat the time of the first")
+    nonces = [session["nonce"] for session in reading.of_type("session")]
+    repeated = len(nonces) - len(set(nonces))
+    repeated_nonces = f"{repeated} of {len(nonces)} sessions repeat the nonce of an earlier one"
+    charges = f"{state.num_charged} attempts are charged; steps plus reserve allow {plan.max_intents}"
+    in_budget = state.num_charged <= plan.max_intents or not plan.formal_guarantee
+    if not plan.enabled:
+        nothing_uncharged = fact("nothing_uncharged", True, "trained without privacy: nothing is charged")
+    else:
+        last = state.last_done_step
+        beyond = [f"{file} shows step {step}" for file, step in claims.furthest_step.items() if step > last]
+        sentence = f"the ledger's last finished step is {last}; beyond it: {'; '.join(beyond) or 'nothing'}"
+        nothing_uncharged = fact("nothing_uncharged", not beyond, sentence)
+    if not state.mirrored:
+        no_mirror = "the ledger has no mirror: a rollback of the whole run folder cannot be detected"
+        mirror = fact("mirror", True, no_mirror)
+    elif claims.mirror is None:
+        mirror = undecided("mirror", "the ledger has a mirror, which could not be read")
+    else:  # Ledger first, then mirror: between the two writes the mirror is a prefix, and never more.
+        is_prefix = data.startswith(claims.mirror)
+        relation = "a prefix of the ledger" if is_prefix else "longer or different: a rollback"
+        mirror = fact("mirror", is_prefix, f"the mirror is {relation}")
     checks = [
         chain,
         fact("legal_order", True, f"{len(reading.lines)} lines are in legal order and canonical form"),
-        _clock(reading),
-        _nonces(reading),
+        clock,
+        fact("session_nonces", repeated == 0, repeated_nonces, statistic=repeated, threshold=0),
         _releases(reading),
         fact("configuration", claims.configured is None, claims.configured or "config.toml asks for no other plan"),
         attempts_check(state, claims.attempts),
         *_bounds(reading, claims.bounds),
-        _budget(state),
+        fact("budget", in_budget, charges, statistic=state.num_charged, threshold=plan.max_intents),
         *_epsilons(reading, state, claims.epsilons),
         *_checkpoints(reading, state, claims.checkpoints),
-        _nothing_beyond(state, claims.furthest_step),
-        _mirror(state, data, claims.mirror),
+        nothing_uncharged,
+        mirror,
     ]
-    facts = {"attempts_charged": state.num_charged, "formal_guarantee": state.plan.formal_guarantee}
+    facts = {"attempts_charged": state.num_charged, "formal_guarantee": plan.formal_guarantee}
     return AuditReport.of("ledger", checks, **facts)
 
 
@@ -171,67 +195,45 @@ def _chain(reading: _Reading) -> Check:
     return fact("chain", bool(reading.lines), f"{len(reading.lines)} lines are chained by their hashes{torn}")
 
 
-def _clock(reading: _Reading) -> Check:
-    times = [record["time_utc"] for record in reading.records if record is not None]
-    others = sum(time != times[0] for time in times)
-    if others:
-        return undecided("clock", f"{others} records state another time than the first, as this program writes none")
-    return fact("clock", True, "all records repeat the time of the first")
-
-
-def _nonces(reading: _Reading) -> Check:
-    nonces = [session["nonce"] for session in reading.of_type("session")]
-    repeated = len(nonces) - len(set(nonces))
-    sentence = f"{repeated} of {len(nonces)} sessions repeat the nonce of an earlier one"
-    return fact("session_nonces", repeated == 0, sentence, statistic=repeated, threshold=0)
-
-
-def _joint(releases: Sequence[Mapping[str, float]]) -> float:
-    """Noise multiplier of several Gaussian releases of one sample: 1 / sqrt(sum (sensitivity / std)^2)."""
-    return 1 / math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 if r["std"] else math.inf for r in releases))
-
-
 def _releases(reading: _Reading) -> Check:
     """Every intent states the planned noise, for the sensitivity that is C; where C moves, `_bounds` looks at it."""
     plan, intents = reading.plan, reading.of_type("intent")
-    planned, is_head = plan["noise_multiplier"], bool(reading.of_type("open")[0].get("head"))
-    sigmas = [_joint(intent["releases"]) for intent in intents]
-    off = [sigma for sigma in sigmas if not math.isclose(sigma, planned, rel_tol=1e-9)]
-    other = [
-        release["sensitivity"]
-        for intent in intents
-        for release in intent["releases"]
-        if len(intent["releases"]) == 1
-        and not is_head
-        and not math.isclose(release["sensitivity"], plan["max_grad_norm"])
-    ]
-    furthest = max(sigmas, key=lambda sigma: abs(sigma - planned), default=planned)
-    return fact(
-        "releases",
-        not off and not other,
-        f"{len(off)} of {len(intents)} intents state another noise multiplier than the planned {planned:.6g}, and {len(other)} "
-        f"another sensitivity than C = {plan['max_grad_norm']:g}",
-        statistic=furthest,
-        threshold=planned,
+    planned, bound, is_head = (
+        plan["noise_multiplier"],
+        plan["max_grad_norm"],
+        bool(reading.of_type("open")[0].get("head")),
     )
+    sigmas, other = [], 0
+    for intent in intents:
+        releases = intent["releases"]
+        # Several Gaussian releases of one sample act as one, of noise multiplier 1 / sqrt(sum (sensitivity / std)^2).
+        squares = sum((r["sensitivity"] / r["std"]) ** 2 if r["std"] else math.inf for r in releases)
+        sigmas.append(1 / math.sqrt(squares))
+        if len(releases) == 1 and not is_head:
+            other += not math.isclose(releases[0]["sensitivity"], bound)
+    off = sum(not math.isclose(sigma, planned, rel_tol=1e-9) for sigma in sigmas)
+    sentence = (
+        f"{off} of {len(intents)} intents state another noise multiplier than the planned {planned:.6g}, and {other} "
+        f"another sensitivity than C = {bound:g}"
+    )
+    furthest = max(sigmas, key=lambda sigma: abs(sigma - planned), default=planned)
+    return fact("releases", not off and not other, sentence, statistic=furthest, threshold=planned)
 
 
 def attempts_check(state: LedgerState, attempts: RecordedAttempts | str | None) -> Check:
     """Recorded attempts and charges are the same, but for the last of a session, which may have ended before its charge."""
     if attempts is None:
-        return fact(
-            "attempts", True, "there is no private/ here, so charges are not compared with the record of attempts"
-        )
+        sentence = "there is no private/ here, so charges are not compared with the record of attempts"
+        return fact("attempts", True, sentence)
     if isinstance(attempts, str):
         return fact("attempts", False, attempts)
     wrong = not_in_ledger(attempts.before, state) or not_recorded(state, attempts.after)
-    return fact(
-        "attempts", wrong is None, wrong or f"{len(state.intents)} charges are those of the attempts in private/"
-    )
+    charged = f"{len(state.intents)} charges are those of the attempts in private/"
+    return fact("attempts", wrong is None, wrong or charged)
 
 
 def _bounds(reading: _Reading, claims: Sequence[BoundClaim]) -> list[Check]:
-    """C moves only by what a charged release said: the first is the plan's, each next follows from the one before."""
+    """C moves only by what a charged release states: the first is the plan's, each next follows from the one before."""
     plan, intents = reading.plan, reading.of_type("intent")
     constants = plan.get("adaptive_clipping")
     if constants is None:
@@ -258,18 +260,8 @@ def _bounds(reading: _Reading, claims: Sequence[BoundClaim]) -> list[Check]:
     return [fact("clipping_bound", not bad, sentence, statistic=len(bad), threshold=0)]
 
 
-def _budget(state: LedgerState) -> Check:
-    plan = state.plan
-    allowed = plan.max_intents
-    good = state.num_charged <= allowed or not plan.formal_guarantee
-    sentence = f"{state.num_charged} attempts are charged; steps plus reserve allow {allowed}"
-    return fact("budget", good, sentence, statistic=state.num_charged, threshold=allowed)
-
-
-# Epsilon
-
-
 def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonClaim]) -> list[Check]:
+    """Epsilon comes out the same a second time, and no file claims less than it, or more charges than there are."""
     plan = state.plan
     if not plan.formal_guarantee:
         claimed = [claim.file for claim in claims if claim.epsilon is not None]
@@ -278,20 +270,33 @@ def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonCla
         return [fact("no_claim", not claimed, sentence)]
     own = state.epsilon()
     assert own is not None
-    if plan.sampling != "poisson":
-        checks = [
-            undecided("epsilon", f"epsilon {own:.6g}; sampling by {plan.sampling!r} is not recomputed independently")
-        ]
-        return [*checks, *_claims(state, claims, None, {})]
-    # All at the planned noise: `_releases` and the legal order refuse an intent that states another.
-    charged = len(reading.of_type("intent")) + state.charged_torn
-    again = recompute_epsilon(reading.plan, charged)
-    close = math.isclose(own, again, rel_tol=TOLERANCE, abs_tol=1e-6)
-    sentence = f"epsilon {again:.6g} by an independent PLD computation, {own:.6g} by the ledger's accountant"
-    return [
-        fact("epsilon", close, sentence, statistic=own, threshold=again, epsilon=again, delta=plan.target_delta),
-        *_claims(state, claims, reading.plan, {state.num_charged: again}),
-    ]
+    recomputed: dict[int, float] = {}
+    if plan.sampling == "poisson":
+        # All at the planned noise: `_releases` and the legal order refuse an intent that states another.
+        again = recompute_epsilon(reading.plan, len(reading.of_type("intent")) + state.charged_torn)
+        recomputed[state.num_charged] = again
+        close = math.isclose(own, again, rel_tol=TOLERANCE, abs_tol=1e-6)
+        sentence = f"epsilon {again:.6g} by an independent PLD computation, {own:.6g} by the ledger's accountant"
+        delta = plan.target_delta
+        epsilon = fact("epsilon", close, sentence, statistic=own, threshold=again, epsilon=again, delta=delta)
+    else:
+        sentence = f"epsilon {own:.6g}; sampling by {plan.sampling!r} is not recomputed independently"
+        epsilon = undecided("epsilon", sentence)
+    if not claims:
+        return [epsilon, undecided("claims", "no other file of the run folder states an epsilon")]
+    bad = [f"{claim.file}: {claim.charged} attempts" for claim in claims if claim.charged > state.num_charged]
+    for claim in claims:
+        if plan.sampling != "poisson" or claim.charged > state.num_charged or claim.epsilon is None:
+            continue
+        if claim.charged not in recomputed:
+            recomputed[claim.charged] = recompute_epsilon(reading.plan, claim.charged)
+        true = recomputed[claim.charged]
+        if claim.epsilon < true * (1 - TOLERANCE):
+            bad.append(f"{claim.file}: {claim.epsilon:.6g} after {claim.charged}, where it is {true:.6g}")
+    sentence = (
+        f"{len(claims)} statements about epsilon were compared with the ledger; wrong: {'; '.join(bad) or 'none'}"
+    )
+    return [epsilon, fact("claims", not bad, sentence, statistic=len(bad), threshold=0)]
 
 
 def recompute_epsilon(plan: Mapping[str, Any], count: int) -> float:
@@ -312,31 +317,6 @@ def recompute_epsilon(plan: Mapping[str, Any], count: int) -> float:
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
     accountant.compose(dp_accounting.SelfComposedDpEvent(one, count))
     return float(accountant.get_epsilon(plan["target_delta"] - tail))
-
-
-def _claims(
-    state: LedgerState, claims: Sequence[EpsilonClaim], plan: Mapping[str, Any] | None, true: dict[int, float]
-) -> list[Check]:
-    """No file claims less than the truth, or more charges than there are; `true` holds what is known already."""
-    if not claims:
-        return [undecided("claims", "no other file of the run folder states an epsilon")]
-    bad = [f"{c.file}: {c.charged} attempts" for c in claims if c.charged > state.num_charged]
-    for claim in claims:
-        if plan is None or claim.charged > state.num_charged or claim.epsilon is None:
-            continue
-        if claim.charged not in true:
-            true[claim.charged] = recompute_epsilon(plan, claim.charged)
-        if claim.epsilon < true[claim.charged] * (1 - TOLERANCE):
-            bad.append(
-                f"{claim.file}: {claim.epsilon:.6g} after {claim.charged}, where it is {true[claim.charged]:.6g}"
-            )
-    sentence = (
-        f"{len(claims)} statements about epsilon were compared with the ledger; wrong: {'; '.join(bad) or 'none'}"
-    )
-    return [fact("claims", not bad, sentence, statistic=len(bad), threshold=0)]
-
-
-# Other files
 
 
 def _checkpoints(reading: _Reading, state: LedgerState, claims: Sequence[CheckpointClaim]) -> list[Check]:
@@ -373,24 +353,3 @@ def _checkpoint_problem(reading: _Reading, state: LedgerState, claim: Checkpoint
     if state.plan.enabled and claim.step > state.last_done_step:
         return f"is of step {claim.step}, which the ledger never finished"
     return None
-
-
-def _nothing_beyond(state: LedgerState, furthest: Mapping[str, int]) -> Check:
-    """No released file shows a step that was not charged."""
-    if not state.plan.enabled:
-        return fact("nothing_uncharged", True, "trained without privacy: nothing is charged")
-    beyond = [f"{file} shows step {step}" for file, step in furthest.items() if step > state.last_done_step]
-    sentence = f"the ledger's last finished step is {state.last_done_step}; beyond it: {'; '.join(beyond) or 'nothing'}"
-    return fact("nothing_uncharged", not beyond, sentence)
-
-
-def _mirror(state: LedgerState, data: bytes, mirror: bytes | None) -> Check:
-    if not state.mirrored:
-        return fact("mirror", True, "the ledger has no mirror: a rollback of the whole run folder cannot be detected")
-    if mirror is None:
-        return undecided("mirror", "the ledger has a mirror, which could not be read")
-    # Ledger first, then mirror: between the two writes the mirror is a prefix, and never more.
-    good = data.startswith(mirror)
-    return fact(
-        "mirror", good, "the mirror is " + ("a prefix of the ledger" if good else "longer or different: a rollback")
-    )

@@ -11,8 +11,6 @@ charged in case it was an intent. With the sampling key an auditor recomputes th
 "what was trained equals what the coins say" is checked and not only believed. Without the key a digest says nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -4,11 +4,10 @@ An auditor guesses for some canaries whether they were in ("in" or "out", abstai
 A differentially private mechanism limits how often that can go well.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +28,15 @@ class Guesses:
     correct: int
 
     @classmethod
-    def from_scores(cls, scores: Scores, present: NDArray[np.bool_], low: float, high: float) -> Guesses:
+    def from_scores(cls, scores: Scores, present: NDArray[np.bool_], low: float, high: float) -> Self:
         """Guesses "in" above `high`, "out" below `low`. The thresholds must not depend on `present`."""
-        said_in, said_out = scores > high, scores < low
-        right = int((said_in & present).sum() + (said_out & ~present).sum())
-        return cls(scores.size, int(said_in.sum() + said_out.sum()), right)
+        guessed_in, guessed_out = scores > high, scores < low
+        right = int((guessed_in & present).sum() + (guessed_out & ~present).sum())
+        return cls(scores.size, int(guessed_in.sum() + guessed_out.sum()), right)
 
 
 def one_run_p_value(found: Guesses, epsilon: float, delta: float) -> float:
-    """P(at least so many correct guesses) under any (epsilon, delta)-DP mechanism, at most.
+    """An upper bound on P(at least that number of correct guesses) under any (epsilon, delta)-DP mechanism.
 
     Steinke, Nasr and Jagielski 2023, "Privacy Auditing with One (1) Training Run" (arXiv 2305.08846), theorem 5.2:
     beta + 2 m delta max_i P(v > W >= v - i) / i, with W ~ Binomial(r, e^eps / (1 + e^eps)) and beta = P(W >= v).

@@ -4,8 +4,6 @@ Shapes: T noisy steps, S silent steps (the same code with a noise source that re
 parameters, N examples, every one of them a canary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 

@@ -3,24 +3,24 @@
 Inside the trust boundary only: who was in which batch is what amplification by sampling keeps secret.
 """
 
-from __future__ import annotations
-
+import hashlib
+import hmac
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from scipy import sparse
 
-from privacy.audit import coins
 from privacy.audit import statistics as st
 from privacy.audit.members import MembersRecord, members_digest
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
 from privacy.plan import PrivacyPlan
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import Ids, Sampler, assign, slice_bounds
+from privacy.sampling.poisson import Ids, assign, slice_bounds
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 MAX_COINS = 2 * 10**9
@@ -72,21 +72,38 @@ def audit_schedule(
     """
     if not attempts:
         return AuditReport.of("schedule", [undecided("attempts", "nothing was charged yet")])
-    picked = _pick(attempts, max(2, max_coins // plan.num_examples))
-    drawn = [_draw(plan.sampler, key, attempt) for attempt in picked]
+    sampler, drawn = plan.sampler, []
+    for attempt in _pick(attempts, max(2, max_coins // plan.num_examples)):
+        decided = sampler.decide(sampler.coin_key(key, attempt.nonce, attempt.attempt), attempt.step)
+        drawn.append(_Drawn(attempt, decided.ids, sampler.merge([decided])))
     if plan.sampling == "poisson":
+        repeated = len(attempts) - len(set(attempts))
+        earlier = (
+            f"{repeated} of {len(attempts)} attempts have session nonce, step and attempt number of an earlier one"
+        )
         checks = [
-            _distinct(attempts),
+            fact("coins_never_repeat", repeated == 0, earlier, statistic=repeated, threshold=0),
             *_sizes(plan, drawn),
             *_overlaps(plan.num_examples, drawn),
             _second_derivation(plan, secret, drawn),
         ]
     else:
-        sentence = (
+        dependent = (
             f"the run samples by {plan.sampling!r}: its coins are meant to depend on each other and are not tested"
         )
-        checks = [undecided("sampling", sentence)]
-    checks += [_invariance(plan.sampler, key, drawn), _trained(key, drawn, recorded)]
+        checks = [undecided("sampling", dependent)]
+    # Slices decided by any number of ranks join to the same members.
+    differing = 0
+    for item in (drawn[0], drawn[len(drawn) // 2], drawn[-1]):
+        coin_key = sampler.coin_key(key, item.attempt.nonce, item.attempt.attempt)
+        for world_size in WORLD_SIZES:
+            bounds = [slice_bounds(sampler.num_examples, world_size, rank) for rank in range(world_size)]
+            parts = [sampler.decide(coin_key, item.attempt.step, *bound) for bound in bounds]
+            differing += not np.array_equal(sampler.merge(parts), item.members)
+    sizes = ", ".join(map(str, WORLD_SIZES))
+    sentence = f"members differ for {differing} of {3 * len(WORLD_SIZES)} choices of attempt and world size ({sizes})"
+    checks.append(fact("world_size_invariance", differing == 0, sentence, statistic=differing, threshold=0))
+    checks.append(_trained(key, drawn, recorded))
     return AuditReport.of("schedule", checks, attempts_charged=len(attempts), attempts_recomputed=len(drawn))
 
 
@@ -102,55 +119,28 @@ def _pick(attempts: Sequence[Attempt], count: int) -> list[Attempt]:
     return [attempts[index] for index in sorted({*retried, *even})]
 
 
-def _draw(sampler: Sampler, key: SamplingKey, attempt: Attempt) -> _Drawn:
-    decided = sampler.decide(sampler.coin_key(key, attempt.nonce, attempt.attempt), attempt.step)
-    return _Drawn(attempt, decided.ids, sampler.merge([decided]))
-
-
-def _distinct(attempts: Sequence[Attempt]) -> Check:
-    repeated = len(attempts) - len(set(attempts))
-    return fact(
-        "coins_never_repeat",
-        repeated == 0,
-        f"{repeated} of {len(attempts)} attempts have session nonce, step and attempt number of an earlier one",
-        statistic=repeated,
-        threshold=0,
-    )
-
-
 def _sizes(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
-    n, q = plan.num_examples, plan.sample_rate
+    n, q, cap = plan.num_examples, plan.sample_rate, plan.cap
     counts = np.array([len(item.chosen) for item in drawn])
-    largest = max(len(item.members) for item in drawn)
+    total, expected = int(counts.sum()), n * len(counts) * q
+    inclusions = f"{total} inclusions in {len(counts)} attempts of {n} examples, {expected:.0f} expected"
+    sizes = f"batch sizes run from {counts.min()} to {counts.max()}, as Binomial(n, q) of mean {n * q:.1f} does"
     window = min(n, 1 << 22)  # memory: one counter per example
     times = np.zeros(window, dtype=np.int64)
     for item in drawn:
         times[item.chosen[item.chosen < window]] += 1
+    spread = (
+        f"how often each of {window} examples was chosen ({times.min()} to {times.max()} times) is spread as "
+        "Binomial(attempts, q)"
+    )
+    largest = max(len(item.members) for item in drawn)
+    capped = f"the largest batch has {largest} examples, the cap is {cap}"
+    total_p = float(st.binomial_p(total, n * len(counts), q))
     return [
-        random_check(
-            "batch_size_total",
-            float(st.binomial_p(int(counts.sum()), n * len(counts), q)),
-            f"{counts.sum()} inclusions in {len(counts)} attempts of {n} examples, {n * len(counts) * q:.0f} expected",
-            statistic=float(counts.mean()),
-        ),
-        random_check(
-            "batch_size_each",
-            st.bonferroni(st.binomial_p(counts, n, q)),
-            f"batch sizes run from {counts.min()} to {counts.max()}, as Binomial(n, q) of mean {n * q:.1f} does",
-        ),
-        random_check(
-            "inclusion_per_example",
-            st.binomial_counts_p(times, len(counts), q),
-            f"how often each of {window} examples was chosen ({times.min()} to {times.max()} times) is spread as "
-            "Binomial(attempts, q)",
-        ),
-        fact(
-            "cap",
-            plan.cap is None or largest <= plan.cap,
-            f"the largest batch has {largest} examples, the cap is {plan.cap}",
-            statistic=largest,
-            threshold=plan.cap,
-        ),
+        random_check("batch_size_total", total_p, inclusions, statistic=float(counts.mean())),
+        random_check("batch_size_each", st.bonferroni(st.binomial_p(counts, n, q)), sizes),
+        random_check("inclusion_per_example", st.binomial_counts_p(times, len(counts), q), spread),
+        fact("cap", cap is None or largest <= cap, capped, statistic=largest, threshold=cap),
     ]
 
 
@@ -158,53 +148,31 @@ def _overlaps(n: int, drawn: Sequence[_Drawn]) -> list[Check]:
     """Members of two attempts, and above all of a step and its retry, overlap as independent samples do."""
     counts = np.array([len(item.chosen) for item in drawn])
     rows = np.repeat(np.arange(len(drawn)), counts)
-    table = sparse.csr_matrix(
-        (np.ones(counts.sum(), dtype=np.int64), (rows, np.concatenate([item.chosen for item in drawn]))),
-        shape=(len(drawn), n),
-    )
+    ones, columns = np.ones(counts.sum(), dtype=np.int64), np.concatenate([item.chosen for item in drawn])
+    table = sparse.csr_matrix((ones, (rows, columns)), shape=(len(drawn), n))
     common: NDArray[np.int64] = (table @ table.T).toarray()
     i, j = np.triu_indices(len(drawn), 1)
-    steps = np.array([item.attempt.step for item in drawn])
     p_values = st.overlap_p(common[i, j], n, counts[i], counts[j])
+    pairs = f"{len(i)} pairs of attempts share as many members as independent samples do (hypergeometric)"
+    steps = np.array([item.attempt.step for item in drawn])
     again = steps[i] == steps[j]
+    retries = f"the same for the {int(again.sum())} pairs of attempts at one step: a retry took new coins"
     return [
-        random_check(
-            "overlap_of_attempts",
-            st.bonferroni(p_values),
-            f"{len(i)} pairs of attempts share as many members as independent samples do (hypergeometric)",
-        ),
-        random_check(
-            "overlap_of_retries",
-            st.bonferroni(p_values[again]),
-            f"the same for the {int(again.sum())} pairs of attempts at one step: a retry took new coins",
-        ),
+        random_check("overlap_of_attempts", st.bonferroni(p_values), pairs),
+        random_check("overlap_of_retries", st.bonferroni(p_values[again]), retries),
     ]
 
 
-def _invariance(sampler: Sampler, key: SamplingKey, drawn: Sequence[_Drawn]) -> Check:
-    """Slices decided by any number of ranks join to the same members."""
-    differing = 0
-    for item in (drawn[0], drawn[len(drawn) // 2], drawn[-1]):
-        secret = sampler.coin_key(key, item.attempt.nonce, item.attempt.attempt)
-        for world_size in WORLD_SIZES:
-            bounds = [slice_bounds(sampler.num_examples, world_size, rank) for rank in range(world_size)]
-            parts = [sampler.decide(secret, item.attempt.step, *bound) for bound in bounds]
-            differing += not np.array_equal(sampler.merge(parts), item.members)
-    sizes = ", ".join(map(str, WORLD_SIZES))
-    sentence = f"members differ for {differing} of {3 * len(WORLD_SIZES)} choices of attempt and world size ({sizes})"
-    return fact("world_size_invariance", differing == 0, sentence, statistic=differing, threshold=0)
-
-
 def _second_derivation(plan: PrivacyPlan, secret: bytes, drawn: Sequence[_Drawn]) -> Check:
-    """Single coins derived again by other code (privacy/audit/coins.py)."""
+    """Single coins derived again by other code."""
     n = plan.num_examples
     each = max(1, _INDEPENDENT // min(len(drawn), 16))
     differing = total = 0
     for item in drawn[:: max(1, len(drawn) // 16)]:
-        key = coins.coin_key(secret, item.attempt.nonce, item.attempt.attempt)
+        derived = coin_key(secret, item.attempt.nonce, item.attempt.attempt)
         examples = np.unique(np.linspace(0, n - 1, min(n, each)).astype(int))
         chosen = np.isin(examples, item.chosen)
-        again = [coins.is_chosen(key, item.attempt.step, int(i), plan.expected_batch_size, n) for i in examples]
+        again = [is_chosen(derived, item.attempt.step, int(i), plan.expected_batch_size, n) for i in examples]
         differing += int((chosen != np.array(again)).sum())
         total += len(examples)
     sentence = f"{differing} of {total} coins come out differently when derived by independent code"
@@ -223,7 +191,14 @@ def _trained(
         record = recorded.get((attempt.nonce.hex(), attempt.step, attempt.attempt))
         if record is None:
             missing.append(attempt.step)
-        elif not _is_dealt(key, item, record):
+            continue
+        world_size = len(record.digests)
+        dealt = [assign(item.members, world_size, rank) for rank in range(world_size)]
+        digests = [
+            members_digest(key, attempt.nonce, attempt.attempt, attempt.step, rank, ids)
+            for rank, ids in enumerate(dealt)
+        ]
+        if list(record.digests) != digests or list(record.counts) != [len(ids) for ids in dealt]:
             wrong.append(attempt.step)
     sentence = f"in {len(wrong)} of {len(drawn)} attempts the ranks were dealt other examples than the coins say"
     if wrong:
@@ -234,10 +209,22 @@ def _trained(
     return fact("trained_members", not wrong, sentence, statistic=len(wrong), threshold=0)
 
 
-def _is_dealt(key: SamplingKey, item: _Drawn, record: MembersRecord) -> bool:
-    attempt, world_size = item.attempt, len(record.digests)
-    parts = [assign(item.members, world_size, rank) for rank in range(world_size)]
-    digests = [
-        members_digest(key, attempt.nonce, attempt.attempt, attempt.step, rank, part) for rank, part in enumerate(parts)
-    ]
-    return list(record.digests) == digests and list(record.counts) == [len(part) for part in parts]
+# A second derivation of the Poisson coins, from the contract's text alone and sharing no code with privacy/sampling/poisson.py:
+#   K = HKDF-SHA256(key, info = "poisson coins v1\0" | session nonce | attempt)
+#   example i is in step t  iff  word (i mod 2) of AES-256_K(t, i div 2) < floor(B 2^64 / n)
+# One block at a time: slow, and simple enough to be checked by eye.
+
+
+def coin_key(secret: bytes, nonce: bytes, attempt: int) -> bytes:
+    """HKDF-SHA256 (RFC 5869) without salt, one block of output."""
+    extracted = hmac.new(bytes(32), secret, hashlib.sha256).digest()
+    info = b"poisson coins v1\0" + nonce + attempt.to_bytes(8, "big")
+    return hmac.new(extracted, info + b"\x01", hashlib.sha256).digest()
+
+
+def is_chosen(key: bytes, step: int, example: int, expected_batch_size: int, num_examples: int) -> bool:
+    """The coin of one example in one step, before the cap."""
+    encryptor = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
+    block = encryptor.update(step.to_bytes(8, "big") + (example // 2).to_bytes(8, "big"))
+    word = block[8 * (example % 2) :][:8]
+    return int.from_bytes(word, "little") < (expected_batch_size << 64) // num_examples

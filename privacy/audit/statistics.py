@@ -4,8 +4,6 @@ All p-values are two-sided unless the name says otherwise, and `bonferroni` is t
 no independence, and the effects that an audit looks for are so large that a sharper correction buys nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -74,12 +72,9 @@ def binomial_counts_p(counts: ArrayLike, trials: int, probability: float) -> flo
     # Edges fixed by the distribution alone; the last one catches everything beyond.
     edges = edges[(reach * k.size > 1e-9) & ((1 - reach) * k.size > 1e-9) | (edges == 1)]
     edges = np.unique([*edges, int(edges.max()) + 1])
-    return bonferroni(binomial_p(_at_least(k, edges), k.size, stats.binom.sf(edges - 1, trials, probability)))
-
-
-def _at_least(counts: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    histogram = np.bincount(counts, minlength=int(edges.max()) + 1)
-    return histogram[::-1].cumsum()[::-1][edges]
+    histogram = np.bincount(k, minlength=int(edges.max()) + 1)
+    at_least = histogram[::-1].cumsum()[::-1][edges]
+    return bonferroni(binomial_p(at_least, k.size, stats.binom.sf(edges - 1, trials, probability)))
 
 
 def kolmogorov_p(z: ArrayLike) -> float:

@@ -9,13 +9,11 @@ Crash points, and why none loses a line that was relied on or blocks a program:
 - inside a write: only the last line can be torn, since each is durable before the next is begun. The torn line stays: the next
   `ChainFile` ends it with ` #torn` and a newline, so that it can never be read as a record, and the chain goes on over its bytes;
 - between a file and its mirror: the file is written first, so the mirror can only be a prefix, which the next `ChainFile`
-  completes. The other order could not tell a crash from a file that was rolled back, which is what the mirror is there to find;
+  completes. The other order could not distinguish a crash from a rollback of the file, which is what the mirror is there to find;
 - after a failed write or fsync the object refuses all further records: what reached the disk is unknown (a second fsync may
-  succeed without the data), and only reading the file again can tell.
+  succeed without the data), and only reading the file again can show it.
 One process writes at a time (under a lock of its own or the caller's); a file that changed behind its back is refused.
 """
-
-from __future__ import annotations
 
 import fcntl
 import hashlib
@@ -45,7 +43,7 @@ def encode_line(seq: int, kind: str, time_utc: str, previous: str, fields: Mappi
     if clash:
         raise PrivacyStateRefused(f"a ledger record cannot carry its own {', '.join(clash)}")
     # Through JSON once, so that nested objects are sorted too while the header keeps its place in front: the type
-    # of a torn line must be told from its first bytes.
+    # of a torn line must show in its first bytes.
     ordered = json.loads(json.dumps(dict(fields), sort_keys=True, allow_nan=False))
     record = {"seq": seq, "type": kind, "time_utc": time_utc, "previous": previous, **ordered}
     return json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")

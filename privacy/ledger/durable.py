@@ -1,7 +1,5 @@
 """Files that must survive a crash: created whole or not at all, and on the disk before the call returns."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -6,19 +6,16 @@ The file and its crash points are privacy/ledger/chain.py's. What this module ad
 - a torn line is charged if it may have been an intent, and followed by a `repair` record.
 One process writes (rank 0, under the run's lock).
 
-A clock that runs while examples are decoded tells of them (contract 12). So the only time in a ledger is that of the start of the
-program that opened it, read before any example is, and every later record repeats it.
+A clock that runs while examples are decoded depends on them (contract 12). So the only time in a ledger is that of the start of
+the program that opened it, read before any example is, and every later record repeats it.
 """
-
-from __future__ import annotations
 
 import datetime
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from privacy.accounting.accountants import ReleaseGroup
 from privacy.errors import BudgetSpent, PrivacyStateRefused
 from privacy.ledger.chain import ChainFile, LineRefused, create_chain, create_mirror
 from privacy.ledger.records import FORMAT_VERSION, RESTARTED, LedgerState
@@ -31,7 +28,7 @@ PROGRAM_START = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"
 
 
 class Witness(Protocol):
-    """Is told where the ledger stands, and may object (privacy/ledger/shared.py). Every call is durable on return, or raises."""
+    """Learns where the ledger stands, and may object (privacy/ledger/shared.py). Every call is durable on return, or raises."""
 
     def session_fields(self) -> Mapping[str, Any]:
         """What the `session` record shall remember of the witness."""
@@ -84,7 +81,7 @@ class Ledger:
         return self.mirror
 
     @classmethod
-    def create(cls, path: Path | str, open_fields: Mapping[str, Any], mirror: Path | str | None = None) -> Ledger:
+    def create(cls, path: Path | str, open_fields: Mapping[str, Any], mirror: Path | str | None = None) -> Self:
         """Writes the `open` record of a new run; PrivacyStateRefused when the ledger, or a mirror of one, exists.
 
         Args:
@@ -103,7 +100,7 @@ class Ledger:
         return cls(path, mirror_path)
 
     @classmethod
-    def open(cls, path: Path | str, mirror: Path | str | None = None) -> Ledger:
+    def open(cls, path: Path | str, mirror: Path | str | None = None) -> Self:
         """Verifies the whole chain and the mirror, completes the mirror, and repairs a torn last line.
 
         Raises:
@@ -111,7 +108,7 @@ class Ledger:
         """
         return cls(Path(path), None if mirror is None else Path(mirror))
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -133,27 +130,9 @@ class Ledger:
         """Every intent, done or not, and every torn line that may have been one."""
         return self.state.num_charged
 
-    @property
-    def last_done_step(self) -> int:
-        """The highest step whose `done` is recorded, 0 before the first."""
-        return self.state.last_done_step
-
-    @property
-    def closed(self) -> str | None:
-        """The reason of the `close` record, None while the run may go on."""
-        return self.state.closed
-
     def next_attempt(self, step: int) -> int:
         """The attempt number that coins and intent of `step` must use now."""
         return self.state.next_attempt(step)
-
-    def charged_groups(self) -> list[ReleaseGroup]:
-        """Everything charged, for the accountant."""
-        return self.state.charged_groups()
-
-    def epsilon(self) -> float | None:
-        """Exact epsilon of everything charged (seconds); None without a formal guarantee."""
-        return self.state.epsilon()
 
     def position(self) -> tuple[int, str]:
         """(seq, SHA-256) of the last line, for a checkpoint's manifest."""

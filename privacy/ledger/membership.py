@@ -9,30 +9,25 @@ steps between without a charge; a mirror of the run's ledger (`privacy.ledger_mi
 program that did not note it is closed here when it is next opened.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.chain import ChainFile
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.shared import SharedLedger
-from privacy.ledger.shared_records import SharedState
+from privacy.ledger.shared import SharedLedger, SharedState
 
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """What a running session waits for a file system that is gone for a moment."""
-
-T = TypeVar("T")
 
 
 class Membership:
     """The witness (privacy/ledger/ledger.py) of one run while its own ledger is open; copies of the run have it in common.
 
     The newest `start` of a run owns its reservation. An older session is refused at its next intent, which costs one look at the
-    file's size where nobody else has written: at most the step that is under way is released beside the newer session's.
+    file's size where nobody else has written: at most the step that is under way is released in addition to the newer session's.
 
     Raises (everywhere): PrivacyStateRefused (exit 4): another copy went on, or the run is closed, or the file is refused.
     """
@@ -43,7 +38,7 @@ class Membership:
         self._looked: tuple[int, int, int] | None = None
         with shared.locked() as chain:
             self._require_no_fork(chain.state)
-            if ledger.closed is not None and run in chain.state.starts and run not in chain.state.closed:
+            if ledger.state.closed is not None and run in chain.state.starts and run not in chain.state.closed:
                 self._note(chain, "close")  # the crash came between the two `close`
 
     def session_fields(self) -> dict[str, Any]:
@@ -53,14 +48,7 @@ class Membership:
 
     def started(self) -> None:
         """Takes the reservation over, after the `session` record, whose nonce no copy can have."""
-
-        def take() -> None:
-            with self._shared.locked() as chain:
-                self._require_no_fork(chain.state)
-                self._note(chain, "start")
-                self._start = chain.state.starts[self._run]
-
-        _patiently(take)
+        self._note_patiently("start")
 
     def before_intent(self) -> None:
         """Nobody else has taken the reservation over."""
@@ -85,10 +73,14 @@ class Membership:
     def _note_patiently(self, kind: str) -> None:
         def note() -> None:
             with self._shared.locked() as chain:
-                if self._run in chain.state.closed and kind == "close":
+                if kind == "start":
+                    self._start = None  # the newest start becomes this session's
+                elif kind == "close" and self._run in chain.state.closed:
                     return  # an earlier try did arrive
                 self._require_own(chain.state)
                 self._note(chain, kind)
+                if kind == "start":
+                    self._start = chain.state.starts[self._run]
 
         _patiently(note)
 
@@ -113,7 +105,7 @@ class Membership:
                 self._ledger.require_not_shorter_than(*state.positions[self._run])
             except PrivacyStateRefused as error:
                 raise PrivacyStateRefused(f"{self._shared.path}: another copy of this run went on: {error}") from error
-        if self._run in state.closed and self._ledger.closed is None:
+        if self._run in state.closed and self._ledger.state.closed is None:
             raise PrivacyStateRefused(
                 f"{self._shared.path}: this run is closed; what would go on is an older copy of it"
             )
@@ -132,8 +124,8 @@ class Membership:
         return found.st_dev, found.st_ino, found.st_size
 
 
-def _patiently(act: Callable[[], T]) -> T:
-    """The result of `act`, tried again while the file cannot be reached; every try reads and verifies it anew."""
+def _patiently(act: Callable[[], None]) -> None:
+    """Calls `act`, again while the file cannot be reached; every try reads and verifies it anew."""
     for seconds in RETRY_SECONDS:
         try:
             return act()

@@ -5,8 +5,6 @@ run. A torn line is followed by a `repair` record, which is written by the next 
 lines follow each other and one `repair` counts them all. This module only reads; privacy/ledger/ledger.py writes.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

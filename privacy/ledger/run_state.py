@@ -1,7 +1,5 @@
 """Ledger and sampling key of a run folder, opened together: each is refused without the other."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,8 +47,8 @@ def open_run_state(
         shared: the data owner's ledger, where the run's whole budget is reserved before this returns; a run without a
             guarantee is counted there, if the owner permits such runs.
         has_checkpoint: whether the folder holds a checkpoint, which is refused without its ledger.
-        members: the private record of attempts (privacy/audit/members.py), made here for a new ledger and held against an
-            existing one; None for a program that keeps none.
+        members: the private record of attempts (privacy/audit/members.py), made here for a new ledger and compared with
+            an existing one; None for a program that keeps none.
 
     Raises:
         PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
@@ -68,7 +66,22 @@ def open_run_state(
             raise PrivacyStateRefused(f"{ledger_path}: a checkpoint without its ledger; what it spent is unknown")
         key = SamplingKey.stage(key_path)
         if members is not None:
-            _create_members(members)
+            # An empty record, durable before the ledger, so that no honest crash leaves a ledger without it.
+            try:
+                descriptor = os.open(members, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+                try:
+                    is_empty = os.fstat(descriptor).st_size == 0
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                fsync_directory(members.parent)
+            except OSError as error:
+                reason = error.strerror or error
+                raise PrivacyStateRefused(f"{members}: cannot create the record of attempts: {reason}") from error
+            if not is_empty:
+                raise PrivacyStateRefused(
+                    f"{members}: attempts were recorded, and the ledger that charged them is gone"
+                )
         fields = {
             "plan": plan.frozen_fields(),
             "key_commitment": key.commitment(),
@@ -100,19 +113,3 @@ def open_run_state(
     except BaseException:
         ledger.release()
         raise
-
-
-def _create_members(path: Path) -> None:
-    """An empty record of attempts, durable before the ledger, so that no honest crash leaves a ledger without it."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            is_empty = os.fstat(descriptor).st_size == 0
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        fsync_directory(path.parent)
-    except OSError as error:
-        raise PrivacyStateRefused(f"{path}: cannot create the record of attempts: {error.strerror or error}") from error
-    if not is_empty:
-        raise PrivacyStateRefused(f"{path}: attempts were recorded, and the ledger that charged them is gone")

@@ -1,30 +1,181 @@
 """A data owner's ledger over several runs on the same data: nobody touches the data before its whole budget is reserved.
 
-The lines are privacy/ledger/shared_records.py's. Every change happens under an exclusive file lock and is durable before it is
-relied on. A torn last line was never acknowledged, so its run never began: it stays, marked ` #torn`, and is charged nothing.
-What a run did not use is not given back: whether it saw the data cannot be proven.
+Every change happens under an exclusive file lock and is durable before it is relied on; the form of the lines is
+privacy/ledger/chain.py's. What a run did not use is not given back: whether it saw the data cannot be proven.
 
 A run is named by the commitment of its sampling key, so a resume finds its own reservation. So does every copy of its folder:
 privacy/ledger/membership.py keeps two of them from spending it. A run's sessions remember the last line here, so lines that
 were cut off are missed at its next start.
+
+Records: `open` (total epsilon and delta, unit, adjacency; where the owner chose them the order of the RDP filter, a mirror, and
+the permission for runs without a guarantee), `reserve` (a run's releases, its reserve for crashes included), `informal` (a run
+without a guarantee reads the data: it is counted, and no total covers it), `grid` (the points of a study, fixed before any of
+them ran), and where a run's own ledger stands: `start` at a start of the program, `at` at a checkpoint, `close` at the end for
+good. The last two carry the time of their `start`: durations may be private (contract 12). A torn line was never acknowledged,
+so its run never began, and it is charged nothing.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from privacy.accounting.accountants import ReleaseGroup
+from privacy.accounting.rdp_filter import filter_order, total_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.chain import ChainFile, LineRefused, create_chain, create_mirror
+from privacy.ledger.chain import ChainFile, ChainState, LineRefused, create_chain, create_mirror, hash_line
 from privacy.ledger.ledger import PROGRAM_START
 from privacy.ledger.records import LedgerState
-from privacy.ledger.shared_records import FORMAT, InformalRun, Reservation, SharedState
 from privacy.plan import ADJACENCY, PrivacyPlan
 
+FORMAT = "shared-1"
 DEFAULT_UNIT = "one example"
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """What one run may spend at most."""
+
+    run: str
+    name: str
+    time_utc: str
+    group: ReleaseGroup
+    noise_tail_delta: float
+    adaptive: bool
+
+
+@dataclass(frozen=True)
+class InformalRun:
+    """A run that nothing covers."""
+
+    run: str
+    name: str
+    reason: str
+
+
+@dataclass
+class SharedState(ChainState):
+    """What the lines of a shared ledger say.
+
+    Attributes:
+        positions: run -> (seq, hash) of the last line of its own ledger that was noted here.
+        starts: run -> (seq, hash) of its newest `start` here.
+        closed: runs that have ended for good.
+        grids: study -> point -> digest of its recipe.
+        gridded: study -> every point that any of its grids named.
+    """
+
+    reservations: dict[str, Reservation] = field(default_factory=dict)
+    informal: list[InformalRun] = field(default_factory=list)
+    positions: dict[str, tuple[int, str]] = field(default_factory=dict)
+    starts: dict[str, tuple[int, str]] = field(default_factory=dict)
+    closed: set[str] = field(default_factory=set)
+    grids: dict[str, dict[str, str]] = field(default_factory=dict)
+    gridded: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """The hash of the first line: what a run's own ledger remembers."""
+        return self.hashes[0]
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all runs, with and without a guarantee."""
+        return {*(entry.name for entry in self.reservations.values()), *(entry.name for entry in self.informal)}
+
+    def knows(self, run: str) -> bool:
+        """Whether the run has reserved, or is counted as one without a guarantee."""
+        return run in self.reservations or any(entry.run == run for entry in self.informal)
+
+    def has_begun(self, study: str) -> bool:
+        """Whether outputs of a study may have been seen: any run, or for a named study any run called like one of its points."""
+        return any(not study or name in self.gridded.get(study, ()) for name in self.names)
+
+    def may_be_fixed(self, name: str) -> bool:
+        """Whether a run called so can have been fixed in advance: in a study's own ledger only the points of its grid were, and
+        a point of a grid is one run: whoever trains it anew has seen what came of it.
+        """
+        outside = "" in self.grids and name not in self.grids[""]
+        again = name in self.names and any(name in names for names in self.gridded.values())
+        return not outside and not again
+
+    def epsilon(self, extra: Reservation | None = None) -> float:
+        """Epsilon of everything reserved, and of `extra`, at the owner's delta."""
+        entries = [*self.reservations.values(), *([extra] if extra else [])]
+        delta = self.opened["delta"] - sum(entry.noise_tail_delta for entry in entries)
+        if delta <= 0:
+            return float("inf")
+        groups = [entry.group for entry in entries]
+        adaptive, ceiling = any(entry.adaptive for entry in entries), self.opened["epsilon"]
+        order = self.rdp_order(groups[0]) if adaptive else math.inf
+        return total_epsilon(groups, delta, adaptive=adaptive, order=order, ceiling=ceiling)
+
+    def rdp_order(self, first: ReleaseGroup) -> float:
+        """The filter's order: the owner's, or the best for runs like the first one, which had seen no output."""
+        given = self.opened["rdp_order"]
+        return float(given) if given is not None else filter_order(first, self.opened["epsilon"], self.opened["delta"])
+
+    def check_record(self, record: dict[str, Any] | None) -> None:
+        if record is None:
+            return
+        kind = record["type"]
+        match kind:
+            case "open":
+                if record["format"] != FORMAT or not (record["epsilon"] > 0 and 0 < record["delta"] < 1):
+                    raise LineRefused("not a shared ledger of this format")
+            case "reserve":
+                if _reservation(record).run in self.reservations:
+                    raise LineRefused("a second reservation of the same run")
+            case "informal" if self.opened.get("informal_runs"):
+                _informal_run(record)
+            case "grid":
+                if not isinstance(record["points"], dict):
+                    raise LineRefused("a grid has points by name")
+                if self.has_begun(record["study"]):
+                    raise LineRefused("a grid that was fixed after its study had begun")
+            case "start" | "at" | "close":
+                run, _ = record["run"], _position(record)
+                if not self.knows(run):
+                    raise LineRefused(f"`{kind}` of a run that has reserved nothing")
+                if run in self.closed:
+                    raise LineRefused(f"`{kind}` of a run that is closed")
+            case _:
+                raise LineRefused(f"no record of type {kind!r} belongs here")
+
+    def take_record(self, record: dict[str, Any] | None, line: bytes) -> None:
+        if record is None:
+            return
+        match record["type"]:
+            case "reserve":
+                self.reservations[record["run"]] = _reservation(record)
+            case "informal":
+                self.informal.append(_informal_run(record))
+            case "grid":
+                self.grids[record["study"]] = {name: str(digest) for name, digest in record["points"].items()}
+                self.gridded.setdefault(record["study"], set()).update(record["points"])
+            case "start" | "at" | "close" as kind:
+                self.positions[record["run"]] = _position(record)
+                if kind == "start":
+                    self.starts[record["run"]] = (record["seq"], hash_line(line))
+                elif kind == "close":
+                    self.closed.add(record["run"])
+
+
+def _reservation(record: dict[str, Any]) -> Reservation:
+    return Reservation(
+        record["run"], record["name"], record["time_utc"], ReleaseGroup(**record["group"]),
+        float(record["noise_tail_delta"]), bool(record["adaptive"]),
+    )  # fmt: skip
+
+
+def _informal_run(record: dict[str, Any]) -> InformalRun:
+    return InformalRun(str(record["run"]), str(record["name"]), str(record["reason"]))
+
+
+def _position(record: dict[str, Any]) -> tuple[int, str]:
+    return int(record["position"]), str(record["hash"])
 
 
 class SharedLedger:
@@ -44,8 +195,8 @@ class SharedLedger:
         rdp_order: float | None = None,
         informal_runs: bool = False,
         mirror: Path | str | None = None,
-    ) -> SharedLedger:
-        """The owner's first line: the most that all runs together may spend, and leave for runs that no total covers.
+    ) -> Self:
+        """The owner's first line: the most that all runs together may spend, and whether runs that no total covers are permitted.
 
         Args:
             mirror: a second copy, best on another file system: it finds lines that were cut off, whoever comes next.
@@ -96,10 +247,9 @@ class SharedLedger:
 
     def require_remembered(self, state: LedgerState) -> None:
         """PrivacyStateRefused when this file no longer holds what a run with the ledger `state` has seen in it."""
-        held = self.read()
-        run, seen = state.opened["key_commitment"], state.shared_seen
-        lost = seen is not None and (seen[0] >= len(held.hashes) or held.hashes[seen[0]] != seen[1])
-        if lost or (state.nonces and not held.knows(run)):
+        shared, run, seen = self.read(), state.opened["key_commitment"], state.shared_seen
+        lost = seen is not None and (seen[0] >= shared.num_lines or shared.hashes[seen[0]] != seen[1])
+        if lost or (state.nonces and not shared.knows(run)):
             raise PrivacyStateRefused(
                 f"{self.path}: rolled back: lines are gone that run {run[:12]} has seen or written; bring back the newest copy"
             )
@@ -124,23 +274,43 @@ class SharedLedger:
 
         Raises:
             PrivacyConfigError: another unit or adjacency, no formal guarantee, or more than the total even alone (exit 2).
-            BudgetSpent: the total does not hold it beside the other reservations (exit 3).
+            BudgetSpent: the total has no room for it next to the other reservations (exit 3).
             PrivacyStateRefused: the reservation differs from the recorded one, or the file is refused (exit 4).
         """
         with self.locked() as chain:
-            state = chain.state
-            self._require_same_terms(state, plan, unit)
-            group = plan.release_group(plan.max_intents)
+            state, total = chain.state, chain.state.opened["epsilon"]
+            for what, own in (("unit", unit), ("adjacency", ADJACENCY)):
+                owners, term = state.opened[what], "unit of privacy" if what == "unit" else what
+                if own != owners:
+                    raise PrivacyConfigError(
+                        f"{self.path}: {term} is {owners!r} for the owner and {own!r} for this run"
+                    )
+            if not plan.formal_guarantee:
+                reason = plan.reasons[0]
+                raise PrivacyConfigError(f"{self.path}: a run without a formal guarantee cannot reserve: {reason}")
             adaptive = bool(state.reservations) and not (fixed_in_advance and state.may_be_fixed(name))
-            wanted = Reservation(run, name, time_utc, group, plan.noise_tail_delta, adaptive)
-            held = state.reservations.get(run)
-            if held is not None:
-                if (held.group, held.noise_tail_delta) != (wanted.group, wanted.noise_tail_delta):
+            group = plan.release_group(plan.max_intents)
+            reservation = Reservation(run, name, time_utc, group, plan.noise_tail_delta, adaptive)
+            earlier = state.reservations.get(run)
+            if earlier is not None:
+                if (earlier.group, earlier.noise_tail_delta) != (group, plan.noise_tail_delta):
                     raise PrivacyStateRefused(f"{self.path}: this run reserved other releases than it plans")
                 return
-            self._require_room(state, wanted)
-            fields = {name: value for name, value in asdict(wanted).items() if name != "time_utc"}
-            chain.append("reserve", wanted.time_utc, fields)
+            alone = replace(state, reservations={}).epsilon(replace(reservation, adaptive=False))
+            if alone > total:
+                never = f"the run alone needs epsilon {alone:.4f} of {total:g}: it never fits"
+                raise PrivacyConfigError(f"{self.path}: {never}")
+            together = state.epsilon(reservation)
+            if together > total:
+                by_filter = adaptive or any(entry.adaptive for entry in state.reservations.values())
+                no_delta = f"; at a total of {total:g} the caps of the batches leave no delta: an RDP filter needs less"
+                raise BudgetSpent(
+                    f"{self.path}: with this run epsilon {together:.4f} by {'the RDP filter' if by_filter else 'PLD'} would be "
+                    f"reserved of {total:g} ({len(state.reservations)} runs reserved {state.epsilon():.4f})"
+                    f"{no_delta if together == float('inf') else ''}"
+                )
+            fields = {name: value for name, value in asdict(reservation).items() if name != "time_utc"}
+            chain.append("reserve", time_utc, fields)
 
     def note_informal(self, run: str, name: str, reason: str, *, time_utc: str = PROGRAM_START) -> None:
         """Counts a run without a guarantee, once, before it reads the data; trained anew under its name it is another run.
@@ -160,7 +330,7 @@ class SharedLedger:
         Args:
             study: "" when the ledger is the study's own, so that any run counts as one of its runs.
             points: name -> digest of the recipe.
-            begun: whether anything outside of this ledger tells of a run.
+            begun: whether anything outside of this ledger shows a run.
         """
         with self.locked() as chain:
             state = chain.state
@@ -202,46 +372,10 @@ class SharedLedger:
             "informal_runs": [{"name": entry.name, "reason": entry.reason} for entry in state.informal],
         }
 
-    def _require_same_terms(self, state: SharedState, plan: PrivacyPlan, unit: str) -> None:
-        for what, mine, owners in (
-            ("unit of privacy", unit, state.opened["unit"]),
-            ("adjacency", ADJACENCY, state.opened["adjacency"]),
-        ):
-            if mine != owners:
-                raise PrivacyConfigError(f"{self.path}: {what} is {owners!r} for the owner and {mine!r} for this run")
-        if not plan.formal_guarantee:
-            raise PrivacyConfigError(f"{self.path}: a run without a formal guarantee cannot reserve: {plan.reasons[0]}")
-
-    def _require_room(self, state: SharedState, wanted: Reservation) -> None:
-        total = state.opened["epsilon"]
-        alone = replace(state, reservations={}).epsilon(replace(wanted, adaptive=False))
-        if alone > total:
-            raise PrivacyConfigError(
-                f"{self.path}: the run alone needs epsilon {alone:.4f} of {total:g}: it never fits"
-            )
-        together = state.epsilon(wanted)
-        if together > total:
-            how = (
-                "by the RDP filter"
-                if wanted.adaptive or any(e.adaptive for e in state.reservations.values())
-                else "by PLD"
-            )
-            raise BudgetSpent(
-                f"{self.path}: with this run epsilon {together:.4f} {how} would be reserved of {total:g} "
-                f"({len(state.reservations)} runs reserved {state.epsilon():.4f}){_why_infinite(together, total)}"
-            )
-
     def locked(self) -> ChainFile[SharedState]:
         """The file and the owner's mirror of it, verified; in a `with` statement, nobody else uses them inside."""
-        return ChainFile(self.path, SharedState(), "shared ledger", _owners_mirror, lock=True)
 
+        def mirror(state: SharedState) -> Path | None:
+            return Path(state.opened["mirror"]) if "mirror" in state.opened else None
 
-def _owners_mirror(state: SharedState) -> Path | None:
-    mirror = state.opened.get("mirror")
-    return None if mirror is None else Path(mirror)
-
-
-def _why_infinite(together: float, total: float) -> str:
-    if together < float("inf"):
-        return ""
-    return f"; at a total of {total:g} the caps of the batches leave no delta: an RDP filter wants a smaller total"
+        return ChainFile(self.path, SharedState(), "shared ledger", mirror, lock=True)

@@ -5,14 +5,13 @@ a 0600 file and nowhere else: no checkpoint, log, environment variable or ledger
 Derivation is HKDF-SHA256 (RFC 5869) with one info string per purpose, so that no two purposes share a key.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os
 import secrets
 import stat
 from pathlib import Path
+from typing import Self
 
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -40,22 +39,29 @@ class SamplingKey:
         raise TypeError("a sampling key is not pickled: it must not reach a checkpoint or another machine's memory")
 
     @classmethod
-    def create(cls, path: Path | str) -> SamplingKey:
+    def create(cls, path: Path | str) -> Self:
         """Draws a key from the operating system and writes it durably; PrivacyStateRefused when `path` exists."""
         key = cls(secrets.token_bytes(KEY_BYTES))
-        _write_key(Path(path), key._secret)
+        try:
+            write_new(Path(path), key._secret, 0o600)
+        except FileExistsError as error:
+            raise PrivacyStateRefused(f"{path}: exists; a sampling key is never overwritten") from error
+        except OSError as error:
+            raise PrivacyStateRefused(f"{path}: cannot write the sampling key: {error.strerror or error}") from error
         return key
 
     @classmethod
-    def stage(cls, path: Path | str) -> SamplingKey:
-        """Writes a new key beside `path`, to be given its name by `publish` once the ledger has committed to it.
+    def stage(cls, path: Path | str) -> Self:
+        """Writes a new key next to `path`, to be given its name by `publish` once the ledger has committed to it.
 
         The order stage -> ledger `open` -> publish leaves no moment at which a crash makes a run folder unusable:
         without a ledger a staged key was never used and is replaced; with one, `load(path, commitment)` finishes.
         """
         path = Path(path)
         if path.exists():
-            raise PrivacyStateRefused(f"{path}: a sampling key without its ledger; restore ledger.jsonl beside it")
+            raise PrivacyStateRefused(
+                f"{path}: a sampling key without its ledger; restore the ledger.jsonl of its run folder"
+            )
         staged = _staged(path)
         staged.unlink(missing_ok=True)
         return cls.create(staged)
@@ -69,7 +75,7 @@ class SamplingKey:
         fsync_directory(path.parent)
 
     @classmethod
-    def load(cls, path: Path | str, commitment: str | None = None) -> SamplingKey:
+    def load(cls, path: Path | str, commitment: str | None = None) -> Self:
         """Reads the key; PrivacyStateRefused when others may have read it or it is not the one committed to.
 
         Args:
@@ -122,15 +128,6 @@ def _staged(path: Path) -> Path:
     return path.with_name(path.name + ".staged")
 
 
-def _write_key(path: Path, secret: bytes) -> None:
-    try:
-        write_new(path, secret, 0o600)
-    except FileExistsError as error:
-        raise PrivacyStateRefused(f"{path}: exists; a sampling key is never overwritten") from error
-    except OSError as error:
-        raise PrivacyStateRefused(f"{path}: cannot write the sampling key: {error.strerror or error}") from error
-
-
 def _read_key(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -138,18 +135,16 @@ def _read_key(path: Path) -> bytes:
         raise PrivacyStateRefused(f"{path}: cannot read the sampling key: {error.strerror or error}") from error
     try:
         status = os.fstat(descriptor)
-        _check_status(path, status)
+        if not stat.S_ISREG(status.st_mode):
+            raise PrivacyStateRefused(f"{path}: the sampling key must be a regular file")
+        if status.st_mode & 0o077:
+            raise PrivacyStateRefused(
+                f"{path}: readable by others (mode {status.st_mode & 0o777:04o}); it must be 0600"
+            )
+        if status.st_uid != os.geteuid():
+            raise PrivacyStateRefused(f"{path}: owned by user {status.st_uid}, not by the user of this process")
+        if status.st_size != KEY_BYTES:
+            raise PrivacyStateRefused(f"{path}: {status.st_size} bytes; a sampling key has {KEY_BYTES}")
         return os.read(descriptor, KEY_BYTES + 1)
     finally:
         os.close(descriptor)
-
-
-def _check_status(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise PrivacyStateRefused(f"{path}: the sampling key must be a regular file")
-    if status.st_mode & 0o077:
-        raise PrivacyStateRefused(f"{path}: readable by others (mode {status.st_mode & 0o777:04o}); it must be 0600")
-    if status.st_uid != os.geteuid():
-        raise PrivacyStateRefused(f"{path}: owned by user {status.st_uid}, not by the user of this process")
-    if status.st_size != KEY_BYTES:
-        raise PrivacyStateRefused(f"{path}: {status.st_size} bytes; a sampling key has {KEY_BYTES}")

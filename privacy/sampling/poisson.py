@@ -7,13 +7,11 @@ function makes the coins independent over examples and steps, which is what the 
 makes the members equal for every world size, worker count and order of access.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -27,6 +25,13 @@ Values = NDArray[np.uint64]
 
 # Examples decided at once: 2 MiB of key stream stays in the cache and bounds the memory of any slice.
 CHUNK = 1 << 18
+
+
+class Decided(NamedTuple):
+    """Included examples in rising order of id, with the random values that decided (the cap needs them)."""
+
+    ids: Ids
+    values: Values
 
 
 class Sampler(Protocol):
@@ -51,13 +56,6 @@ class Sampler(Protocol):
     def merge(self, slices: Sequence[Decided]) -> Ids: ...
 
 
-class Decided(NamedTuple):
-    """Included examples in rising order of id, with the random values that decided (the cap needs them)."""
-
-    ids: Ids
-    values: Values
-
-
 def default_cap(expected_batch_size: int) -> int:
     """ceil(B + 8 sqrt(B)): eight standard deviations, so that the charged truncation costs next to nothing."""
     return math.ceil(expected_batch_size + 8 * math.sqrt(expected_batch_size))
@@ -80,7 +78,7 @@ class PoissonSampler:
             raise PrivacyConfigError(f"the cap must be positive, not {self.cap}")
 
     @classmethod
-    def with_expected_batch(cls, num_examples: int, expected_batch_size: int, cap: int | None) -> PoissonSampler:
+    def with_expected_batch(cls, num_examples: int, expected_batch_size: int, cap: int | None) -> Self:
         """The sampler with rate B / n, computed in integers: Q = floor(B 2^64 / n)."""
         if not 1 <= expected_batch_size <= num_examples:
             raise PrivacyConfigError(
@@ -92,7 +90,8 @@ class PoissonSampler:
     @property
     def sample_rate(self) -> float:
         """Q / 2^64 as a float, rounded up: the rate that the accountant is charged with."""
-        return _rounded_up(Fraction(self.threshold, 2**64))
+        exact = Fraction(self.threshold, 2**64)
+        return float(exact) if Fraction(float(exact)) >= exact else math.nextafter(float(exact), 1.0)
 
     def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
         """Fresh coins for every start of the program and every attempt."""
@@ -189,8 +188,3 @@ def _checked(key: bytes) -> bytes:
     if len(key) != 32:
         raise PrivacyConfigError(f"an AES-256 key has 32 bytes, not {len(key)}")
     return key
-
-
-def _rounded_up(value: Fraction) -> float:
-    nearest = float(value)
-    return nearest if Fraction(nearest) >= value else math.nextafter(nearest, 1.0)

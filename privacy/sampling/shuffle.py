@@ -8,8 +8,6 @@ ceil(epochs) + replays steps, whoever knows which, so the run is Gaussian-DP wit
 51 (`shuffle_lower_bound`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,19 +67,18 @@ class ShuffleSampler:
             raise PrivacyConfigError(f"steps count from 1, not {step}")
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         first, last = (self.num_examples * (index + part) // self.steps_per_epoch for part in (0, 1))
-        ids = np.sort(np.concatenate([self._permuted(coin_key, epoch, at, last) for at in range(first, last, CHUNK)]))
+        batch = []
+        for at in range(first, last, CHUNK):
+            places = np.arange(at, min(at + CHUNK, last), dtype=np.uint64)
+            outside = np.ones(len(places), dtype=bool)
+            # Cycle walking: the network permutes a power of two below 2 n; what leaves [0, n) goes on until it returns.
+            while outside.any():
+                places[outside] = self._network(coin_key, epoch, places[outside])
+                outside = places >= self.num_examples
+            batch.append(places.astype(np.int64))
+        ids = np.sort(np.concatenate(batch))
         ids = ids[(ids >= start) & (ids < stop)]
         return Decided(ids, np.zeros(len(ids), np.uint64))
-
-    def _permuted(self, coin_key: bytes, epoch: int, first: int, last: int) -> Ids:
-        """The examples at positions [first, min(first + CHUNK, last)) of the epoch's permutation."""
-        places = np.arange(first, min(first + CHUNK, last), dtype=np.uint64)
-        outside = np.ones(len(places), dtype=bool)
-        # Cycle walking: the network permutes a power of two below 2 n; whoever leaves [0, n) goes on until it returns.
-        while outside.any():
-            places[outside] = self._network(coin_key, epoch, places[outside])
-            outside = places >= self.num_examples
-        return places.astype(np.int64)
 
     def _network(self, coin_key: bytes, epoch: int, values: Values) -> Values:
         """An alternating Feistel network with AES-256 as its round function."""

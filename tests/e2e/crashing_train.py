@@ -18,7 +18,7 @@ from privacy.ledger.chain import AppendOnly  # noqa: E402
 from privacy.ledger.ledger import Ledger  # noqa: E402
 from tests.e2e.recording_train import RecordingNoise  # noqa: E402
 from trainer.checkpoints import write as checkpoint_writer  # noqa: E402
-from trainer.run.members import MembersLog  # noqa: E402
+from trainer.run.ledger import MembersLog  # noqa: E402
 
 POINTS = (
     *("before_intent", "before_mark", "before_noise", "before_done"),

@@ -208,9 +208,9 @@ def test_the_ledger_lists_both_releases_and_the_claim_is_that_of_sigma(trained: 
         }  # fmt: skip
         assert count == {"name": UNCLIPPED, "sensitivity": 0.5, "std": 6.0}
     with Ledger.open(path) as ledger:
-        assert len(ledger.charged_groups()) == 1, "rounding must not make a group of every step"
-        assert ledger.epsilon() == own.epsilon_after(5)
-        assert recompute(path)[1] == pytest.approx(ledger.epsilon(), rel=1e-6)
+        assert len(ledger.state.charged_groups()) == 1, "rounding must not make a group of every step"
+        assert ledger.state.epsilon() == own.epsilon_after(5)
+        assert recompute(path)[1] == pytest.approx(ledger.state.epsilon(), rel=1e-6)
     report = audit_ledger(path.read_bytes(), FolderClaims(bounds=claims))
     assert not report.failed(), report.to_text()
     assert {"clipping_bound", "releases", "epsilon"} <= {check.name for check in report.checks}

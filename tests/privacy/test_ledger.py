@@ -18,7 +18,7 @@ from tests.privacy.ledger_files import ENVIRONMENT, PLAN, RELEASE, create, take_
 def test_contract_9_records_and_charges(tmp_path):
     path = written(tmp_path)
     with Ledger.open(path) as ledger:
-        assert ledger.num_charged == 3 and ledger.last_done_step == 3
+        assert ledger.num_charged == 3 and ledger.state.last_done_step == 3
         assert ledger.next_attempt(3) == 1 and ledger.next_attempt(4) == 0
         assert ledger.plan == PLAN
         nonce = ledger.start_session(ENVIRONMENT)
@@ -84,7 +84,7 @@ def test_contract_10_budget_refuses_the_intent_that_would_pass_it(tmp_path):
     with pytest.raises(PrivacyStateRefused, match="after `close`"):
         ledger.start_session(ENVIRONMENT)
     ledger.release()
-    assert Ledger.open(tmp_path / "ledger.jsonl").closed == "budget_spent"
+    assert Ledger.open(tmp_path / "ledger.jsonl").state.closed == "budget_spent"
 
 
 def test_contract_9_every_start_needs_its_own_session(tmp_path):
@@ -146,12 +146,12 @@ def test_contract_10_epsilon_comes_from_the_ledger_and_equals_an_independent_rec
         ledger.intent(4, 1, [RELEASE])
         ledger.done(4, 1)
         assert ledger.num_charged == 6
-        groups = ledger.charged_groups()
+        groups = ledger.state.charged_groups()
         assert sum(group.count for group in groups) == 6 and len(groups) == 1
         charged, expected = recompute(path)
         assert charged == 6
-        assert ledger.epsilon() == pytest.approx(expected, rel=1e-6)
-        assert ledger.epsilon() == PLAN.epsilon_after(6)
+        assert ledger.state.epsilon() == pytest.approx(expected, rel=1e-6)
+        assert ledger.state.epsilon() == PLAN.epsilon_after(6)
 
 
 def test_contract_11_no_epsilon_without_a_formal_guarantee(tmp_path):
@@ -159,7 +159,7 @@ def test_contract_11_no_epsilon_without_a_formal_guarantee(tmp_path):
     ledger = Ledger.create(tmp_path / "l", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
     ledger.start_session({})
     ledger.intent(1, 0, [{"name": "gradient", "std": 0.0, "sensitivity": 1.0}])
-    assert ledger.epsilon() is None and ledger.num_charged == 1
+    assert ledger.state.epsilon() is None and ledger.num_charged == 1
 
 
 # Ledger and key together

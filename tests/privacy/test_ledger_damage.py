@@ -123,7 +123,7 @@ def test_contract_9_torn_writes_at_every_byte_of_the_last_line(tmp_path, no_fsyn
             with Ledger.open(path) as ledger:
                 assert ledger.num_charged == charged_before + torn_charged
                 ledger.start_session(ENVIRONMENT)
-                step = ledger.last_done_step + 1
+                step = ledger.state.last_done_step + 1
                 ledger.intent(step, ledger.next_attempt(step), [RELEASE])
             # Nothing that was on the disk has changed, and the whole verifies again.
             content = path.read_bytes()

@@ -12,7 +12,7 @@ from scipy import stats
 
 from privacy import noise
 from privacy.accounting.noise_tail import BOX_MULLER_EDGE, EDGES, MOST_PARAMETERS, NOISE_SOURCES, noise_tail_delta
-from privacy.noise import _device_words, add_noise, box_muller, noise_source
+from privacy.noise import add_noise, box_muller, noise_source, philox_words
 from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def test_contract_7_draws_are_standard_normal_on_cuda(name):
 
 def test_contract_7_words_drawn_on_a_device_are_uniform_and_keyed_by_128_bits(monkeypatch):
     """The code that runs on CUDA, on CPU: 63 uniform bits, and either half of the key changes every word."""
-    words = _device_words(CPU)(200_000).numpy()
+    words = philox_words(CPU)(200_000).numpy()
     assert words.min() >= 0
     for bit in range(63):
         assert abs(((words >> bit) & 1).mean() - 0.5) * 2 * math.sqrt(len(words)) < 5
@@ -53,7 +53,7 @@ def test_contract_7_words_drawn_on_a_device_are_uniform_and_keyed_by_128_bits(mo
     for keys in ((1, 2), (1, 3), (4, 2)):
         entropy = iter(key.to_bytes(8, "little") for key in keys)
         monkeypatch.setattr(os, "urandom", lambda size, entropy=entropy: next(entropy))
-        drawn.append(_device_words(CPU)(1000))
+        drawn.append(philox_words(CPU)(1000))
     assert not any((a == b).any() for a, b in itertools.combinations(drawn, 2))
 
 

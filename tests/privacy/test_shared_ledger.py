@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch_scripts.shared_ledger import CreateOptions, ShowOptions, create, parse_args, show
 from privacy.accounting.accountants import ReleaseGroup, epsilon
 from privacy.accounting.rdp_filter import filter_order, filtered_epsilon, total_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
@@ -17,6 +18,7 @@ from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.processes import run_python
+from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-5
@@ -194,6 +196,26 @@ def test_command(tmp_path):
     assert "first: epsilon" in run("show", str(path)).stdout
     again = run("create", str(path), "--target_epsilon", "3", "--delta", "1e-6")
     assert again.returncode == 2 and again.stderr.startswith("error: ") and again.stderr.count("\n") == 1
+
+
+def test_the_command_can_be_called_from_a_notebook(tmp_path, capsys):
+    path = tmp_path / "owner.jsonl"
+    create(CreateOptions(path=path, target_epsilon=3.0, delta=1e-6, informal_runs=True, rdp_order=8.0))
+    state = SharedLedger(path).read()
+    assert (state.opened["epsilon"], state.opened["delta"], state.opened["rdp_order"]) == (3.0, 1e-6, 8.0)
+    capsys.readouterr()
+    show(ShowOptions(path=path, json=True))
+    assert json.loads(capsys.readouterr().out)["epsilon"] == 3.0
+
+
+@pytest.mark.parametrize(
+    "line", ["create PATH --target_epsilon 3", "create --target_epsilon 3 --delta 1e-6", "show", "create PATH --target_epsilon "
+             "nan --delta 1e-6", "create PATH --target_epsilon x --delta 1e-6", "show PATH --mirror b"]
+)  # fmt: skip
+def test_a_bad_command_line_is_refused_in_one_line(line):
+    with pytest.raises(ConfigError) as refused:
+        parse_args(line.split())
+    assert "\n" not in str(refused.value)
 
 
 def test_runs_without_a_guarantee_are_counted_where_the_owner_permits_them(shared, tmp_path):

@@ -153,7 +153,7 @@ def test_contract_9_no_honest_crash_is_refused(run: Any, tmp_path: Path, no_fsyn
         assert ledger.num_charged >= state.get(LEDGER, b"").count(b'"type":"intent"')
         ledger.release()
         if number % 7 == 0:  # and the run goes on, and once more
-            for step in (ledger.last_done_step + 1, ledger.last_done_step + 2):
+            for step in (ledger.state.last_done_step + 1, ledger.state.last_done_step + 2):
                 if step <= PLAN.num_steps:
                     session(folder, PLAN, iter([step]), mirrored=mirrored)
             opened(folder, PLAN, mirrored=mirrored)[0].release()

@@ -2,8 +2,8 @@
 
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ FOUND_BY = {
 }
 
 
-def plan(**changed: float) -> PrivacyPlan:
+def plan(**changed: Any) -> PrivacyPlan:
     fields = {"noise_multiplier": 1.1, "max_grad_norm": 1.0} | changed
     return make_plan(
         PlanRequest(
@@ -63,10 +63,10 @@ def audit(
     reports = {}
     for bug in bugs:
         folder = Path(distributed.on_main(lambda: tempfile.mkdtemp()))
+        own = plan(clipping_function=clipping, **changed)
         settings = distributed.broadcast_object(
-            make_settings(plan(**changed), "local", ROOT / "ds_configs" / "zero3.json", 512, 4, steps)
+            make_settings(own, "local", ROOT / "ds_configs" / "zero3.json", 512, 4, steps, mode)
         )
-        settings = replace(settings, clipping_function=clipping, clipping_mode=mode)
         with broken(bug) as source:
             run_sandbox(settings, device, folder, source)
         distributed.gather_objects(None)

@@ -1,6 +1,6 @@
 """Input canaries: random pictures with random captions that are in the training data or not, one secret coin each.
 
-    OUTPUT/ (0700)   canaries-000000.tar   the canaries whose coin said "in"; add it to data.shards
+    OUTPUT/ (0700)   canaries-000000.tar   the canaries whose coin came up "in"; add it to data.shards
                      coins.json (0600)     seed, coins and the shard's hash: keep it from whoever attacks, or trains
 
 A canary is made again from the seed alone, so those that were kept out need no file.
@@ -77,32 +77,24 @@ def write_canaries(output: Path, num_canaries: int, image_size: int, caption_fie
         if any(output.iterdir()):
             raise ConfigError(f"{output} is not empty: canaries and coins are never overwritten")
         output.chmod(0o700)
-        return _write(output, num_canaries, image_size, caption_field)
+        seed = secrets.token_hex(32)
+        present = "".join(str(secrets.randbits(1)) for _ in range(num_canaries))
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for index in (index for index, coin in enumerate(present) if coin == "1"):
+                canary = make_canary(seed, index, image_size, caption_field)
+                for extension, payload in canary.fields.items():
+                    member = tarfile.TarInfo(f"canary-{index:06d}.{extension}")
+                    member.size = len(payload)
+                    tar.addfile(member, io.BytesIO(payload))
+        shard = buffer.getvalue()
+        coins = CanaryCoins(seed, present, image_size, hashlib.sha256(shard).hexdigest(), caption_field)
+        write_new(output / SHARD, shard, 0o600)
+        write_new(output / COINS, json.dumps(asdict(coins)).encode(), 0o600)
     except OSError as error:
         raise ConfigError(f"{output}: cannot write the canaries: {error.strerror or error}") from error
-
-
-def _write(output: Path, num_canaries: int, image_size: int, caption_field: str | None) -> str:
-    seed = secrets.token_hex(32)
-    present = "".join(str(secrets.randbits(1)) for _ in range(num_canaries))
-    drawn = [i for i, coin in enumerate(present) if coin == "1"]
-    shard = _shard({i: make_canary(seed, i, image_size, caption_field) for i in drawn})
-    coins = CanaryCoins(seed, present, image_size, hashlib.sha256(shard).hexdigest(), caption_field)
-    write_new(output / SHARD, shard, 0o600)
-    write_new(output / COINS, json.dumps(asdict(coins)).encode(), 0o600)
     count = present.count("1")
     return f"{count} of {num_canaries} canaries are in {output / SHARD}: append it to data.shards, then train"
-
-
-def _shard(examples: dict[int, RawExample]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for index, example in examples.items():
-            for extension, payload in example.fields.items():
-                member = tarfile.TarInfo(f"canary-{index:06d}.{extension}")
-                member.size = len(payload)
-                tar.addfile(member, io.BytesIO(payload))
-    return buffer.getvalue()
 
 
 def read_canaries(folder: Path) -> CanaryCoins:

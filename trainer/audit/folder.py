@@ -1,8 +1,9 @@
-"""Audits of a run folder's records: reads the files, and leaves all judgement to privacy/audit."""
+"""Audits of a run folder's records: reads the files, and privacy/audit judges them."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,6 @@ from trainer.errors import ConfigError
 from trainer.loop.metrics import read_metrics
 from trainer.report import read_recipe
 from trainer.run.folder import RunFolder
-
-_LINES_COMPARED = 2  # of metrics.jsonl, the middle and the last: seconds of PLD each
 
 
 def ledger_audit(run_dir: Path) -> AuditReport:
@@ -80,7 +79,7 @@ def recorded_attempts(run_dir: Path) -> list[LedgerMark] | None:
 def compared_attempts(
     run_dir: Path, state: LedgerState, before: Sequence[LedgerMark] | None
 ) -> RecordedAttempts | str | None:
-    """The record again, after the ledger was read, beside what it was `before`."""
+    """The record as it was `before` the ledger was read and as it is now; or a sentence that says what is wrong with it."""
     after = recorded_attempts(run_dir)
     if before is not None and after is not None:
         return RecordedAttempts(before, after)
@@ -99,71 +98,47 @@ def _ledger(run_dir: Path) -> Path:
 
 def folder_claims(run_dir: Path) -> FolderClaims:
     """What metrics, checkpoints, privacy card, a private head and mirror say."""
-    metrics = read_metrics(run_dir)
-    return FolderClaims(
-        [*_metric_claims(metrics), *_card_claims(run_dir), *_head_claims(run_dir)],
-        list(_checkpoint_claims(run_dir)),
-        {"metrics.jsonl": max((line["step"] for line in metrics), default=0)},
-        _mirror(run_dir),
-        list(_bound_claims(metrics)),
-    )
-
-
-def _metric_claims(metrics: list[dict[str, Any]]) -> list[EpsilonClaim]:
-    found = [
-        EpsilonClaim(f"metrics.jsonl (step {line['step']})", line.get("privacy/charged_attempts", 0), epsilon)
-        for line in metrics
-        if (epsilon := line.get("privacy/epsilon")) is not None
+    metrics, checkpoints, bounds = read_metrics(run_dir), [], []
+    stated = [line for line in metrics if line.get("privacy/epsilon") is not None]
+    # Two lines are compared, the middle and the last: seconds of PLD each.
+    compared = sorted({len(stated) // 2 - 1, len(stated) - 1} - {-1})
+    epsilons = [
+        EpsilonClaim(
+            f"metrics.jsonl (step {line['step']})", line.get("privacy/charged_attempts", 0), line["privacy/epsilon"]
+        )
+        for line in (stated[index] for index in compared)
     ]
-    picked = {len(found) * (i + 1) // _LINES_COMPARED - 1 for i in range(_LINES_COMPARED)}
-    return [found[index] for index in sorted(picked) if index >= 0]
-
-
-def _bound_claims(metrics: list[dict[str, Any]]) -> Iterator[BoundClaim]:
+    card = _json(run_dir / "report" / "privacy_card.json")
+    if isinstance(card.get("attempts_charged"), int) and card.get("epsilon") is not None:
+        epsilons.append(EpsilonClaim("report/privacy_card.json", card["attempts_charged"], float(card["epsilon"])))
+    head = _json(run_dir / "head.json").get("epsilon")  # a private head (evaluation/private_head/) is one release
+    if head is not None:
+        epsilons.append(EpsilonClaim("head.json", 1, float(head)))
     for line in metrics:
         bound, fraction = line.get("privacy/clipping_bound"), line.get("privacy/noised_unclipped_fraction")
         if bound is not None and fraction is not None:
-            yield BoundClaim("metrics.jsonl", line["step"], bound, fraction)
-
-
-def _card_claims(run_dir: Path) -> list[EpsilonClaim]:
-    path = run_dir / "report" / "privacy_card.json"
-    card = _json(path)
-    if not isinstance(card.get("attempts_charged"), int) or card.get("epsilon") is None:
-        return []
-    return [EpsilonClaim("report/privacy_card.json", card["attempts_charged"], float(card["epsilon"]))]
-
-
-def _head_claims(run_dir: Path) -> list[EpsilonClaim]:
-    """A private head (evaluation/private_head/) states its epsilon beside its weights; one release."""
-    epsilon = _json(run_dir / "head.json").get("epsilon")
-    return [] if epsilon is None else [EpsilonClaim("head.json", 1, float(epsilon))]
-
-
-def _checkpoint_claims(run_dir: Path) -> Iterator[CheckpointClaim]:
+            bounds.append(BoundClaim("metrics.jsonl", line["step"], bound, fraction))
     for path in sorted(RunFolder(run_dir).checkpoints.glob(f"step-*/{MANIFEST}")):
         manifest = _json(path)
         position = manifest.get("ledger") or {}
-        yield CheckpointClaim(
-            path.parent.name,
-            manifest.get("step", 0),
-            position.get("seq"),
-            position.get("hash"),
-            hashlib.sha256(path.read_bytes()).hexdigest(),
-            manifest.get("charged_attempts"),
-            manifest.get("formal_guarantee"),
+        checkpoints.append(
+            CheckpointClaim(
+                name=path.parent.name,
+                step=manifest.get("step", 0),
+                seq=position.get("seq"),
+                line_hash=position.get("hash"),
+                digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+                charged=manifest.get("charged_attempts"),
+                formal_guarantee=manifest.get("formal_guarantee"),
+            )
         )
-
-
-def _mirror(run_dir: Path) -> bytes | None:
-    recipe = run_dir / "config.toml"
-    if not recipe.exists():
-        return None
-    mirror = load_config(recipe).privacy.ledger_mirror
-    try:
-        return Path(mirror).read_bytes() if mirror else None
-    except OSError:
-        return None
+    mirror, recipe = None, run_dir / "config.toml"
+    name = load_config(recipe).privacy.ledger_mirror if recipe.exists() else None
+    if name:
+        with contextlib.suppress(OSError):
+            mirror = Path(name).read_bytes()
+    furthest = {"metrics.jsonl": max((line["step"] for line in metrics), default=0)}
+    return FolderClaims(epsilons, checkpoints, furthest, mirror, bounds)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -8,14 +8,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.audit.mechanism import audit_mechanism
 from privacy.audit.report import AuditReport
 from privacy.audit.sandbox_record import NO_CANARY, SandboxCounts, SandboxPlan, SandboxRecord
@@ -24,19 +22,17 @@ from privacy.clipping.functions import FUNCTIONS
 from privacy.ledger.records import read_ledger
 from privacy.plan import PrivacyPlan
 from privacy.releases import SENSITIVITY_SLACK
-from trainer.audit.sandbox import SandboxSettings
+from trainer.audit.sandbox import SAMPLE_RATE, SandboxSettings
 from trainer.audit.task import AMPLITUDE, PARTIAL, make_canaries
 from trainer.config.recipe import EngineName, load_config
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ("-m", "trainer.audit.sandbox")
-SAMPLE_RATE = 0.25
-"""Of the sandbox: high, so that few steps say much; sigma and C are the run's own."""
 
 
 class SandboxFailed(RuntimeError):
-    """The sandbox did not end well; nothing can be said about the mechanism."""
+    """The sandbox did not end well; nothing is known about the mechanism."""
 
     exit_code = 1
 
@@ -51,26 +47,21 @@ def mechanism_audit(
         SandboxFailed: a rank died.
     """
     plan = read_plan(run_dir)
-    recorded = run_dir / "ds_config.json"
+    recipe, recorded, chosen = (run_dir / name for name in ("config.toml", "ds_config.json", "private/chosen.json"))
     machine = ds_config or (recorded if recorded.exists() else ROOT / "ds_configs" / "zero3.json")
+    # The mode of the run's recipe, or what `auto` chose at the latest start; bookkeeping where the folder does not say.
+    mode = load_config(recipe).privacy.clipping_mode if recipe.exists() else "bookkeeping"
+    if mode == "auto" and chosen.exists():
+        mode = json.loads(chosen.read_text()).get("clipping_mode", {}).get("mode", "bookkeeping")
     record = sandbox_record(
         plan,
         engine=engine,
         ds_config=machine.resolve(),
         ranks=ranks,
-        clipping_mode=_clipping_mode(run_dir),
+        clipping_mode="two_pass" if mode == "two_pass" else "bookkeeping",
         timeout=timeout,
     )
     return audit_mechanism(record)
-
-
-def _clipping_mode(run_dir: Path) -> Mode:
-    """The mode of the run's recipe, or what `auto` chose at the latest start; bookkeeping where the folder does not say."""
-    recipe, chosen = run_dir / "config.toml", run_dir / "private" / "chosen.json"
-    mode = load_config(recipe).privacy.clipping_mode if recipe.exists() else "bookkeeping"
-    if mode == "auto" and chosen.exists():
-        mode = json.loads(chosen.read_text()).get("clipping_mode", {}).get("mode", "bookkeeping")
-    return "two_pass" if mode == "two_pass" else "bookkeeping"
 
 
 def read_plan(run_dir: Path) -> PrivacyPlan:
@@ -97,10 +88,7 @@ def sandbox_record(
     program: Sequence[str] = PROGRAM,
 ) -> SandboxRecord:
     """Runs the sandbox in a folder of its own, which is deleted. Tests start another `program`."""
-    settings = replace(
-        make_settings(plan, engine, ds_config, num_single, silent_steps, noisy_steps),
-        clipping_mode=clipping_mode,
-    )
+    settings = make_settings(plan, engine, ds_config, num_single, silent_steps, noisy_steps, clipping_mode)
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         (Path(folder) / "settings.json").write_text(settings.to_json())
         _run_ranks([sys.executable, *program, folder], ranks, timeout)
@@ -108,39 +96,92 @@ def sandbox_record(
 
 
 def make_settings(
-    plan: PrivacyPlan, engine: EngineName, ds_config: Path, num_single: int, silent_steps: int, noisy_steps: int
+    plan: PrivacyPlan,
+    engine: EngineName,
+    ds_config: Path,
+    num_single: int,
+    silent_steps: int,
+    noisy_steps: int,
+    clipping_mode: Mode = "bookkeeping",
 ) -> SandboxSettings:
     """Settings with fresh secret coins."""
+    coins = [bool(secrets.randbits(1)) for _ in range(len(make_canaries(num_single, plan.max_grad_norm)))]
     return SandboxSettings(
-        noise_multiplier=plan.noise_multiplier,
-        max_grad_norm=plan.max_grad_norm,
-        target_delta=plan.target_delta,
-        sample_rate=SAMPLE_RATE,
-        num_single=num_single,
-        silent_steps=silent_steps,
-        noisy_steps=noisy_steps,
-        engine=engine,
-        ds_config=str(ds_config),
-        noise_source=plan.noise_source,
-        clipping_function=plan.clipping_function,
-        clipping_mode="bookkeeping",
-        present=[bool(secrets.randbits(1)) for _ in range(len(make_canaries(num_single, plan.max_grad_norm)))],
-        adaptive=None if plan.adaptive_clipping is None else asdict(plan.adaptive_clipping),
+        plan.frozen_fields(), num_single, silent_steps, noisy_steps, engine, str(ds_config), clipping_mode, coins
     )
 
 
 def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxRecord:
-    """The record of the sandbox whose ranks wrote to `folder`."""
-    tapes = [_load(folder / f"rank-{rank}.npz") for rank in range(ranks)]
+    """The record of the sandbox whose ranks wrote to `folder`: every rank's part of the coordinates, in the parameters' order."""
+    tapes: list[dict[str, Any]] = []
+    for rank in range(ranks):
+        with np.load(folder / f"rank-{rank}.npz") as tape:
+            tapes.append(dict(tape))
+    shapes = json.loads(str(tapes[0]["shapes"]))
+    sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1].tolist(), strict=True))
+    total, attempts = sum(sizes.values()), len(tapes[0]["num_draws"])
+    weights, draws = np.full((attempts + 1, total), np.nan), np.full((attempts, total), np.nan)
+    owner_D = np.full(total, -1)
+    for rank, tape in enumerate(tapes):
+        places = [
+            np.arange(starts[name] + offset, starts[name] + offset + length)
+            for name, offset, length in json.loads(str(tape["pieces"]))
+        ]
+        at = np.concatenate(places) if places else np.zeros(0, dtype=int)
+        weights[:, at], draws[:, at], owner_D[at] = tape["weights"], tape["draws"], rank
+    canaries, plan, run = settings.canaries(), settings.plan(), settings.run_plan
+    canary_D = np.full(total, NO_CANARY)
+    for example, name, index in canaries.coordinates:
+        canary_D[starts[name] + index] = example
+    # What all ranks together were dealt, attempt by attempt.
+    parts = [np.split(tape["ids"], np.cumsum(tape["counts"])[:-1]) for tape in tapes]
+    members = tuple(np.sort(np.concatenate(attempt)) for attempt in zip(*parts, strict=True))
+    digests = tuple(zip(*(tape["digests"].tolist() for tape in tapes), strict=True))
+    # What a single-coordinate canary contributes after clipping, and the least that any canary does.
+    function = FUNCTIONS[run.clipping_function](list(sizes), run.max_grad_norm)
+    bound = min(function.bounds)
+    norms = torch.tensor([AMPLITUDE * run.max_grad_norm, 2 * PARTIAL * run.max_grad_norm], dtype=torch.float64)
+    norms = torch.minimum(function.weight(norms, bound) * norms, torch.tensor(bound))
+    # The noise is judged by what the audited run states, never by what the sandbox says that it used.
+    sigma, adaptive, counts = run.noise_multiplier, run.adaptive_clipping, None
+    if adaptive is not None:
+        sigma = adaptive.gradient_noise_multiplier(sigma)
+        counts = SandboxCounts(adaptive.unclipped_num_std, *tapes[0]["counts_of_unclipped"].T)
     steps = f"{settings.silent_steps} silent and {settings.noisy_steps} noisy steps"
-    ranks_and_steps = f"{ranks} ranks, engine {settings.engine}, {steps}, q = {settings.sample_rate}, "
-    clipping = f"{settings.clipping_function} clipping ({settings.clipping_mode})"
-    facts = {"sandbox": ranks_and_steps + clipping}
-    return _assemble(settings, tapes, facts)
+    clipping = f"{run.clipping_function} clipping ({settings.clipping_mode})"
+    return SandboxRecord(
+        plan=SandboxPlan(
+            noise_multiplier=sigma,
+            max_grad_norm=run.max_grad_norm,
+            sensitivity_slack=SENSITIVITY_SLACK,
+            target_delta=run.target_delta,
+            num_examples=plan.num_examples,
+            expected_batch_size=plan.expected_batch_size,
+            sample_rate=plan.sample_rate,
+            canary_norm=float(norms[0]),
+            smallest_norm=float(norms.min()),
+        ),
+        world_size=ranks,
+        parameters=tuple((name, starts[name], starts[name] + size) for name, size in sizes.items()),
+        canary_D=canary_D,
+        owner_D=owner_D,
+        weights=weights,
+        draws=draws,
+        num_draws=np.sum([tape["num_draws"] for tape in tapes], axis=0),
+        members=members,
+        present_N=np.array(settings.present),
+        hostile_N=canaries.hostile_N,
+        silent_steps=settings.silent_steps + 1,  # the killed step has two attempts
+        retried=(settings.silent_steps - 1, settings.silent_steps),
+        replica_digests=None if "" in digests[0] else digests,
+        facts={"sandbox": f"{ranks} ranks, engine {settings.engine}, {steps}, q = {SAMPLE_RATE}, {clipping}"},
+        counts=counts,
+    )
 
 
 def _run_ranks(command: Sequence[str], ranks: int, timeout: float) -> None:
-    """All ranks on this machine's CPU; SandboxFailed with the last line that one of them said."""
+    """Runs all ranks on this machine's CPU; SandboxFailed with the last line that a failed one printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -168,91 +209,5 @@ def _run_ranks(command: Sequence[str], ranks: int, timeout: float) -> None:
             process.wait()
     for rank, process in enumerate(processes):
         if process.returncode != 0:
-            said = [line for line in outputs[rank].splitlines() if line.strip()]
-            raise SandboxFailed(f"sandbox rank {rank} ended with {process.returncode}: {said[-1] if said else ''}")
-
-
-def _load(path: Path) -> dict[str, Any]:
-    with np.load(path) as tape:
-        return dict(tape)
-
-
-def _assemble(settings: SandboxSettings, tapes: list[dict[str, Any]], facts: dict[str, Any]) -> SandboxRecord:
-    """Every rank's part of the coordinates, in the order of the parameters."""
-    shapes = json.loads(str(tapes[0]["shapes"]))
-    sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
-    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1].tolist(), strict=True))
-    total, attempts = sum(sizes.values()), len(tapes[0]["num_draws"])
-    weights, draws = np.full((attempts + 1, total), np.nan), np.full((attempts, total), np.nan)
-    owner_D = np.full(total, -1)
-    for rank, tape in enumerate(tapes):
-        places = [
-            np.arange(starts[name] + offset, starts[name] + offset + length)
-            for name, offset, length in json.loads(str(tape["pieces"]))
-        ]
-        at = np.concatenate(places) if places else np.zeros(0, dtype=int)
-        weights[:, at], draws[:, at], owner_D[at] = tape["weights"], tape["draws"], rank
-    canaries, plan = settings.canaries(), settings.plan()
-    canary_D = np.full(total, NO_CANARY)
-    for example, name, index in canaries.coordinates:
-        canary_D[starts[name] + index] = example
-    digests = tuple(zip(*(tape["digests"].tolist() for tape in tapes), strict=True))
-    return SandboxRecord(
-        # The noise is judged by what the audited run states, never by what the sandbox says that it used.
-        plan=SandboxPlan(
-            _gradient_noise_multiplier(settings),
-            settings.max_grad_norm,
-            SENSITIVITY_SLACK,
-            settings.target_delta,
-            plan.num_examples,
-            plan.expected_batch_size,
-            plan.sample_rate,
-            *_canary_norms(settings, list(sizes)),
-        ),
-        world_size=len(tapes),
-        parameters=tuple((name, starts[name], starts[name] + size) for name, size in sizes.items()),
-        canary_D=canary_D,
-        owner_D=owner_D,
-        weights=weights,
-        draws=draws,
-        num_draws=np.sum([tape["num_draws"] for tape in tapes], axis=0),
-        members=_members(tapes),
-        present_N=np.array(settings.present),
-        hostile_N=canaries.hostile_N,
-        silent_steps=settings.silent_steps + 1,  # the killed step has two attempts
-        retried=(settings.silent_steps - 1, settings.silent_steps),
-        replica_digests=None if "" in digests[0] else digests,
-        facts=facts,
-        counts=_counts(settings, tapes[0]),
-    )
-
-
-def _gradient_noise_multiplier(settings: SandboxSettings) -> float:
-    """What the audited run states for the sum alone: a little more than sigma where a count shares it."""
-    if settings.adaptive is None:
-        return settings.noise_multiplier
-    return AdaptiveClipping(**settings.adaptive).gradient_noise_multiplier(settings.noise_multiplier)
-
-
-def _counts(settings: SandboxSettings, first: dict[str, Any]) -> SandboxCounts | None:
-    """What rank 0 released and drew for the count."""
-    if settings.adaptive is None:
-        return None
-    released, draws = first["counts_of_unclipped"].T
-    return SandboxCounts(settings.adaptive["unclipped_num_std"], released, draws)
-
-
-def _canary_norms(settings: SandboxSettings, names: list[str]) -> tuple[float, float]:
-    """What a single-coordinate canary contributes after clipping, and the least that any canary does."""
-    function = FUNCTIONS[settings.clipping_function](names, settings.max_grad_norm)
-    bound = min(function.bounds)
-    whole, partial = AMPLITUDE * settings.max_grad_norm, PARTIAL * settings.max_grad_norm
-    norms = torch.tensor([whole, 2 * partial], dtype=torch.float64)
-    norms = torch.minimum(function.weight(norms, bound) * norms, torch.tensor(bound))
-    return float(norms[0]), float(norms.min())
-
-
-def _members(tapes: list[dict[str, Any]]) -> tuple[np.ndarray, ...]:
-    """Per attempt, what all ranks together were dealt, in rising order."""
-    parts = [np.split(tape["ids"], np.cumsum(tape["counts"])[:-1]) for tape in tapes]
-    return tuple(np.sort(np.concatenate(attempt)) for attempt in zip(*parts, strict=True))
+            lines = [line for line in outputs[rank].splitlines() if line.strip()]
+            raise SandboxFailed(f"sandbox rank {rank} ended with {process.returncode}: {lines[-1] if lines else ''}")

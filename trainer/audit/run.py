@@ -1,7 +1,6 @@
 """Scores input canaries on a checkpoint: how much better does the model know those that were in its data?"""
 
 import json
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from models.captioner import Captioner, build_captioner
 from models.config import CaptionerConfig, DecoderConfig, VitConfig
 from privacy.audit.canaries import POWER, audit_canaries
 from privacy.audit.ledger import attempts_check
-from privacy.audit.report import AuditReport, Check, fact, undecided
+from privacy.audit.report import AuditReport, fact, undecided
 from privacy.card.report import read_snapshot
 from trainer.audit.canaries import CanaryCoins, read_canaries
 from trainer.audit.folder import compared_attempts, recorded_attempts
@@ -49,26 +48,22 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     state = read_snapshot(folder.ledger).state
     claimed, plan = state.epsilon(), state.plan
     attempts = attempts_check(state, compared_attempts(run_dir, state, before))
-    checks = [_in_the_data(folder, config, root, coins), attempts]
+    index = folder.index if config.data.index is None else root / config.data.index
+    try:
+        shards = json.loads((index / "manifest.json").read_text())["shards"]
+        if any(shard["sha256"] == coins.shard_sha256 for shard in shards):
+            in_data = fact("canaries_in_data", True, "the shard with these canaries is in the data of this run")
+        else:
+            in_data = undecided("canaries_in_data", "the shard with these canaries is not in the data of this run")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        in_data = undecided("canaries_in_data", f"the index of the run's data cannot be read ({error})")
+    checks = [in_data, attempts]
     if claimed is None:
         sentence = "the run claims no epsilon, so there is nothing to refute"
         return AuditReport.of("run", [*checks, undecided("epsilon_lower_bound", sentence)])
     scores = canary_scores(loaded, config, root, coins)
     checks += audit_canaries(scores, coins.present_N, claimed, plan.target_delta)
     return AuditReport.of("run", checks, checkpoint=loaded.path.name, canaries=len(coins.present), note=POWER)
-
-
-def _in_the_data(folder: RunFolder, config: RunConfig, root: Path, coins: CanaryCoins) -> Check:
-    """The shard with these canaries is part of what the run was trained on."""
-    index = folder.index if config.data.index is None else root / config.data.index
-    try:
-        shards = json.loads((index / "manifest.json").read_text())["shards"]
-        found = any(shard["sha256"] == coins.shard_sha256 for shard in shards)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return undecided("canaries_in_data", f"the index of the run's data cannot be read ({error})")
-    if not found:
-        return undecided("canaries_in_data", "the shard with these canaries is not in the data of this run")
-    return fact("canaries_in_data", True, "the shard with these canaries is in the data of this run")
 
 
 def canary_scores(checkpoint: Checkpoint, config: RunConfig, root: Path, coins: CanaryCoins) -> np.ndarray:
@@ -99,16 +94,13 @@ def _captioner(facts: dict[str, Any], seed: int) -> Captioner:
 
 @torch.no_grad()
 def _losses(model: Captioner, make_example: CaptionExample, coins: CanaryCoins) -> np.ndarray:
-    parts = [model(**inputs).double().numpy() for inputs in _batches(make_example, coins)]
+    parts = []
+    for start in range(0, len(coins.present), _BATCH):
+        rows = [make_example(coins.example(i), 0) for i in range(start, min(start + _BATCH, len(coins.present)))]
+        images, tokens, mask = (
+            torch.from_numpy(np.stack([row[name] for row in rows]))
+            for name in ("images_CHW", "tokens_L", "token_mask_L")
+        )
+        losses_B = model(images_BCHW=images, tokens_BL=tokens, token_mask_BL=mask)
+        parts.append(losses_B.double().numpy())
     return np.concatenate(parts)
-
-
-def _batches(make_example: CaptionExample, coins: CanaryCoins) -> Iterator[dict[str, torch.Tensor]]:
-    count = len(coins.present)
-    for start in range(0, count, _BATCH):
-        rows = [make_example(coins.example(i), 0) for i in range(start, min(start + _BATCH, count))]
-        yield {
-            "images_BCHW": torch.from_numpy(np.stack([row["images_CHW"] for row in rows])),
-            "tokens_BL": torch.from_numpy(np.stack([row["tokens_L"] for row in rows])),
-            "token_mask_BL": torch.from_numpy(np.stack([row["token_mask_L"] for row in rows])),
-        }

@@ -13,8 +13,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 
 from data.reading.loader import StepPlan
-from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.ledger.ledger import Ledger
@@ -49,54 +49,58 @@ from trainer.run.ledger import RunLedger
 MICRO_BATCH_SIZE = 64
 
 
+SAMPLE_RATE = 0.25
+"""The sandbox samples at a high rate, so that few steps say much; sigma and C are the run's own."""
+
+
 @dataclass(frozen=True)
 class SandboxSettings:
-    """What the parent process decides. `present` are the secret coins, one per canary."""
+    """What the parent process decides.
 
-    noise_multiplier: float
-    max_grad_norm: float
-    target_delta: float
-    sample_rate: float
+    Attributes:
+        audited: the frozen fields of the audited run's plan.
+        present: the secret coins, one per canary.
+    """
+
+    audited: dict[str, Any]
     num_single: int
     silent_steps: int
     noisy_steps: int
     engine: EngineName
     ds_config: str
-    noise_source: str
-    clipping_function: str
     clipping_mode: Mode
     present: list[bool]
-    adaptive: dict[str, float] | None = None
-    """The audited run's `AdaptiveClipping`."""
+
+    @cached_property
+    def run_plan(self) -> PrivacyPlan:
+        """The plan of the audited run."""
+        return PrivacyPlan.from_frozen(self.audited)
 
     def canaries(self) -> Canaries:
-        return make_canaries(self.num_single, self.max_grad_norm)
+        return make_canaries(self.num_single, self.run_plan.max_grad_norm)
 
     def plan(self) -> PrivacyPlan:
         """The audited run's sigma, C and slack; a sampling rate with more power."""
-        num_examples = len(self.canaries())
+        run, num_examples = self.run_plan, len(self.present)
+        adaptive = run.adaptive_clipping
+        if adaptive is not None:
+            # The run's releases, while C stays in its place: its update is post-processing, which the ledger's audit checks.
+            adaptive = replace(adaptive, clipbound_learning_rate=1e-13 / adaptive.unclipped_num_std)
         return make_plan(
             PlanRequest(
                 num_examples=num_examples,
-                expected_batch_size=round(self.sample_rate * num_examples),
+                expected_batch_size=round(SAMPLE_RATE * num_examples),
                 num_steps=self.silent_steps + self.noisy_steps,
-                noise_multiplier=self.noise_multiplier,
-                target_delta=self.target_delta,
-                max_grad_norm=self.max_grad_norm,
-                clipping_function=self.clipping_function,
+                noise_multiplier=run.noise_multiplier,
+                target_delta=run.target_delta,
+                max_grad_norm=run.max_grad_norm,
+                clipping_function=run.clipping_function,
                 sensitivity_slack=SENSITIVITY_SLACK,
                 informal_reasons=("it is a sandbox of an audit",),
-                noise_source=self.noise_source,
-                adaptive_clipping=None if self.adaptive is None else self._nearly_constant(),
+                noise_source=run.noise_source,
+                adaptive_clipping=adaptive,
                 allow_small_noise=True,
             )
-        )
-
-    def _nearly_constant(self) -> AdaptiveClipping:
-        """The run's releases, while C stays in its place: it is post-processing, which the ledger's audit looks at."""
-        assert self.adaptive is not None
-        return AdaptiveClipping(
-            **self.adaptive | {"clipbound_learning_rate": 1e-13 / self.adaptive["unclipped_num_std"]}
         )
 
     def to_json(self) -> str:
@@ -160,7 +164,10 @@ class _Tape:
         self._draws.append(drawn if len(drawn) == self._count else np.full(self._count, np.nan))
         self._weights.append(self._owned())
         self._ids.append(plan.example_ids)
-        self._digests.append(_replica_digest(self._engine))
+        whole = hashlib.sha256()  # this rank's weights in compute precision
+        for parameter in self._engine.module.parameters():
+            whole.update(parameter.detach().cpu().float().numpy().tobytes())
+        self._digests.append(whole.hexdigest() if holds_whole_weights(self._engine) else "")
 
     def _owned(self) -> np.ndarray:
         parts = [state.tensors["param"].detach().cpu().double().numpy().copy() for state in self._engine.state()]
@@ -181,16 +188,6 @@ class _Tape:
         )
 
 
-def _replica_digest(engine: Engine) -> str:
-    """Of this rank's whole weights in compute precision; empty where it holds only parts."""
-    if not holds_whole_weights(engine):
-        return ""
-    digest = hashlib.sha256()
-    for parameter in engine.module.parameters():
-        digest.update(parameter.detach().cpu().float().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, source: NoiseSource) -> None:
     """All attempts of this rank; leaves rank-R.npz in `folder`. Collective."""
     plan, canaries = settings.plan(), settings.canaries()
@@ -198,7 +195,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
     model = CanaryModel()
     check_against_autograd(model, canaries.batch(np.arange(16), np.ones_like(present_N), 16).inputs)
     # A power of two above any gradient: then w -= lr * g / (|g| + eps) is w -= g up to rounding.
-    enormous = 2.0 ** (30 + max(0, math.ceil(math.log2(settings.max_grad_norm))))
+    enormous = 2.0 ** (30 + max(0, math.ceil(math.log2(plan.max_grad_norm))))
     optimizer = OptimizerSection.model_construct(peak_lr=enormous, betas=(0.0, 0.0), eps=enormous)  # above any recipe's
     machine = load_machine_settings(Path(settings.ds_config))
     engine = build_engine(settings.engine, model, optimizer, machine, device, MICRO_BATCH_SIZE)
@@ -206,14 +203,16 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
     clipped = plan.clipped_sum(engine.module, shapes=engine.shapes, mode=settings.clipping_mode)
     tape = _Tape(engine, noise)
 
-    def attempts(first: int, last: int, ledger: RunLedger, killed_at: int | None) -> None:
+    last_silent = settings.silent_steps
+    for first, last, killed_at in ((1, last_silent, last_silent), (last_silent, plan.num_steps, None)):
+        ledger = open_sandbox_ledger(folder, plan)
         nonce = ledger.start_session()
         batches = LogicalBatches(
             plan.sampler, plan.expected_batch_size, ledger.key, nonce, ledger.attempts, MICRO_BATCH_SIZE
         )
         for step_plan in batches.plans(first, last):
-            step = step_plan.step
-            noise.silent = step <= settings.silent_steps
+            step, ids = step_plan.step, step_plan.example_ids
+            noise.silent = step <= last_silent
             mechanism = Mechanism(
                 plan=plan,
                 clipped=clipped,
@@ -223,41 +222,28 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
                 noise_variance=NoiseVariance(optimizer.betas[1]),
                 learning_rate=lambda step: optimizer.peak_lr,
             )
+            micro_batches = (
+                canaries.batch(ids[start : start + MICRO_BATCH_SIZE], present_N, MICRO_BATCH_SIZE)
+                for start in range(0, step_plan.num_micro_batches * MICRO_BATCH_SIZE, MICRO_BATCH_SIZE)
+            )
             ledger.note(step_plan)
-            record = train_step(mechanism, step, _micro_batches(step_plan, canaries, present_N))
+            record = train_step(mechanism, step, micro_batches)
             fraction = record.public.get("privacy/noised_unclipped_fraction")
             tape.note(step_plan, None if fraction is None else (fraction - 0.5) * plan.expected_batch_size)
-
-    last_silent = settings.silent_steps
-    with_ledger(folder, plan, lambda ledger: attempts(1, last_silent, ledger, killed_at=last_silent))
-    with_ledger(folder, plan, lambda ledger: attempts(last_silent, plan.num_steps, ledger, killed_at=None))
+        ledger.release()
     tape.save(folder)
 
 
-def _micro_batches(plan: StepPlan, canaries: Canaries, present_N: np.ndarray) -> Any:
-    for start in range(0, plan.num_micro_batches * MICRO_BATCH_SIZE, MICRO_BATCH_SIZE):
-        yield canaries.batch(plan.example_ids[start : start + MICRO_BATCH_SIZE], present_N, MICRO_BATCH_SIZE)
+def open_sandbox_ledger(folder: Path, plan: PrivacyPlan) -> RunLedger:
+    """Opens the sandbox's ledger and key as a start of a run does. Collective."""
+    key, members = folder / "sampling.key", folder / "members.jsonl"
 
+    def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
+        path = folder / "ledger.jsonl"
+        return *open_run_state(path, key, plan, data_manifest=b"canaries", members=members), plan
 
-def with_ledger(folder: Path, plan: PrivacyPlan, use: Callable[[RunLedger], None]) -> None:
-    """Opens ledger and key as a start of the program does, and lets go of them afterwards. Collective."""
-    opened: list[tuple[Ledger, SamplingKey]] = []
-
-    members = folder / "members.jsonl"
-
-    def open_on_main() -> str:
-        ledger, key = open_run_state(
-            folder / "ledger.jsonl", folder / "sampling.key", plan, data_manifest=b"canaries", members=members
-        )
-        opened.append((ledger, key))
-        return key.commitment()
-
-    commitment = distributed.on_main(open_on_main)
-    ledger, key = opened[0] if opened else (None, SamplingKey.load(folder / "sampling.key", commitment))
-    no_table = folder / "epsilon-table.json"  # a sandbox claims nothing, so none is made
-    use(RunLedger(ledger, key, plan, table=no_table, members=members))
-    if ledger is not None:
-        ledger.release()
+    # A sandbox claims nothing, so no epsilon table is made.
+    return RunLedger.open(open_on_main, key, table=folder / "epsilon-table.json", members=members)
 
 
 def main(arguments: list[str], source: NoiseSource | None = None) -> None:

@@ -22,10 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from data.files import fsync_path, write_durably
 from trainer.engines.base import Engine, Piece
 from trainer.errors import ConfigError
 from trainer.ranks import distributed
-from trainer.run.files import fsync_path, write_durably
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.files import fsync_path, write_durably
 from trainer.checkpoints.read import FORMAT, LATEST, MANIFEST, checkpoint_name, file_digest, sealed
 from trainer.engines.base import ShardState
 from trainer.errors import RemoteError
 from trainer.ranks import distributed
-from trainer.run.files import fsync_path, write_durably
 
 T = TypeVar("T")
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from privacy.ledger.durable import torn_line_end
+
 
 class MetricsWriter:
     """JSON lines and TensorBoard in one folder.
@@ -30,11 +32,8 @@ class MetricsWriter:
 
         self._times = times
         self._summary: Any = summary
-        lines = folder / "metrics.jsonl"
-        # A killed process may have left a torn line, which must not swallow the next one.
-        is_torn = lines.exists() and lines.stat().st_size > 0 and not lines.read_bytes().endswith(b"\n")
-        self._lines = lines.open("a")
-        self._lines.write("\n" if is_torn else "")
+        self._lines = (folder / "metrics.jsonl").open("a+")
+        self._lines.write(torn_line_end(self._lines.fileno()).decode())
         self._board = _EventFile(folder / "tensorboard")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

@@ -14,10 +14,10 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from data.files import write_durably
 from trainer.engines.base import holds_whole_weights
 from trainer.loop.metrics import MetricsWriter
 from trainer.ranks import distributed
-from trainer.run.files import write_durably
 
 if TYPE_CHECKING:
     from trainer.loop.step import StepRecord

@@ -16,13 +16,13 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from data.files import write_durably
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import RunConfig
 from trainer.errors import ConfigError
 from trainer.ranks import distributed
 from trainer.ranks.heartbeat import named_ranks
 from trainer.ranks.rendezvous import Introduction
-from trainer.run.files import write_durably
 from trainer.run.folder import RunFolder
 
 Settings = Mapping[str, str]

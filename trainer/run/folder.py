@@ -12,9 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from data.files import write_durably
 from privacy.audit.members import FILE
 from trainer.errors import ConfigError
-from trainer.run.files import write_durably
 
 PACKAGES = ("torch", "deepspeed", "dp-accounting", "numpy", "cryptography", "tokenizers", "pillow", "pydantic")
 LOCK_PATIENCE = 5.0

@@ -1,17 +1,20 @@
 """The privacy ledger as all ranks see it: rank 0 writes, and no rank goes on before the line is durable (contract 9).
 
-Also the place where configuration, data, key and ledger of a run folder meet: the plan is made (or, at a resume, held against
+Also the place where configuration, data, key and ledger of a run folder meet: the plan is made (or, at a resume, compared with
 the frozen one) on rank 0, and every rank gets the same.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data.index.tar_index import ExampleTable
 from data.reading.loader import StepPlan
 from privacy.accounting.epsilon_table import EpsilonTable
-from privacy.errors import PrivacyConfigError
+from privacy.audit.members import LedgerMark, MembersRecord, members_digest
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger.durable import torn_line_end
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
@@ -22,7 +25,46 @@ from trainer.checkpoints.read import has_checkpoints
 from trainer.config.recipe import PrivacySection
 from trainer.ranks import distributed
 from trainer.run.folder import RunFolder, environment
-from trainer.run.members import MembersLog
+
+
+class MembersLog:
+    """Notes, privately, every attempt before its intent and the intent once it is durable (privacy/audit/members.py).
+
+    Appends to private/members.jsonl, durably; the file is there since the run was opened.
+
+    Args:
+        position: (seq, SHA-256) of the ledger's last line; called on rank 0.
+    """
+
+    def __init__(self, path: Path, key: SamplingKey, nonce: bytes, position: Callable[[], tuple[int, str]]) -> None:
+        self._path, self._key, self._nonce, self._position = path, key, nonce, position
+
+    def attempt(self, plan: StepPlan, attempt: int) -> None:
+        """What the ranks were dealt; before the step's intent, so that every charge has its line. Collective."""
+        rank = distributed.rank()
+        digest = members_digest(self._key, self._nonce, attempt, plan.step, rank, plan.example_ids)
+        counts, digests = zip(*distributed.gather_objects((len(plan.example_ids), digest)), strict=True)
+        distributed.on_main(
+            lambda: self._append(
+                MembersRecord(*self._position(), plan.step, attempt, self._nonce.hex(), counts, digests)
+            )
+        )
+
+    def charged(self) -> None:
+        """The ledger's last line is this attempt's intent. On rank 0, before the others know that they may go on."""
+        self._append(LedgerMark(*self._position()))
+
+    def _append(self, line: LedgerMark) -> None:
+        try:
+            with self._path.open("r+b") as file:
+                file.seek(0, os.SEEK_END)
+                file.write(torn_line_end(file.fileno()) + line.line().encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise PrivacyStateRefused(
+                f"{self._path}: cannot write the record of attempts: {error.strerror or error}"
+            ) from error
 
 
 class RunLedger:
@@ -41,13 +83,45 @@ class RunLedger:
         self._table_cache, self._members_path = table, members
         self.key = key
         self.plan = plan
-        self.attempts, self.is_closed, self.checkpointed_step = distributed.on_main(self._said_before)
         self._members: MembersLog | None = None
         self._table: EpsilonTable | None = None
 
-    def _said_before(self) -> tuple[dict[int, int], bool, int | None]:
-        state = self._on_main.state
-        return dict(state.attempts), state.closed is not None, state.checkpointed_step
+        def recorded() -> tuple[dict[int, int], bool, int | None]:
+            state = self._on_main.state
+            return dict(state.attempts), state.closed is not None, state.checkpointed_step
+
+        self.attempts, self.is_closed, self.checkpointed_step = distributed.on_main(recorded)
+
+    @classmethod
+    def open(
+        cls,
+        open_on_main: Callable[[], tuple[Ledger, SamplingKey, PrivacyPlan]],
+        key: Path,
+        *,
+        table: Path,
+        members: Path,
+    ) -> "RunLedger":
+        """Opens ledger and key on rank 0 and gives every rank the plan; the other ranks read the key themselves.
+
+        Args:
+            open_on_main: what rank 0 does; its errors are raised on every rank.
+            key: where the others find the key.
+        """
+        opened: list[tuple[Ledger, SamplingKey]] = []
+
+        def open_and_keep() -> tuple[PrivacyPlan, str]:
+            ledger, main_key, plan = open_on_main()
+            opened.append((ledger, main_key))
+            return plan, main_key.commitment()
+
+        plan, commitment = distributed.on_main(open_and_keep)
+        ledger, own_key = opened[0] if opened else (None, SamplingKey.load(key, commitment))
+        return cls(ledger, own_key, plan, table=table, members=members)
+
+    def release(self) -> None:
+        """Closes rank 0's files; another program may then open the ledger."""
+        if self._ledger is not None:
+            self._ledger.release()
 
     @property
     def _on_main(self) -> Ledger:
@@ -69,7 +143,13 @@ class RunLedger:
         Args:
             restarted: see `Ledger.start_session`.
         """
-        nonce = distributed.on_main(lambda: self._on_main.start_session(_versions(), restarted=restarted))
+
+        def start() -> bytes:
+            # The command line may name private paths.
+            versions = {name: value for name, value in environment().items() if name != "arguments"}
+            return self._on_main.start_session(versions, restarted=restarted)
+
+        nonce = distributed.on_main(start)
         self._members = MembersLog(self._members_path, self.key, nonce, lambda: self._on_main.position())
         if self._ledger is not None:
             self._table = self.plan.epsilon_table(cache=self._table_cache)
@@ -120,7 +200,7 @@ class RunLedger:
         if self._ledger is None or not self.plan.formal_guarantee:
             return None
         if self._table is None:  # shuffled: a closed form, which needs to know which intents were replays
-            return self._ledger.epsilon() if num_charged is None else self.plan.epsilon_after(num_charged)
+            return self._ledger.state.epsilon() if num_charged is None else self.plan.epsilon_after(num_charged)
         return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
 
 
@@ -136,57 +216,33 @@ def open_run_ledger(
         PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
         PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
     """
-    opened: list[tuple[Ledger, SamplingKey]] = []
 
-    def open_on_main() -> dict[str, Any]:
-        plan = _make_plan(folder, privacy, num_steps, len(table))
-        owners = privacy.shared_ledger
-        _require_same_owner_limit(folder, privacy)
+    def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
+        recorded = read_ledger(folder.ledger).opened if folder.ledger.exists() else None
+        if recorded is None and privacy.target_epsilon is not None:
+            print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
+        resume = None if recorded is None else recorded["plan"]
+        plan = make_plan(privacy.request(num_steps, len(table)), resume=resume)
+        limit, shared = privacy.max_examples_per_owner, privacy.shared_ledger
+        # The card computes an owner's epsilon from the recorded limit, so a resume cannot state another one.
+        if recorded is not None and recorded.get("max_examples_per_owner") != limit:
+            raise PrivacyConfigError(
+                f"privacy.max_examples_per_owner is {limit}, but {folder.ledger} was opened with "
+                f"{recorded.get('max_examples_per_owner')}; it is part of the claim: set it back, or start another run folder"
+            )
+        described = {"commit": environment()["commit"], "unit": unit}
         ledger, key = open_run_state(
             folder.ledger,
             folder.key,
             plan,
             data_manifest=table.manifest_digest(),
-            open_fields=_described(privacy, unit),
+            open_fields=described | ({"max_examples_per_owner": limit} if limit else {}),
             mirror=privacy.ledger_mirror,
-            shared=None if owners is None else SharedTerms(owners, folder.root.name, privacy.fixed_in_advance),
+            shared=None if shared is None else SharedTerms(shared, folder.root.name, privacy.fixed_in_advance),
             has_checkpoint=has_checkpoints(folder.checkpoints),
             members=folder.members,
         )
-        opened.append((ledger, key))
-        return {"plan": plan, "commitment": key.commitment()}
+        return ledger, key, plan
 
-    found = distributed.on_main(open_on_main)
-    ledger, key = opened[0] if opened else (None, SamplingKey.load(folder.key, found["commitment"]))
-    cache = folder.private / "epsilon-table.json"
-    return RunLedger(ledger, key, found["plan"], table=cache, members=folder.members)
-
-
-def _described(privacy: PrivacySection, unit: str) -> dict[str, Any]:
-    """What the `open` record says beside plan, key and data."""
-    owner = {"max_examples_per_owner": privacy.max_examples_per_owner} if privacy.max_examples_per_owner else {}
-    return {"commit": _versions()["commit"], "unit": unit, **owner}
-
-
-def _require_same_owner_limit(folder: RunFolder, privacy: PrivacySection) -> None:
-    """The card computes an owner's epsilon from the limit in the `open` record, so a resume cannot state another one."""
-    if not folder.ledger.exists():
-        return
-    frozen = read_ledger(folder.ledger).opened.get("max_examples_per_owner")
-    if frozen != privacy.max_examples_per_owner:
-        raise PrivacyConfigError(
-            f"privacy.max_examples_per_owner is {privacy.max_examples_per_owner}, but {folder.ledger} was opened with "
-            f"{frozen}; it is part of the claim: set it back, or start another run folder"
-        )
-
-
-def _versions() -> dict[str, Any]:
-    """The environment without the command line, which may name private paths."""
-    return {key: value for key, value in environment().items() if key != "arguments"}
-
-
-def _make_plan(folder: RunFolder, privacy: PrivacySection, num_steps: int, num_examples: int) -> PrivacyPlan:
-    frozen = read_ledger(folder.ledger).opened["plan"] if folder.ledger.exists() else None
-    if frozen is None and privacy.target_epsilon is not None:
-        print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
-    return make_plan(privacy.request(num_steps, num_examples), resume=frozen)
+    table_cache = folder.private / "epsilon-table.json"
+    return RunLedger.open(open_on_main, folder.key, table=table_cache, members=folder.members)

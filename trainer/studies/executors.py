@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data.files import write_durably
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.loop.fit import BUDGET_SPENT, DONE
 from trainer.loop.stopping import STOPPED_EARLY
-from trainer.run.files import write_durably
 from trainer.studies.folder import StudyFolder
 
 _POLL_SECONDS = 0.2

@@ -23,12 +23,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from data.files import write_durably
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.records import read_ledger
 from privacy.ledger.shared import SharedLedger
 from trainer.config.recipe import to_toml
 from trainer.errors import ConfigError
-from trainer.run.files import write_durably
 from trainer.run.folder import RunFolder, try_lock
 from trainer.studies.grid import StudyConfig
 from trainer.studies.points import PlannedPoint, changed_keys, recipe_digest, with_privacy

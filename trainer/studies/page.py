@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.files import write_durably
 from privacy.card.text import cell, rounded_up, table_of
 from trainer.errors import ConfigError
 from trainer.loop.metrics import write_hparams
-from trainer.run.files import write_durably
 from trainer.studies.collect import Group, Result, axis_columns, grouped
 from trainer.studies.folder import StudyFolder
 from trainer.studies.grid import StudyConfig

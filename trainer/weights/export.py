@@ -27,9 +27,9 @@ from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from trainer.checkpoints.read import file_digest
 from trainer.errors import ConfigError
 from trainer.report import build_card
-from trainer.run.files import new_folder
 from trainer.tasks.captioning import CaptioningTask
 from trainer.weights.model_card import model_card
+from trainer.weights.new_folder import new_folder
 from trainer.weights.open_model import ROOT, TOKENIZER, OpenedModel
 from trainer.weights.provenance import proof_of
 

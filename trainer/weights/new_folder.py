@@ -1,4 +1,4 @@
-"""Files and folders of a run and of exports, written whole or not at all."""
+"""A folder that appears whole or not at all."""
 
 import os
 import shutil
@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.files import fsync_path, write_durably
+from data.files import fsync_path
 from trainer.errors import ConfigError
-
-__all__ = ["fsync_path", "new_folder", "write_durably"]
 
 
 @contextmanager
