@@ -30,7 +30,6 @@ from pydantic import Field
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from privacy.audit.report import AuditReport  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, add_options, parse_options  # noqa: E402
 from trainer.config.recipe import EngineName  # noqa: E402
@@ -104,19 +103,6 @@ def main() -> int:
 
         print(write_canaries(options.output, options.num_canaries, options.image_size, options.caption_field))
         return 0
-    report = _stamped(_audit(options), options.run_dir)
-    print(json.dumps(report.to_json(), allow_nan=False) if options.as_json else report.to_text())
-    return report.exit_code
-
-
-def _stamped(report: AuditReport, run_dir: Path) -> AuditReport:
-    """With the date and the ledger that was looked at: an audit of another ledger says nothing about this one."""
-    digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
-    today = datetime.now(UTC).date().isoformat()  # a finer clock would show how long training took before
-    return replace(report, facts={**report.facts, "date_utc": today, "ledger_sha256": digest})
-
-
-def _audit(options: LedgerOptions) -> AuditReport:
     run_dir = options.run_dir
     if not run_dir.is_dir():
         raise ConfigError(f"run folder {run_dir} does not exist")
@@ -125,14 +111,21 @@ def _audit(options: LedgerOptions) -> AuditReport:
     if isinstance(options, MechanismOptions):
         from trainer.audit.mechanism import mechanism_audit
 
-        return mechanism_audit(run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks)
-    if isinstance(options, RunOptions):
+        report = mechanism_audit(run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks)
+    elif isinstance(options, RunOptions):
         from trainer.audit.run import run_audit
 
-        return run_audit(run_dir, options.canaries, options.checkpoint, ROOT)
-    from trainer.audit.folder import ledger_audit, schedule_audit
+        report = run_audit(run_dir, options.canaries, options.checkpoint, ROOT)
+    else:
+        from trainer.audit.folder import ledger_audit, schedule_audit
 
-    return schedule_audit(run_dir) if isinstance(options, ScheduleOptions) else ledger_audit(run_dir)
+        report = schedule_audit(run_dir) if isinstance(options, ScheduleOptions) else ledger_audit(run_dir)
+    # The date and the ledger that was looked at: an audit of another ledger says nothing about this one.
+    digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
+    today = datetime.now(UTC).date().isoformat()  # a finer clock would show how long training took before
+    report = replace(report, facts={**report.facts, "date_utc": today, "ledger_sha256": digest})
+    print(json.dumps(report.to_json(), allow_nan=False) if options.as_json else report.to_text())
+    return report.exit_code
 
 
 if __name__ == "__main__":

@@ -222,9 +222,7 @@ class PrivacyPlan(PlanChoices):
         """Epsilon when the whole reserve is used: the most that this run can spend."""
         return self.epsilon_after(self.max_intents)
 
-    def epsilon_table(
-        self, progress: Callable[[float], None] | None = None, cache: Path | None = None
-    ) -> EpsilonTable | None:
+    def epsilon_table(self, cache: Path | None = None) -> EpsilonTable | None:
         """Look-up of epsilon by charged intents; build it once, on one rank.
 
         None without a formal guarantee, and for shuffled data, whose epsilon is a closed form of what the ledger says.
@@ -232,7 +230,7 @@ class PrivacyPlan(PlanChoices):
         if not self.formal_guarantee or self.sampling == "shuffle":
             return None
         one = self.release_group(1)
-        return EpsilonTable(one, self.accounted_delta, self.max_intents, self.num_steps, progress, cache)
+        return EpsilonTable(one, self.accounted_delta, self.max_intents, self.num_steps, cache)
 
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""

@@ -107,8 +107,7 @@ def epsilon_gaussian(groups: Groups, delta: float) -> float:
     delta(eps) = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu) (Balle and Wang 2018, theorem 8), for any delta.
     """
     groups = _active(groups)
-    certain = _certain(groups, delta)
-    if certain is not None:
+    if (certain := _certain(groups, delta)) is not None:
         return certain
     mu = math.sqrt(math.fsum(group.count / group.noise_multiplier**2 for group in groups))
     if mu == 0:
@@ -139,9 +138,8 @@ def epsilon_replace_one(groups: Groups, delta: float, interval: float = FINE_INT
 def _epsilon_pld(
     groups: tuple[ReleaseGroup, ...], delta: float, interval: float, relation: NeighboringRelation
 ) -> float:
-    certain = _certain(groups, delta)
     _require_pld(delta)
-    if certain is not None:
+    if (certain := _certain(groups, delta)) is not None:
         return certain
     return float(loss_distribution(groups, interval, relation).get_epsilon_for_delta(delta))
 
@@ -189,9 +187,8 @@ def epsilon_group(groups: Groups, delta: float, k: int, interval: float = FINE_I
     the generic group-privacy conversion.
     """
     groups = _active(groups)
-    certain = _certain(groups, delta)
     _require_pld(delta)
-    if certain is not None:
+    if (certain := _certain(groups, delta)) is not None:
         return certain
     accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, interval)
     for group in groups:
@@ -206,8 +203,7 @@ def epsilon_group(groups: Groups, delta: float, k: int, interval: float = FINE_I
 def epsilon_rdp(groups: Groups, delta: float) -> float:
     """Upper bound by Renyi DP, without the cap; sound for any delta, loose (about 10 % at epsilon 8)."""
     groups = _active(groups)
-    certain = _certain(groups, delta)
-    if certain is not None:
+    if (certain := _certain(groups, delta)) is not None:
         return certain
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
     with quiet_absl():  # it reports each order that it leaves out; leaving out orders keeps the bound sound
@@ -271,8 +267,7 @@ def epsilon_prv(groups: Groups, delta: float, eps_error: float = 0.01) -> tuple[
     Raises: CrossCheckUnavailable where its quadrature fails (known for very large epsilon), on finer meshes too.
     """
     groups = _active(groups)
-    certain = _certain(groups, delta)
-    if certain is not None:
+    if (certain := _certain(groups, delta)) is not None:
         return certain, certain, certain
     # Imported here: it is a cross-check that training itself does not need.
     from prv_accountant import GaussianMechanism, PoissonSubsampledGaussianMechanism, PRVAccountant
@@ -328,5 +323,5 @@ def _certain(groups: Groups, delta: float) -> float | None:
 
 
 def _require_pld(delta: float) -> None:
-    if delta < PLD_SMALLEST_DELTA:
+    if 0 < delta < PLD_SMALLEST_DELTA:
         raise PrivacyConfigError(f"PLD is not reported below delta {PLD_SMALLEST_DELTA}; use the RDP accountant there")

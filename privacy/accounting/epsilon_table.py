@@ -7,6 +7,7 @@ a run) come from the ledger, never from here.
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -45,13 +46,11 @@ class EpsilonTable:
         delta: float,
         max_intents: int,
         num_steps: int | None = None,
-        progress: Callable[[float], None] | None = None,
         cache: Path | None = None,
     ) -> None:
         """Args:
         group: one release of the schedule; its count is ignored.
-        progress: called with the finished fraction.
-        cache: file to take the values from, or to leave them in; a file of another schedule is replaced.
+        cache: file to take the values from, or to write them to; a file of another schedule is replaced.
         """
         self._group, self._delta = group.times(1), delta
         self._fine = {max_intents, max_intents if num_steps is None else num_steps}
@@ -60,8 +59,14 @@ class EpsilonTable:
         powers = {2**power for power in range(max_intents.bit_length()) if 2**power <= max_intents}
         self._counts = sorted(even | powers | self._fine)
         known = None if cache is None else self._read(cache)
-        self._values = known if known is not None else self._compute(progress)
-        if cache is not None and known is None:
+        if known is not None:
+            self._values = known
+            return
+        coarse = _composer(self._group, self._delta)
+        values = [self.exact(count) if count in self._fine else coarse(count) for count in self._counts]
+        # Epsilon grows with k, so a later (finer) bound that is smaller also holds for every earlier k.
+        self._values = list(itertools.accumulate(reversed(values), min))[::-1]
+        if cache is not None:
             identity = self._identity()
             content = {"identity": identity, "values": self._values, "sha256": _digest(identity, self._values)}
             temporary = cache.with_name(cache.name + ".creating")
@@ -81,17 +86,6 @@ class EpsilonTable:
     def exact(self, num_charged: int) -> float:
         """The fine PLD value for this very count: the number for reports (seconds at a million-example batch)."""
         return epsilon([self._group.times(num_charged)], self._delta)
-
-    def _compute(self, progress: Callable[[float], None] | None) -> list[float]:
-        evaluate, values = _composer(self._group, self._delta), []
-        for done, count in enumerate(self._counts):
-            values.append(self.exact(count) if count in self._fine else evaluate(count))
-            if progress is not None:
-                progress((done + 1) / len(self._counts))
-        # Epsilon grows with k, so a later (finer) bound that is smaller also holds for every earlier k.
-        for index in range(len(values) - 2, -1, -1):
-            values[index] = min(values[index], values[index + 1])
-        return values
 
     def _identity(self) -> dict[str, object]:
         """Everything that the values depend on."""

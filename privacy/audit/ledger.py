@@ -235,7 +235,7 @@ def attempts_check(state: LedgerState, attempts: RecordedAttempts | str | None) 
 def _bounds(reading: _Reading, claims: Sequence[BoundClaim]) -> list[Check]:
     """C moves only by what a charged release states: the first is the plan's, each next follows from the one before."""
     plan, intents = reading.plan, reading.of_type("intent")
-    constants = plan.get("adaptive_clipping")
+    constants = plan["adaptive_clipping"]
     if constants is None:
         sentence = f"C is constant by the plan, and {len(claims)} lines publish a noised count that no intent released"
         return [fact("clipping_bound", False, sentence, statistic=len(claims), threshold=0)] if claims else []
@@ -313,7 +313,7 @@ def recompute_epsilon(plan: Mapping[str, Any], count: int) -> float:
     else:
         one = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(plan["num_examples"], rate, plan["cap"], sigma)
     intents = plan["num_steps"] + plan["reserved_attempts"]
-    tail = noise_tail_delta(plan.get("noise_source", "system"), sigma, rate * intents)
+    tail = noise_tail_delta(plan["noise_source"], sigma, rate * intents)
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
     accountant.compose(dp_accounting.SelfComposedDpEvent(one, count))
     return float(accountant.get_epsilon(plan["target_delta"] - tail))

@@ -5,8 +5,8 @@ it, wherever a crash fell, and a ledger without the noted line is that of a copy
 record of a start, whose nonce no copy can have, every checkpoint, and the end; a run that is closed there cannot go on.
 
 Between two checkpoints nothing is noted. A backup from between them, restored after a kill before the next one, can repeat the
-steps between without a charge; a mirror of the run's ledger (`privacy.ledger_mirror`) finds that too. A run that was closed by a
-program that did not note it is closed here when it is next opened.
+steps between without a charge; a mirror of the run's ledger (`privacy.ledger_mirror`) finds that too. A run whose
+program died between the two `close` is closed here when it is next opened.
 """
 
 import os

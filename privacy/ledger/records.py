@@ -16,7 +16,7 @@ from typing import Any
 from privacy.accounting.accountants import ReleaseGroup, epsilon, joint_noise_multiplier
 from privacy.adaptive_clipping import RANGE, AdaptiveClipping
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.chain import NO_PREVIOUS, TORN_MARK, ChainState, LineRefused, read_chain
+from privacy.ledger.chain import TORN_MARK, ChainState, LineRefused, read_chain
 from privacy.plan import PrivacyPlan
 from privacy.releases import step_releases
 
@@ -126,9 +126,9 @@ class LedgerState(ChainState):
                 _require(record["nonce"] not in self.nonces, "the session nonce was used before: coins would repeat")
                 _require(type(record.get("mirror")) is bool, "a session says whether the ledger is mirrored")
                 _require(type(record.get(RESTARTED, False)) is bool, f"{RESTARTED} of a session is true or false")
-                seq, line_hash = record.get("shared_seq", 0), record.get("shared_hash", NO_PREVIOUS)
+                seq, line_hash = record.get("shared_seq"), record.get("shared_hash")
                 is_line = type(seq) is int and seq >= 0 and _is_hex(line_hash, 64)
-                _require(is_line, "a line is named by number and SHA-256 in hex")
+                _require(is_line or seq is line_hash is None, "a line is named by number and SHA-256 in hex")
             case "intent":
                 self._check_order(_whole(record, "step", 1), _whole(record, "attempt", 0))
                 _check_releases(self.opened, record.get("releases"))
@@ -178,7 +178,7 @@ class LedgerState(ChainState):
                 self.nonces.append(record["nonce"])
                 self.mirrored = self.mirrored or record["mirror"]
                 if "shared_hash" in record:
-                    self.shared_seen = (record.get("shared_seq", 0), record["shared_hash"])
+                    self.shared_seen = (record["shared_seq"], record["shared_hash"])
                 if record.get(RESTARTED):
                     self.checkpointed_step = None
                 self.session_active = True
@@ -258,7 +258,7 @@ def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
     if "head" in opened:  # statistics of other names and sensitivities; together they are worth the planned noise
         _require(_is_equal(sigma, plan["noise_multiplier"]), f"noise multiplier {sigma:g} is not the planned one")
         return
-    bound, adaptive = plan["max_grad_norm"], plan.get("adaptive_clipping")
+    bound, adaptive = plan["max_grad_norm"], plan["adaptive_clipping"]
     if adaptive is not None:  # C moves
         low, high = bound / RANGE, bound * RANGE
         bound, adaptive = releases[0]["sensitivity"], AdaptiveClipping(**adaptive)

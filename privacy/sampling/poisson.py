@@ -8,10 +8,11 @@ makes the members equal for every world size, worker count and order of access.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -34,26 +35,33 @@ class Decided(NamedTuple):
     values: Values
 
 
-class Sampler(Protocol):
-    """What decides who is in a step; privacy/sampling/shuffle.py holds the ones that are not Poisson."""
+class Sampler(ABC):
+    """What decides who is in a step; privacy/sampling/shuffle.py holds the one that is not Poisson."""
+
+    num_examples: int
 
     @property
-    def num_examples(self) -> int: ...
-
-    @property
+    @abstractmethod
     def cap(self) -> int | None:
         """The largest batch, if there is one."""
-        ...
 
+    @abstractmethod
     def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
         """The key that `decide` and `members` need for one attempt."""
-        ...
 
-    def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided: ...
+    @abstractmethod
+    def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
+        """Decides the examples of [start, stop) for `step`."""
 
-    def members(self, coin_key: bytes, step: int) -> Ids: ...
+    def members(self, coin_key: bytes, step: int) -> Ids:
+        """All members of `step` in rising order, cap applied: what an auditor recomputes."""
+        return self.merge([self.decide(coin_key, step)])
 
-    def merge(self, slices: Sequence[Decided]) -> Ids: ...
+    def merge(self, slices: Sequence[Decided]) -> Ids:
+        """Joins the decisions of disjoint slices, in any order, and applies the cap: sorted ids."""
+        ids = np.concatenate([part.ids for part in slices])
+        values = np.concatenate([part.values for part in slices])
+        return truncate(ids, values, self.cap)
 
 
 def default_cap(expected_batch_size: int) -> int:
@@ -62,7 +70,7 @@ def default_cap(expected_batch_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class PoissonSampler:
+class PoissonSampler(Sampler):
     """Poisson sampling of `num_examples` examples with probability `threshold` / 2^64, cut to `cap` examples."""
 
     num_examples: int
@@ -109,21 +117,6 @@ class PoissonSampler:
             ids.append(hits + first)
             values.append(drawn[hits])
         return Decided(np.concatenate([np.empty(0, np.int64), *ids]), np.concatenate([np.empty(0, np.uint64), *values]))
-
-    def members(self, coin_key: bytes, step: int) -> Ids:
-        """All members of `step` in rising order, cap applied: what an auditor recomputes."""
-        return self.merge([self.decide(coin_key, step)])
-
-    def merge(self, slices: Sequence[Decided]) -> Ids:
-        """Joins the decisions of disjoint slices in any order and applies the cap: sorted ids."""
-        return merged(slices, self.cap)
-
-
-def merged(slices: Sequence[Decided], cap: int | None) -> Ids:
-    """The included of disjoint slices, in any order, cut to `cap`: sorted ids."""
-    ids = np.concatenate([part.ids for part in slices])
-    values = np.concatenate([part.values for part in slices])
-    return truncate(ids, values, cap)
 
 
 def truncate(ids: Ids, values: Values, cap: int | None) -> Ids:

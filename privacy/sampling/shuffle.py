@@ -9,7 +9,6 @@ ceil(epochs) + replays steps, whoever knows which, so the run is Gaussian-DP wit
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,13 +17,13 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from privacy.errors import PrivacyConfigError
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import CHUNK, Decided, Ids, Values, merged
+from privacy.sampling.poisson import CHUNK, Decided, Sampler, Values
 
 _ROUNDS = 10  # of the Feistel network; balance needs four (Luby and Rackoff 1988), small domains profit from more
 
 
 @dataclass(frozen=True)
-class ShuffleSampler:
+class ShuffleSampler(Sampler):
     """A fresh keyed permutation of all examples each epoch, cut into S batches whose sizes differ by at most one."""
 
     num_examples: int
@@ -44,14 +43,6 @@ class ShuffleSampler:
     def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
         """The key of the whole run's schedule; session and attempt do not enter (a retry repeats its batch)."""
         return key.schedule_key()
-
-    def members(self, coin_key: bytes, step: int) -> Ids:
-        """All members of `step` in rising order."""
-        return self.merge([self.decide(coin_key, step)])
-
-    def merge(self, slices: Sequence[Decided]) -> Ids:
-        """Joins the decisions of disjoint slices in any order: sorted ids."""
-        return merged(slices, self.cap)
 
     @property
     def cap(self) -> int:

@@ -188,19 +188,6 @@ def test_where_nobody_else_writes_a_step_costs_one_look(shared, monkeypatch, ses
     _steps(session, 6, 20)
 
 
-def test_ledgers_of_earlier_programs_go_on(shared, tmp_path):
-    """Neither sessions that remember the shared ledger, nor anything but `start` in it."""
-    with _open(tmp_path / "run", shared) as ledger:
-        witness, ledger.witness = ledger.witness, None
-        ledger.start_session({})
-        witness.started()
-        _steps(ledger, 1, 20)
-        ledger.close("finished")
-    assert ledger.state.shared_seen is None
-    with _open(tmp_path / "run", shared) as ledger:
-        assert shared.read().closed == {ledger.key_commitment}
-
-
 def test_contract_12_what_is_noted_of_a_step_carries_no_time_of_its_own(shared, session):
     session.checkpoint(5, "step-00000005", "0" * 64)
     session.close("finished")
