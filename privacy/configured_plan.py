@@ -30,9 +30,9 @@ def contradiction(recipe: Mapping[str, Any], plan: PrivacyPlan) -> str | None:
     asked = {f"privacy.{name}": value for name, value in privacy.items() if name in stated}
     asked |= {f"train.{name}": value for name, value in recipe.get("train", {}).items() if name == "num_steps"}
     for name, value in asked.items():
-        own = stated[name.split(".")[1]]
-        if own != value:
-            return f"config.toml has {name} = {value}, and the ledger states {own}"
+        recorded = stated[name.split(".")[1]]
+        if recorded != value:
+            return f"config.toml has {name} = {value}, and the ledger states {recorded}"
     sigma, target = plan.noise_multiplier, plan.target_epsilon
     if "target_epsilon" not in privacy or target is None or not plan.formal_guarantee or sigma <= MIN_NOISE_MULTIPLIER:
         return None

@@ -164,14 +164,14 @@ class PrivacyPlan(PlanChoices):
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why the run has no formal guarantee; empty when it has one."""
-        own = []
+        reasons = []
         if not self.enabled:
-            own.append("privacy is disabled (privacy.enabled = false)")
+            reasons.append("privacy is disabled (privacy.enabled = false)")
         elif self.noise_multiplier == 0:
-            own.append("the noise multiplier is 0")
+            reasons.append("the noise multiplier is 0")
         if self.sampling == "shuffle" and not self.shuffle_as_gaussian:
-            own.append("sampling is 'shuffle', not Poisson, and shuffle_as_gaussian is not set")
-        return (*own, *self.informal_reasons)
+            reasons.append("sampling is 'shuffle', not Poisson, and shuffle_as_gaussian is not set")
+        return (*reasons, *self.informal_reasons)
 
     @property
     def formal_guarantee(self) -> bool:
@@ -234,8 +234,8 @@ class PrivacyPlan(PlanChoices):
 
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""
-        own = {name: getattr(self, name) for name in _own_names()}
-        return own | {
+        frozen = {name: getattr(self, name) for name in _frozen_names()}
+        return frozen | {
             "adaptive_clipping": None if self.adaptive_clipping is None else asdict(self.adaptive_clipping),
             "informal_reasons": list(self.informal_reasons),
             "sample_rate": self.sample_rate,
@@ -248,19 +248,19 @@ class PrivacyPlan(PlanChoices):
     @classmethod
     def from_frozen(cls, frozen: Mapping[str, Any]) -> PrivacyPlan:
         """The plan that `frozen_fields` described; PrivacyConfigError when the record contradicts itself."""
-        missing = [name for name in _own_names() if name not in frozen]
+        missing = [name for name in _frozen_names() if name not in frozen]
         if missing:
             raise PrivacyConfigError(f"the recorded plan lacks {', '.join(missing)}")
-        own = {name: frozen[name] for name in _own_names()}
-        adaptive = own["adaptive_clipping"]
-        own["adaptive_clipping"] = None if adaptive is None else AdaptiveClipping(**adaptive)
-        own["informal_reasons"] = tuple(own["informal_reasons"])
-        plan = cls(**own)
+        values = {name: frozen[name] for name in _frozen_names()}
+        adaptive = values["adaptive_clipping"]
+        values["adaptive_clipping"] = None if adaptive is None else AdaptiveClipping(**adaptive)
+        values["informal_reasons"] = tuple(values["informal_reasons"])
+        plan = cls(**values)
         require_equal(frozen, plan.frozen_fields(), "the recorded plan contradicts itself")
         return plan
 
 
-def _own_names() -> list[str]:
+def _frozen_names() -> list[str]:
     """The plan's fields that a ledger holds."""
     return [field.name for field in fields(PrivacyPlan) if field.name != "warnings"]
 

@@ -30,7 +30,7 @@ def attack_risk(
 
 
 def risk_of(whole: PrivacyLossDistribution, false_positive_rates: Sequence[float]) -> dict[str, Any]:
-    """As `attack_risk`, from a composed distribution."""
+    """What `attack_risk` gives, from a composed distribution."""
     deltas = np.asarray(whole.get_delta_for_epsilon(_EPSILONS))
     rates = []
     for rate in false_positive_rates:

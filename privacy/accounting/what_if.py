@@ -27,13 +27,13 @@ def replay_costs(group: ReleaseGroup, delta: float, counts: Sequence[int] = REPL
 
     Two releases on one batch are one with half the variance, so only a fresh sample keeps its amplification.
     """
-    one, found = group.without_cap(), []
+    one, costs = group.without_cap(), []
     for count in (count for count in counts if count <= one.count):
         halved = replace(one, count=count, noise_multiplier=one.noise_multiplier / math.sqrt(2))
         fresh = epsilon_pld([one.times(one.count + count)], delta, COARSE_INTERVAL)
         same = epsilon_pld([one.times(one.count - count), halved], delta, COARSE_INTERVAL)
-        found.append({"replays": count, "fresh_coins": fresh, "same_batch": same})
-    return found
+        costs.append({"replays": count, "fresh_coins": fresh, "same_batch": same})
+    return costs
 
 
 def selection_costs(group: ReleaseGroup, delta: float, means: Sequence[int] = CANDIDATES) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def selection_costs(group: ReleaseGroup, delta: float, means: Sequence[int] = CA
     The best of the geometric, logarithmic and Poisson distributions of K (arXiv 2110.03620, theorems 2 and 6), by RDP;
     K must really be drawn so, and its value kept secret. A fixed number of candidates has no such bound.
     """
-    found: list[dict[str, Any]] = []
+    costs: list[dict[str, Any]] = []
     for mean in means:
         by_shape: dict[str, float] = {}
         for name, shape in (("geometric", 1.0), ("logarithmic", 0.0), ("poisson", math.inf)):
@@ -52,8 +52,8 @@ def selection_costs(group: ReleaseGroup, delta: float, means: Sequence[int] = CA
                 accountant.compose(dp_event.RepeatAndSelectDpEvent(group.without_cap().event(), mean, shape))
                 by_shape[name] = float(accountant.get_epsilon(delta))
         best = min(by_shape, key=lambda name: by_shape[name])
-        found.append({"candidates": mean, "epsilon": by_shape[best], "distribution": best})
-    return found
+        costs.append({"candidates": mean, "epsilon": by_shape[best], "distribution": best})
+    return costs
 
 
 def shuffled_instead(group: ReleaseGroup, delta: float, steps_per_epoch: int) -> dict[str, Any]:
@@ -87,8 +87,8 @@ def opacus_opinion(group: ReleaseGroup, delta: float, eps_error: float = 0.01) -
         history = [(group.noise_multiplier, group.sample_rate, group.count)]
         rdp, prv = RDPAccountant(), PRVAccountant()
         rdp.history, prv.history = list(history), list(history)
-        found: dict[str, float | None] = {"opacus_rdp": float(rdp.get_epsilon(delta)), "opacus_prv": None}
+        opinion: dict[str, float | None] = {"opacus_rdp": float(rdp.get_epsilon(delta)), "opacus_prv": None}
         if delta >= 1e-11:
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError):
-                found["opacus_prv"] = float(prv.get_epsilon(delta, eps_error=eps_error))
-    return found
+                opinion["opacus_prv"] = float(prv.get_epsilon(delta, eps_error=eps_error))
+    return opinion

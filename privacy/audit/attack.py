@@ -52,7 +52,7 @@ class ExpectedAttack:
 
     @classmethod
     def simulate(cls, num_steps: int, sample_rate: float, noise_multiplier: float, seed: int = 0) -> Self:
-        """From canaries of a perfect mechanism. The seed is public: it fixes the thresholds before the audit."""
+        """Simulates canaries of a perfect mechanism. The seed is public: it fixes the thresholds before the audit."""
         rng = np.random.default_rng(seed)
         scores = {True: np.zeros(0), False: np.zeros(0)}
         for present in scores:
@@ -150,7 +150,7 @@ def _bounds(record: SandboxRecord, scores: Floats, present: NDArray[np.bool_], e
         )
         for correct in (mean - reach, mean + reach)
     )
-    found = one_run.epsilon_one_run(guesses, delta, CONFIDENCE)
+    bound = one_run.epsilon_one_run(guesses, delta, CONFIDENCE)
     sigma = _relative_noise(record) / (1 + plan.sensitivity_slack)
     true = epsilon_rdp([ReleaseGroup(plan.sample_rate, sigma, len(record.noisy))], delta)
     refuted = one_run.epsilon_one_run(guesses, delta, 1 - CHECK_ALPHA) > true
@@ -160,8 +160,8 @@ def _bounds(record: SandboxRecord, scores: Floats, present: NDArray[np.bool_], e
         "epsilon_lower_bounds",
         0.0 if refuted else float(st.normal_p(z)),
         f"{guesses.correct} of {guesses.guesses} guesses about {guesses.canaries} canaries are right: epsilon of the sandbox "
-        f"is at least {found:.2f} (one run, 95 %), where a correct mechanism of epsilon {true:.1f} shows {low:.2f} to {high:.2f}",
-        statistic=found,
+        f"is at least {bound:.2f} (one run, 95 %), where a correct mechanism of epsilon {true:.1f} shows {low:.2f} to {high:.2f}",
+        statistic=bound,
         expected_interval=[low, high],
         epsilon_one_run_fdp=one_run.epsilon_one_run_fdp(guesses, delta, CONFIDENCE),
         epsilon_clopper_pearson=one_run.epsilon_clopper_pearson(

@@ -268,19 +268,19 @@ def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonCla
         reasons = "; ".join(plan.reasons)
         sentence = f"the run makes no formal claim ({reasons}); files that state an epsilon: {claimed or 'none'}"
         return [fact("no_claim", not claimed, sentence)]
-    own = state.epsilon()
-    assert own is not None
+    accounted = state.epsilon()
+    assert accounted is not None
     recomputed: dict[int, float] = {}
     if plan.sampling == "poisson":
         # All at the planned noise: `_releases` and the legal order refuse an intent that states another.
         again = recompute_epsilon(reading.plan, len(reading.of_type("intent")) + state.charged_torn)
         recomputed[state.num_charged] = again
-        close = math.isclose(own, again, rel_tol=TOLERANCE, abs_tol=1e-6)
-        sentence = f"epsilon {again:.6g} by an independent PLD computation, {own:.6g} by the ledger's accountant"
+        close = math.isclose(accounted, again, rel_tol=TOLERANCE, abs_tol=1e-6)
+        sentence = f"epsilon {again:.6g} by an independent PLD computation, {accounted:.6g} by the ledger's accountant"
         delta = plan.target_delta
-        epsilon = fact("epsilon", close, sentence, statistic=own, threshold=again, epsilon=again, delta=delta)
+        epsilon = fact("epsilon", close, sentence, statistic=accounted, threshold=again, epsilon=again, delta=delta)
     else:
-        sentence = f"epsilon {own:.6g}; sampling by {plan.sampling!r} is not recomputed independently"
+        sentence = f"epsilon {accounted:.6g}; sampling by {plan.sampling!r} is not recomputed independently"
         epsilon = undecided("epsilon", sentence)
     if not claims:
         return [epsilon, undecided("claims", "no other file of the run folder states an epsilon")]

@@ -35,34 +35,34 @@ class Guesses:
         return cls(scores.size, int(guessed_in.sum() + guessed_out.sum()), right)
 
 
-def one_run_p_value(found: Guesses, epsilon: float, delta: float) -> float:
+def one_run_p_value(observed: Guesses, epsilon: float, delta: float) -> float:
     """An upper bound on P(at least that number of correct guesses) under any (epsilon, delta)-DP mechanism.
 
     Steinke, Nasr and Jagielski 2023, "Privacy Auditing with One (1) Training Run" (arXiv 2305.08846), theorem 5.2:
     beta + 2 m delta max_i P(v > W >= v - i) / i, with W ~ Binomial(r, e^eps / (1 + e^eps)) and beta = P(W >= v).
     """
-    v, r = found.correct, found.guesses
+    v, r = observed.correct, observed.guesses
     accuracy = special.expit(epsilon)
     beta = float(stats.binom.sf(v - 1, r, accuracy))
     if v == 0 or delta == 0:
         return min(1.0, beta)
     steps = np.arange(1, v + 1)
     mass = np.cumsum(stats.binom.pmf(v - steps, r, accuracy))
-    return min(1.0, beta + 2 * found.canaries * delta * float((mass / steps).max()))
+    return min(1.0, beta + 2 * observed.canaries * delta * float((mass / steps).max()))
 
 
-def epsilon_one_run(found: Guesses, delta: float, confidence: float = 0.95) -> float:
+def epsilon_one_run(observed: Guesses, delta: float, confidence: float = 0.95) -> float:
     """Lower bound of Steinke et al. 2023 on epsilon at `delta`; 0 when the guesses refute nothing."""
-    return _largest_refuted(lambda epsilon: one_run_p_value(found, epsilon, delta) < 1 - confidence, LARGEST_EPSILON)
+    return _largest_refuted(lambda epsilon: one_run_p_value(observed, epsilon, delta) < 1 - confidence, LARGEST_EPSILON)
 
 
-def refutes_gaussian(found: Guesses, mu: float, confidence: float) -> bool:
+def refutes_gaussian(observed: Guesses, mu: float, confidence: float) -> bool:
     """Whether the guesses refute mu-Gaussian DP.
 
     Mahloujifar, Melis and Chaudhuri 2024, "Auditing f-Differential Privacy in One Run" (arXiv 2410.22235), the recursion
     on (r, h) of their algorithm for membership inference (alphabet of two) with abstentions.
     """
-    m, guesses, correct = found.canaries, found.guesses, found.correct
+    m, guesses, correct = observed.canaries, observed.guesses, observed.correct
     tau = (1 - confidence) * guesses / m
     h, r = tau * (guesses - correct) / guesses, tau * correct / guesses
     for i in range(correct - 1, -1, -1):
@@ -74,15 +74,15 @@ def refutes_gaussian(found: Guesses, mu: float, confidence: float) -> bool:
     return False
 
 
-def epsilon_one_run_fdp(found: Guesses, delta: float, confidence: float = 0.95) -> float:
+def epsilon_one_run_fdp(observed: Guesses, delta: float, confidence: float = 0.95) -> float:
     """Lower bound of Mahloujifar et al. 2024 on epsilon at `delta`, if the mechanism's curve is a Gaussian one.
 
     Sharper than `epsilon_one_run`, under that assumption, which composed subsampled Gaussians meet approximately
     (Dong, Roth and Su 2022): treat it as an estimate.
     """
-    if not found.guesses:
+    if not observed.guesses:
         return 0.0
-    mu = _largest_refuted(lambda mu: refutes_gaussian(found, mu, confidence), 20.0)
+    mu = _largest_refuted(lambda mu: refutes_gaussian(observed, mu, confidence), 20.0)
     return gaussian_epsilon(mu, delta) if mu > 0 else 0.0
 
 

@@ -35,7 +35,7 @@ class SandboxPlan:
 
     @property
     def noise_std(self) -> float:
-        """Of the noised sum, per coordinate."""
+        """Standard deviation of the noised sum, per coordinate."""
         return self.noise_multiplier * self.max_grad_norm
 
 

@@ -46,13 +46,13 @@ class _Drawn:
 
 def read_attempts(records: Sequence[Mapping[str, Any]]) -> list[Attempt]:
     """The attempts of a verified ledger's records, in order."""
-    found, nonce = [], b""
+    attempts, nonce = [], b""
     for record in records:
         if record["type"] == "session":
             nonce = bytes.fromhex(record["nonce"])
         elif record["type"] == "intent":
-            found.append(Attempt(nonce, record["step"], record["attempt"]))
-    return found
+            attempts.append(Attempt(nonce, record["step"], record["attempt"]))
+    return attempts
 
 
 def audit_schedule(

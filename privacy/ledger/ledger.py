@@ -14,7 +14,7 @@ import datetime
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from privacy.errors import BudgetSpent, PrivacyStateRefused
 from privacy.ledger.chain import ChainFile, LineRefused, create_chain, create_mirror
@@ -33,17 +33,11 @@ class Witness(Protocol):
     def session_fields(self) -> Mapping[str, Any]:
         """What the `session` record shall remember of the witness."""
 
-    def started(self) -> None:
-        """The `session` record is durable; its nonce was not handed out yet."""
-
     def before_intent(self) -> None:
         """Nothing of the step is charged yet."""
 
-    def reached(self) -> None:
-        """A `checkpoint` record is durable."""
-
-    def ended(self) -> None:
-        """The `close` record is durable."""
+    def note(self, kind: Literal["start", "at", "close"]) -> None:
+        """A record is durable: a `session`, whose nonce was not handed out yet, a `checkpoint` or the `close`."""
 
 
 class Ledger:
@@ -167,7 +161,7 @@ class Ledger:
         fields |= {RESTARTED: True} if restarted else {}
         self._append("session", fields | dict(self.witness.session_fields() if self.witness is not None else {}))
         if self.witness is not None:
-            self.witness.started()
+            self.witness.note("start")
         self._nonce = nonce
         return nonce
 
@@ -217,13 +211,13 @@ class Ledger:
         self._require_session()
         self._append("checkpoint", {"step": step, "path": path, "digest": digest})
         if self.witness is not None:
-            self.witness.reached()
+            self.witness.note("at")
 
     def close(self, reason: str) -> None:
         """Ends the run for good: "finished", "budget_spent" or "stopped"; nothing can follow."""
         self._append("close", {"reason": reason, "num_charged": self.num_charged})
         if self.witness is not None:
-            self.witness.ended()
+            self.witness.note("close")
 
     def _require_session(self) -> None:
         # A session of an earlier start does not count: its nonce would give the same coins once more.

@@ -12,7 +12,7 @@ program died between the two `close` is closed here when it is next opened.
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.chain import ChainFile
@@ -39,16 +39,12 @@ class Membership:
         with shared.locked() as chain:
             self._require_no_fork(chain.state)
             if ledger.state.closed is not None and run in chain.state.starts and run not in chain.state.closed:
-                self._note(chain, "close")  # the crash came between the two `close`
+                self._append(chain, "close")  # the crash came between the two `close`
 
     def session_fields(self) -> dict[str, Any]:
         """The last line of the shared ledger: everything before it must still be there at the next start."""
         state = self._shared.read()
         return {"shared_seq": len(state.hashes) - 1, "shared_hash": state.hashes[-1]}
-
-    def started(self) -> None:
-        """Takes the reservation over, after the `session` record, whose nonce no copy can have."""
-        self._note_patiently("start")
 
     def before_intent(self) -> None:
         """Nobody else has taken the reservation over."""
@@ -62,29 +58,23 @@ class Membership:
 
         _patiently(look)
 
-    def reached(self) -> None:
-        """Notes a checkpoint."""
-        self._note_patiently("at")
+    def note(self, kind: Literal["start", "at", "close"]) -> None:
+        """Notes where the run's ledger stands; a `start` takes the reservation over, and its nonce no copy can have."""
 
-    def ended(self) -> None:
-        """Notes the end for good."""
-        self._note_patiently("close")
-
-    def _note_patiently(self, kind: str) -> None:
-        def note() -> None:
+        def write() -> None:
             with self._shared.locked() as chain:
                 if kind == "start":
                     self._start = None  # the newest start becomes this session's
                 elif kind == "close" and self._run in chain.state.closed:
                     return  # an earlier try did arrive
                 self._require_own(chain.state)
-                self._note(chain, kind)
+                self._append(chain, kind)
                 if kind == "start":
                     self._start = chain.state.starts[self._run]
 
-        _patiently(note)
+        _patiently(write)
 
-    def _note(self, chain: ChainFile[SharedState], kind: str) -> None:
+    def _append(self, chain: ChainFile[SharedState], kind: str) -> None:
         position, line_hash = self._ledger.position()
         fields = {"run": self._run, "position": position, "hash": line_hash}
         chain.append(kind, self._ledger.state.opened["time_utc"], fields)
@@ -116,12 +106,12 @@ class Membership:
         try:
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                found = os.fstat(descriptor)
+                status = os.fstat(descriptor)
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise PrivacyStateRefused(f"{path}: cannot use the shared ledger: {error.strerror or error}") from error
-        return found.st_dev, found.st_ino, found.st_size
+        return status.st_dev, status.st_ino, status.st_size
 
 
 def _patiently(act: Callable[[], None]) -> None:

@@ -102,9 +102,13 @@ def open_run_state(
         if ledger.state.opened.get("shared_ledger") != identity:
             raise PrivacyConfigError(f"{ledger_path}: not the shared ledger (privacy.shared_ledger) it was opened with")
         if members is not None:
-            found = not_in_ledger(read_lines(members), ledger.state) or not_recorded(ledger.state, read_lines(members))
-            if found:
-                raise PrivacyStateRefused(f"{ledger_path} and {members} contradict each other: {found}; restore both")
+            contradiction = not_in_ledger(read_lines(members), ledger.state) or not_recorded(
+                ledger.state, read_lines(members)
+            )
+            if contradiction:
+                raise PrivacyStateRefused(
+                    f"{ledger_path} and {members} contradict each other: {contradiction}; restore both"
+                )
         if owner is not None and shared is not None:
             fixed = shared.fixed_in_advance
             owner.join(key.commitment(), shared.name, plan, ledger.state, fixed_in_advance=fixed)

@@ -85,9 +85,9 @@ def _captioner(facts: dict[str, Any], seed: int) -> Captioner:
     """The model that a manifest describes."""
     if facts.get("kind") != "captioner":
         raise ConfigError(f"only captioners can be audited with input canaries, not {facts.get('kind')!r}")
-    own = {field.name: facts[field.name] for field in fields(CaptionerConfig)}
+    values = {field.name: facts[field.name] for field in fields(CaptionerConfig)}
     config = CaptionerConfig(
-        **own | {"encoder": VitConfig(**facts["encoder"]), "decoder": DecoderConfig(**facts["decoder"])}
+        **values | {"encoder": VitConfig(**facts["encoder"]), "decoder": DecoderConfig(**facts["decoder"])}
     )
     return build_captioner(config, generator=torch.Generator().manual_seed(seed)).eval()
 

@@ -158,8 +158,8 @@ class _Tape:
         """After a step; `released_count` is the noised centred count of adaptive clipping."""
         drawn = self._noise.take()
         if released_count is not None and distributed.rank() == 0:  # its noise is the last number that rank 0 draws
-            drawn, own = drawn[: self._count], drawn[self._count :]
-            self._counts.append((released_count, float(own[0]) if len(own) == 1 else np.nan))
+            drawn, count_draws = drawn[: self._count], drawn[self._count :]
+            self._counts.append((released_count, float(count_draws[0]) if len(count_draws) == 1 else np.nan))
         self._num_draws.append(len(drawn))
         self._draws.append(drawn if len(drawn) == self._count else np.full(self._count, np.nan))
         self._weights.append(self._owned())

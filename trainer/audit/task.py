@@ -23,7 +23,7 @@ QUIET = (64, 128)  # a matrix that no gradient touches: noise alone
 PLACES = ("embedding", "matrix", "matrix_again", "offset", "norm", "conv", "raw")
 AMPLITUDE = 8.0  # times C
 PARTIAL = 0.9
-"""Of C: below the bound by itself, for canaries of which only the whole has to be clipped."""
+"""This part of C is below the bound by itself: only the whole gradient of such a canary has to be clipped."""
 
 
 class CanaryModel(nn.Module):
@@ -95,7 +95,7 @@ class Canaries:
     @cached_property
     def coordinates(self) -> list[tuple[int, str, int]]:
         """(example, parameter, flat index within it) of every coordinate that a gradient touches."""
-        found = []
+        touching = []
         for example in range(len(self)):
             row, column = int(self.rows_N[example]), int(self.columns_N[example])
             inside = row % WIDTH
@@ -109,8 +109,8 @@ class Canaries:
                 "raw": ("positions.raw", inside),
             }
             touched = {places[p] for p, gain in zip(PLACES, self.gains_NG[example], strict=True) if gain != 0}
-            found += [(example, name, index) for name, index in sorted(touched)]
-        return found
+            touching += [(example, name, index) for name, index in sorted(touched)]
+        return touching
 
     def batch(self, ids: np.ndarray, present_N: np.ndarray, size: int) -> Batch:
         """A micro-batch; an example that is not in the data is zeroed out, as the adjacency has it."""

@@ -135,8 +135,10 @@ class DeepSpeedEngine:
 def _fp32(parameter: Any, piece: Piece) -> Tensor:
     """A copy of one owned piece of the model's weights, before DeepSpeed casts them."""
     if hasattr(parameter, "ds_tensor"):
-        return parameter.__dict__.pop(_FP32)[: piece.length]  # type: ignore[no-any-return]
-    return parameter.detach().flatten()[piece.offset : piece.offset + piece.length].to("cpu", copy=True)
+        part: Tensor = parameter.__dict__.pop(_FP32)
+        return part[: piece.length]
+    whole: Tensor = parameter.detach().flatten()
+    return whole[piece.offset : piece.offset + piece.length].to("cpu", copy=True)
 
 
 def _find_spans(
