@@ -102,7 +102,11 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
     if mode in OURS:
         clipped = ClippedSum(model, 1.0, mode=mode)  # type: ignore[arg-type]
         is_padding_B = torch.zeros(workload.batch_size, dtype=torch.bool, device=device)
-        return lambda: clipped.add_micro_batch(model, inputs, is_padding_B)
+
+        def clipped_step() -> None:
+            clipped.add_micro_batch(model, inputs, is_padding_B)
+
+        return clipped_step
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 
     for name, parameter in model.named_parameters():  # raw ones, which would turn the whole model into one vmap leaf

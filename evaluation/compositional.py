@@ -205,7 +205,7 @@ def pixels_of(test: Choice, size: int) -> np.ndarray | None:
     try:
         data = test.image if isinstance(test.image, bytes) else test.image.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read {test.image}: {error.strerror or error}") from error
+        raise DataError(f"cannot read {error.filename}: {error.strerror or error}") from error
     if test.box is not None or isinstance(test.image, Path):
         buffer = io.BytesIO()
         try:

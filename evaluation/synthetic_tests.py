@@ -97,9 +97,10 @@ def _wrong(true: Statement, group: str, number: int) -> list[str]:
             false += [replace(true, groups=groups), replace(true, groups=groups, relation=opposite)]
     else:
         place, choices = number % 2, BASIC if group == "colour" else shapes.SIMPLE
-        used = {getattr(shown, group) for shown in true.groups}
+        used = {getattr(other, group) for other in true.groups}
         for word in choices:
             if word not in used:
-                changed = replace(true.groups[place], **{group: word})
-                false.append(replace(true, groups=(*true.groups[:place], changed, *true.groups[place + 1 :])))
+                shown = true.groups[place]
+                shown = replace(shown, colour=word) if group == "colour" else replace(shown, shape=word)
+                false.append(replace(true, groups=(*true.groups[:place], shown, *true.groups[place + 1 :])))
     return [statement.plain_caption() for statement in false]

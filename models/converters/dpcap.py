@@ -126,11 +126,15 @@ def _config(state: Mapping[str, Tensor], what: str, unstated: Unstated) -> Capti
         "bias": "decoder.layers.0.linear1.bias" in state,
     }
     size: CaptionerConfig | None = published(SIZES, "dpcap_", image, text)
-    known = size and Unstated(
-        num_heads=size.encoder.num_heads,
-        decoder_heads=size.decoder.num_heads,
-        decoder_activation=size.decoder.activation,
-        norm_eps=size.encoder.norm_eps,
+    known = (
+        None
+        if size is None
+        else Unstated(
+            num_heads=size.encoder.num_heads,
+            decoder_heads=size.decoder.num_heads,
+            decoder_activation=size.decoder.activation,
+            norm_eps=size.encoder.norm_eps,
+        )
     )
     decided = unstated.decided(("num_heads", "decoder_heads", "decoder_activation", "norm_eps"), known, what)
     encoder = VitConfig(**image, num_heads=decided["num_heads"], norm_eps=decided["norm_eps"])

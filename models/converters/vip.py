@@ -85,11 +85,15 @@ def from_vip(
         "mlp_ratio": mlp_ratio(hidden, width),
     }
     size: MaskedAutoencoderConfig | None = published(MAE_SIZES, "vip_", shape, pixels)
-    known = size and Unstated(
-        num_heads=size.encoder.num_heads,
-        decoder_heads=size.decoder.num_heads,
-        norm_eps=size.encoder.norm_eps,
-        normalise_pixels=size.normalise_pixels,
+    known = (
+        None
+        if size is None
+        else Unstated(
+            num_heads=size.encoder.num_heads,
+            decoder_heads=size.decoder.num_heads,
+            norm_eps=size.encoder.norm_eps,
+            normalise_pixels=size.normalise_pixels,
+        )
     )
     decided = unstated.decided(("num_heads", "decoder_heads", "norm_eps", "normalise_pixels"), known, what)
     encoder = VitConfig(**shape, qkv_bias=True, num_heads=decided["num_heads"], norm_eps=decided["norm_eps"])

@@ -83,7 +83,7 @@ class PartNames(NamedTuple):
 
     def renamings(self, part: str, depth: int, *, qkv_bias: bool = True) -> list[Renaming]:
         """Renamings of our `part`, which has `depth` blocks."""
-        layers = {ours: (theirs,) for ours, theirs in self.layers.items()}
+        layers: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in self.layers.items()}
         for i in range(depth):
             for ours, names in self.block.items():
                 layers[f"blocks.{i}.{ours}"] = tuple(f"{self.blocks}{i}.{name}" for name in names)
