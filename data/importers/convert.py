@@ -155,7 +155,7 @@ class _Rows:
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return "missing_image"
         except OSError as error:  # a broken disk must not look like bad data
-            raise ReadError(f"cannot read {item.image}: {error.strerror or error}") from error
+            raise ReadError(f"cannot read {error.filename}: {error.strerror or error}") from error
         captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
         try:
             image = resized(data, conversion.size, conversion.side)
