@@ -132,7 +132,8 @@ def folder_claims(run_dir: Path) -> FolderClaims:
                 formal_guarantee=manifest.get("formal_guarantee"),
             )
         )
-    mirror, recipe = None, run_dir / "config.toml"
+    mirror: bytes | None = None
+    recipe = run_dir / "config.toml"
     name = load_config(recipe).privacy.ledger_mirror if recipe.exists() else None
     if name:
         with contextlib.suppress(OSError):

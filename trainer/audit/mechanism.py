@@ -144,7 +144,8 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
     norms = torch.tensor([AMPLITUDE * run.max_grad_norm, 2 * PARTIAL * run.max_grad_norm], dtype=torch.float64)
     norms = torch.minimum(function.weight(norms, bound) * norms, torch.tensor(bound))
     # The noise is judged by what the audited run states, never by what the sandbox says that it used.
-    sigma, adaptive, counts = run.noise_multiplier, run.adaptive_clipping, None
+    sigma, adaptive = run.noise_multiplier, run.adaptive_clipping
+    counts: SandboxCounts | None = None
     if adaptive is not None:
         sigma = adaptive.gradient_noise_multiplier(sigma)
         counts = SandboxCounts(adaptive.unclipped_num_std, *tapes[0]["counts_of_unclipped"].T)
