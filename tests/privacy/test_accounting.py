@@ -219,7 +219,8 @@ def test_table_is_kept_in_a_file_that_fits_one_schedule_only(tmp_path, monkeypat
     cache, group = tmp_path / "epsilon-table.json", ReleaseGroup(0.05, 2.0, 1)
     first = EpsilonTable(group, 1e-5, 40, 30, cache=cache)
     computed = []
-    monkeypatch.setattr(EpsilonTable, "_compute", lambda *_: computed.append(1) or first._values)
+    monkeypatch.setattr(epsilon_table, "_composer", lambda *_: computed.append(1) or first.epsilon)
+    monkeypatch.setattr(EpsilonTable, "exact", lambda _self, count: first.epsilon(count))
     again = EpsilonTable(group, 1e-5, 40, 30, cache=cache)
     assert not computed and [again.epsilon(k) for k in range(41)] == [first.epsilon(k) for k in range(41)]
     for change in ({"delta": 2e-5}, {"num_steps": 29}, {"group": ReleaseGroup(0.05, 2.1, 1)}):
