@@ -4,6 +4,7 @@ An example maker is a picklable callable, so that worker processes can run it. T
 (`images_CHW`); the loader stacks them and adds the B (`images_BCHW`). Shapes are the same for every example.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,12 +14,30 @@ import numpy as np
 from data.errors import DecodeError
 from data.examples.tokenizer import CaptionTokenizer, load_tokenizer
 from data.examples.transforms import eval_image, train_image
-from data.reading.reader import RawExample
+from data.reading.reader import RawExample, json_record
+
+_INTEGER = re.compile(r"\s*([0-9]{1,9})\s*", re.ASCII)
+_MAX_LABEL_BYTES = 64
 
 
 def _own_stream(key: int, number: int) -> np.random.Generator:
     """Randomness from an example's key, apart from that of its other uses; the crop has number 0."""
     return np.random.Generator(np.random.Philox(key=np.array([key, number], dtype=np.uint64)))
+
+
+def _image(raw: RawExample, image_size: int, key: int, is_changed: bool) -> np.ndarray:
+    """images_CHW: a random crop and flip where the image is changed, the centre otherwise.
+
+    Raises:
+        DecodeError: no image, or one that cannot be decoded.
+    """
+    if raw.image is None:
+        raise DecodeError("the example has no image")
+    return train_image(raw.image, image_size, key) if is_changed else eval_image(raw.image, image_size)
+
+
+def _black(image_size: int) -> np.ndarray:
+    return np.zeros((3, image_size, image_size), dtype=np.float32)
 
 
 class MakeExample(Protocol):
@@ -70,8 +89,7 @@ class CaptionExample:
         if not captions:
             raise DecodeError("the example has no caption")
         caption = captions[key % len(captions) if self.train else 0]
-        size, changed = self.image_size, self.train and self.augment
-        image_CHW = train_image(raw.image, size, key) if changed else eval_image(raw.image, size)
+        image_CHW = _image(raw, self.image_size, key, self.train and self.augment)
         tokens_L, mask_L = self.tokenizer.encode(" ".join(caption[: 1 << 16].split()), self.num_tokens)
         return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L, **self.coin(key)}
 
@@ -84,8 +102,7 @@ class CaptionExample:
     def padding(self) -> dict[str, np.ndarray]:
         """A black image with an empty caption."""
         tokens_L, mask_L = self.tokenizer.encode("", self.num_tokens)
-        image_CHW = np.zeros((3, self.image_size, self.image_size), dtype=np.float32)
-        return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L, **self.coin(0)}
+        return {"images_CHW": _black(self.image_size), "tokens_L": tokens_L, "token_mask_L": mask_L, **self.coin(0)}
 
 
 @dataclass(frozen=True)
@@ -116,10 +133,7 @@ class MaskedImageExample:
         Raises:
             DecodeError: no image, or one that cannot be decoded.
         """
-        if raw.image is None:
-            raise DecodeError("the example has no image")
-        size = self.image_size
-        image_CHW = train_image(raw.image, size, key) if self.train and self.augment else eval_image(raw.image, size)
+        image_CHW = _image(raw, self.image_size, key, self.train and self.augment)
         return {"images_CHW": image_CHW, "mask_P": self.mask(key if self.train else 0)}
 
     def mask(self, key: int) -> np.ndarray:
@@ -131,8 +145,7 @@ class MaskedImageExample:
 
     def padding(self) -> dict[str, np.ndarray]:
         """A black image with the fixed mask."""
-        image_CHW = np.zeros((3, self.image_size, self.image_size), dtype=np.float32)
-        return {"images_CHW": image_CHW, "mask_P": self.mask(0)}
+        return {"images_CHW": _black(self.image_size), "mask_P": self.mask(0)}
 
 
 @dataclass(frozen=True)
@@ -153,11 +166,66 @@ class ImageExample:
         Raises:
             DecodeError: no image, or one that cannot be decoded.
         """
-        if raw.image is None:
-            raise DecodeError("the example has no image")
-        size = self.image_size
-        return {"images_CHW": train_image(raw.image, size, key) if self.train else eval_image(raw.image, size)}
+        return {"images_CHW": _image(raw, self.image_size, key, self.train)}
 
     def padding(self) -> dict[str, np.ndarray]:
         """A black image."""
-        return {"images_CHW": np.zeros((3, self.image_size, self.image_size), dtype=np.float32)}
+        return {"images_CHW": _black(self.image_size)}
+
+
+def read_label(raw: RawExample, num_classes: int, field: str | None = None) -> int:
+    """The example's label, in [0, num_classes): the integer in the member `cls` (webdataset's convention) or in a JSON field.
+
+    Args:
+        num_classes: public, so that an example's fate depends on its own bytes alone.
+        field: field of the `json` member, an integer or its digits; None means the member `cls`.
+
+    Raises:
+        DecodeError: there is none, or it is no integer in the range.
+    """
+    value: object
+    if field is None:
+        value = raw.fields.get("cls", b"")[: _MAX_LABEL_BYTES + 1].decode("ascii", "replace")
+    else:
+        value = json_record(raw.fields.get("json", b"")).get(field)
+    if isinstance(value, str):
+        digits = _INTEGER.fullmatch(value) if len(value) <= _MAX_LABEL_BYTES else None
+        value = int(digits[1]) if digits else None
+    if type(value) is not int:
+        raise DecodeError("the example has no integer as its label")
+    if not 0 <= value < num_classes:
+        raise DecodeError(f"the example's label is outside of the {num_classes} classes")
+    return value
+
+
+@dataclass(frozen=True)
+class LabelledImageExample:
+    """Image and label: images_CHW float32, labels int64 ().
+
+    Attributes:
+        image_size: side in pixels.
+        num_classes: the recipe's.
+        train: random crop and flip from the example's key; otherwise the centre.
+        label_field: field of the `.json` member; None means the member `.cls`.
+        augment: without it training sees the centre too.
+    """
+
+    image_size: int
+    num_classes: int
+    train: bool = True
+    label_field: str | None = None
+    augment: bool = True
+
+    def __call__(self, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
+        """Reads the label and decodes the image.
+
+        Raises:
+            DecodeError: no image, one that cannot be decoded, or a bad label.
+        """
+        label = read_label(raw, self.num_classes, self.label_field)
+        image_CHW = _image(raw, self.image_size, key, self.train and self.augment)
+        return {"images_CHW": image_CHW, "labels": np.array(label, dtype=np.int64)}
+
+    def padding(self) -> dict[str, np.ndarray]:
+        """A black image of class 0."""
+        return {"images_CHW": _black(self.image_size), "labels": np.array(0, dtype=np.int64)}

@@ -53,7 +53,24 @@ def train_image(data: bytes, image_size: int, key: int) -> np.ndarray:
         DecodeError: the bytes are no usable image.
     """
     rng = np.random.Generator(np.random.Philox(key=int(key)))
-    return _normalize(decode(data, lambda image: _random_crop(image, image_size, rng)))
+
+    def random_crop(image: Image.Image) -> Image.Image:
+        is_turned = image.getexif().get(_ORIENTATION_TAG, 1) in (5, 6, 7, 8)
+        width, height = (image.height, image.width) if is_turned else image.size
+        box = random_crop_box(width, height, rng)
+        if image.format == "JPEG":
+            # The decoder halves the size as long as the crop keeps at least image_size pixels on both sides.
+            shrink = image_size / min(box.width, box.height)
+            image.draft(None, (math.ceil(image.width * shrink), math.ceil(image.height * shrink)))
+        rgb = to_rgb(ImageOps.exif_transpose(image))
+        scale_x, scale_y = rgb.width / width, rgb.height / height
+        left, top = max(0.0, box.left * scale_x), max(0.0, box.top * scale_y)
+        right = min(float(rgb.width), (box.left + box.width) * scale_x)
+        bottom = min(float(rgb.height), (box.top + box.height) * scale_y)
+        cropped = rgb.resize((image_size, image_size), Image.Resampling.BICUBIC, box=(left, top, right, bottom))
+        return cropped.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else cropped
+
+    return _normalize(decode(data, random_crop))
 
 
 def eval_image(data: bytes, image_size: int) -> np.ndarray:
@@ -72,7 +89,14 @@ def eval_image(data: bytes, image_size: int) -> np.ndarray:
     Raises:
         DecodeError: the bytes are no usable image.
     """
-    return _normalize(decode(data, lambda image: _centre_square(image, image_size)))
+
+    def centre_square(image: Image.Image) -> Image.Image:
+        rgb = to_rgb(ImageOps.exif_transpose(image))
+        side = min(rgb.size)
+        left, top = (rgb.width - side) // 2, (rgb.height - side) // 2
+        return rgb.crop((left, top, left + side, top + side)).resize((image_size, image_size), Image.Resampling.BICUBIC)
+
+    return _normalize(decode(data, centre_square))
 
 
 def denormalize(images_CHW: np.ndarray) -> np.ndarray:
@@ -85,8 +109,8 @@ def random_crop_box(width: int, height: int, rng: np.random.Generator) -> CropBo
     """Draws a crop as torchvision's RandomResizedCrop does: up to ten attempts, then the largest centred crop.
 
     Args:
-        width: of the image, in pixels.
-        height: of the image, in pixels.
+        width: the image's, in pixels.
+        height: the image's, in pixels.
         rng: the example's own generator.
     """
     log_low, log_high = math.log(CROP_RATIO[0]), math.log(CROP_RATIO[1])
@@ -120,34 +144,6 @@ def decode(data: bytes, work: Callable[[Image.Image], Image.Image]) -> Image.Ima
         raise
     except Exception as error:
         raise DecodeError(f"the image cannot be decoded: {type(error).__name__}") from error
-
-
-def _centre_square(image: Image.Image, image_size: int) -> Image.Image:
-    """RGB, upright, image_size by image_size."""
-    rgb = to_rgb(ImageOps.exif_transpose(image))
-    side = min(rgb.size)
-    left, top = (rgb.width - side) // 2, (rgb.height - side) // 2
-    return rgb.crop((left, top, left + side, top + side)).resize((image_size, image_size), Image.Resampling.BICUBIC)
-
-
-def _random_crop(image: Image.Image, image_size: int, rng: np.random.Generator) -> Image.Image:
-    """RGB, upright, image_size by image_size."""
-    is_turned = image.getexif().get(_ORIENTATION_TAG, 1) in (5, 6, 7, 8)
-    width, height = (image.height, image.width) if is_turned else image.size
-    box = random_crop_box(width, height, rng)
-    if image.format == "JPEG":
-        # The decoder halves the size as long as the crop keeps at least image_size pixels on both sides.
-        shrink = image_size / min(box.width, box.height)
-        image.draft(None, (math.ceil(image.width * shrink), math.ceil(image.height * shrink)))
-    rgb = to_rgb(ImageOps.exif_transpose(image))
-    scale_x, scale_y = rgb.width / width, rgb.height / height
-    left, top = max(0.0, box.left * scale_x), max(0.0, box.top * scale_y)
-    right = min(float(rgb.width), (box.left + box.width) * scale_x)
-    bottom = min(float(rgb.height), (box.top + box.height) * scale_y)
-    cropped = rgb.resize((image_size, image_size), Image.Resampling.BICUBIC, box=(left, top, right, bottom))
-    if rng.random() < 0.5:
-        return cropped.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return cropped
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -150,12 +150,14 @@ class _Rows:
             return "missing_image"
         if conversion.needs_owner and item.owner is None:
             return "no_owner"
-        try:
-            data = item.image if isinstance(item.image, bytes) else item.image.read_bytes()
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            return "missing_image"
-        except OSError as error:  # a broken disk must not look like bad data
-            raise ReadError(f"cannot read {error.filename}: {error.strerror or error}") from error
+        data = item.image
+        if isinstance(data, Path):
+            try:
+                data = data.read_bytes()
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                return "missing_image"
+            except OSError as error:  # a broken disk must not look like bad data
+                raise ReadError(f"cannot read {data}: {error.strerror or error}") from error
         captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
         try:
             image = resized(data, conversion.size, conversion.side)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -31,7 +31,7 @@ from data.reading.records import RemoteOptions, ShardEntry, ShardStatus
 from data.reading.storage import open_storage
 
 BAD_SHARDS = "bad-shards.txt"
-"""Lists in the folder of the index what a build refused."""
+"""File in the folder of the index that lists what a build refused."""
 _PARTS = "parts"
 _NAMED = 10  # bad shards in one error; the list has them all
 
@@ -55,7 +55,7 @@ def build_index(
     """Indexes shards and writes the index to a folder; an older one there is replaced in one step.
 
     Args:
-        shards: of `find_shards`, or local tar files; their order does not matter.
+        shards: what `find_shards` returns, or local tar files; their order does not matter.
         index_dir: created when missing.
         exclude: names of shards that stay out of the index; it remembers them.
         remote: how remote shards are read.
@@ -83,18 +83,36 @@ def build_index(
             else:
                 statuses[name] = status
         storage.close()
-        _keep_known(index_dir, shards, statuses, parts)
-        missing = [name for name in statuses if not _is_part_of(statuses[name], parts / _part_name(name))]
+        try:
+            old = ExampleTable.open(index_dir, shards.root, check_shards=False)
+        except DataError:
+            pass  # There is no index that can be used, so every shard is read.
+        else:  # What it knows becomes parts.
+            for ordinal, entry in enumerate(old.entries):
+                part = parts / _part_name(entry.name)
+                if _is_of(entry, statuses.get(entry.name)) and not part.exists():
+                    _write_part(part, entry, old.shard_rows(ordinal).tobytes())
+        missing = []
+        for name, status in statuses.items():
+            try:
+                entry, rows = _read_part(parts / _part_name(name))
+                is_whole = len(rows) == entry.count * ROW.itemsize and _is_of(entry, status)
+            except (OSError, ValueError, TypeError):
+                is_whole = False  # There is no such part, or a damaged one.
+            if not is_whole:
+                missing.append(name)
         jobs = [(shards.root, name, statuses[name], remote) for name in missing]
-        with _bar(progress, [statuses[name].size for name in missing]) as advance:
+        is_shown = progress and bool(missing)
+        with Progress(console=Console(stderr=True), transient=True, disable=not is_shown) as bar:
+            task = bar.add_task(f"indexing {len(missing)} shards", total=sum(statuses[name].size for name in missing))
             for result in run_all(executor, index_one, jobs):
                 if isinstance(result, BadShard):
                     bad[result.name] = result.reason
-                    advance(statuses[result.name].size)
+                    bar.advance(task, statuses[result.name].size)
                     continue
                 entry, rows = result
                 _write_part(parts / _part_name(entry.name), entry, rows)
-                advance(entry.size)
+                bar.advance(task, entry.size)
         if bad:
             _refuse(index_dir, shards, bad, exclude)
         _assemble(index_dir, shards, parts, exclude)
@@ -120,20 +138,22 @@ def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) 
 
 
 def _refuse(index_dir: Path, shards: ShardSet, bad: dict[str, str], exclude: Collection[str]) -> NoReturn:
-    """Says why the first bad shard is refused and names the others; where good ones are left, writes a list that excludes
-    all bad ones, and those that were excluded already."""
+    """Says why the first bad shard is refused and names the others.
+
+    Where good ones are left, it writes a list that excludes all bad ones, and those that were excluded already.
+    """
     first, *others = sorted(bad)
-    said = bad[first]
+    message = bad[first]
     if others:
-        more = ", ".join(others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
-        said += f" (and {len(others)} more bad shards: {more})"
+        names = ", ".join(others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+        message += f" (and {len(others)} more bad shards: {names})"
     if len(bad) < len(shards.names):
         reasons = dict.fromkeys(exclude, "This shard was excluded already.") | bad
         lines = [f"# {' '.join(reasons[name].split())}\n{name}\n" for name in sorted(reasons)]
         with private_file(index_dir / BAD_SHARDS) as file:
             file.write("".join(lines).encode("utf-8", "surrogateescape"))
-        said += f"; {index_dir / BAD_SHARDS} lists every bad shard: mend them, or exclude them by prepare.py index --exclude"
-    raise DataError(said)
+        message += f"; {index_dir / BAD_SHARDS} lists every bad shard: mend them, or exclude them by prepare.py index --exclude"
+    raise DataError(message)
 
 
 @contextmanager
@@ -152,28 +172,10 @@ def _working_in(index_dir: Path) -> Iterator[Path]:
         raise DataError(f"another build is at work in {index_dir}; wait for it or choose another folder") from error
     finally:
         os.close(descriptor)
-        _remove_if_unused(index_dir, parts)
-
-
-def _remove_if_unused(index_dir: Path, parts: Path) -> None:
-    """A refused build leaves no trace."""
-    if parts.exists() and [path.name for path in parts.iterdir()] == ["lock"]:
-        shutil.rmtree(parts)
-        if not any(index_dir.iterdir()):
-            index_dir.rmdir()
-
-
-def _keep_known(index_dir: Path, shards: ShardSet, statuses: dict[str, ShardStatus], parts: Path) -> None:
-    """Makes parts of what the present index knows, if there is one and it fits."""
-    try:
-        old = ExampleTable.open(index_dir, shards.root, check_shards=False)
-    except DataError:
-        return  # There is no index that can be used, so every shard is read.
-    for ordinal, entry in enumerate(old.entries):
-        status = statuses.get(entry.name)
-        part = parts / _part_name(entry.name)
-        if status == (entry.size, entry.version) and entry.version and not part.exists():
-            _write_part(part, entry, old.shard_rows(ordinal).tobytes())
+        if parts.exists() and [path.name for path in parts.iterdir()] == ["lock"]:  # a refused build leaves no trace
+            shutil.rmtree(parts)
+            if not any(index_dir.iterdir()):
+                index_dir.rmdir()
 
 
 def _part_name(name: str) -> str:
@@ -194,15 +196,9 @@ def _read_part(path: Path) -> tuple[ShardEntry, bytes]:
     return ShardEntry(**facts["entry"]), rows
 
 
-def _is_part_of(status: ShardStatus, path: Path) -> bool:
-    """Whether the part is of the shard as it is now. A shard without a version is always read."""
-    if not path.exists():
-        return False
-    try:
-        entry, rows = _read_part(path)
-    except (OSError, ValueError, TypeError):
-        return False  # A damaged part is read again.
-    return len(rows) == entry.count * ROW.itemsize and bool(status.version) and status == (entry.size, entry.version)
+def _is_of(entry: ShardEntry, status: ShardStatus | None) -> bool:
+    """Whether an entry is of the shard as it is now. A shard without a version is always read."""
+    return bool(entry.version) and status == (entry.size, entry.version)
 
 
 def _assemble(index_dir: Path, shards: ShardSet, parts: Path, exclude: Collection[str]) -> None:
@@ -223,14 +219,3 @@ def _assemble(index_dir: Path, shards: ShardSet, parts: Path, exclude: Collectio
     for old in index_dir.glob("extents-*.npy"):
         if old.name != name:
             old.unlink()
-
-
-@contextmanager
-def _bar(shown: bool, sizes: Sequence[int]) -> Iterator[Callable[[int], None]]:
-    """A bar that counts bytes; yields what advances it."""
-    if not shown or not sizes:
-        yield lambda _size: None
-        return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"indexing {len(sizes)} shards", total=sum(sizes))
-        yield lambda size: bar.advance(task, size)

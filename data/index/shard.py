@@ -66,6 +66,15 @@ def index_file(path: Path, name: str, location: str, version: str) -> tuple[Shar
     keys = hashlib.sha256()
     for key in extents.keys:
         keys.update(len(key).to_bytes(8, "little") + key)
+    blocks_K2 = extents.bounds_K2 // BLOCK
+    if len(blocks_K2) and blocks_K2[-1, 0] >= 1 << 32:
+        raise DataError(f"{location} is larger than 2 TiB; split it")
+    num_blocks_K = np.minimum(blocks_K2[:, 1] - blocks_K2[:, 0], MAX_BLOCKS)
+    class_K = np.minimum(-(-extents.caption_bytes_K // CAPTION_CLASS_BYTES), MAX_CAPTION_CLASS)
+    packed_K = num_blocks_K | class_K << 20
+    rows_K = np.empty(len(blocks_K2), dtype=ROW)
+    rows_K["first_block"], rows_K["crc32"] = blocks_K2[:, 0], crc32_K
+    rows_K["low"], rows_K["high"] = packed_K & 0xFFFF, packed_K >> 16
     entry = ShardEntry(
         name=name,
         size=after.st_size,
@@ -76,7 +85,7 @@ def index_file(path: Path, name: str, location: str, version: str) -> tuple[Shar
         skipped=extents.skipped,
         version=version,
     )
-    return entry, _rows(extents, crc32_K, location)
+    return entry, rows_K
 
 
 def walk_shard(path: Path, location: str) -> Extents:
@@ -87,60 +96,60 @@ def walk_shard(path: Path, location: str) -> Extents:
             members of an example in two places.
         OSError: it cannot be read.
     """
-    with open(path, "rb", buffering=0) as file:
-        descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
-        if size == 0:
-            raise DataError(f"missing or empty shards: {location} is empty; fetch it again")
-        _refuse_compressed(os.pread(descriptor, 6, 0), location)
-        try:
-            return _walk(_windowed(descriptor), size, location)
-        except TarFormatError as error:
-            what = "is cut off" if isinstance(error, CutOffError) else "is no tar archive or is damaged"
-            raise DataError(f"{location} {what}: {error}; write or fetch it again") from error
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    return _checksums(path, np.empty((0, 2), dtype=np.int64))[1]
-
-
-def _walk(read_at: Callable[[int, int], bytes], size: int, location: str) -> Extents:
     bounds: list[tuple[int, int]] = []
     caption_bytes: list[int] = []
     keys: list[bytes] = []
     skipped = 0
-    extensions_of: dict[bytes, frozenset[str]] = {}  # equal sets are one object, so that a shard's keys stay small
-    one_of: dict[frozenset[str], frozenset[str]] = {}
+    extensions_of: dict[bytes, frozenset[str]] = {}
+    known_sets: dict[
+        frozenset[str], frozenset[str]
+    ] = {}  # equal sets are one object, so that a shard's keys stay small
 
-    def parts() -> Iterator[tuple[bytes, str, Member]]:
+    def parts(descriptor: int, size: int) -> Iterator[tuple[bytes, str, Member]]:
         nonlocal skipped
-        for member in iter_members(read_at, size, needs_end=True):
+        for member in iter_members(_windowed(descriptor), size, needs_end=True):
             split = split_key(member.name) if member.is_regular else None
             if split is None:
                 skipped += 1
             else:
                 yield *split, member
 
-    for key, run in groupby(parts(), key=itemgetter(0)):
-        extensions: set[str] = set()
-        start = end = caption = 0
-        for _, extension, member in run:
-            start, end = start if extensions else member.header_offset, member.end_offset
-            extensions.add(extension)
-            if caption == 0 and (extension.endswith("txt") or extension.endswith("json")):
-                caption = member.size
-        same = one_of.setdefault(frozenset(extensions), frozenset(extensions))
-        if extensions_of.setdefault(key, same) != same:
-            raise DataError(
-                f"{location} has members of the key {key.decode('utf-8', 'backslashreplace')[:100]!r} in two places: others "
-                f"than before come back at byte {start}; unpack it and write it with each key's members together, as "
-                "tar --sort=name does"
-            )
-        keys.append(key)
-        bounds.append((start, end))
-        caption_bytes.append(caption)
+    with open(path, "rb", buffering=0) as file:
+        descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
+        if size == 0:
+            raise DataError(f"missing or empty shards: {location} is empty; fetch it again")
+        for prefix, tool in ((b"\x1f\x8b", "gunzip"), (b"\x28\xb5\x2f\xfd", "unzstd"), (b"\xfd7zXZ", "unxz")):
+            if os.pread(descriptor, 6, 0).startswith(prefix):
+                raise DataError(f"{location} is compressed, which allows no random access; unpack it with {tool}")
+        try:
+            for key, run in groupby(parts(descriptor, size), key=itemgetter(0)):
+                extensions: set[str] = set()
+                start = end = caption = 0
+                for _, extension, member in run:
+                    start, end = start if extensions else member.header_offset, member.end_offset
+                    extensions.add(extension)
+                    if caption == 0 and (extension.endswith("txt") or extension.endswith("json")):
+                        caption = member.size
+                same = known_sets.setdefault(frozenset(extensions), frozenset(extensions))
+                if extensions_of.setdefault(key, same) != same:
+                    raise DataError(
+                        f"{location} has members of the key {key.decode('utf-8', 'backslashreplace')[:100]!r} in two places: "
+                        f"others than before come back at byte {start}; unpack it and write it with each key's members "
+                        "together, as tar --sort=name does"
+                    )
+                keys.append(key)
+                bounds.append((start, end))
+                caption_bytes.append(caption)
+        except TarFormatError as error:
+            problem = "is cut off" if isinstance(error, CutOffError) else "is no tar archive or is damaged"
+            raise DataError(f"{location} {problem}: {error}; write or fetch it again") from error
     bounds_K2 = np.array(bounds, dtype=np.int64).reshape(-1, 2)
     return Extents(bounds_K2, np.array(caption_bytes, dtype=np.int64), keys, skipped)
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    return _checksums(path, np.empty((0, 2), dtype=np.int64))[1]
 
 
 def _windowed(descriptor: int) -> Callable[[int, int], bytes]:
@@ -178,22 +187,3 @@ def _checksums(path: Path, bounds_K2: np.ndarray) -> tuple[np.ndarray, str]:
                 crc, (index, (start, end)) = 0, next(bounds, (0, (0, 0)))
             position = limit
     return crc32_K, digest.hexdigest()
-
-
-def _rows(extents: Extents, crc32_K: np.ndarray, location: str) -> np.ndarray:
-    blocks_K2 = extents.bounds_K2 // BLOCK
-    if len(blocks_K2) and blocks_K2[-1, 0] >= 1 << 32:
-        raise DataError(f"{location} is larger than 2 TiB; split it")
-    num_blocks_K = np.minimum(blocks_K2[:, 1] - blocks_K2[:, 0], MAX_BLOCKS)
-    class_K = np.minimum(-(-extents.caption_bytes_K // CAPTION_CLASS_BYTES), MAX_CAPTION_CLASS)
-    packed_K = num_blocks_K | class_K << 20
-    rows_K = np.empty(len(blocks_K2), dtype=ROW)
-    rows_K["first_block"], rows_K["crc32"] = blocks_K2[:, 0], crc32_K
-    rows_K["low"], rows_K["high"] = packed_K & 0xFFFF, packed_K >> 16
-    return rows_K
-
-
-def _refuse_compressed(magic: bytes, location: str) -> None:
-    for prefix, tool in ((b"\x1f\x8b", "gunzip"), (b"\x28\xb5\x2f\xfd", "unzstd"), (b"\xfd7zXZ", "unxz")):
-        if magic.startswith(prefix):
-            raise DataError(f"{location} is compressed, which allows no random access; unpack it with {tool}")

@@ -72,7 +72,23 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
         return ShardSet.of_files(_expand_items(pattern, root))
     if len(urls) != len(list(_items(pattern))):
         raise DataError(f"{pattern} mixes URLs and local files; one data set lies in one place")
-    return _of_urls(sorted(set(urls)))
+    urls = sorted(set(urls))
+    for url in urls:
+        parts = urlsplit(url)
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise DataError(
+                f"the URL of {parts.hostname or url} carries a password, a query or a fragment, which would end up in "
+                "records; give plain URLs and leave credentials to the driver's own environment"
+            )
+        if glob.has_magic(url) or url.endswith("/") or "/../" in url:
+            raise DataError(f"{url} is no single shard; name URLs one by one or by ranges such as {{0000..0127}}.tar")
+    if len({urlsplit(url)[:2] for url in urls}) > 1:
+        raise DataError("the shards lie on several hosts; one data set has one scheme and one host")
+    scheme_and_host = "://".join(urlsplit(urls[0])[:2])
+    root = scheme_and_host + os.path.commonpath([os.path.dirname(urlsplit(url).path) or "/" for url in urls]).rstrip(
+        "/"
+    )
+    return ShardSet(root, tuple(url[len(root) + 1 :] for url in urls))
 
 
 def expand_shards(pattern: str, root: Path) -> list[Path]:
@@ -90,7 +106,12 @@ def expand_shards(pattern: str, root: Path) -> list[Path]:
         DataError: nothing found, or a file missing or empty.
     """
     shards = _expand_items(pattern, root)
-    _check_files(shards)
+    missing = [path for path in shards if not path.is_file()]
+    empty = [path for path in shards if path not in missing and path.stat().st_size == 0]
+    for state, paths in (("missing", missing), ("empty", empty)):
+        if paths:
+            more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+            raise DataError(f"missing or empty shards: {paths[0]} is {state}{more}; mend the path or fetch it again")
     return shards
 
 
@@ -123,14 +144,14 @@ def read_shard_list(path: Path, shards: ShardSet) -> frozenset[str]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the list of shards {path}: {error}") from error
     names_of = {f"{shards.root}/{name}": name for name in shards.names} | {name: name for name in shards.names}
-    found: set[str] = set()
+    listed: set[str] = set()
     for line in lines:
         if line and not line.startswith("#"):
             name = names_of.get(line) or names_of.get(os.path.abspath(line))
             if name is None:
                 raise DataError(f"{path} lists {line}, which is none of the shards at {shards.root}; correct that line")
-            found.add(name)
-    return frozenset(found)
+            listed.add(name)
+    return frozenset(listed)
 
 
 def is_url(text: str) -> bool:
@@ -143,67 +164,8 @@ def common_root(shards: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([str(path.absolute().parent) for path in shards]))
 
 
-def _of_urls(urls: Sequence[str]) -> ShardSet:
-    for url in urls:
-        parts = urlsplit(url)
-        if "@" in parts.netloc or parts.query or parts.fragment:
-            raise DataError(
-                f"the URL of {parts.hostname or url} carries a password, a query or a fragment, which would end up in "
-                "records; give plain URLs and leave credentials to the driver's own environment"
-            )
-        if glob.has_magic(url) or url.endswith("/") or "/../" in url:
-            raise DataError(f"{url} is no single shard; name URLs one by one or by ranges such as {{0000..0127}}.tar")
-    if len({urlsplit(url)[:2] for url in urls}) > 1:
-        raise DataError("the shards lie on several hosts; one data set has one scheme and one host")
-    scheme_and_host = "://".join(urlsplit(urls[0])[:2])
-    folder = os.path.commonpath([os.path.dirname(urlsplit(url).path) or "/" for url in urls]).rstrip("/")
-    root = scheme_and_host + folder
-    return ShardSet(root, tuple(url[len(root) + 1 :] for url in urls))
-
-
 def _items(pattern: str) -> Iterator[str]:
-    items = [item.strip() for item in _split_commas(pattern) if item.strip()]
-    if not items:
-        raise DataError("no shards given; name tar files, a folder of them or a pattern such as train-{000..012}.tar")
-    return itertools.chain.from_iterable(_expand_braces(item) for item in items)
-
-
-def _expand_items(pattern: str, root: Path) -> list[Path]:
-    """The files that a local pattern names, each once, sorted; those that it names one by one need not exist."""
-    found: set[Path] = set()
-    for item in _items(pattern):
-        if is_url(item):
-            raise DataError(f"{item} is a URL; only local shards can be used here")
-        found.update(_expand_item(item, root))
-    return sorted(found)
-
-
-def _expand_item(item: str, root: Path) -> list[Path]:
-    path = root / Path(item).expanduser()
-    if path.is_dir():
-        shards = sorted(path.glob("*.tar"))
-        if not shards:
-            raise DataError(f"the folder {path} holds no *.tar files")
-        return shards
-    if not path.exists() and glob.has_magic(item):
-        shards = [Path(name) for name in sorted(glob.glob(str(path)))]
-        if not shards:
-            raise DataError(f"no shards match {path}")
-        return shards
-    return [path]
-
-
-def _check_files(shards: Sequence[Path]) -> None:
-    missing = [path for path in shards if not path.is_file()]
-    empty = [path for path in shards if path not in missing and path.stat().st_size == 0]
-    for what, paths in (("missing", missing), ("empty", empty)):
-        if paths:
-            more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
-            raise DataError(f"missing or empty shards: {paths[0]} is {what}{more}; mend the path or fetch it again")
-
-
-def _split_commas(pattern: str) -> list[str]:
-    """Splits at commas outside braces."""
+    """The items of a comma list, with their braces expanded; commas inside of braces separate no items."""
     items, depth = [""], 0
     for character in pattern:
         depth += {"{": 1, "}": -1}.get(character, 0)
@@ -213,31 +175,49 @@ def _split_commas(pattern: str) -> list[str]:
             items[-1] += character
     if depth != 0:
         raise DataError(f"unbalanced braces in the shard pattern {pattern}")
-    return items
+    items = [item.strip() for item in items if item.strip()]
+    if not items:
+        raise DataError("no shards given; name tar files, a folder of them or a pattern such as train-{000..012}.tar")
+    return itertools.chain.from_iterable(_expand_braces(item) for item in items)
 
 
 def _expand_braces(item: str) -> list[str]:
     """Expands pair by pair, innermost and leftmost first; a word without braces is itself."""
-    words = [item]
-    while any(_BRACES.search(word) for word in words):
-        words = list(itertools.islice(itertools.chain.from_iterable(map(_expand_pair, words)), _MAX_SHARDS + 1))
-        if len(words) > _MAX_SHARDS:
+    words, waiting = [], [item]
+    while waiting:
+        word = waiting.pop()
+        match = _BRACES.search(word)
+        if match is None:
+            words.append(word)
+            continue
+        choices = match[1].split(",")
+        if span := _RANGE.match(match[1]):
+            first, last = int(span[1]), int(span[2])
+            if last < first or last - first >= _MAX_SHARDS:
+                raise DataError(f"the range {{{match[1]}}} in the shard pattern {item} is empty or too long")
+            choices = [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
+        waiting += [word[: match.start()] + choice + word[match.end() :] for choice in reversed(choices)]
+        if len(words) + len(waiting) > _MAX_SHARDS:
             raise DataError(f"the shard pattern {item} names more than {_MAX_SHARDS:,} shards")
     return words
 
 
-def _expand_pair(word: str) -> list[str]:
-    match = _BRACES.search(word)
-    if match is None:
-        return [word]
-    return [word[: match.start()] + choice + word[match.end() :] for choice in _choices(match[1], word)]
-
-
-def _choices(inside: str, item: str) -> list[str]:
-    span = _RANGE.match(inside)
-    if span is None:
-        return inside.split(",")
-    first, last = int(span[1]), int(span[2])
-    if last < first or last - first >= _MAX_SHARDS:
-        raise DataError(f"the range {{{inside}}} in the shard pattern {item} is empty or too long")
-    return [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
+def _expand_items(pattern: str, root: Path) -> list[Path]:
+    """The files that a local pattern names, each once, sorted; those that it names one by one need not exist."""
+    shards: set[Path] = set()
+    for item in _items(pattern):
+        if is_url(item):
+            raise DataError(f"{item} is a URL; only local shards can be used here")
+        path = root / Path(item).expanduser()
+        if path.is_dir():
+            if not any(path.glob("*.tar")):
+                raise DataError(f"the folder {path} holds no *.tar files")
+            shards.update(path.glob("*.tar"))
+        elif not path.exists() and glob.has_magic(item):
+            matches = glob.glob(str(path))
+            if not matches:
+                raise DataError(f"no shards match {path}")
+            shards.update(map(Path, matches))
+        else:
+            shards.add(path)
+    return sorted(shards)

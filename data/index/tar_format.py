@@ -93,7 +93,13 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
                 raise TarFormatError(f"zeros at byte {position} stand where a member should begin")
             _require_padding(read_at, position, total_bytes)
             return
-        kind = _check_header(header, position)
+        stored = _number(header[148:156], position)
+        unsigned = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+        if stored != unsigned and stored != unsigned - 256 * sum(byte > 127 for byte in header):
+            raise TarFormatError(f"no tar header at byte {position} (checksum)")
+        kind = header[156]
+        if kind == ord("S"):
+            raise TarFormatError(f"the member at byte {position} is sparse; write it as an ordinary file")
         size = int(pax[b"size"]) if b"size" in pax else _number(header[124:136], position)
         payload = position + BLOCK
         start = position if start is None else start
@@ -101,18 +107,26 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
         if position > total_bytes:
             raise CutOffError(f"the member at byte {start} reaches past the end at byte {total_bytes}")
         if kind in b"LKxg":
-            body = _read_extended(read_at, payload, size)
+            if size > MAX_NAME_BYTES:
+                raise TarFormatError(f"the extended header at byte {payload - BLOCK} is {size} bytes long")
+            body = read_at(payload, size) if size else b""
             if kind == ord("L"):
                 long_name = body.split(b"\0", 1)[0]
                 if not long_name:
                     raise TarFormatError(f"the long name at byte {start} is empty")
             elif kind in b"xg":
                 records = _parse_pax(body, start)
-                _refuse_global(kind, records)
+                if kind == ord("g") and (b"path" in records or b"size" in records):
+                    raise TarFormatError(
+                        "a global pax header sets a path or a size for all members; write the archive without it"
+                    )
                 if kind == ord("x"):
                     pax |= {key: records[key] for key in (b"path", b"size") if key in records}
             continue
-        name = pax.get(b"path") or long_name or _short_name(header)
+        short_name = header[:100].split(b"\0", 1)[0]
+        if header[257:263] == b"ustar\0" and (prefix := header[345:500].split(b"\0", 1)[0]):
+            short_name = prefix + b"/" + short_name
+        name = pax.get(b"path") or long_name or short_name
         yield Member(name, start, payload, 0 if kind in _NO_PAYLOAD else size, kind in _REGULAR)
         start, long_name, pax = None, None, {}
     if needs_end:
@@ -144,17 +158,6 @@ def _require_padding(read_at: ReadAt, end: int, total_bytes: int) -> None:
         )
 
 
-def _check_header(header: bytes, position: int) -> int:
-    """Returns the type flag of a header whose checksum is right."""
-    stored = _number(header[148:156], position)
-    unsigned = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-    if stored != unsigned and stored != unsigned - 256 * sum(byte > 127 for byte in header):
-        raise TarFormatError(f"no tar header at byte {position} (checksum)")
-    if header[156] == ord("S"):
-        raise TarFormatError(f"the member at byte {position} is sparse; write it as an ordinary file")
-    return header[156]
-
-
 def _number(field: bytes, position: int) -> int:
     """An octal or (first bit set) base-256 number."""
     if field[0] & 0x80:
@@ -167,22 +170,6 @@ def _number(field: bytes, position: int) -> int:
     if not 0 <= value < 1 << 62:
         raise TarFormatError(f"no tar header at byte {position} (number out of range)")
     return value
-
-
-def _read_extended(read_at: ReadAt, offset: int, size: int) -> bytes:
-    """The payload of a long-name or pax header."""
-    if size > MAX_NAME_BYTES:
-        raise TarFormatError(f"the extended header at byte {offset - BLOCK} is {size} bytes long")
-    return read_at(offset, size) if size else b""
-
-
-def _short_name(header: bytes) -> bytes:
-    """Name of a header without extensions; only POSIX archives keep a prefix."""
-    name = header[:100].split(b"\0", 1)[0]
-    if header[257:263] == b"ustar\0":
-        prefix = header[345:500].split(b"\0", 1)[0]
-        return prefix + b"/" + name if prefix else name
-    return name
 
 
 def _parse_pax(body: bytes, position: int) -> dict[bytes, bytes]:
@@ -202,12 +189,6 @@ def _parse_pax(body: bytes, position: int) -> dict[bytes, bytes]:
     if int(records.get(b"size", b"0")) >= 1 << 62 or any(key.startswith(b"GNU.sparse.") for key in records):
         raise TarFormatError(f"the member at byte {position} is sparse or too large; write it as an ordinary file")
     return records
-
-
-def _refuse_global(kind: int, records: dict[bytes, bytes]) -> None:
-    """A global path or size would change members that are read alone."""
-    if kind == ord("g") and (b"path" in records or b"size" in records):
-        raise TarFormatError("a global pax header sets a path or a size for all members; write the archive without it")
 
 
 def _round_up(size: int) -> int:

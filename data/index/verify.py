@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 import numpy as np
 
 from data.errors import DataError, DecodeError, ReadError
-from data.examples.labels import read_label
+from data.examples.examples import read_label
 from data.examples.transforms import eval_image
 from data.index.shard import hash_file
 from data.index.tar_index import ExampleTable

@@ -110,8 +110,14 @@ class Loader:
         if num_workers:
             self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers)
             if memory_limit_mib is not None:
-                within = _micro_batches_within(memory_limit_mib, make_example, micro_batch_size, num_workers)
-                self.prefetch_factor = min(self.prefetch_factor, within // num_workers)
+                mib = sum(row.nbytes for row in make_example.padding().values()) * micro_batch_size / 2**20
+                if mib * num_workers > memory_limit_mib:
+                    raise DataError(
+                        f"data.memory_limit_mib is {memory_limit_mib}, but a micro-batch of {micro_batch_size} takes "
+                        f"{mib:.0f} MiB and each of {num_workers} workers prepares one; raise it, or lower data.num_workers "
+                        "or train.micro_batch_size"
+                    )
+                self.prefetch_factor = min(self.prefetch_factor, int(memory_limit_mib / mib) // num_workers)
         self.data_wait = 0.0
 
     def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
@@ -131,38 +137,27 @@ class Loader:
             DataError: a plan that does not fit.
         """
         pulled: deque[StepPlan] = deque()
-        results = iter(self._data_loader(_Requests(plans, pulled, self._micro_batch_size, self._order_of)))
+        requests = _Requests(plans, pulled, self._micro_batch_size, self._order_of)
+        results = iter(data_loader(self._dataset, requests, self._num_workers, self.prefetch_factor, self._pin_memory))
+
+        def batches(first: Batch, count: int) -> Iterator[Batch]:
+            yield first
+            for _ in range(count - 1):
+                batch = self._next(results)
+                if batch is None:
+                    raise ReadError("the data workers ended in the middle of a step")
+                yield batch
+
         while True:
             self.data_wait = 0.0
             first = self._next(results)
             if first is None:
                 return
             plan = pulled.popleft()
-            batches = self._micro_batches(first, plan.num_micro_batches, results)
-            yield plan, batches
-            for _ in batches:
+            step = batches(first, plan.num_micro_batches)
+            yield plan, step
+            for _ in step:
                 pass
-
-    def _data_loader(self, requests: "_Requests") -> DataLoader:
-        return DataLoader(
-            self._dataset,
-            sampler=requests,
-            batch_size=None,
-            collate_fn=as_is,
-            num_workers=self._num_workers,
-            prefetch_factor=self.prefetch_factor,
-            multiprocessing_context=worker_context() if self._num_workers else None,
-            pin_memory=self._pin_memory,
-            worker_init_fn=end_with_parent,
-        )
-
-    def _micro_batches(self, first: Batch, count: int, results: Iterator[Any]) -> Iterator[Batch]:
-        yield first
-        for _ in range(count - 1):
-            batch = self._next(results)
-            if batch is None:
-                raise ReadError("the data workers ended in the middle of a step")
-            yield batch
 
     def _next(self, results: Iterator[Any]) -> Batch | None:
         """The next micro-batch, None after the last; adds the time it took to `data_wait`."""
@@ -238,14 +233,11 @@ def stack_examples(
 
 
 def _fill(stacked: dict[str, np.ndarray], row: int, arrays: dict[str, np.ndarray]) -> None:
-    if _kinds(arrays) != {name: (array.shape[1:], array.dtype) for name, array in stacked.items()}:
+    kinds = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+    if kinds != {name: (array.shape[1:], array.dtype) for name, array in stacked.items()}:
         raise ValueError("make_example and its padding() return different names, shapes or types")
     for name, array in arrays.items():
         stacked[name][row] = array
-
-
-def _kinds(arrays: dict[str, np.ndarray]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    return {name: (array.shape, array.dtype) for name, array in arrays.items()}
 
 
 def batched_name(name: str) -> str:
@@ -271,7 +263,7 @@ def eval_batches(
         micro_batch_size: B.
         rank: takes the examples rank, rank + world_size, ...
         world_size: number of ranks.
-        num_examples: only the first so many; all by default.
+        num_examples: how many of the first examples count; all by default.
     """
     total = len(table) if num_examples is None else min(num_examples, len(table))
     ids = np.arange(total, dtype=np.int64)[rank::world_size]
@@ -298,36 +290,19 @@ class _Requests(Sampler):
     def __iter__(self) -> Iterator[MicroBatchRequest]:
         size = self._micro_batch_size
         for plan in self._plans:
-            _check_plan(plan, size)
-            self._pulled.append(plan)
             ids, keys = plan.example_ids, plan.example_keys
+            if len(ids) != len(keys):
+                raise DataError(f"step {plan.step}: {len(ids)} ids but {len(keys)} keys")
+            if plan.num_micro_batches < 1 or len(ids) > plan.num_micro_batches * size:
+                raise DataError(
+                    f"step {plan.step}: {len(ids)} examples do not fit {plan.num_micro_batches} micro-batches of {size}"
+                )
+            self._pulled.append(plan)
             if self._bucketed is not None:
                 order = by_caption_length(self._bucketed, ids, size)
                 ids, keys = ids[order], keys[order]
             for start in range(0, plan.num_micro_batches * size, size):
                 yield MicroBatchRequest(ids[start : start + size], keys[start : start + size])
-
-
-def _micro_batches_within(limit_mib: int, make_example: MakeExample, micro_batch_size: int, num_workers: int) -> int:
-    """How many micro-batches fit the limit; at least one per worker, or the limit is refused."""
-    row_bytes = sum(array.nbytes for array in make_example.padding().values())
-    mib = row_bytes * micro_batch_size / 2**20
-    if mib * num_workers > limit_mib:
-        raise DataError(
-            f"data.memory_limit_mib is {limit_mib}, but a micro-batch of {micro_batch_size} takes {mib:.0f} MiB and each of "
-            f"{num_workers} workers prepares one; raise it, or lower data.num_workers or train.micro_batch_size"
-        )
-    return int(limit_mib / mib)
-
-
-def _check_plan(plan: StepPlan, micro_batch_size: int) -> None:
-    if len(plan.example_ids) != len(plan.example_keys):
-        raise DataError(f"step {plan.step}: {len(plan.example_ids)} ids but {len(plan.example_keys)} keys")
-    if plan.num_micro_batches < 1 or len(plan.example_ids) > plan.num_micro_batches * micro_batch_size:
-        raise DataError(
-            f"step {plan.step}: {len(plan.example_ids)} examples do not fit {plan.num_micro_batches} micro-batches "
-            f"of {micro_batch_size}"
-        )
 
 
 def worker_context() -> Any:
@@ -346,13 +321,32 @@ def end_with_parent(_worker: int) -> None:
 
     leave_to_trainer()
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_wait_and_exit, args=(parent.sentinel,), daemon=True).start()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def wait_and_exit() -> None:
+        multiprocessing.connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait_and_exit, daemon=True).start()
 
 
-def _wait_and_exit(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
-    os._exit(1)
+def data_loader(
+    dataset: Dataset, sampler: Sampler | None, num_workers: int, prefetch_factor: int | None, pin_memory: bool
+) -> DataLoader:
+    """torch's loader of what is batched already, with workers that end with their trainer."""
+    return DataLoader(
+        dataset,
+        sampler=sampler,
+        batch_size=None,
+        collate_fn=as_is,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        multiprocessing_context=worker_context() if num_workers else None,
+        pin_memory=pin_memory,
+        worker_init_fn=end_with_parent,
+    )
 
 
 def as_is(batch: Any) -> Any:

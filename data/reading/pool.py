@@ -34,7 +34,11 @@ def worker_pool(num_workers: int) -> Iterator[Pool]:
     """
     if not 1 <= num_workers <= _MAX_WORKERS:
         raise DataError(f"{num_workers} workers; there must be at least 1, and at most {_MAX_WORKERS:,}")
-    if any(_launcher_size(name) > 1 for name in _SIZE_VARIABLES):
+    sizes = {name: os.environ.get(name) or "1" for name in _SIZE_VARIABLES}
+    for name, text in sizes.items():
+        if not text.isdecimal():
+            raise DataError(f"the launcher's variable {name} is {text!r}, which is no number of ranks; unset it")
+    if any(int(text) > 1 for text in sizes.values()):
         try:
             from mpi4py import MPI
             from mpi4py.futures import MPICommExecutor
@@ -51,13 +55,6 @@ def worker_pool(num_workers: int) -> Iterator[Pool]:
         # A fresh interpreter per worker: nothing of this process is inherited half-way through.
         with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as executor:
             yield Pool(executor, True)
-
-
-def _launcher_size(name: str) -> int:
-    text = os.environ.get(name) or "1"
-    if not text.isdecimal():
-        raise DataError(f"the launcher's variable {name} is {text!r}, which is no number of ranks; unset it")
-    return int(text)
 
 
 def available_cores() -> int:

@@ -47,7 +47,9 @@ class RawExample(NamedTuple):
             texts = [body for name, body in self.fields.items() if name.rpartition(".")[2] == "txt"]
             if texts:
                 return [text for text in map(_text, texts) if text is not None]
-        return _json_captions(self.fields.get("json", b""), field or "caption")
+        value = json_record(self.fields.get("json", b"")).get(field or "caption")
+        values = value if isinstance(value, list) else [value]
+        return [caption for caption in values if isinstance(caption, str)]
 
 
 class TarReader:
@@ -127,9 +129,3 @@ def json_record(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def _json_captions(body: bytes, field: str) -> list[str]:
-    value = json_record(body).get(field)
-    values = value if isinstance(value, list) else [value]
-    return [caption for caption in values if isinstance(caption, str)]

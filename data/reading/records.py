@@ -14,9 +14,9 @@ class ShardEntry:
     Attributes:
         name: relative to the root.
         size: in bytes.
-        sha256: of its bytes, in hex.
+        sha256: SHA-256 of its bytes, in hex.
         count: number of examples.
-        keys_sha256: of the list of its keys, in hex.
+        keys_sha256: SHA-256 of the list of its keys, in hex.
         repeated_keys: examples whose key came before in the same shard (copies count as a group in privacy).
         skipped: members that belong to no example: links, devices, folders, hidden or nameless files.
         version: what told its state when it was indexed, KIND:VALUE: `mtime_ns` of a file, `etag` or `modified` of an
@@ -55,18 +55,22 @@ class ReadRequest(NamedTuple):
     length: int
     crc32: int
 
+    def is_whole(self, data: bytes) -> bool:
+        """Whether these are the bytes that were indexed."""
+        return len(data) == self.length and zlib.crc32(data) == self.crc32
+
 
 @dataclass(frozen=True)
 class RemoteOptions:
     """How shards are read over the network; local files need none of it.
 
     Attributes:
-        timeout_seconds: of one request.
-        tries: of one request, with doubling pauses between them.
+        timeout_seconds: how long one request may take.
+        tries: how often one request is tried, with doubling pauses between the tries.
         backoff_seconds: the first pause.
         connections: requests at the same time, per process.
         cache_dir: local folder for examples that were read; private. None keeps nothing.
-        cache_mib: its size at most.
+        cache_mib: the largest size of that folder.
         allow_plain_http: permit http:// to hosts other than this one. Whoever sees the requests knows who was sampled.
     """
 
@@ -85,7 +89,7 @@ def check_crc(request: ReadRequest, data: bytes, where: str) -> bytes:
     Raises:
         ReadError: they are not.
     """
-    if zlib.crc32(data) != request.crc32:
+    if not request.is_whole(data):
         raise ReadError(
             f"{where} at byte {request.offset} does not fit its index: the bytes changed; verify the shards"
         )

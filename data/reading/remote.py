@@ -6,12 +6,14 @@ kind never become a zero gradient.
 """
 
 import functools
+import hashlib
 import inspect
 import os
 import random
 import tempfile
 import time
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +25,6 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from data.errors import DataError, ReadError
-from data.reading.block_cache import BlockCache
 from data.reading.records import ReadRequest, RemoteOptions, ShardStatus, check_crc
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ _VERSIONS = {
     "mtime": "modified",
 }
 """Names that drivers give to what changes with an object."""
+_NUM_FOLDERS = 64
+_SLACK = 8
+"""A folder of the cache is measured again after every 1/8 of its part; what is above 7/8 of it then goes, oldest first."""
 _GONE = "it is gone"
 _FINAL = {
     401: "access is refused",
@@ -53,14 +57,93 @@ _FINAL = {
 }
 
 
+class BlockCache:
+    """A bounded local cache of examples that were read over the network: files named by what they hold.
+
+    What lies in it tells who was sampled lately, so it is private (0700). A block is used only if its bytes have the checksum in
+    the index, so a torn, rotten or planted file costs a request and nothing else. Many processes may share one. Each of its
+    folders is bounded alone.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int):
+        """
+        Raises:
+            DataError: the folder cannot be made or is not ours.
+        """
+        self._folder = Path(folder).expanduser()
+        self._max_bytes = max_bytes // _NUM_FOLDERS
+        self._unmeasured: Counter[Path] = Counter()
+        self._is_writable = True
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.chmod(0o700)
+        except OSError as error:
+            raise DataError(f"cannot use the cache folder {folder}: {error.strerror or error}") from error
+
+    def get(self, request: ReadRequest) -> bytes | None:
+        """The bytes of a request if they are here and whole."""
+        try:
+            data = self._path(request).read_bytes()
+        except OSError:
+            return None  # not here, or just evicted
+        return data if request.is_whole(data) else None
+
+    def put(self, request: ReadRequest, data: bytes) -> None:
+        """Keeps the bytes for later. A full or broken disk turns the cache off, with a warning; training goes on."""
+        path = self._path(request)
+        if not self._is_writable or len(data) > self._max_bytes // _SLACK:
+            return
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            if path.parent not in self._unmeasured or self._unmeasured[path.parent] > self._max_bytes // _SLACK:
+                _shrink(path.parent, self._max_bytes * (_SLACK - 1) // _SLACK - len(data))
+                self._unmeasured[path.parent] = 0
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(data)
+            temporary.replace(path)
+            self._unmeasured[path.parent] += len(data)
+        except OSError as error:
+            self._is_writable = False
+            warnings.warn(
+                f"the cache {self._folder} cannot be written ({error.strerror}); going on without", stacklevel=2
+            )
+
+    def _path(self, request: ReadRequest) -> Path:
+        name = hashlib.sha256(f"{request.shard.sha256}:{request.offset}:{request.length}".encode()).hexdigest()
+        return self._folder / f"{int(name[:4], 16) % _NUM_FOLDERS:02d}" / name[:40]
+
+
+def _shrink(folder: Path, max_bytes: int) -> None:
+    """Removes the oldest files until the rest fits; other processes may be doing the same."""
+    files = []
+    for entry in os.scandir(folder):
+        try:
+            status = entry.stat()
+        except FileNotFoundError:
+            continue
+        files.append((status.st_mtime_ns, status.st_size, entry.path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= max_bytes:
+            return
+        Path(path).unlink(missing_ok=True)
+        total -= size
+
+
 class RemoteStorage:
     """See `data.reading.storage.Storage`. Another process (after a fork or by pickle) opens its own connections."""
 
     def __init__(self, root: str, options: RemoteOptions):
         self.root = root
         self._options = options
-        self._is_http = urlsplit(root).scheme in ("http", "https")
-        _refuse_plain_http(root, options)
+        parts = urlsplit(root)
+        if _is_exposed(parts.scheme, parts.hostname, options.allow_plain_http):
+            raise DataError(
+                f"{root} is not encrypted: whoever sees the requests knows who is in every batch; use https, or set "
+                "data.remote.allow_plain_http = true where the whole network may know"
+            )
+        self._is_http = parts.scheme in ("http", "https")
         self._filesystem = _filesystem(root, options)
         self._cache = BlockCache(Path(options.cache_dir), options.cache_mib << 20) if options.cache_dir else None
         self._threads: ThreadPoolExecutor | None = None
@@ -89,7 +172,31 @@ class RemoteStorage:
             yield path
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
-        return self._ahead(requests, self._read, lambda request: request.length)
+        def read(request: ReadRequest) -> bytes:
+            data = self._cache.get(request) if self._cache is not None else None
+            if data is not None:
+                return data
+            url = self._url(request.shard.name)
+            data = self._retry(url, lambda: fetch(url, request))
+            if self._cache is not None:
+                self._cache.put(request, data)
+            return data
+
+        def fetch(url: str, request: ReadRequest) -> bytes:
+            data: bytes = self._filesystem.cat_file(
+                url,
+                start=request.offset,
+                end=request.offset + request.length,
+                **self._if_match(request.shard.version),
+                **self._timeout(),
+            )
+            if len(data) > request.length:
+                raise _FinalError(f"cannot read {url}: its server does not serve ranges")
+            if len(data) < request.length:
+                raise ReadError(f"{len(data)} of {request.length} bytes at byte {request.offset}")
+            return check_crc(request, data, url)
+
+        return self._ahead(requests, read, lambda request: request.length)
 
     def close(self) -> None:
         threads, self._threads = self._threads, None
@@ -98,6 +205,9 @@ class RemoteStorage:
 
     def _ahead(self, items: Sequence[Any], function: Callable[[Any], T], size: Callable[[Any], int]) -> Iterator[T]:
         """Results in order; at most one call per connection at a time, as many results waiting, and few bytes of them."""
+        if self._threads is None or self._owner != os.getpid():
+            self._threads, self._owner = ThreadPoolExecutor(self._options.connections, "shards"), os.getpid()
+        threads = self._threads
         pending: deque[tuple[Future[T], int]] = deque()
         waiting = 0
         try:
@@ -108,18 +218,13 @@ class RemoteStorage:
                     future, length = pending.popleft()
                     waiting -= length
                     yield future.result()
-                pending.append((self._pool().submit(function, item), size(item)))
+                pending.append((threads.submit(function, item), size(item)))
                 waiting += size(item)
             while pending:
                 yield pending.popleft()[0].result()
         finally:
             for future, _ in pending:
                 future.cancel()
-
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._threads is None or self._owner != os.getpid():
-            self._threads, self._owner = ThreadPoolExecutor(self._options.connections, "shards"), os.getpid()
-        return self._threads
 
     def _url(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -138,29 +243,6 @@ class RemoteStorage:
             raise DataError(f"missing or empty shards: {url} is empty, or its server does not say how long it is")
         version = next((f"{_VERSIONS[key]}:{info[key]}" for key in _VERSIONS if info.get(key)), "")
         return ShardStatus(int(info["size"]), version)
-
-    def _read(self, request: ReadRequest) -> bytes:
-        data = self._cache.get(request) if self._cache is not None else None
-        if data is None:
-            url = self._url(request.shard.name)
-            data = self._retry(url, lambda: self._fetch(url, request))
-            if self._cache is not None:
-                self._cache.put(request, data)
-        return data
-
-    def _fetch(self, url: str, request: ReadRequest) -> bytes:
-        data: bytes = self._filesystem.cat_file(
-            url,
-            start=request.offset,
-            end=request.offset + request.length,
-            **self._if_match(request.shard.version),
-            **self._timeout(),
-        )
-        if len(data) > request.length:
-            raise _FinalError(f"cannot read {url}: its server does not serve ranges")
-        if len(data) < request.length:
-            raise ReadError(f"{len(data)} of {request.length} bytes at byte {request.offset}")
-        return check_crc(request, data, url)
 
     def _timeout(self) -> dict[str, Any]:
         # fsspec's synchronous calls of asynchronous drivers take it; other drivers have their own.
@@ -191,7 +273,10 @@ class RemoteStorage:
                 if reason is not None:
                     raise ReadError(f"cannot read {url}: {reason}") from error
                 if number == self._options.tries:
-                    raise ReadError(f"cannot read {url} in {number} tries: {_said(error)}") from error
+                    link = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                    problem = f"{type(link).__name__} {str(link).partition(chr(10))[0][:200]}".strip()
+                    problem = str(error) if isinstance(error, ReadError) else problem
+                    raise ReadError(f"cannot read {url} in {number} tries: {problem}") from error
             time.sleep(min(pause, _LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1.0))
             pause *= 2
         raise AssertionError("tries is at least 1")
@@ -217,14 +302,6 @@ def _final_reason(error: BaseException | None) -> str | None:
     if isinstance(error, FileNotFoundError):
         return _GONE if error.__cause__ is None else None
     return "access is refused" if isinstance(error, PermissionError) else None
-
-
-def _said(error: Exception) -> str:
-    """Type and first line of an error, or of what caused it."""
-    if isinstance(error, ReadError):
-        return str(error)
-    link = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    return f"{type(link).__name__} {str(link).partition(chr(10))[0][:200]}".strip()
 
 
 def _is_exposed(scheme: str, host: str | None, allow_plain_http: bool) -> bool:
@@ -263,15 +340,6 @@ def _redirect_rule(allow_plain_http: bool) -> "TraceConfig":
     return rule
 
 
-def _refuse_plain_http(root: str, options: RemoteOptions) -> None:
-    parts = urlsplit(root)
-    if _is_exposed(parts.scheme, parts.hostname, options.allow_plain_http):
-        raise DataError(
-            f"{root} is not encrypted: whoever sees the requests knows who is in every batch; use https, or set "
-            "data.remote.allow_plain_http = true where the whole network may know"
-        )
-
-
 def _filesystem(root: str, options: RemoteOptions) -> Any:
     """fsspec's driver for a scheme; credentials come from the driver's own environment."""
     scheme = urlsplit(root).scheme
@@ -292,7 +360,9 @@ def _filesystem(root: str, options: RemoteOptions) -> Any:
     except (ImportError, ValueError) as error:
         raise DataError(f"{root}: there is no driver for {scheme}:// ({error})") from error
     parameters = list(inspect.signature(driver.__init__).parameters.values())[1:]
-    wanted = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    if wanted:
-        raise DataError(f"{root}: {scheme}:// needs more than a URL says ({', '.join(wanted)}); use https:// or s3://")
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if required:
+        raise DataError(
+            f"{root}: {scheme}:// needs more than a URL says ({', '.join(required)}); use https:// or s3://"
+        )
     return driver(**settings)

@@ -4,15 +4,19 @@ A place hands out exact bytes or an error; it never decides what the bytes mean.
 the checksum in the index before anything else sees it, wherever it came from.
 """
 
+import os
+import stat
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from data.errors import DataError
+from data.errors import DataError, ReadError
 from data.index.shards import is_url
-from data.reading.local import LocalStorage
-from data.reading.records import ReadRequest, RemoteOptions, ShardStatus
+from data.reading.records import ReadRequest, RemoteOptions, ShardEntry, ShardStatus, check_crc
+
+MAX_OPEN_SHARDS = 64
 
 
 class Storage(Protocol):
@@ -39,6 +43,92 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Releases files and connections; the next read opens them again."""
+
+
+class LocalStorage:
+    """Shards on a file system: one `pread` per example, announced ahead so that the kernel reads while we decode.
+
+    It survives a fork: another process opens its own files.
+    """
+
+    def __init__(self, root: str, *, max_open_shards: int = MAX_OPEN_SHARDS):
+        self.root = root
+        self._max_open = max_open_shards
+        self._descriptors: OrderedDict[str, int] = OrderedDict()
+        self._owner = os.getpid()
+
+    def status(self, names: Sequence[str]) -> Iterator[ShardStatus | DataError]:
+        for name in names:
+            path = Path(self.root, name)
+            try:
+                status = path.stat()
+            except OSError as error:
+                yield DataError(f"missing or empty shards: {path}: {error.strerror or error}")
+                continue
+            if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+                yield DataError(f"missing or empty shards: {path} is empty or no file; fetch it again")
+            else:
+                yield ShardStatus(status.st_size, f"mtime_ns:{status.st_mtime_ns}")
+
+    @contextmanager
+    def local_copy(self, name: str) -> Iterator[Path]:
+        yield Path(self.root, name)
+
+    def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
+        if hasattr(os, "posix_fadvise"):  # It starts reading without waiting; some systems have no such call.
+            for request in requests:
+                descriptor = self._descriptor(request.shard)
+                os.posix_fadvise(descriptor, request.offset, request.length, os.POSIX_FADV_WILLNEED)
+        for request in requests:
+            path, descriptor = Path(self.root, request.shard.name), self._descriptor(request.shard)
+            pieces: list[bytes] = []  # A file system may return the bytes in pieces.
+            missing = request.length
+            while missing:
+                try:
+                    piece = os.pread(descriptor, missing, request.offset + request.length - missing)
+                except OSError as error:
+                    raise ReadError(
+                        f"cannot read {path} at byte {request.offset}: {error.strerror or error}"
+                    ) from error
+                if not piece:
+                    raise ReadError(
+                        f"short read of {path} at byte {request.offset}: {missing} of {request.length} bytes are missing"
+                    )
+                pieces.append(piece)
+                missing -= len(piece)
+            yield check_crc(request, pieces[0] if len(pieces) == 1 else b"".join(pieces), str(path))
+
+    def close(self) -> None:
+        descriptors, self._descriptors = self._descriptors, OrderedDict()
+        if self._owner == os.getpid():
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptors", None):
+            self.close()
+
+    def _descriptor(self, shard: ShardEntry) -> int:
+        """An open file for the shard, the least recently used one closed first."""
+        if self._owner != os.getpid():
+            self._descriptors, self._owner = OrderedDict(), os.getpid()
+        descriptor = self._descriptors.pop(shard.name, None)
+        if descriptor is None:
+            path = Path(self.root, shard.name)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ReadError(f"cannot read {path}: {error.strerror or error}") from error
+            size = os.fstat(descriptor).st_size
+            if size != shard.size:
+                os.close(descriptor)
+                raise ReadError(
+                    f"{path} has {size} bytes, its index says {shard.size}; restore the shard or index again"
+                )
+            if len(self._descriptors) >= self._max_open:
+                os.close(self._descriptors.popitem(last=False)[1])
+        self._descriptors[shard.name] = descriptor
+        return descriptor
 
 
 def require_present(statuses: Iterable[ShardStatus | DataError]) -> Iterator[ShardStatus]:

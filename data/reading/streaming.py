@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples.examples import MakeExample
 from data.index.shard import walk_shard
-from data.reading.loader import Failure, StepPlan, as_is, end_with_parent, stack_examples, worker_context
+from data.reading.loader import Failure, StepPlan, data_loader, stack_examples
 from data.reading.reader import IMAGE_EXTENSIONS, RawExample
 
 Keyed = tuple[RawExample, int]
@@ -34,7 +34,7 @@ class Stream:
 
     Attributes:
         shards: tar files.
-        seed: of all shuffling and of the examples' keys; public.
+        seed: decides all shuffling and the examples' keys; public.
         shuffle_buffer: examples among which the next is drawn; 0 keeps the order of shards and examples.
         epochs: how often; None means without end.
         reader: which of the readers this is.
@@ -57,11 +57,13 @@ class Stream:
             ReadError: a shard cannot be read.
         """
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):
-            found = False
+            is_empty = True
             for sample in self._epoch(epoch):
-                found = True
-                yield raw_example(sample), self._key(epoch, sample)
-            if not found and self.epochs is None and len(self.shards) >= self.num_readers:
+                is_empty = False
+                name = f"{self.seed} {epoch} {sample['__url__']} {sample['__key__']}".encode("utf-8", "surrogatepass")
+                key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
+                yield raw_example(sample), key
+            if is_empty and self.epochs is None and len(self.shards) >= self.num_readers:
                 raise DataError(f"the shards {self.shards[0]} ... hold no examples")
 
     def _epoch(self, epoch: int) -> Iterator[dict[str, Any]]:
@@ -72,7 +74,15 @@ class Stream:
             random.Random(f"{self.seed} {epoch}").shuffle(shards)
         by_shard = len(shards) >= self.num_readers
         mine = shards[self.reader :: self.num_readers] if by_shard else shards
-        stages = webdataset.SimpleShardList(mine), _walked, webdataset.tarfile_to_samples()
+
+        def walked(shards: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+            # webdataset takes any end for the end of the archive, and parts of an example that come back for another
+            # example, so each shard is walked as the index does it before it is read.
+            for shard in shards:
+                walk_shard(Path(shard["url"]), shard["url"])
+                yield shard
+
+        stages = webdataset.SimpleShardList(mine), walked, webdataset.tarfile_to_samples()
         samples = iter(webdataset.DataPipeline(*stages))
         if not by_shard:
             samples = itertools.islice(samples, self.reader, None, self.num_readers)
@@ -88,10 +98,6 @@ class Stream:
         except OSError as error:
             raise ReadError(f"cannot read a shard: {_one_line(error)}") from error
 
-    def _key(self, epoch: int, sample: dict[str, Any]) -> int:
-        name = f"{self.seed} {epoch} {sample['__url__']} {sample['__key__']}"
-        return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
-
 
 def raw_example(sample: dict[str, Any]) -> RawExample:
     """A sample of webdataset as the tar reader gives it."""
@@ -105,7 +111,7 @@ class StepShape:
     """How many examples each micro-batch of a step has on one rank.
 
     Attributes:
-        num_examples: of this rank in a step.
+        num_examples: how many this rank takes in a step.
         micro_batch_size: rows of every micro-batch.
         num_micro_batches: the same on every rank; the last ones may be padded.
     """
@@ -151,15 +157,15 @@ class StreamingLoader:
         prefetch_micro_batches: int = 8,
         pin_memory: bool = False,
     ):
-        """Prepares; workers start with `steps` or `batches`.
+        """Prepares the stream; workers start with `steps` or `batches`.
 
         Args:
             stream: shards, seed and epochs; which reader is set here.
             make_example: picklable; see `data.examples`.
             micro_batch_size: B.
-            batch_size: of the logical batch, exactly, over all ranks. None: all micro-batches are full, but for the last.
+            batch_size: exact size of the logical batch over all ranks. None: all micro-batches are full, but for the last.
             num_workers: worker processes of this rank.
-            rank: of this process.
+            rank: this process's.
             world_size: number of ranks.
             start_step: number of steps that an earlier run has consumed.
             prefetch_micro_batches: as for Loader.
@@ -199,18 +205,7 @@ class StreamingLoader:
             DataError: a damaged shard.
             ReadError: a shard cannot be read.
         """
-        results = iter(
-            DataLoader(
-                self._dataset,
-                batch_size=None,
-                collate_fn=as_is,
-                num_workers=self._num_workers,
-                prefetch_factor=self.prefetch_factor,
-                multiprocessing_context=worker_context() if self._num_workers else None,
-                pin_memory=self._pin_memory,
-                worker_init_fn=end_with_parent,
-            )
-        )
+        results = iter(data_loader(self._dataset, None, self._num_workers, self.prefetch_factor, self._pin_memory))
         while True:
             start = time.perf_counter()
             result = next(results, None)
@@ -233,28 +228,17 @@ class _MicroBatchStream(IterableDataset):
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         # DataLoader asks worker 0 first, and the number of the first micro-batch says whose turn that is.
         turn = (self._first + worker) % num_workers
-        stream = replace(self._stream, reader=self._stream.reader + turn)
+        examples = replace(self._stream, reader=self._stream.reader + turn).examples()
         try:
-            yield from self._batches(stream.examples(), turn, num_workers)
+            for ordinal in itertools.count(turn, num_workers):
+                size = self._shape.size(ordinal)
+                rows = list(itertools.islice(examples, size))
+                if size and not rows:
+                    return
+                if ordinal >= self._first:
+                    yield stack_examples(rows, self._make_example, self._shape.micro_batch_size)
         except (DataError, ReadError) as error:
             yield Failure(type(error), str(error))
-
-    def _batches(self, examples: Iterator[Keyed], turn: int, num_workers: int) -> Iterator[Batch]:
-        for ordinal in itertools.count(turn, num_workers):
-            size = self._shape.size(ordinal)
-            rows = list(itertools.islice(examples, size))
-            if size and not rows:
-                return
-            if ordinal >= self._first:
-                yield stack_examples(rows, self._make_example, self._shape.micro_batch_size)
-
-
-def _walked(shards: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Walks each shard as the index does before it is read: webdataset takes any end for the end of the archive, and parts
-    of an example that come back for another example."""
-    for shard in shards:
-        walk_shard(Path(shard["url"]), shard["url"])
-        yield shard
 
 
 def _one_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError, DecodeError
-from data.examples.labels import read_label
+from data.examples.examples import read_label
 from data.index.build import build_index
 from data.index.shards import ShardSet, find_shards
 from data.index.tar_index import ExampleTable

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.errors import DecodeError
-from data.examples.labels import LabelledImageExample, read_label
+from data.examples.examples import LabelledImageExample, read_label
 from data.index.build import build_index
 from data.reading.loader import eval_batches
 from data.reading.reader import RawExample

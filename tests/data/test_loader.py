@@ -235,6 +235,8 @@ if __name__ == "__main__":
         ignored = int(status.split("SigIgn:")[1].split()[0], 16)
         print([bool(ignored >> (number - 1) & 1) for number in (signal.SIGTERM, signal.SIGUSR1)])
         print(pool.apply(eval, ("'data.reading.loader' in __import__('sys').modules",)))
+        pool.close()  # its workers do not end by SIGTERM, which is all that leaving the block sends
+        pool.join()
 """
 
 

@@ -17,10 +17,10 @@ from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.shards import find_shards
 from data.index.tar_index import ExampleTable
-from data.reading.block_cache import BlockCache
 from data.reading.loader import Loader, StepPlan
 from data.reading.reader import TarReader
 from data.reading.records import RemoteOptions
+from data.reading.remote import BlockCache
 from tests.data.servers import RangeServer, range_server
 from tests.distributed.ranks import free_port
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from data.examples.labels import LabelledImageExample
+from data.examples.examples import LabelledImageExample
 from models.classifier import Classifier, classification_loss
 from models.classifier_config import ClassifierConfig
 from trainer.config.recipe import DataSection
