@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,9 +35,6 @@ from data.reading.pool import available_cores, worker_pool
 from data.reading.records import RemoteOptions
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
-
-if TYPE_CHECKING:
-    from data.importers.items import Source
 
 _STDERR = Console(stderr=True)
 _PREVIEW, _MAX_PREVIEW = 36, 120
@@ -218,28 +215,21 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     """
     from data.importers.convert import Conversion
     from data.importers.pipeline import REPORT, Settings, import_examples
+    from data.importers.sources import Columns, open_source
 
-    settings = Settings(
-        source_format=options.source_format,
-        conversion=Conversion(
-            size=options.size,
-            side=options.side,
-            min_side=options.min_side,
-            image_format=options.image_format,
-            quality=options.quality,
-            needs_owner=options.owner_field is not None,
-        ),
-        duplicate_distance=None if options.keep_near_duplicates else options.duplicate_distance,
-        owner_field=options.owner_field,
-        max_per_owner=options.max_per_owner,
-        seed=options.seed,
-        shard_examples=options.shard_examples,
-        prefix=options.prefix,
+    needs_owner = options.owner_field is not None
+    conversion = Conversion(
+        options.size, options.side, options.min_side, options.image_format, options.quality, needs_owner
     )
+    settings = Settings(
+        options.source_format, conversion, None if options.keep_near_duplicates else options.duplicate_distance,
+        options.owner_field, options.max_per_owner, options.seed, options.shard_examples, options.prefix,
+    )  # fmt: skip
     with worker_pool(options.workers) as pool:
         if not pool.is_main:
             return None
-        source = _source(options)
+        columns = Columns(options.image_column, options.caption_column, options.owner_field, options.label_column)
+        source = open_source(options.source, options.source_format, columns, options.image_root)
         with _progress() as bar:
             tasks: dict[str, TaskID] = {}
 
@@ -261,33 +251,6 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     Console().print(table)
     print(f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private")
     return report
-
-
-def _source(options: ImportOptions) -> "Source":
-    from data.importers.folders import folder_source
-    from data.importers.parquet import parquet_source
-    from data.importers.shards import shard_source
-    from data.importers.tables import Columns, coco_source, table_source
-
-    columns = Columns(options.image_column, options.caption_column, options.owner_field, options.label_column)
-    path, root = Path(options.source), options.image_root
-    if root is not None and not root.is_dir():
-        raise DataError(f"there is no folder {root}")
-    if options.source_format == "webdataset":
-        field = None if options.caption_column == "caption" else options.caption_column
-        return shard_source(options.source, columns, field)
-    if not path.exists():
-        raise DataError(f"there is no {path}")
-    if options.source_format == "folder":
-        return folder_source(path, columns)
-    if options.source_format == "parquet":
-        return parquet_source(path, columns, root)
-    if options.source_format == "coco":
-        return coco_source(path, columns, root)
-    suffixes = {"csv": (".csv", ".tsv"), "jsonl": (".jsonl", ".ndjson")}[options.source_format]
-    if path.suffix.lower() not in suffixes:
-        raise DataError(f"{path} does not end in {' or '.join(suffixes)}")
-    return table_source(path, columns, root)
 
 
 def synthetic(options: SyntheticOptions) -> None:
@@ -313,13 +276,9 @@ def synthetic(options: SyntheticOptions) -> None:
     if options.num_examples is None:
         raise DataError("give --num_examples N for the shards in --output")
     settings = Settings(
-        options.num_examples,
-        options.image_size,
-        options.seed,
-        options.image_format,
-        options.shard_examples,
+        options.num_examples, options.image_size, options.seed, options.image_format, options.shard_examples,
         options.content,
-    )
+    )  # fmt: skip
     with worker_pool(options.workers) as pool:
         if not pool.is_main:
             return
@@ -334,33 +293,24 @@ def _progress() -> Progress:
     return Progress(console=_STDERR, transient=True, disable=not _STDERR.is_terminal)
 
 
-class Command(NamedTuple):
-    """A subcommand: its help in one line, its options and the function that takes them."""
-
-    name: str
-    help: str
-    options: type[PrepareOptions]
-    run: Callable[[Any], object]
-
-
-COMMANDS = (
-    Command("index", "index tar shards for random access", IndexOptions, index),
-    Command("verify", "check shards against their index", VerifyOptions, verify),
-    Command("import", "import image-text pairs", ImportOptions, import_pairs),
-    Command("synthetic", "make synthetic image-caption shards", SyntheticOptions, synthetic),
-)
+COMMANDS: dict[str, tuple[type[PrepareOptions], Callable[[Any], object]]] = {
+    "index": (IndexOptions, index),
+    "verify": (VerifyOptions, verify),
+    "import": (ImportOptions, import_pairs),
+    "synthetic": (SyntheticOptions, synthetic),
+}
+"""Options of each command, and the function that takes them; the first line of its docstring is its help."""
 
 
 def parse_args(arguments: list[str] | None = None) -> PrepareOptions:
     """The options of the chosen command; a bad argument is a ConfigError (exit 2)."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="prepare.py", description=__doc__, formatter_class=formatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        sub = commands.add_parser(
-            command.name, help=command.help, description=inspect.getdoc(command.run), formatter_class=formatter
-        )
-        add_options(sub, command.options)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (model, function) in COMMANDS.items():
+        text = inspect.getdoc(function) or ""
+        sub = commands.add_parser(name, help=text.splitlines()[0], description=text, formatter_class=formatter)
+        add_options(sub, model)
     options = parse_options(parser, arguments)
     assert isinstance(options, PrepareOptions)
     return options
@@ -369,7 +319,7 @@ def parse_args(arguments: list[str] | None = None) -> PrepareOptions:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the chosen command; by default that of the process."""
     options = parse_args(arguments)
-    next(command for command in COMMANDS if command.options is type(options)).run(options)
+    next(function for model, function in COMMANDS.values() if model is type(options))(options)
     return 0
 
 

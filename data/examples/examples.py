@@ -59,7 +59,7 @@ class CaptionExample:
         num_tokens: L, start and end included.
         tokenizer_path: a Hugging Face tokenizer.json.
         train: random crop and flip, and one of several captions at random; otherwise the centre and the first.
-        caption_field: of the `.json` member; see `RawExample.captions`.
+        caption_field: field of the `.json` member; see `RawExample.captions`.
         augment: without it training sees the centre too, as where a caption says "left of", which a flip makes false.
         parallel_share: probability that a training example's caption is to be predicted in parallel (CapPa).
     """

@@ -27,10 +27,10 @@ class Item(NamedTuple):
     Attributes:
         key: its name in the source, for the report only.
         image: a file, bytes, or None where there is none.
-        captions: all of them, as found.
+        captions: all of them, uncleaned.
         owner: whose it is, where the source says.
         problem: a key of REASONS, where it cannot be used at all.
-        label: of a class, where the source says.
+        label: number of its class, where the source says.
     """
 
     key: str

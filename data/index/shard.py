@@ -44,7 +44,7 @@ def index_file(path: Path, name: str, location: str, version: str) -> tuple[Shar
 
     Args:
         path: a local file.
-        name: of the shard in the index.
+        name: the shard's name in the index.
         location: what messages call it.
         version: what the storage says about its state.
 

@@ -118,7 +118,7 @@ def expand_shards(pattern: str, root: Path) -> list[Path]:
 def require_a_shard(pattern: str, root: Path) -> None:
     """Refuses local shards of which none is there, in the words of `expand_shards`.
 
-    Whether all are there is for the index to say, which may have been told to leave some out.
+    Whether all are there is for the index to say, which may exclude some.
 
     Raises:
         DataError: as `find_shards`; or no shard is there.

@@ -18,7 +18,7 @@ _REGULAR = frozenset(b"\x000" + b"7")
 _NO_PAYLOAD = frozenset(b"123456")
 _ZERO_BLOCK = bytes(BLOCK)
 _MOST_RECORD_BLOCKS = 20
-"""tar and its kin pad an archive to whole records of at most this many blocks, unless they are told otherwise."""
+"""tar and its kin pad an archive to whole records of at most this many blocks, unless an option says otherwise."""
 _SCAN_BYTES = 1 << 16
 
 ReadAt = Callable[[int, int], bytes]

@@ -63,12 +63,7 @@ class ExampleTable:
 
     @classmethod
     def open(
-        cls,
-        index_dir: Path,
-        shard_root: Path | str,
-        *,
-        remote: RemoteOptions = _LOCAL,
-        check_shards: bool = True,
+        cls, index_dir: Path, shard_root: Path | str, *, remote: RemoteOptions = _LOCAL, check_shards: bool = True
     ) -> "ExampleTable":
         """Maps an index and checks that its shards are what was indexed, as far as that costs no reading.
 

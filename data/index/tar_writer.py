@@ -15,7 +15,7 @@ def write_shard(path: Path, examples: Iterable[Example]) -> int:
     """Writes one shard; it gets its name when it is whole and on the disk.
 
     Args:
-        path: of the shard; an older file is replaced.
+        path: the shard's; an older file is replaced.
         examples: written one by one, so that memory holds one.
 
     Returns:

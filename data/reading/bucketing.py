@@ -44,4 +44,4 @@ def require_captions(names: list[str]) -> None:
         DataError: there is nothing to bucket by.
     """
     if not set(CAPTION_INPUTS) <= set(names):
-        raise DataError("data.bucket_captions needs captions, which this task has not; leave it out")
+        raise DataError("data.bucket_captions needs captions, which this task does not have; remove it from the recipe")

@@ -60,14 +60,41 @@ class Failure(NamedTuple):
     message: str
 
 
-class Loader:
-    """Delivers the micro-batches of planned steps.
+class Prefetched:
+    """Takes micro-batches from workers, and the time that this takes.
 
     Attributes:
         data_wait: seconds that the consumer of the current step has waited for micro-batches so far. Private: it
             follows the bytes of the examples.
         prefetch_factor: micro-batches that each worker prepares ahead; None without workers.
     """
+
+    data_wait = 0.0
+    prefetch_factor: int | None = None
+
+    def next_batch(self, results: Iterator[Any]) -> Batch | None:
+        """The next micro-batch, None after the last; adds the time it took to `data_wait`.
+
+        Raises:
+            ReadError: promised bytes could not be read, or a worker died.
+            DataError: what a worker refused.
+        """
+        start = time.perf_counter()
+        try:
+            result = next(results, None)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
+        finally:
+            self.data_wait += time.perf_counter() - start
+        if isinstance(result, Failure):
+            raise result.kind(result.message)
+        return result
+
+
+class Loader(Prefetched):
+    """Delivers the micro-batches of planned steps."""
 
     def __init__(
         self,
@@ -106,7 +133,6 @@ class Loader:
         self._micro_batch_size = micro_batch_size
         self._num_workers = num_workers
         self._pin_memory = pin_memory
-        self.prefetch_factor: int | None = None
         if num_workers:
             self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers)
             if memory_limit_mib is not None:
@@ -118,7 +144,6 @@ class Loader:
                         "or train.micro_batch_size"
                     )
                 self.prefetch_factor = min(self.prefetch_factor, int(memory_limit_mib / mib) // num_workers)
-        self.data_wait = 0.0
 
     def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
         """Pairs every plan with its micro-batches, in order.
@@ -143,14 +168,14 @@ class Loader:
         def batches(first: Batch, count: int) -> Iterator[Batch]:
             yield first
             for _ in range(count - 1):
-                batch = self._next(results)
+                batch = self.next_batch(results)
                 if batch is None:
                     raise ReadError("the data workers ended in the middle of a step")
                 yield batch
 
         while True:
             self.data_wait = 0.0
-            first = self._next(results)
+            first = self.next_batch(results)
             if first is None:
                 return
             plan = pulled.popleft()
@@ -158,21 +183,6 @@ class Loader:
             yield plan, step
             for _ in step:
                 pass
-
-    def _next(self, results: Iterator[Any]) -> Batch | None:
-        """The next micro-batch, None after the last; adds the time it took to `data_wait`."""
-        start = time.perf_counter()
-        try:
-            result = next(results, None)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
-        finally:
-            self.data_wait += time.perf_counter() - start
-        if isinstance(result, Failure):
-            raise result.kind(result.message)
-        return result
 
 
 class MicroBatches(Dataset):
@@ -279,11 +289,7 @@ class _Requests(Sampler):
     """The micro-batch requests of all plans; notes each plan as it is pulled."""
 
     def __init__(
-        self,
-        plans: Iterator[StepPlan],
-        pulled: deque[StepPlan],
-        micro_batch_size: int,
-        bucketed: ExampleTable | None,
+        self, plans: Iterator[StepPlan], pulled: deque[StepPlan], micro_batch_size: int, bucketed: ExampleTable | None
     ):
         self._plans, self._pulled, self._micro_batch_size, self._bucketed = plans, pulled, micro_batch_size, bucketed
 

@@ -40,7 +40,7 @@ class RawExample(NamedTuple):
         """All captions of the example; one that is no UTF-8 or too long counts as none.
 
         Args:
-            field: of the `.json` member, a string or a list of strings. None means the text members (`.txt`, `.0.txt`,
+            field: its name in the `.json` member, a string or a list of strings. None means the text members (`.txt`, `.0.txt`,
                 ...), or else the field `caption`.
         """
         if field is None:

@@ -1,4 +1,4 @@
-"""What storages, the index and the reader tell each other: shards, their states, requests and options."""
+"""Types that storages, the index and the reader share: shards, their states, requests and options."""
 
 import zlib
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class ShardEntry:
         keys_sha256: SHA-256 of the list of its keys, in hex.
         repeated_keys: examples whose key came before in the same shard (copies count as a group in privacy).
         skipped: members that belong to no example: links, devices, folders, hidden or nameless files.
-        version: what told its state when it was indexed, KIND:VALUE: `mtime_ns` of a file, `etag` or `modified` of an
+        version: its state when it was indexed, KIND:VALUE: `mtime_ns` of a file, `etag` or `modified` of an
             object; empty when there is nothing.
     """
 

@@ -35,12 +35,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LONGEST_PAUSE_SECONDS = 30.0
 _MAX_BYTES_AHEAD = 64 << 20
 _VERSIONS = {
-    "ETag": "etag",
-    "etag": "etag",
-    "Last-Modified": "modified",
-    "LastModified": "modified",
-    "last_modified": "modified",
-    "mtime": "modified",
+    **dict.fromkeys(("ETag", "etag"), "etag"),
+    **dict.fromkeys(("Last-Modified", "LastModified", "last_modified", "mtime"), "modified"),
 }
 """Names that drivers give to what changes with an object."""
 _NUM_FOLDERS = 64
@@ -305,7 +301,7 @@ def _final_reason(error: BaseException | None) -> str | None:
 
 
 def _is_exposed(scheme: str, host: str | None, allow_plain_http: bool) -> bool:
-    """Whether the network sees what is asked for at an address, and nobody has said that it may."""
+    """Whether the network sees what is asked for at an address without permission."""
     return scheme == "http" and host not in _LOOPBACK and not allow_plain_http
 
 
@@ -323,17 +319,16 @@ def _redirect_rule(allow_plain_http: bool) -> "TraceConfig":
         target = redirect.url.join(URL(headers.get("Location") or headers.get("URI") or ""))
         place = f"{target.scheme}://{target.host}"  # the rest may hold a signature
         if redirect.url.scheme != "https":
-            redirect.response.close()
-            raise _RefusedRedirectError(
-                f"it redirects to {place}, and a redirect over plain http is not followed; give the address of the shards "
-                "themselves"
+            problem = "and a redirect over plain http is not followed; give the address of the shards themselves"
+        elif _is_exposed(target.scheme, target.host, allow_plain_http):
+            problem = (
+                "which is not encrypted: whoever sees the requests knows who is in every batch; give an address that leads "
+                "over https all the way"
             )
-        if _is_exposed(target.scheme, target.host, allow_plain_http):
-            redirect.response.close()
-            raise _RefusedRedirectError(
-                f"it redirects to {place}, which is not encrypted: whoever sees the requests knows who is in every batch; "
-                "give an address that leads over https all the way"
-            )
+        else:
+            return
+        redirect.response.close()
+        raise _RefusedRedirectError(f"it redirects to {place}, {problem}")
 
     rule = aiohttp.TraceConfig()
     rule.on_request_redirect.append(check)

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import random
 import tarfile
-import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples.examples import MakeExample
 from data.index.shard import walk_shard
-from data.reading.loader import Failure, StepPlan, data_loader, stack_examples
+from data.reading.loader import Failure, Prefetched, StepPlan, data_loader, stack_examples
 from data.reading.reader import IMAGE_EXTENSIONS, RawExample
 
 Keyed = tuple[RawExample, int]
@@ -135,13 +134,8 @@ class StepShape:
         return max(0, min(self.micro_batch_size, self.num_examples - start))
 
 
-class StreamingLoader:
-    """Micro-batches of a stream, step by step: the counterpart of `loader.Loader` for public data.
-
-    Attributes:
-        data_wait: seconds that the consumer of the current step has waited so far.
-        prefetch_factor: micro-batches that each worker prepares ahead; None without workers.
-    """
+class StreamingLoader(Prefetched):
+    """Micro-batches of a stream, step by step: the counterpart of `loader.Loader` for public data."""
 
     def __init__(
         self,
@@ -185,7 +179,6 @@ class StreamingLoader:
         self._dataset = _MicroBatchStream(whole, make_example, self._shape, first)
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self.prefetch_factor = -(-prefetch_micro_batches // num_workers) if num_workers else None
-        self.data_wait = 0.0
 
     def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
         """Pairs every plan, of which only the step's number stays, with the next micro-batches of the stream."""
@@ -206,15 +199,8 @@ class StreamingLoader:
             ReadError: a shard cannot be read.
         """
         results = iter(data_loader(self._dataset, None, self._num_workers, self.prefetch_factor, self._pin_memory))
-        while True:
-            start = time.perf_counter()
-            result = next(results, None)
-            self.data_wait += time.perf_counter() - start
-            if result is None:
-                return
-            if isinstance(result, Failure):
-                raise result.kind(result.message)
-            yield result
+        while (batch := self.next_batch(results)) is not None:
+            yield batch
 
 
 class _MicroBatchStream(IterableDataset):

@@ -1,9 +1,9 @@
 """Seed and index -> a scene and what is true of it. Each example has its own generator and knows of no other.
 
 `compose` and `compose_relation` draw pictures of every kind. `compose_shapes` draws content "shapes": one, two or three plain
-shapes in basic colours, said in the plainest words. Everything in such a caption can be asked for: colour, shape, which of two
-lies where, the order of three. A small captioner learns it in minutes, which pictures of every kind do not allow. Shapes next to
-each other are level, those above each other plumb, so that no other relation holds than the one that is said.
+shapes in basic colours, described in the plainest words. Everything in such a caption can be asked for: colour, shape, which
+of two lies where, the order of three. A small captioner learns it in minutes, which pictures of every kind do not allow.
+Shapes next to each other are level, those above each other plumb, so that no relation holds but the stated one.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ from data.synthetic.texture_kinds import describe, random_colours, random_textur
 from data.synthetic.vocabulary import BASIC, COLOURS, PLACES, a, size_word
 
 Rng = np.random.Generator
-Point = tuple[float, float]
 Box = tuple[float, float, float, float]
 
 _CALM = ("stripes", "checkerboard", "dots", "gradient", "grid", "clouds", "bricks", "triangles", "zigzag")
@@ -36,6 +35,10 @@ _HALVES = (
 )
 """Textures that are recognised in one half of a picture."""
 _ARROWS = (("up", 0.0), ("right", pi / 2), ("down", pi), ("left", -pi / 2))
+_ARRANGEMENTS = (
+    *(("in a row", "in a horizontal line"), ("in a column", "in a vertical line")),
+    *(("in a circle", "arranged in a circle"), ("in a square grid", "arranged in rows and columns")),
+)
 _RELATIONS = ("left", "right", "above", "below")
 _PLAIN_BACKGROUNDS = ("white", "black", "light gray", "dark gray")
 _PLAIN_JITTER = 0.03
@@ -76,7 +79,7 @@ def compose_shapes(rng: Rng, number: int | None = None) -> Composition:
     """One picture of one to three different plain shapes in different colours, on one colour.
 
     Args:
-        number: of shapes; drawn if None.
+        number: how many shapes; drawn if None.
     """
     count = int(rng.choice(3, p=(0.4, 0.4, 0.2))) + 1 if number is None else number
     names = [str(name) for name in rng.permutation(shapes.SIMPLE)[:count]]
@@ -154,23 +157,13 @@ def _arranged(rng: Rng, look: _Look) -> Composition:
         points = [(step, across) if kind == 0 else (across, step) for step in steps]
     elif kind == 2:
         turn = float(rng.uniform(0, 2 * pi))
-        points = [
-            (0.5 + 0.34 * cos(turn + 2 * pi * k / count), 0.5 + 0.34 * sin(turn + 2 * pi * k / count))
-            for k in range(count)
-        ]
+        angles = [turn + 2 * pi * k / count for k in range(count)]
+        points = [(0.5 + 0.34 * cos(angle), 0.5 + 0.34 * sin(angle)) for angle in angles]
     else:
         side = int(count**0.5)
-        points = [
-            (0.5 + (k % side - (side - 1) / 2) * 0.9 / side, 0.5 + (k // side - (side - 1) / 2) * 0.9 / side)
-            for k in range(count)
-        ]
-    words = (
-        ("in a row", "in a horizontal line"),
-        ("in a column", "in a vertical line"),
-        ("in a circle", "arranged in a circle"),
-        ("in a square grid", "arranged in rows and columns"),
-    )
-    where = str(words[kind][rng.integers(2)])
+        lines = [0.5 + (k - (side - 1) / 2) * 0.9 / side for k in range(side)]
+        points = [(x, y) for y in lines for x in lines]
+    where = _ARRANGEMENTS[kind][rng.integers(2)]
     return _finish(rng, groups, [[(x, y, radius) for x, y in points]], background, Statement(place=where))
 
 
@@ -185,12 +178,8 @@ def _two_groups(rng: Rng, look: _Look) -> Composition:
     spots = []
     for count, span in zip(counts, spans, strict=True):
         sides = (0.15, 0.85) if count == 1 else (0.05, 0.95)
-        box = (
-            (span[0], sides[0], span[1], sides[1])
-            if relation in ("left", "right")
-            else (sides[0], span[0], sides[1], span[1])
-        )
-        spots.append(_spread(rng, count, box))
+        (left, right), (top, bottom) = (span, sides) if relation in ("left", "right") else (sides, span)
+        spots.append(_spread(rng, count, (left, top, right, bottom)))
     return _finish(rng, groups, spots, background, Statement(relation=relation))
 
 

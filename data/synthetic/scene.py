@@ -30,10 +30,10 @@ class Shape:
 
     Attributes:
         name: its name in `shapes.py`.
-        colour: of the shape.
+        colour: its name.
         x: centre in image sides from the left.
         y: centre in image sides from the top.
-        radius: of the circle around it, in image sides.
+        radius: that of the circle around it, in image sides.
         angle: radians, clockwise.
         fill: one of FILLS.
         second: the other colour of a striped, dotted or checkered fill.

@@ -69,8 +69,8 @@ class Statement:
 
     Attributes:
         groups: one group; two in a relation; three from left to right or from top to bottom.
-        relation: of two groups, a key of RELATIONS; of three, "right" or "down"; else None.
-        place: of one group, a phrase such as "in the center", or an arrangement such as "in a row".
+        relation: a key of RELATIONS between two groups; "right" or "down" for three; else None.
+        place: where one group is, a phrase such as "in the center", or an arrangement such as "in a row".
         background: a phrase, or nothing.
         textures: instead of groups: one phrase, or two in a relation.
     """

@@ -75,206 +75,136 @@ def _offset(rng: Rng, *values: float) -> Values:
     return (*values, *[0.0] * (6 - len(values)), _whole(rng, 0, 256), _whole(rng, 0, 256))
 
 
-_JULIA = (
-    *((-0.8, 0.156), (-0.4, 0.6), (0.285, 0.01), (-0.7018, -0.3842)),
-    *((-0.835, -0.2321), (-0.7269, 0.1889), (0.355, 0.355)),
-)
-_MANDELBROT = (
-    *((-0.6, 0.0, 2.8), (-0.6, 0.0, 2.2), (-1.25, 0.02, 0.8)),
-    *((-0.75, 0.1, 0.7), (0.3, 0.0, 1.0), (-0.15, 0.95, 0.8)),
-)
-
+# fmt: off
+_JULIA = ((-0.8, 0.156), (-0.4, 0.6), (0.285, 0.01), (-0.7018, -0.3842), (-0.835, -0.2321), (-0.7269, 0.1889), (0.355, 0.355))
+_MANDELBROT = ((-0.6, 0.0, 2.8), (-0.6, 0.0, 2.2), (-1.25, 0.02, 0.8), (-0.75, 0.1, 0.7), (0.3, 0.0, 1.0), (-0.15, 0.95, 0.8))
 KINDS: dict[str, Kind] = {
     "stripes": Kind(
         _stripes,
         ("{adj} {c} stripes", "{adj} stripes in {c}", "{adj} bands of {c}", "{c} {adj} lines side by side"),
-        3,
-        lambda v: (*_band(v[0], 5, 9, "wide", "thin"), *(("wavy",) if v[2] else ()), _direction(v[1])),
-    ),
+        3, lambda v: (*_band(v[0], 5, 9, "wide", "thin"), *(("wavy",) if v[2] else ()), _direction(v[1]))),
     "checkerboard": Kind(
         lambda rng: (rng.uniform(2, 7), _pick(rng, 0, 0, pi / 4)),
-        (
-            *("a {adj} {c} checkerboard", "a {adj} checkered pattern of {c}", "{adj} alternating {c} tiles"),
-            "a chessboard in {c}",
-        ),
-        adjectives=lambda v: (*_band(v[0], 3.2, 5.5, "coarse", "fine"), *(("tilted",) if v[1] else ())),
-    ),
+        ("a {adj} {c} checkerboard", "a {adj} checkered pattern of {c}", "{adj} alternating {c} tiles",
+         "a chessboard in {c}"),
+        adjectives=lambda v: (*_band(v[0], 3.2, 5.5, "coarse", "fine"), *(("tilted",) if v[1] else ()))),
     "dots": Kind(
         lambda rng: (_whole(rng, 3, 11), rng.uniform(0.24, 0.38), _pick(rng, 0, 0.5), 0.0),
         ("{adj} {c1} dots on {c0}", "{adj} {c1} polka dots on a {c0} background", "{c0} fabric with {adj} {c1} spots"),
-        adjectives=_scale(4.5, 8.5, "large", "small"),
-    ),
+        adjectives=_scale(4.5, 8.5, "large", "small")),
     "rings": Kind(
         lambda rng: (rng.uniform(4, 12), rng.uniform(0.35, 0.65), rng.uniform(0.35, 0.65)),
         ("{adj} concentric {c} rings", "a target of {c} circles", "{adj} {c} ripples around one point"),
-        adjectives=_scale(6, 10, "broad", "narrow"),
-    ),
+        adjectives=_scale(6, 10, "broad", "narrow")),
     "spiral": Kind(
         lambda rng: _centred(rng, _whole(rng, 1, 6), _pick(rng, -1, 1) * rng.uniform(2, 6)),
-        (
-            *("a {c} spiral", "a spiral with {n} {c1} arms on {c0}", "a hypnotic {c} swirl"),
-            "a {c} whirl around the middle",
-        ),
-        number=_first_number,
-    ),
+        ("a {c} spiral", "a spiral with {n} {c1} arms on {c0}", "a hypnotic {c} swirl",
+         "a {c} whirl around the middle"),
+        number=_first_number),
     "rays": Kind(
         lambda rng: _centred(rng, _whole(rng, 5, 11), rng.random()),
-        (
-            *("a sunburst of {c} rays", "{c} rays from the middle", "{n} {c1} beams spreading over {c0}"),
-            "a pinwheel of {c}",
-        ),
-        number=_first_number,
-    ),
+        ("a sunburst of {c} rays", "{c} rays from the middle", "{n} {c1} beams spreading over {c0}",
+         "a pinwheel of {c}"),
+        number=_first_number),
     "mosaic": Kind(
         lambda rng: _offset(rng, rng.uniform(5, 12), 2.0),
-        (
-            *("a {adj} mosaic of {c} cells", "a {adj} Voronoi diagram in {c}", "{adj} stained glass in {c}"),
-            "{c} shards fitted together",
-        ),
-        3,
-        _scale(6.5, 10, "coarse", "fine"),
-    ),
+        ("a {adj} mosaic of {c} cells", "a {adj} Voronoi diagram in {c}", "{adj} stained glass in {c}",
+         "{c} shards fitted together"),
+        3, _scale(6.5, 10, "coarse", "fine")),
     "cracks": Kind(
         lambda rng: _offset(rng, rng.uniform(3.5, 9), rng.uniform(0.1, 0.18)),
-        (
-            *("a web of {c1} cracks on {c0}", "{c0} cobblestones with {c1} gaps", "{c0} cells with {c1} borders"),
-            "cracked {c0} ground with {c1} fissures",
-        ),
-    ),
+        ("a web of {c1} cracks on {c0}", "{c0} cobblestones with {c1} gaps", "{c0} cells with {c1} borders",
+         "cracked {c0} ground with {c1} fissures")),
     "clouds": Kind(
         lambda rng: _offset(rng, rng.uniform(2.5, 7)),
         ("{adj} {c} clouds", "{adj} fractal noise in {c}", "a foggy blend of {c}", "{adj} smoke in {c}"),
-        3,
-        _scale(3.5, 5.5, "soft", "rough"),
-    ),
+        3, _scale(3.5, 5.5, "soft", "rough")),
     "marble": Kind(
         lambda rng: _offset(rng, rng.uniform(2.5, 4.5), rng.uniform(2.5, 5)),
-        (
-            *("{c} marble", "swirling {c} marble", "turbulent {c} paint", "{c} liquids flowing into each other"),
-            "warped {c} noise",
-        ),
-        3,
-    ),
+        ("{c} marble", "swirling {c} marble", "turbulent {c} paint", "{c} liquids flowing into each other",
+         "warped {c} noise"),
+        3),
     "swirls": Kind(
         lambda rng: (rng.uniform(5, 12), rng.uniform(0.8, 1.6), rng.uniform(0, 6), rng.uniform(0, 6)),
         ("psychedelic {c} swirls", "smooth warped waves of {c}", "a lava lamp in {c}", "flowing {c} ribbons"),
-        3,
-    ),
+        3),
     "kaleidoscope": Kind(
         lambda rng: _offset(rng, _whole(rng, 3, 9), rng.uniform(3, 7), rng.uniform(1.5, 2.5), rng.uniform(1.5, 3)),
-        (
-            *("a {c} kaleidoscope", "a kaleidoscope with {n} mirrors in {c}", "a {c} mandala with {n}-fold symmetry"),
-            "a symmetric {c} ornament",
-        ),
-        3,
-        number=_first_number,
-    ),
+        ("a {c} kaleidoscope", "a kaleidoscope with {n} mirrors in {c}", "a {c} mandala with {n}-fold symmetry",
+         "a symmetric {c} ornament"),
+        3, number=_first_number),
     "julia": Kind(
-        lambda rng: (
-            *_JULIA[rng.integers(len(_JULIA))],
-            *(rng.uniform(1.8, 3.0), rng.uniform(0, 2 * pi), rng.uniform(2.5, 5)),
-        ),
-        ("a {c} Julia set", "a {c} Julia fractal", "a swirling fractal in {c}", "a {c} fractal with curls"),
-    ),
+        lambda rng: (*_JULIA[rng.integers(len(_JULIA))], rng.uniform(1.8, 3.0), rng.uniform(0, 2 * pi),
+            rng.uniform(2.5, 5)),
+        ("a {c} Julia set", "a {c} Julia fractal", "a swirling fractal in {c}", "a {c} fractal with curls")),
     "mandelbrot": Kind(
         lambda rng: (*_MANDELBROT[rng.integers(len(_MANDELBROT))], 0.0, rng.uniform(2.5, 5)),
-        ("the Mandelbrot set in {c}", "a Mandelbrot fractal in {c}", "a detailed {c} fractal"),
-    ),
+        ("the Mandelbrot set in {c}", "a Mandelbrot fractal in {c}", "a detailed {c} fractal")),
     "carpet": Kind(
         lambda rng: (_whole(rng, 2, 5), _pick(rng, 1, 2), 0.0, 0.0),
-        ("a Sierpinski carpet in {c}", "a fractal of {c1} squares cut out of {c0}", "nested {c1} square holes in {c0}"),
-    ),
+        ("a Sierpinski carpet in {c}", "a fractal of {c1} squares cut out of {c0}", "nested {c1} square holes in {c0}")),
     "bricks": Kind(
         lambda rng: (_whole(rng, 5, 13), rng.uniform(0.07, 0.12)),
-        (
-            "a {c0} brick wall with {c1} mortar",
-            "{adj} {c0} bricks with {c1} joints",
-            "rows of {adj} {c0} bricks on {c1}",
-        ),
-        adjectives=_scale(7, 10, "large", "small"),
-    ),
+        ("a {c0} brick wall with {c1} mortar", "{adj} {c0} bricks with {c1} joints",
+         "rows of {adj} {c0} bricks on {c1}"),
+        adjectives=_scale(7, 10, "large", "small")),
     "honeycomb": Kind(
         lambda rng: (rng.uniform(3, 9), rng.uniform(0.07, 0.12)),
-        (
-            *("a {c0} honeycomb with {c1} walls", "{adj} {c0} hexagonal tiles with {c1} edges"),
-            "a {adj} hexagon grid in {c0} with {c1} outlines",
-        ),
-        adjectives=_scale(4.5, 7, "large", "small"),
-    ),
+        ("a {c0} honeycomb with {c1} walls", "{adj} {c0} hexagonal tiles with {c1} edges",
+         "a {adj} hexagon grid in {c0} with {c1} outlines"),
+        adjectives=_scale(4.5, 7, "large", "small")),
     "zigzag": Kind(
         lambda rng: (rng.uniform(4, 10), rng.uniform(0.15, 0.3), _whole(rng, 3, 7), _pick(rng, 0, pi / 2)),
         ("{adj} {c} zigzag stripes", "{adj} {c} chevrons", "a herringbone of {c}", "{adj} jagged lines of {c}"),
-        adjectives=lambda v: (_direction(pi / 2 - v[3]),),
-    ),
+        adjectives=lambda v: (_direction(pi / 2 - v[3]),)),
     "plaid": Kind(
         lambda rng: (rng.uniform(3, 9), rng.uniform(3, 9)),
         ("{c} plaid", "a {c} tartan", "a {c} gingham cloth", "woven {c} checks"),
-        3,
-    ),
+        3),
     "gradient": Kind(
         lambda rng: (_pick(rng, 0, pi / 2, pi / 4, 9), 0.1, 0.8),
-        (
-            *("a {adj} gradient from {c0} to {c1}", "a smooth {adj} blend of {c0} into {c1}"),
-            "a {adj} fade between {c0} and {c1}",
-        ),
-        adjectives=lambda v: ("radial" if v[0] > 8 else _direction(pi / 2 - v[0]),),
-    ),
+        ("a {adj} gradient from {c0} to {c1}", "a smooth {adj} blend of {c0} into {c1}",
+         "a {adj} fade between {c0} and {c1}"),
+        adjectives=lambda v: ("radial" if v[0] > 8 else _direction(pi / 2 - v[0]),)),
     "ripples": Kind(
-        lambda rng: (
-            *(rng.uniform(0.1, 0.4), rng.uniform(0.1, 0.9), rng.uniform(0.6, 0.9), rng.uniform(0.1, 0.9)),
-            rng.uniform(40, 90),
-        ),
-        ("{c} interference of two waves", "overlapping {c} ripples from two points", "a moire pattern in {c}"),
-    ),
+        lambda rng: (rng.uniform(0.1, 0.4), rng.uniform(0.1, 0.9), rng.uniform(0.6, 0.9), rng.uniform(0.1, 0.9),
+            rng.uniform(40, 90)),
+        ("{c} interference of two waves", "overlapping {c} ripples from two points", "a moire pattern in {c}")),
     "loops": Kind(
         lambda rng: _offset(rng, rng.uniform(4, 11), rng.uniform(0.1, 0.16)),
-        (
-            *("winding {c1} loops on {c0}", "a maze of curved {c1} paths on {c0}", "{c1} Truchet arcs on {c0}"),
-            "tangled {c1} tubes over {c0}",
-        ),
-    ),
+        ("winding {c1} loops on {c0}", "a maze of curved {c1} paths on {c0}", "{c1} Truchet arcs on {c0}",
+         "tangled {c1} tubes over {c0}")),
     "contours": Kind(
         lambda rng: _offset(rng, rng.uniform(1.5, 3.5), rng.uniform(6, 12), 0.15),
-        ("{c1} contour lines on {c0}", "a topographic map in {c0} with {c1} lines", "{c1} height lines over {c0}"),
-    ),
+        ("{c1} contour lines on {c0}", "a topographic map in {c0} with {c1} lines", "{c1} height lines over {c0}")),
     "wood": Kind(
         lambda rng: _offset(rng, rng.uniform(5, 12), rng.uniform(1.5, 3), rng.uniform(0.8, 2)),
-        ("{c} wood grain", "a {c} wooden board", "planks with {c} grain"),
-    ),
+        ("{c} wood grain", "a {c} wooden board", "planks with {c} grain")),
     "scales": Kind(
         lambda rng: (_whole(rng, 4, 10), rng.uniform(0.05, 0.08)),
-        ("{c0} fish scales with {c1} rims", "overlapping {c0} scales edged in {c1}", "{c0} roof tiles with {c1} edges"),
-    ),
+        ("{c0} fish scales with {c1} rims", "overlapping {c0} scales edged in {c1}", "{c0} roof tiles with {c1} edges")),
     "grid": Kind(
         lambda rng: (_whole(rng, 4, 12), rng.uniform(0.06, 0.12), _pick(rng, 0, 0, pi / 4)),
-        (
-            *("a {adj} grid of {c1} lines on {c0}", "a {adj} {c1} lattice over {c0}"),
-            "a {adj} {c1} net on a {c0} background",
-        ),
-        adjectives=lambda v: (*_band(v[0], 6, 9, "wide", "fine"), *(("diagonal",) if v[2] else ())),
-    ),
+        ("a {adj} grid of {c1} lines on {c0}", "a {adj} {c1} lattice over {c0}",
+         "a {adj} {c1} net on a {c0} background"),
+        adjectives=lambda v: (*_band(v[0], 6, 9, "wide", "fine"), *(("diagonal",) if v[2] else ()))),
     "triangles": Kind(
         lambda rng: (_whole(rng, 3, 9),),
         ("{c} triangle tiles", "a {adj} tiling of {c} triangles", "rows of {adj} {c} triangles"),
-        adjectives=_scale(4.5, 6.5, "large", "small"),
-    ),
+        adjectives=_scale(4.5, 6.5, "large", "small")),
     "rosette": Kind(
         lambda rng: (_whole(rng, 3, 9), rng.uniform(4, 8), rng.uniform(0.25, 0.4), rng.uniform(0, 6)),
-        (
-            *("a {c} rosette with {n} petals", "a {c} flower pattern with {n} petals"),
-            "nested {c} outlines of a flower with {n} petals",
-        ),
-        number=_first_number,
-    ),
+        ("a {c} rosette with {n} petals", "a {c} flower pattern with {n} petals",
+         "nested {c} outlines of a flower with {n} petals"),
+        number=_first_number),
     "basket": Kind(
         lambda rng: (_whole(rng, 3, 8), _whole(rng, 2, 5)),
-        ("a {c} basket weave", "{c} woven straw", "a wickerwork of {c} strands", "a {c} parquet floor"),
-    ),
+        ("a {c} basket weave", "{c} woven straw", "a wickerwork of {c} strands", "a {c} parquet floor")),
     "specks": Kind(
         lambda rng: _offset(rng, rng.uniform(5, 14), rng.uniform(0.16, 0.26)),
-        ("scattered {c1} specks on {c0}", "{c1} confetti on {c0}", "{c1} snow over {c0}", "{c0} night with {c1} stars"),
-    ),
+        ("scattered {c1} specks on {c0}", "{c1} confetti on {c0}", "{c1} snow over {c0}", "{c0} night with {c1} stars")),
 }
+# fmt: on
 _PLACE_OF_COLOURS = {"mosaic": 1, "stripes": 4}
 """Programs that have to know the number of colours, and its place among their parameters."""
 

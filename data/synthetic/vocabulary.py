@@ -2,48 +2,20 @@
 
 import numpy as np
 
+# fmt: off
 COLOURS: dict[str, tuple[int, int, int]] = {
-    "red": (220, 30, 35),
-    "green": (35, 155, 60),
-    "blue": (35, 75, 215),
-    "yellow": (248, 222, 40),
-    "orange": (250, 135, 20),
-    "purple": (125, 45, 160),
-    "pink": (250, 145, 190),
-    "brown": (120, 72, 35),
-    "black": (15, 15, 18),
-    "white": (248, 248, 248),
-    "gray": (135, 135, 138),
-    "cyan": (30, 215, 235),
-    "magenta": (225, 30, 200),
-    "turquoise": (60, 205, 185),
-    "teal": (10, 125, 125),
-    "navy": (18, 25, 95),
-    "maroon": (115, 10, 30),
-    "olive": (125, 125, 25),
-    "gold": (225, 175, 35),
-    "beige": (232, 218, 188),
-    "lavender": (195, 175, 240),
-    "violet": (150, 85, 235),
-    "indigo": (70, 20, 135),
-    "crimson": (175, 15, 55),
-    "coral": (252, 120, 95),
-    "salmon": (250, 160, 135),
-    "peach": (253, 208, 170),
-    "lime green": (130, 225, 40),
-    "dark green": (10, 75, 35),
-    "mint green": (165, 240, 195),
-    "light blue": (150, 200, 245),
-    "sky blue": (95, 175, 240),
-    "dark blue": (20, 40, 130),
-    "dark gray": (70, 70, 75),
-    "light gray": (205, 205, 208),
-    "dark red": (140, 15, 20),
-    "tan": (205, 165, 115),
-    "chocolate brown": (85, 45, 20),
-    "cream": (250, 240, 210),
-    "rust": (175, 75, 25),
+    "red": (220, 30, 35), "green": (35, 155, 60), "blue": (35, 75, 215), "yellow": (248, 222, 40),
+    "orange": (250, 135, 20), "purple": (125, 45, 160), "pink": (250, 145, 190), "brown": (120, 72, 35),
+    "black": (15, 15, 18), "white": (248, 248, 248), "gray": (135, 135, 138), "cyan": (30, 215, 235),
+    "magenta": (225, 30, 200), "turquoise": (60, 205, 185), "teal": (10, 125, 125), "navy": (18, 25, 95),
+    "maroon": (115, 10, 30), "olive": (125, 125, 25), "gold": (225, 175, 35), "beige": (232, 218, 188),
+    "lavender": (195, 175, 240), "violet": (150, 85, 235), "indigo": (70, 20, 135), "crimson": (175, 15, 55),
+    "coral": (252, 120, 95), "salmon": (250, 160, 135), "peach": (253, 208, 170), "lime green": (130, 225, 40),
+    "dark green": (10, 75, 35), "mint green": (165, 240, 195), "light blue": (150, 200, 245), "sky blue": (95, 175, 240),
+    "dark blue": (20, 40, 130), "dark gray": (70, 70, 75), "light gray": (205, 205, 208), "dark red": (140, 15, 20),
+    "tan": (205, 165, 115), "chocolate brown": (85, 45, 20), "cream": (250, 240, 210), "rust": (175, 75, 25),
 }
+# fmt: on
 BASIC = ("red", "green", "blue", "yellow", "orange", "purple", "pink", "brown", "black", "white", "gray", "cyan")
 """Colours that everybody names alike: relation tests use no others."""
 
@@ -69,14 +41,8 @@ RELATIONS = {
     "inside": ("inside", "within", "enclosed by"),
     "around": ("around", "surrounding", "enclosing"),
 }
-OPPOSITES = {
-    "left": "right",
-    "right": "left",
-    "above": "below",
-    "below": "above",
-    "inside": "around",
-    "around": "inside",
-}
+_PAIRS = (("left", "right"), ("above", "below"), ("inside", "around"))
+OPPOSITES = dict(_PAIRS) | {second: first for first, second in _PAIRS}
 INTRODUCTIONS = (
     *[""] * 4,
     *("a picture of ", "an image of ", "a drawing of ", "an illustration of ", "a graphic of ", "artwork showing "),

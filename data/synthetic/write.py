@@ -1,4 +1,4 @@
-"""Synthetic tar shards, written by several processes, with their provenance beside them.
+"""Synthetic tar shards, written by several processes, with their provenance in the same folder.
 
 A shard is a function of its settings and its number, so that any number of processes writes the same bytes, and an
 interrupted run goes on with the shards that are missing.

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 
 from data.importers.convert import Conversion
-from data.importers.folders import folder_source
 from data.importers.items import Source
-from data.importers.parquet import parquet_source
 from data.importers.pipeline import Settings, import_examples
-from data.importers.shards import shard_source
-from data.importers.tables import Columns, table_source
+from data.importers.sources import Columns, folder_source, parquet_source, shard_source, table_source
 from data.index.build import build_index
 from data.index.shards import find_shards
 from data.index.verify import verify_sample

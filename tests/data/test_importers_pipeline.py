@@ -11,12 +11,9 @@ import pytest
 
 from data.errors import DataError, ReadError
 from data.importers.convert import Conversion
-from data.importers.folders import folder_source
 from data.importers.items import ListedPart, Source
-from data.importers.parquet import parquet_source
 from data.importers.pipeline import PROVENANCE, REPORT, Settings, import_examples
-from data.importers.shards import shard_source
-from data.importers.tables import Columns, coco_source, table_source
+from data.importers.sources import Columns, coco_source, folder_source, parquet_source, shard_source, table_source
 from data.reading.pool import worker_pool
 from tests.data.conftest import picture, write_shard
 
