@@ -3,8 +3,3 @@
 Full-batch methods of Mehta, Krichene, Thakurta, Kurakin and Cutkosky 2022 (arXiv 2211.13403; 2205.02973 for the one-step
 gradient): a handful of statistics, each noised once, all of them together one Gaussian mechanism.
 """
-
-from evaluation.private_head.budget import Budget
-from evaluation.private_head.methods import METHODS, HeadMethod, accuracy
-
-__all__ = ["METHODS", "Budget", "HeadMethod", "accuracy"]

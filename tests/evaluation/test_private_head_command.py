@@ -11,7 +11,8 @@ from scipy import stats
 
 from evaluation.commands.private_head import Method, private_rows
 from evaluation.features import Features
-from evaluation.private_head import METHODS, sweep
+from evaluation.private_head import sweep
+from evaluation.private_head.methods import METHODS
 from tests.evaluation.commands import evaluate
 from tests.evaluation.digits import digits, save_digits
 
