@@ -136,7 +136,7 @@ def beats(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def study(args: argparse.Namespace) -> dict[str, Any]:
-    """The record; writes the grids of captions beside."""
+    """The record; writes the grids of captions next to it."""
     if not args.evaluate_only:
         train()
     said = [" ".join(["python", *command]) for command in commands()]
@@ -185,7 +185,7 @@ def markdown(record: dict[str, Any], output: str) -> str:
         f"`python benchmarks/results/shapes/shapes_study.py --output {output}`", "",
         f"20,000 pairs, drawn at {PICTURE_SIZE} pixels; one run each. Accuracy of the likeliest caption, in brackets times "
         "chance and p of guessing. A model answers pictures of one colour alike, so p understates luck: of "
-        f"{UNTRAINED} models with random weights the best stands beside (half as many tests).", "",
+        f"{UNTRAINED} models with random weights the best is shown, too (half as many tests).", "",
         f"Pictures of {'validation' if record['picture_seed'] == VALIDATION_SEED else 'the test'}. Recipes were chosen by other "
         "pictures than those of the test; epsilon is that of the one private run and does not cover that choice.", "",
         f"| test | ways | tests | {names} |", "|---" * (3 + len(models)) + "|",
@@ -216,7 +216,7 @@ def markdown(record: dict[str, Any], output: str) -> str:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Accuracies beside chance."""
+    """Accuracies, with chance as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
