@@ -80,7 +80,18 @@ class VerifyOptions(ShardOptions):
     """data.label_field of the recipe, for --sample"""
 
 
-class ImportOptions(PrepareOptions):
+class WriterOptions(PrepareOptions):
+    """Options of commands that write shards of pictures."""
+
+    seed: int = 0
+    """seed of whatever is drawn: pictures, or the choice among an owner's examples (default: 0)"""
+    image_format: Annotated[Literal["jpg", "webp", "png"], Field(alias="format")] = "jpg"
+    """format of the pictures (default: jpg)"""
+    shard_examples: Annotated[int, Shown("K")] = 5000
+    """examples per shard (default: 5000)"""
+
+
+class ImportOptions(WriterOptions):
     """Options of `import`."""
 
     source: Annotated[str, Shown("SRC", is_positional=True)]
@@ -105,8 +116,6 @@ class ImportOptions(PrepareOptions):
     """which side (default: shortest)"""
     min_side: Annotated[int, Shown("PIXELS")] = 16
     """drop smaller images (default: 16)"""
-    image_format: Annotated[Literal["jpg", "webp", "png"], Field(alias="format")] = "jpg"
-    """format of the images (default: jpg)"""
     quality: int = 90
     """quality of jpg and webp (default: 90)"""
     duplicate_distance: Annotated[int, Shown("BITS")] = 4
@@ -117,15 +126,11 @@ class ImportOptions(PrepareOptions):
     """column or field that says whose an example is"""
     max_per_owner: Annotated[int | None, Shown("K")] = None
     """keep at most K examples of an owner"""
-    seed: int = 0
-    """seed of the choice among an owner's examples (default: 0)"""
-    shard_examples: Annotated[int, Shown("K")] = 5000
-    """examples per shard (default: 5000)"""
     prefix: str = "train"
     """how the shards' names begin (default: train)"""
 
 
-class SyntheticOptions(PrepareOptions):
+class SyntheticOptions(WriterOptions):
     """Options of `synthetic`."""
 
     output: Annotated[Path | None, Shown("DIR")] = None
@@ -134,14 +139,8 @@ class SyntheticOptions(PrepareOptions):
     """how many (default with --preview: 36)"""
     image_size: Annotated[int, Shown("PIXELS")] = 224
     """side of a picture (default: 224)"""
-    seed: int = 0
-    """seed of the generator (default: 0)"""
     content: Literal["all", "shapes"] = "all"
     """shapes: plain ones only (default: all)"""
-    image_format: Annotated[Literal["jpg", "webp", "png"], Field(alias="format")] = "jpg"
-    """format of the pictures (default: jpg)"""
-    shard_examples: Annotated[int, Shown("K")] = 5000
-    """examples per shard (default: 5000)"""
     preview: Annotated[Path | None, Shown("PNG")] = None
     """write a contact sheet with captions"""
 

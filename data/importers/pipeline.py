@@ -102,12 +102,7 @@ def import_examples(
         for _ in run_all(executor, convert_part, jobs):
             advance("converting", 1, len(jobs))
         parts = [load_converted(work, number) for number in range(len(jobs))]
-        kept, dropped = choose(
-            parts,
-            duplicate_distance=settings.duplicate_distance,
-            max_per_owner=settings.max_per_owner,
-            seed=settings.seed,
-        )
+        kept, dropped = choose(parts, settings.duplicate_distance, settings.max_per_owner, settings.seed)
         sizes = [len(part.digests_ND) for part in parts]
         part_of = np.repeat(np.arange(len(parts)), sizes)[kept]
         place_of = np.concatenate([np.arange(size) for size in sizes])[kept]

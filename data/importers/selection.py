@@ -26,7 +26,7 @@ _MAX_PASSES = 100
 
 
 def choose(
-    parts: Sequence[Converted], *, duplicate_distance: int | None, max_per_owner: int | None, seed: int
+    parts: Sequence[Converted], duplicate_distance: int | None, max_per_owner: int | None, seed: int
 ) -> tuple[np.ndarray, Counter[str]]:
     """Which examples stay, bool over all parts in order; and how many go for what reason.
 

@@ -85,13 +85,13 @@ def build_index(
         storage.close()
         try:
             old = ExampleTable.open(index_dir, shards.root, check_shards=False)
+            known = [(entry, old.shard_rows(ordinal)) for ordinal, entry in enumerate(old.entries)]
         except DataError:
-            pass  # There is no index that can be used, so every shard is read.
-        else:  # What it knows becomes parts.
-            for ordinal, entry in enumerate(old.entries):
-                part = parts / _part_name(entry.name)
-                if _is_of(entry, statuses.get(entry.name)) and not part.exists():
-                    _write_part(part, entry, old.shard_rows(ordinal).tobytes())
+            known = []  # There is no index that can be used, so every shard is read.
+        for entry, rows_K in known:
+            part = parts / _part_name(entry.name)
+            if _is_of(entry, statuses.get(entry.name)) and not part.exists():
+                _write_part(part, entry, rows_K.tobytes())
         missing = []
         for name, status in statuses.items():
             try:

@@ -51,9 +51,8 @@ class LocalStorage:
     It survives a fork: another process opens its own files.
     """
 
-    def __init__(self, root: str, *, max_open_shards: int = MAX_OPEN_SHARDS):
+    def __init__(self, root: str):
         self.root = root
-        self._max_open = max_open_shards
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._owner = os.getpid()
 
@@ -125,7 +124,7 @@ class LocalStorage:
                 raise ReadError(
                     f"{path} has {size} bytes, its index says {shard.size}; restore the shard or index again"
                 )
-            if len(self._descriptors) >= self._max_open:
+            if len(self._descriptors) >= MAX_OPEN_SHARDS:
                 os.close(self._descriptors.popitem(last=False)[1])
         self._descriptors[shard.name] = descriptor
         return descriptor

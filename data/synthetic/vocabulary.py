@@ -22,17 +22,15 @@ BASIC = ("red", "green", "blue", "yellow", "orange", "purple", "pink", "brown", 
 COUNTS = ("", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SIZES = (("tiny", 0.0, 0.065), ("small", 0.065, 0.105), ("large", 0.2, 0.28), ("huge", 0.28, 1.0))
 """Word, and the radii (as a part of the image's side) that it stands for; in between no word is used."""
+# fmt: off
 PLACES = {
-    (0, 0): ("in the top left corner", "in the upper left"),
-    (1, 0): ("at the top", "near the top edge"),
-    (2, 0): ("in the top right corner", "in the upper right"),
-    (0, 1): ("on the left side", "near the left edge"),
-    (1, 1): ("in the center", "in the middle"),
-    (2, 1): ("on the right side", "near the right edge"),
-    (0, 2): ("in the bottom left corner", "in the lower left"),
-    (1, 2): ("at the bottom", "near the bottom edge"),
+    (0, 0): ("in the top left corner", "in the upper left"), (1, 0): ("at the top", "near the top edge"),
+    (2, 0): ("in the top right corner", "in the upper right"), (0, 1): ("on the left side", "near the left edge"),
+    (1, 1): ("in the center", "in the middle"), (2, 1): ("on the right side", "near the right edge"),
+    (0, 2): ("in the bottom left corner", "in the lower left"), (1, 2): ("at the bottom", "near the bottom edge"),
     (2, 2): ("in the bottom right corner", "in the lower right"),
 }
+# fmt: on
 RELATIONS = {
     "left": ("left of", "to the left of", "on the left side of"),
     "right": ("right of", "to the right of", "on the right side of"),
