@@ -150,14 +150,13 @@ class _Rows:
             return "missing_image"
         if conversion.needs_owner and item.owner is None:
             return "no_owner"
-        data = item.image
-        if isinstance(data, Path):
-            try:
-                data = data.read_bytes()
-            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-                return "missing_image"
-            except OSError as error:  # a broken disk must not look like bad data
-                raise ReadError(f"cannot read {data}: {error.strerror or error}") from error
+        stored = item.image
+        try:
+            data = stored.read_bytes() if isinstance(stored, Path) else stored
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return "missing_image"
+        except OSError as error:  # a broken disk must not look like bad data
+            raise ReadError(f"cannot read {stored!s}: {error.strerror or error}") from error
         captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
         try:
             image = resized(data, conversion.size, conversion.side)

@@ -85,10 +85,10 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
     if len({urlsplit(url)[:2] for url in urls}) > 1:
         raise DataError("the shards lie on several hosts; one data set has one scheme and one host")
     scheme_and_host = "://".join(urlsplit(urls[0])[:2])
-    root = scheme_and_host + os.path.commonpath([os.path.dirname(urlsplit(url).path) or "/" for url in urls]).rstrip(
+    shared = scheme_and_host + os.path.commonpath([os.path.dirname(urlsplit(url).path) or "/" for url in urls]).rstrip(
         "/"
     )
-    return ShardSet(root, tuple(url[len(root) + 1 :] for url in urls))
+    return ShardSet(shared, tuple(url[len(shared) + 1 :] for url in urls))
 
 
 def expand_shards(pattern: str, root: Path) -> list[Path]:
