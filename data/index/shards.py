@@ -84,10 +84,8 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
             raise DataError(f"{url} is no single shard; name URLs one by one or by ranges such as {{0000..0127}}.tar")
     if len({urlsplit(url)[:2] for url in urls}) > 1:
         raise DataError("the shards lie on several hosts; one data set has one scheme and one host")
-    scheme_and_host = "://".join(urlsplit(urls[0])[:2])
-    shared = scheme_and_host + os.path.commonpath([os.path.dirname(urlsplit(url).path) or "/" for url in urls]).rstrip(
-        "/"
-    )
+    folder = os.path.commonpath([os.path.dirname(urlsplit(url).path) or "/" for url in urls]).rstrip("/")
+    shared = "://".join(urlsplit(urls[0])[:2]) + folder
     return ShardSet(shared, tuple(url[len(shared) + 1 :] for url in urls))
 
 
