@@ -6,9 +6,9 @@ comes back later in the shard with the same extensions is a copy, and an example
 refused, because an example was taken apart. An example without an image or a caption stays an example: the
 number of examples n is an input of the privacy accounting and may not depend on what can be decoded.
 
-On disk: `extents-DIGEST.npy` (rows of `index_shard.ROW`) and `manifest.json`, which names it and is renamed into place
+On disk: `extents-DIGEST.npy` (rows of `shard.ROW`) and `manifest.json`, which names it and is renamed into place
 last: an index is either whole or not there. Both are private (mode 0600): shard sizes, counts and hashes describe the
-data. `index_build` writes them.
+data. `build` writes them.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class ExampleTable:
         remote: RemoteOptions = _LOCAL,
         excluded: Sequence[str] = (),
     ):
-        """Use `open` or `index_build.build_index`."""
+        """Use `open` or `data.index.build.build_index`."""
         self.index_dir, self.shard_root, self.entries = index_dir, shard_root, tuple(entries)
         self.remote, self.excluded = remote, tuple(excluded)
         self._rows_N = rows_N

@@ -119,7 +119,7 @@ class Loader(Prefetched):
                 num_workers. Ignored without workers.
             memory_limit_mib: prepare fewer ahead where these would take more than this.
             pin_memory: page-locked tensors, for copies to a GPU.
-            bucket_captions: examples with captions of like length share a micro-batch (`data.bucketing`).
+            bucket_captions: examples with captions of like length share a micro-batch (`data.reading.bucketing`).
 
         Raises:
             DataError: a size below 1, a negative number of workers, or a limit below one micro-batch per worker.
