@@ -1,6 +1,7 @@
 """A data owner's ledger over several runs on the same data.
 
-python launch_scripts/shared_ledger.py create PATH --target_epsilon 8 --delta 1e-9
+python launch_scripts/shared_ledger.py create PATH --target_epsilon 8 --delta 1e-9 [--mirror FILE] [--informal_runs]
+    [--unit TEXT] [--rdp_order A]
 python launch_scripts/shared_ledger.py show PATH [--json]
 A run joins with privacy.shared_ledger=PATH and reserves its whole budget before it touches data. Exit 3: no room next to the
 other runs; exit 2: the run would not fit even alone, or unit or adjacency differ; exit 4: the file is refused.
