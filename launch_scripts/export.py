@@ -135,11 +135,11 @@ def exported(options: ExchangeOptions) -> dict[str, Any]:
     if attestation.card is None:
         claim = f"not attested ({attestation.reason}): no epsilon is stated"
     elif not attestation.formal_guarantee:
-        claim = f"formal_guarantee: false ({'; '.join(attestation.card['reasons'])}); no epsilon is claimed"
+        claim = f"formal_guarantee: false ({'; '.join(attestation.card.reasons)}); no epsilon is claimed"
     else:
         epsilon = attestation.epsilon
         shown = "no finite epsilon" if epsilon is None else f"epsilon {rounded_up(epsilon, 4)}"
-        claim = f"{shown} at delta {attestation.card['delta']:g}, from its ledger"
+        claim = f"{shown} at delta {attestation.card.delta:g}, from its ledger"
     return {
         "out": str(out),
         "format": options.format,

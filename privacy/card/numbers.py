@@ -1,86 +1,101 @@
-"""The numbers of the privacy card: every epsilon, bound and curve, from what the ledger charged."""
+"""The numbers of the privacy card: every epsilon, bound and curve, from what the ledger charged.
+
+The trade-off function bounds every membership inference attack, whatever it knows: at false-positive rate alpha its
+true-positive rate is at most 1 - beta(alpha) (Dong, Roth and Su 2022). (epsilon, delta(epsilon)) for all epsilon give
+it exactly (proposition 2.13 there); finitely many of them, each an upper bound, give an upper bound.
+privacy/accounting/attack_risk.py bounds single points in the same way; a whole curve needs the other half of the proposition too.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from importlib.metadata import version
+
+import numpy as np
+from numpy.typing import NDArray
 
 from privacy.accounting import accountants as accounting
 from privacy.accounting.accountants import COARSE_INTERVAL, FINE_INTERVAL, PLD_SMALLEST_DELTA, ReleaseGroup
-from privacy.card.curves import curves
+from privacy.accounting.attack_risk import FALSE_POSITIVE_RATES
+from privacy.card.model import Accounting, Attack, Attempts
+from privacy.card.others import STATEMENTS
 from privacy.ledger.records import LedgerState
 from privacy.plan import PrivacyPlan
 
 OTHER_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10)
 GROUP_SIZES = (2, 5)
-_CURVE_POINTS = 40
+SMALLEST_FALSE_POSITIVE = 1e-5
 # Beyond this nothing is protected: the claim is given on a coarser grid, and what surrounds it is left out, because the
 # grids would grow into minutes and gigabytes.
 LARGEST_DETAILED_EPSILON = 50.0
 
+Floats = NDArray[np.float64]
 
-def accounting_numbers(state: LedgerState, plan: PrivacyPlan) -> dict[str, Any]:
-    """Epsilons of everything charged; all of them None without a formal guarantee."""
-    delta = plan.accounted_delta
-    numbers: dict[str, Any] = {
-        "epsilon": None,
-        "delta": plan.target_delta,
-        "delta_times_n": plan.target_delta * plan.num_examples,
-        "accountant_at_opening": state.opened.get("accountant"),
-        "accountant": accounting.accountant_version(),
-        "accountant_python": platform.python_version(),
-        "statement": _statement(plan),
-        "value_interval": None,
-        "noise_tail_delta": None,
-        "epsilon_target": None,
-        "epsilon_planned": None,
-        "epsilon_with_reserve": None,
-        "epsilon_rdp": None,
-        "epsilon_prv": None,
-        "prv_accountant": None,
-        "epsilon_replace_one": None,
-        "epsilon_group": {str(size): None for size in GROUP_SIZES},
-        "max_examples_per_owner": state.opened.get("max_examples_per_owner"),
-        "epsilon_owner": None,
-        "epsilon_by_delta": [],
-        "epsilon_by_attempts": [],
-        "delta_by_epsilon": [],
-        "attack": None,
-        "tan": None,
-    }
+
+def accounting_numbers(state: LedgerState, num_torn: int, num_done: int) -> Accounting:
+    """Epsilons of everything charged; all of them None without a formal guarantee.
+
+    Args:
+        num_torn: torn lines in the ledger.
+        num_done: attempts whose update was applied.
+    """
+    plan = state.plan
+    delta, tail = plan.accounted_delta, plan.noise_tail_delta
+    used = "by_gaussian" if plan.sampling == "shuffle" else "by_rdp" if delta < PLD_SMALLEST_DELTA else "by_pld"
+    attempts = Attempts(
+        charged=state.num_charged, allowed=plan.max_intents, done=num_done, torn_lines=num_torn,
+        repeats=sum(intent.attempt > 0 for intent in state.intents), torn_lines_charged=state.charged_torn,
+    )  # fmt: skip
+    numbers = Accounting(
+        delta=plan.target_delta, delta_times_n=plan.target_delta * plan.num_examples, attempts=attempts,
+        accountant_at_opening=state.opened.get("accountant"), accountant=accounting.accountant_version(),
+        accountant_python=platform.python_version(), epsilon_group=dict.fromkeys(map(str, GROUP_SIZES)),
+        statement=STATEMENTS[used if plan.formal_guarantee else "no_account"],
+        max_examples_per_owner=state.opened.get("max_examples_per_owner"),
+    )  # fmt: skip
     if not plan.formal_guarantee:
         return numbers
     groups = state.charged_groups()
     claim, interval = claimed_epsilon(groups, delta)
     planned, _ = claimed_epsilon([plan.release_group(plan.num_steps)], delta)
     reserve, _ = claimed_epsilon([plan.release_group(plan.max_intents)], delta)
-    numbers |= {
-        "epsilon": _finite(claim),
-        "value_interval": interval,
-        "noise_tail_delta": plan.noise_tail_delta,
-        "epsilon_target": plan.target_epsilon,
-        "epsilon_planned": _finite(planned),
-        "epsilon_with_reserve": _finite(reserve),
-        "epsilon_rdp": _finite(_rdp(tuple(groups), delta)),
-        "tan": _finite(accounting.tan(groups)),
-    }
+    numbers = numbers.updated(
+        epsilon=claim, value_interval=interval, noise_tail_delta=tail, epsilon_target=plan.target_epsilon,
+        epsilon_planned=planned, epsilon_with_reserve=reserve, epsilon_rdp=_rdp(tuple(groups), delta),
+        tan=accounting.tan(groups),
+    )  # fmt: skip
     if claim > LARGEST_DETAILED_EPSILON:
         return numbers
     if planned <= LARGEST_DETAILED_EPSILON:
-        numbers["epsilon_by_attempts"] = _epsilon_by_attempts(state, plan, claim)
-    numbers |= curves(groups, claim, plan.noise_tail_delta)
+        numbers = numbers.updated(epsilon_by_attempts=_epsilon_by_attempts(state, plan, claim))
+    profile, attack = curves(groups, claim, tail)
+    numbers = numbers.updated(delta_by_epsilon=profile, attack=attack)
     # Below that delta the claim is by RDP, and the others are not trusted.
     if delta < PLD_SMALLEST_DELTA:
         return numbers
-    owner = numbers["max_examples_per_owner"]
-    if owner is not None:
-        numbers["epsilon_owner"] = _finite(_epsilon_group(groups, delta, owner, claim))
-    return numbers | _pld_numbers(groups, plan, claim)
+    owner, by_delta = numbers.max_examples_per_owner, {}
+    others = [other for other in OTHER_DELTAS if other > 2 * tail]
+    whole = accounting.loss_distribution(groups, COARSE_INTERVAL) if groups else None
+    for other in others:
+        by_delta[other] = 0.0 if whole is None else float(whole.get_epsilon_for_delta(other - tail))
+    by_delta[plan.target_delta] = claim
+    try:
+        lower, _, upper = accounting.epsilon_prv(groups, delta)
+        bracket = (lower, upper)
+    except accounting.CrossCheckUnavailable:
+        bracket = None
+    return numbers.updated(
+        epsilon_owner=None if owner is None else _epsilon_group(groups, delta, owner, claim),
+        epsilon_replace_one=accounting.epsilon_replace_one(groups, delta, _guide_interval(claim)),
+        epsilon_group={str(size): _epsilon_group(groups, delta, size, claim) for size in GROUP_SIZES},
+        epsilon_by_delta=sorted(by_delta.items(), reverse=True),
+        epsilon_prv=bracket,
+        prv_accountant=f"prv-accountant {version('prv-accountant')}",
+    )
 
 
 def claimed_epsilon(groups: Sequence[ReleaseGroup], delta: float) -> tuple[float, float | None]:
@@ -110,31 +125,8 @@ def _rdp(groups: tuple[ReleaseGroup, ...], delta: float) -> float:
     return accounting.epsilon_rdp(groups, delta)
 
 
-def _pld_numbers(groups: Sequence[ReleaseGroup], plan: PrivacyPlan, claim: float) -> dict[str, Any]:
-    delta, tail = plan.accounted_delta, plan.noise_tail_delta
-    others = [other for other in OTHER_DELTAS if other > 2 * tail]
-    by_delta = dict(zip(others, _epsilons(groups, [other - tail for other in others]), strict=True))
-    by_delta[plan.target_delta] = claim
-    lower, _, upper = accounting.epsilon_prv(groups, delta)
-    return {
-        "epsilon_replace_one": _finite(accounting.epsilon_replace_one(groups, delta, _guide_interval(claim))),
-        "epsilon_group": {str(size): _finite(_epsilon_group(groups, delta, size, claim)) for size in GROUP_SIZES},
-        "epsilon_by_delta": [[other, _finite(by_delta[other])] for other in sorted(by_delta, reverse=True)],
-        "epsilon_prv": [lower, upper],
-        "prv_accountant": _version("prv-accountant"),
-    }
-
-
-def _epsilons(groups: Sequence[ReleaseGroup], deltas: Sequence[float]) -> list[float]:
-    """One composition for all of them."""
-    if not groups:
-        return [0.0] * len(deltas)
-    whole = accounting.loss_distribution(groups, COARSE_INTERVAL)
-    return [float(whole.get_epsilon_for_delta(delta)) for delta in deltas]
-
-
 def _guide_interval(claim: float) -> float:
-    """The grid of guidance beside the claim: still an upper bound, within 0.1 %, at a tenth of the time."""
+    """The grid of the guidance that surrounds the claim: still an upper bound, within 0.1 %, at a tenth of the time."""
     return min(max(claim / 400, COARSE_INTERVAL), 2e-2)
 
 
@@ -147,75 +139,60 @@ def _epsilon_group(groups: Sequence[ReleaseGroup], delta: float, size: int, clai
     return accounting.epsilon_group(groups, delta, size, _guide_interval(claim))
 
 
-def _epsilon_by_attempts(state: LedgerState, plan: PrivacyPlan, claim: float) -> list[list[float | None]]:
-    """[attempts, epsilon] at up to 41 points from 0 to everything charged; upper bounds at the planned noise."""
-    num_charged = state.num_charged
+def _epsilon_by_attempts(state: LedgerState, plan: PrivacyPlan, claim: float) -> list[tuple[int, float]]:
+    """(attempts, epsilon) at up to 41 points from 0 to everything charged; upper bounds at the planned noise.
+
+    Under Poisson sampling the grid is coarse for a plot: within 1 % above, in a tenth of a second each. Shuffled data are
+    charged by what one example can be in after the first intents; torn lines count from the start.
+    """
+    num_charged, delta, points = state.num_charged, plan.accounted_delta, 40
     if num_charged == 0:
-        return [[0, 0.0]]
-    counts = sorted({math.ceil(num_charged * point / _CURVE_POINTS) for point in range(_CURVE_POINTS)})
-    evaluate = _shuffled_epsilon(state, plan) if plan.sampling == "shuffle" else _poisson_epsilon(plan, claim)
-    values = [min(evaluate(count), claim) for count in counts]
-    return [[count, _finite(value)] for count, value in zip(counts, values, strict=True)] + [
-        [num_charged, _finite(claim)]
-    ]
+        return [(0, 0.0)]
+    by_pld = plan.sampling != "shuffle" and delta >= PLD_SMALLEST_DELTA
+    step = min(max(claim / 2000, FINE_INTERVAL), 4e-3)
+    one = accounting.one_step_distribution(plan.release_group(1), step) if by_pld else None
+    values = []
+    for count in sorted({math.ceil(num_charged * point / points) for point in range(points)}):
+        if plan.sampling == "shuffle":
+            steps = [intent.step for intent in state.intents[:count]]
+            replays = len(steps) - len(set(steps)) + state.charged_torn
+            value = accounting.epsilon([plan.shuffled_group(max(steps, default=0), replays)], delta)
+        elif one is None:
+            value = accounting.epsilon([plan.release_group(count)], delta)
+        else:
+            value = float(one.self_compose(count).get_epsilon_for_delta(delta)) if count else 0.0
+        values.append((count, min(value, claim)))
+    return [*values, (num_charged, claim)]
 
 
-def _poisson_epsilon(plan: PrivacyPlan, claim: float) -> Callable[[int], float]:
-    """count -> epsilon on a grid that is coarse for a plot: within 1 % above, in a tenth of a second each."""
-    delta = plan.accounted_delta
-    if delta < PLD_SMALLEST_DELTA:
-        return lambda count: accounting.epsilon([plan.release_group(count)], delta)
-    one = accounting.one_step_distribution(plan.release_group(1), min(max(claim / 2000, FINE_INTERVAL), 4e-3))
-    return lambda count: float(one.self_compose(count).get_epsilon_for_delta(delta)) if count else 0.0
+def curves(groups: Sequence[ReleaseGroup], claim: float, tail: float) -> tuple[list[tuple[float, float]], Attack]:
+    """(epsilon, delta) from epsilon 0 to where delta is 1e-11, the larger delta of both directions, and what it bounds.
 
-
-def _shuffled_epsilon(state: LedgerState, plan: PrivacyPlan) -> Callable[[int], float]:
-    """Shuffled data: what one example can be in after the first intents; torn lines count from the start."""
-
-    def evaluate(count: int) -> float:
-        steps = [intent.step for intent in state.intents[:count]]
-        replays = len(steps) - len(set(steps)) + state.charged_torn
-        return accounting.epsilon([plan.shuffled_group(max(steps, default=0), replays)], plan.accounted_delta)
-
-    return evaluate
-
-
-def _statement(plan: PrivacyPlan) -> str:
-    if not plan.formal_guarantee:
-        return _NO_ACCOUNT
-    if plan.sampling == "shuffle":
-        return _SHUFFLED
-    return _accountant_statement(plan.accounted_delta)
-
-
-def _accountant_statement(delta: float) -> str:
-    if delta < PLD_SMALLEST_DELTA:
-        return (
-            "The claim is by Renyi DP (Mironov et al. 2019), the only accountant trusted at so small a delta, with the "
-            "overflow of the cap charged in delta. Every attempt in the ledger is charged, whether it ended or not."
-        )
-    return (
-        "The claim is an upper bound by privacy loss distributions (Koskela et al. 2020; Doroshenko et al. 2022; value "
-        "interval 1e-4, pessimistic; coarser where epsilon is above 50), with the cap of the batches charged. Every "
-        "attempt in the ledger is charged, "
-        "whether it ended or not: a crash costs budget. No central-limit approximation is used."
+    Args:
+        claim: epsilon of the claim; the grid ends at twice that if delta never falls to 1e-11.
+        tail: delta that the bounded support of the noise costs, added to every delta.
+    """
+    epsilons, deltas = np.zeros(1), np.full(1, tail)
+    if any(group.count and group.sample_rate for group in groups):
+        distribution = accounting.loss_distribution(groups, COARSE_INTERVAL)
+        last = distribution.get_epsilon_for_delta(1e-11)
+        # Denser near 0, where the trade-off curve bends.
+        epsilons = (last if math.isfinite(last) else 2 * claim) * np.linspace(0, 1, 96) ** 1.5
+        deltas = np.asarray(distribution.get_delta_for_epsilon(epsilons), dtype=np.float64)
+        # Below 1e-12 only rounding is left; delta falls with epsilon, so a running minimum is a bound as well.
+        deltas = np.minimum(np.minimum.accumulate(np.clip(deltas, 1e-12, 1) + tail), 1.0)
+    rates = np.unique(np.concatenate([np.geomspace(SMALLEST_FALSE_POSITIVE, 1, 101), FALSE_POSITIVE_RATES]))
+    attack = Attack(
+        advantage=float(deltas[0]),
+        true_positive={f"{rate:g}": true_positive_bound(rate, epsilons, deltas) for rate in FALSE_POSITIVE_RATES},
+        curve=tuple((float(rate), true_positive_bound(float(rate), epsilons, deltas)) for rate in rates),
     )
+    return list(zip(epsilons.tolist(), deltas.tolist(), strict=True)), attack
 
 
-_SHUFFLED = (
-    "The claim is exact for shuffled data without any amplification: one Gaussian mechanism with mu = sqrt(k) / sigma, "
-    "where k is the most releases that one example can be in, epochs rounded up plus repeats (Dong et al. 2022; Balle "
-    "and Wang 2018)."
-)
-_NO_ACCOUNT = "Nothing is accounted for and no epsilon is stated, because the run makes no formal claim."
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return f"{distribution} {version(distribution)}"
-    except PackageNotFoundError:
-        return None
+def true_positive_bound(rate: float, epsilons: Floats, deltas: Floats) -> float:
+    """Largest true-positive rate of any attack at false-positive rate `rate`, from points (epsilon, delta)."""
+    growth = np.exp(epsilons)
+    steep, flat = deltas + growth * rate, 1 - (1 - deltas - rate) / growth
+    # An attack may always guess, so that less than `rate` is no bound.
+    return float(min(max(rate, np.minimum(steep, flat).min()), 1.0))

@@ -1,26 +1,24 @@
-"""The privacy card's attested part: every number in it comes from the bytes of one ledger.jsonl and nothing else.
+"""Builds the privacy card: every number in it comes from the bytes of one ledger.jsonl and nothing else.
 
-Headings and their order follow the reporting checklist of "How to DP-fy ML" (Ponomareva et al. 2023, arXiv
-2303.00654). The card is plain data, ready for JSON; privacy/card/markdown.py renders it.
 Nothing is written and no lock is taken, so a card can be made while the run goes on.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from privacy.card.mechanism import mechanism, sampling
-from privacy.card.numbers import accounting_numbers
-from privacy.card.warnings import NO_MIRROR, card_warnings
+from pydantic import ValidationError
+
+from privacy.card import model
+from privacy.card.model import Head, PrivacyCard
+from privacy.card.numbers import LARGEST_DETAILED_EPSILON, accounting_numbers
+from privacy.card.others import STATEMENTS, OtherFiles, Stated
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.chain import TORN_MARK, hash_line
-from privacy.ledger.records import LedgerState, read_state
-from privacy.plan import PrivacyPlan
-
-CARD_FORMAT = 1
+from privacy.ledger.records import LedgerState, noise_multiplier_of, read_state
 
 
 @dataclass(frozen=True)
@@ -60,218 +58,182 @@ def read_snapshot(path: Path | str) -> LedgerSnapshot:
     return LedgerSnapshot(state, [json.loads(line) for line in whole], hash_line(lines[-1]), num_torn, bool(tail))
 
 
-def privacy_card(path: Path | str) -> dict[str, Any]:
-    """The attested card of the run whose ledger is at `path` (a few seconds).
-
-    Without a formal guarantee the card holds no epsilon at all, not even a planned or a targeted one. An epsilon that
-    is infinite, or that the accountant does not give at this delta, is None.
+def privacy_card(path: Path | str) -> PrivacyCard:
+    """The card of the run whose ledger is at `path`, from the ledger alone (a few seconds).
 
     Raises:
         PrivacyStateRefused: the ledger cannot be read or is broken.
     """
-    snapshot = read_snapshot(path)
-    plan = snapshot.state.plan
-    numbers = accounting_numbers(snapshot.state, plan)
-    card = {
-        "card_format": CARD_FORMAT,
-        "formal_guarantee": plan.formal_guarantee,
-        "reasons": list(plan.reasons),
-        "epsilon": numbers["epsilon"],
-        "delta": plan.target_delta,
-        "steps_done": _steps_done(snapshot.state, plan),
-        "steps_planned": plan.num_steps,
-        "attempts_charged": snapshot.state.num_charged,
-        "warnings": [],
-        "setting": _setting(),
-        "released": _released(snapshot),
-        "unit_of_privacy": _unit(snapshot, plan),
-        "adjacency": _adjacency(),
-        "mechanism": mechanism(snapshot, plan),
-        "sampling": sampling(snapshot, plan),
-        "accounting": numbers | _attempts(snapshot, plan),
-        "tuning": _tuning(snapshot),
-        "public_data": _public_data(),
-        "logged_without_noise": _logged_without_noise(),
-        "not_covered": _not_covered(snapshot),
-        "provenance": _provenance(snapshot),
-    }
-    card["warnings"] = card_warnings(plan, card, unterminated=snapshot.unterminated, mirrored=snapshot.state.mirrored)
-    return card
+    return make_card(read_snapshot(path), OtherFiles(), str(path))
 
 
-def _steps_done(state: LedgerState, plan: PrivacyPlan) -> int | None:
-    """The highest step that is done. Without privacy the ledger records no steps, only that the run has finished."""
-    if plan.enabled:
-        return state.last_done_step
-    return plan.num_steps if state.closed == "finished" else None
+def make_card(snapshot: LedgerSnapshot, others: OtherFiles, name: str) -> PrivacyCard:
+    """The card of a ledger, and what other files add to it.
 
+    Without a formal guarantee the card holds no epsilon at all, not even a planned or a targeted one.
 
-# The sections, in the order of the checklist
+    Args:
+        name: path of the ledger, for errors.
 
-
-def _setting() -> dict[str, Any]:
-    return {
-        "model": "central differential privacy",
-        "statement": (
-            "The trainer sees the data in the clear and is trusted, together with the machines that it runs on, "
-            "whoever operates them and the console of the job. The folder `private/` of the run (mode 0700) is inside "
-            "the trust boundary. Everybody else is an adversary who may see all of the rest of the run folder, knows "
-            "the code and all parameters, and may know every other record of the data."
-        ),
-    }
-
-
-def _released(snapshot: LedgerSnapshot) -> dict[str, Any]:
-    checkpoints = [
-        {"step": record["step"], "name": record.get("path"), "manifest_sha256": record["digest"]}
-        for record in snapshot.of_type("checkpoint")
-    ]
-    return {
-        "statement": _released_statement(snapshot),
-        "checkpoints_recorded": len(checkpoints),
-        "last_checkpoint": checkpoints[-1] if checkpoints else None,
-    }
-
-
-def _released_statement(snapshot: LedgerSnapshot) -> str:
-    if not snapshot.state.plan.formal_guarantee:
-        return _NOTHING_CLAIMED
-    return _RELEASED if "head" not in snapshot.state.opened else _RELEASED_HEAD
-
-
-_RELEASED = (
-    "The guarantee covers the weights and the optimizer state after every step, not only the last ones: all "
-    "checkpoints, and everything else in the run folder outside of `private/`, may be published together, "
-    "with the exceptions of section 11."
-)
-_RELEASED_HEAD = (
-    "The guarantee covers the weights of the head (`head.safetensors`) and the noised statistics behind them. It does not cover "
-    "the features, accuracies on private data, or the choice of one head among several."
-)
-_NOTHING_CLAIMED = "This run makes no formal claim: treat everything that it wrote as if it were the training data."
-
-
-def _unit(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
-    opened = snapshot.state.opened
-    given = opened.get("head", {}).get("covers")
-    return {
-        "unit": opened.get("unit", "one image-text pair" if "head" not in opened else "one labelled example"),
-        "num_examples": plan.num_examples,
-        "statement": (
-            "Where there is a guarantee, a person or a picture that occurs in several examples has only the weaker group "
-            "epsilon of section 7, not that of the headline."
+    Raises:
+        PrivacyStateRefused: a record of the ledger holds a value that its writer does not write.
+    """
+    state, plan, opened = snapshot.state, snapshot.state.plan, snapshot.state.opened
+    try:
+        head = Head.model_validate(opened["head"]) if "head" in opened else None
+        words = "released" if head is None else "released_head"
+        checkpoints = [
+            model.Checkpoint(step=record["step"], name=record.get("path"), manifest_sha256=record["digest"])
+            for record in snapshot.of_type("checkpoint")
+        ]
+        last = checkpoints[-1].updated(manifest_matches=others.manifest_matches) if checkpoints else None
+        covers = f" The guarantee covers {head.covers}." if head is not None and head.covers else ""
+        deduplication, tuning = (
+            Stated(text=opened[key], file="ledger.jsonl", attested=True) if opened.get(key) else otherwise
+            for key, otherwise in (("deduplication", others.deduplication), ("tuning", others.tuning))
         )
-        + (f" The guarantee is of {given}." if given else ""),
-        "deduplication": _stated(snapshot, "deduplication"),
-    }
+        points = list(STATEMENTS["not_covered"])
+        if not state.mirrored:
+            points.insert(2, STATEMENTS["no_mirror"])
+        numbers = accounting_numbers(state, snapshot.num_torn, len(snapshot.of_type("done")))
+        # Without privacy the ledger records no steps, only that the run has finished.
+        finished = plan.num_steps if state.closed == "finished" else None
+        card = PrivacyCard(
+            run_dir=others.run_dir, run_name=others.run_name, formal_guarantee=plan.formal_guarantee,
+            reasons=plan.reasons, epsilon=numbers.epsilon, delta=plan.target_delta,
+            steps_done=state.last_done_step if plan.enabled else finished, steps_planned=plan.num_steps,
+            attempts_charged=state.num_charged, warnings=(),
+            released=model.Released(
+                statement=STATEMENTS[words if plan.formal_guarantee else "released_without_guarantee"],
+                checkpoints_recorded=len(checkpoints), last_checkpoint=last, post_processing=others.post_processing,
+            ),
+            unit_of_privacy=model.UnitOfPrivacy(
+                unit=opened.get("unit", "one image-text pair" if head is None else "one labelled example"),
+                num_examples=plan.num_examples, statement=STATEMENTS["unit"] + covers, deduplication=deduplication,
+            ),
+            mechanism=_mechanism(snapshot, head), sampling=_sampling(snapshot, head), accounting=numbers,
+            tuning=model.Tuning(
+                stated=tuning, shared_ledger=model.Shared(identity=opened.get("shared_ledger"), summary=others.shared_summary)
+            ),
+            public_data=others.public_data, not_covered=model.NotCovered(points=tuple(points)),
+            provenance=_provenance(snapshot), audits=others.audits, utility=others.utility,
+        )  # fmt: skip
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise PrivacyStateRefused(
+            f"{name}: the ledger gives {first['input']!r:.80} for {place} of the privacy card: {first['msg']}"
+        ) from error
+    return card.updated(warnings=(*_warnings(card, snapshot), *others.warnings))
 
 
-def _stated(snapshot: LedgerSnapshot, name: str) -> dict[str, Any]:
-    """What the `open` record says about `name`; other files may fill it in where the ledger is silent."""
-    text = snapshot.state.opened.get(name)
-    return {"text": text, "file": "ledger.jsonl", "attested": True} if text else {"text": None}
+def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
+    """What is done to the data. Two mechanisms write ledgers: DP-SGD, and the private heads of evaluation/private_head/."""
+    plan = snapshot.state.plan
+    ratios: dict[str, list[float]] = {}
+    sensitivities: dict[str, list[float]] = {}
+    for release in (release for intent in snapshot.of_type("intent") for release in intent["releases"]):
+        ratios.setdefault(release["name"], []).append(noise_multiplier_of([release]))
+        sensitivities.setdefault(release["name"], []).append(release["sensitivity"])
+    releases = (
+        model.Release(
+            name=name,
+            count=len(found),
+            smallest_noise_multiplier=min(found),
+            largest_sensitivity=max(sensitivities[name]),
+        )
+        for name, found in ratios.items()
+    )
+    adaptive, constants = None, plan.adaptive_clipping
+    if constants is not None:
+        bounds = [intent["releases"][0]["sensitivity"] for intent in snapshot.of_type("intent")]
+        adaptive = model.AdaptiveBound(
+            **asdict(constants), gradient_noise_multiplier=constants.gradient_noise_multiplier(plan.noise_multiplier),
+            smallest_bound=min(bounds, default=None), largest_bound=max(bounds, default=None),
+            last_bound=bounds[-1] if bounds else None,
+        )  # fmt: skip
+    if head is not None:
+        name, statement = f"{head.method}: a linear head from noised statistics of features", STATEMENTS["head"]
+    elif plan.enabled:
+        name = "DP-SGD: per-example clipping, Gaussian noise (Abadi et al. 2016); any optimizer is post-processing"
+        statement = STATEMENTS["dp_sgd"].format(clipped=STATEMENTS["clipped"][plan.clipping_function])
+        statement += f" {STATEMENTS['adaptive']}" if adaptive else ""
+    else:
+        name, statement = "No mechanism", STATEMENTS["no_mechanism"]
+    return model.Mechanism(
+        name=name, head=head, clipping_function=plan.clipping_function if head is None else None,
+        max_grad_norm=plan.max_grad_norm if head is None else None, adaptive_clipping=adaptive,
+        sensitivity_slack=plan.sensitivity_slack, noise_multiplier=plan.noise_multiplier,
+        noise_multiplier_accounted=plan.effective_noise_multiplier, noise_source=plan.noise_source,
+        expected_batch_size=plan.expected_batch_size, releases=tuple(releases), statement=statement,
+    )  # fmt: skip
 
 
-def _adjacency() -> dict[str, Any]:
-    return {
-        "relation": "zero_out",
-        "statement": (
-            "Two data sets are neighbours when they differ in one record that is replaced by one that contributes "
-            "nothing (zero-out, the counterpart of add-or-remove for a public number of examples). The number of "
-            "examples n and the expected batch size are therefore public. The epsilon for replacing a record by an "
-            "arbitrary other one is given beside the claim."
-        ),
-    }
+def _sampling(snapshot: LedgerSnapshot, head: Head | None) -> model.Sampling:
+    plan, opened = snapshot.state.plan, snapshot.state.opened
+    if head is not None:
+        statement = STATEMENTS["full_batch"]
+    elif plan.sampling == "poisson":
+        unsure = "" if plan.formal_guarantee else "The plan says this, unless a reason above says otherwise. "
+        statement = unsure + STATEMENTS["poisson"]
+    else:
+        statement = (
+            STATEMENTS["shuffled"] if plan.shuffle_as_gaussian else f"The scheme is {plan.sampling}, not Poisson."
+        )
+    return model.Sampling(
+        scheme=plan.sampling if head is None else "full batch", sample_rate=plan.sample_rate,
+        expected_batch_size=plan.expected_batch_size, cap=plan.cap, matches_accounting=plan.formal_guarantee,
+        key_commitment_sha256=opened["key_commitment"], data_hmac_sha256=opened.get("data_hmac"), statement=statement,
+    )  # fmt: skip
 
 
-def _tuning(snapshot: LedgerSnapshot) -> dict[str, Any]:
-    return {
-        "included": False,
-        "statement": (
-            "The cost of choosing hyper-parameters is not included in epsilon. The epsilon is that of this one run; other "
-            "runs on the same data, among them those that chose its hyper-parameters, compose with it."
-        ),
-        "stated": _stated(snapshot, "tuning"),
-        # The hash of its first line; its content, where it can be read, comes from that other file.
-        "shared_ledger": {"identity": snapshot.state.opened.get("shared_ledger"), "summary": None},
-    }
+def _provenance(snapshot: LedgerSnapshot) -> model.Provenance:
+    opened, sessions = snapshot.state.opened, []
+    for record in snapshot.of_type("session"):
+        environment = record.get("environment")
+        environment = environment if isinstance(environment, dict) else {}
+        known = {key: environment.get(key) for key in ("commit", "modified", "python", "packages")}
+        sessions.append(model.Session(mirror=record["mirror"], **known))
+    ledger = model.LedgerFile(
+        format=opened["format"], lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash,
+        mirrored_sessions=sum(session.mirror for session in sessions),
+    )  # fmt: skip
+    return model.Provenance(
+        commit=opened.get("commit"), opened_utc=opened["time_utc"], closed=snapshot.state.closed, ledger=ledger,
+        sessions=tuple(sessions),
+    )  # fmt: skip
 
 
-def _public_data() -> dict[str, Any]:
-    return {"statement": "The ledger says nothing about pre-training: what is known comes from other files."}
-
-
-def _logged_without_noise() -> dict[str, Any]:
-    return {
-        "where": "private/ (mode 0700)",
-        "quantities": [
-            "training loss, clipped fraction, mean gradient norm before noise",
-            "realised batch sizes, non-finite and undecodable examples",
-            "timings, waiting for data and memory: they tell how long single examples take to decode",
-            "the data's manifest and index, the sampling key",
-            "held-out losses and captions, unless the recipe declares the held-out data public",
-        ],
-        "statement": (
-            "These quantities are computed from the data without noise. They were written to `private/` and to the "
-            "console only, carry no guarantee and must not be published. None of them was read for this card."
-        ),
-    }
-
-
-def _not_covered(snapshot: LedgerSnapshot) -> dict[str, Any]:
-    points = [
-        "Whether the program did what the ledger says. An audit of the run is the means for that (section 13).",
-        "A ledger forged as a whole: the hash chain finds edits only against a hash kept elsewhere. Keep the hash of "
-        "the last line (section 12) outside of the run folder.",
-        "Time: how long a step takes tells of single examples. All records of the ledger repeat the time at which the program "
-        "that opened it was started, and public metrics carry no time; but the modification times of files do, and so does the "
-        "step at which a run was stopped by a clock (train.max_minutes, a scheduler's limit).",
-        "Floating-point noise: it is drawn and added in double precision, but not from a discrete distribution; "
-        "attacks on its rounding are assumed away.",
-        "Other runs and releases on the same data, and choices made after looking at the data (tokenizer, filters, "
-        "recipe).",
-        "Held-out data: losses and captions of it are published only where the recipe declares it public.",
-        "What `private/`, the console or the machines leak by themselves.",
-    ]
+def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
+    """What an auditor should not overlook, one sentence each."""
+    numbers, provenance, n = card.accounting, card.provenance, card.unit_of_privacy.num_examples
+    found = []
+    if card.delta > 1 / n:
+        found.append(f"The delta {card.delta:g} is above 1/n = {1 / n:.3g}: it would allow publishing some examples.")
+    if card.formal_guarantee and card.epsilon is None:
+        found.append("The accountant finds no finite epsilon at this delta.")
+    if (card.epsilon or 0.0) > LARGEST_DETAILED_EPSILON:
+        found.append("So large an epsilon protects nothing in practice; the card omits curves and other neighbours.")
+    if card.epsilon is not None:
+        # RDP >= claim >= PRV lower, with the slack of RDP's finite list of orders (a thousandth).
+        rdp, lower = numbers.epsilon_rdp, numbers.epsilon_prv[0] if numbers.epsilon_prv else None
+        if (rdp is not None and card.epsilon > rdp * (1 + 1e-3) + 1e-3) or (lower is not None and lower > card.epsilon):
+            found.append("The claim is not between the PRV lower and the RDP upper bound, which both omit the cap.")
+    if numbers.epsilon_by_delta and numbers.epsilon_prv is None:
+        found.append("The PRV accountant fails at these numbers: RDP alone cross-checks the claim.")
+    if snapshot.unterminated:
+        found.append(
+            "The ledger ends inside a line (a crash, or a write under way); the line is charged if it may be an attempt."
+        )
     if not snapshot.state.mirrored:
-        points.insert(2, NO_MIRROR)
-    return {"points": points}
-
-
-def _provenance(snapshot: LedgerSnapshot) -> dict[str, Any]:
-    opened, sessions = snapshot.state.opened, snapshot.of_type("session")
-    return {
-        "commit": opened.get("commit"),
-        "opened_utc": opened["time_utc"],
-        "closed": snapshot.state.closed,
-        "ledger": {
-            "file": "ledger.jsonl",
-            "format": opened["format"],
-            "lines": snapshot.state.num_lines,
-            "last_line_sha256": snapshot.last_hash,
-            "mirrored_sessions": sum(record["mirror"] for record in sessions),
-        },
-        "sessions": [_session(record) for record in sessions],
-    }
-
-
-def _session(record: dict[str, Any]) -> dict[str, Any]:
-    environment = record.get("environment")
-    environment = environment if isinstance(environment, dict) else {}
-    # The command line stays out: it may name folders that are nobody's business.
-    known = {name: environment.get(name) for name in ("commit", "modified", "python", "packages")}
-    return {"mirror": record["mirror"], **known}
-
-
-def _attempts(snapshot: LedgerSnapshot, plan: PrivacyPlan) -> dict[str, Any]:
-    state = snapshot.state
-    return {
-        "attempts": {
-            "charged": state.num_charged,
-            "allowed": plan.max_intents,
-            "done": len(snapshot.of_type("done")),
-            "repeats": sum(intent.attempt > 0 for intent in state.intents),
-            "torn_lines": snapshot.num_torn,
-            "torn_lines_charged": state.charged_torn,
-        }
-    }
+        found.append(STATEMENTS["no_mirror"])
+    modified = [str(number) for number, session in enumerate(provenance.sessions, start=1) if session.modified]
+    if modified:
+        found.append(
+            f"The code had uncommitted changes in session {', '.join(modified)}: the commit does not identify the code."
+        )
+    if provenance.sessions and len({session.commit for session in provenance.sessions} | {provenance.commit}) > 1:
+        found.append("The sessions ran different commits of the code, or not all commits are known.")
+    if numbers.accountant_at_opening not in (None, numbers.accountant):
+        found.append(f"The run was planned with {numbers.accountant_at_opening}; this card uses {numbers.accountant}.")
+    return found

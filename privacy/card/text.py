@@ -1,13 +1,15 @@
-"""Small pieces of the card's Markdown: text that cannot break out, tables, epsilons rounded up."""
+"""Small pieces of Markdown: text that cannot break out, tables, epsilons rounded up."""
 
 from __future__ import annotations
 
+import html
 import math
+import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-Card = dict[str, Any]
 _ROUNDING_GUARD = 1e-9
+_ACTIVE = re.compile(r"[\\`*\[\]|~#]|(?<![^\W_])_|_(?![^\W_])|^[+=-]")
+"""What Markdown reads as a mark: punctuation, an underscore except inside of a word, and marks at the start of a line."""
 
 
 def rounded_up(epsilon: float, digits: int = 3) -> str:
@@ -20,18 +22,27 @@ def rounded_down(epsilon: float, digits: int = 3) -> str:
     return f"{math.floor(epsilon * 10**digits) / 10**digits:.{digits}f}"
 
 
-def epsilon_text(value: float | None) -> str:
-    return "none" if value is None else rounded_up(value)
+def percent(rate: float) -> str:
+    """A rate in percent, never below its value."""
+    return f"{rounded_up(min(100 * rate, 100.0), 2)} %"
+
+
+def one_line(value: object) -> str:
+    """Plain text without line breaks; a character that shows nothing, or turns the direction of the text, is a U+FFFD."""
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(str(value).split())
+    )
+
+
+def escape(line: str) -> str:
+    """One line as Markdown that shows just this line: nothing in it is a mark, or HTML."""
+    text = _ACTIVE.sub(r"\\\g<0>", html.escape(line, quote=False))
+    return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", text)
 
 
 def cell(value: object) -> str:
-    """One line of plain text: nothing from a file may break out of its table cell."""
-    text = " ".join(str(value).split())
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
-
-
-def code(value: object) -> str:
-    return "unknown" if value in (None, "") else f"`{cell(value)}`"
+    """Any value as plain text on one line: nothing from a file may break out of its place."""
+    return escape(one_line(value))
 
 
 def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -39,15 +50,5 @@ def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def facts(rows: Iterable[Sequence[str]]) -> str:
-    return table_of(("what", "value"), rows)
-
-
 def bullets(points: Iterable[str]) -> str:
     return "\n".join(f"* {point}" for point in points)
-
-
-def stated_text(found: Card, otherwise: str) -> str:
-    if not found["text"]:
-        return otherwise
-    return f"{cell(found['text'])} (`{found['file']}`{'' if found['attested'] else ', **not attested**'})"

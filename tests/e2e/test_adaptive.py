@@ -34,4 +34,4 @@ def test_a_crash_and_a_resume_keep_the_bound_and_the_audit_agrees(tmp_path: Path
     assert [line["privacy/clipping_bound"] for line in published][-2:] == [bounds[3][1], bounds[4][1]]
     report = ledger_audit(run_dir)
     assert report.verdict == "consistent", report.to_text()
-    assert build_card(run_dir)["mechanism"]["adaptive_clipping"]["last_bound"] == bounds[-1][1]
+    assert build_card(run_dir).mechanism.adaptive_clipping.last_bound == bounds[-1][1]

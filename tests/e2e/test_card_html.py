@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 WIDTH, HEIGHT = 1100, 7000
 FIGURES = ("epsilon-by-attempts", "epsilon-by-delta", "trade-off", "heldout-loss")
-# The style sheet's colours in light and in dark; see privacy/card/html.py.
+# The style sheet's colours in light and in dark; see privacy/card/templates/card.html.j2.
 LIGHT = {"page": "#ffffff", "first": "#1f5fbf", "second": "#b5420b"}
 DARK = {"page": "#14171b", "first": "#7ab0ff", "second": "#ff9c66"}
 PROBE = """<script>

@@ -9,7 +9,7 @@ import pytest
 from evaluation.private_head.run import train_head
 from privacy.audit.ledger import audit_ledger
 from privacy.audit.report import AuditReport
-from privacy.card.markdown import to_markdown
+from privacy.card.render import to_markdown
 from trainer.audit.folder import folder_claims
 from trainer.report import build_card
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_card_describes_the_head(folder: Path) -> None:
     card = build_card(folder)
     page = to_markdown(card)
-    assert card["epsilon"] == pytest.approx(1.0, rel=1e-2) and card["epsilon"] <= 1.0
+    assert card.epsilon == pytest.approx(1.0, rel=1e-2) and card.epsilon <= 1.0
     for said in ("dp-newton", "one labelled example", GIVEN, "full batch", "gradient[0]", "hessians[0]", "ridge"):
         assert said.casefold() in page.casefold(), said
     for wrong in ("DP-SGD", "AES-256", "image-text pair", "optimizer", "divisor", "Poisson", "Whole batches"):

@@ -6,7 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from launch_scripts.report import ReportOptions, report
+from privacy.card.model import PrivacyCard
+from privacy.card.others import HeldoutLoss, Samples
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
@@ -62,18 +66,26 @@ def test_json_is_one_object_and_equals_the_file(run_dir):
     done = _report(run_dir, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
-    card = json.loads(done.stdout)
-    assert card == json.loads((run_dir / "report/privacy_card.json").read_text())
+    card = PrivacyCard.model_validate_json(done.stdout)
+    assert card.to_json(indent=1) + "\n" == (run_dir / "report/privacy_card.json").read_text()
     charged, epsilon = recompute(run_dir / "ledger.jsonl")
-    assert card["epsilon"] == pytest.approx(epsilon, rel=1e-9) and card["attempts_charged"] == charged == 2
-    assert card["run_dir"] == str(run_dir)
-    assert (card["steps_done"], card["steps_planned"], card["delta"]) == (2, 2, 1e-5)
-    assert card["formal_guarantee"] is True and card["reasons"] == []
-    assert card["utility"]["heldout_loss"] == [{"step": 0, "loss": 8.5}, {"step": 2, "loss": 6.25}]
-    assert card["utility"]["attested"] is False
-    assert card["released"]["last_checkpoint"]["manifest_matches"] is True
+    assert card.epsilon == pytest.approx(epsilon, rel=1e-9) and card.attempts_charged == charged == 2
+    assert card.run_dir == str(run_dir)
+    assert (card.steps_done, card.steps_planned, card.delta) == (2, 2, 1e-5)
+    assert card.formal_guarantee is True and card.reasons == ()
+    assert [(point.step, point.loss) for point in card.utility.heldout_loss] == [(0, 8.5), (2, 6.25)]
+    assert card.utility.attested is False
+    assert card.released.last_checkpoint.manifest_matches is True
     assert "privacy_card.md" in done.stderr
     assert (run_dir / "ledger.jsonl").read_bytes() == before
+
+
+def test_a_notebook_calls_the_command(run_dir, capsys):
+    card = report(ReportOptions(run_dir=run_dir))
+    assert card.to_json(indent=1) + "\n" == (run_dir / "report/privacy_card.json").read_text()
+    assert "2 of 2 steps done" in capsys.readouterr().out
+    with pytest.raises(ValidationError):
+        ReportOptions(run_dir=run_dir, no_such_option=1)
 
 
 def test_human_output_while_a_trainer_holds_the_run(run_dir):
@@ -96,22 +108,22 @@ def test_audit_results_are_shown_with_verdict_and_date(run_dir):
     _write_lines(run_dir / "report/audit-run.json", {"audit": "run", "verdict": "violated", "violated_checks": ["gap"]})
     (run_dir / "report/audit.json").write_text("{torn")
     card = build_card(run_dir)
-    found = {audit["file"]: audit for audit in card["audits"]}
-    assert found["report/audit-ledger.json"]["date_utc"] == "2030-01-02"
-    assert found["report/audit-run.json"]["date_utc"] is None, "the file's own time is a clock, and says nothing"
-    assert found["report/audit.json"]["verdict"] == "unreadable"
-    assert [found[f"report/audit-{kind}.json"]["of_this_ledger"] for kind in ("ledger", "run")] == [True, False]
-    assert any("audit-run.json says violated" in line for line in card["warnings"])
-    assert not any("audit-ledger.json" in line for line in card["warnings"])
+    found = {audit.file: audit for audit in card.audits}
+    assert found["report/audit-ledger.json"].date_utc == "2030-01-02"
+    assert found["report/audit-run.json"].date_utc is None, "the file's own time is a clock, and says nothing"
+    assert found["report/audit.json"].verdict == "unreadable"
+    assert [found[f"report/audit-{kind}.json"].of_this_ledger for kind in ("ledger", "run")] == [True, False]
+    assert any("audit-run.json says violated" in line for line in card.warnings)
+    assert not any("audit-ledger.json" in line for line in card.warnings)
     page = write_card(run_dir, card)[2].read_text()
     assert "<strong>violated</strong> (of another" in page and "2030-01-02" in page and "<code>gap</code>" in page
 
 
 def test_what_the_recipe_states_is_shown_as_not_attested(run_dir):
-    assert "not stated by the recipe" in write_card(run_dir, build_card(run_dir))[2].read_text()
+    assert "does not state how hyper-parameters were chosen" in write_card(run_dir, build_card(run_dir))[2].read_text()
     (run_dir / "config.toml").write_text('[data]\ndeduplication = "by <hash>"\n[privacy]\ntuning = "eight runs"\n')
     card = build_card(run_dir)
-    assert card["unit_of_privacy"]["deduplication"]["attested"] is False
+    assert card.unit_of_privacy.deduplication.attested is False
     page = write_card(run_dir, card)[2].read_text()
     assert "by &lt;hash&gt; (<code>config.toml</code>, <strong>not attested</strong>)" in page and "eight runs" in page
 
@@ -124,20 +136,20 @@ def test_shared_ledger_and_sibling_runs(run_dir, tmp_path):
     owner.reserve("ab" * 32, "this", plan)
     owner.reserve("cd" * 32, "brother | <b>", plan, fixed_in_advance=True)
     card = build_card(run_dir)
-    summary = card["tuning"]["shared_ledger"]["summary"]
-    assert [run["is_this_run"] for run in summary["runs"]] == [True, False]
+    summary = card.tuning.shared_ledger.summary
+    assert [run.is_this_run for run in summary.runs] == [True, False]
     page = write_card(run_dir, card)[2].read_text()
     assert "this (this run)" in page and "brother | &lt;b&gt;" in page and owner.read().identity in page
     for damaged in (owner.path.read_text().splitlines(keepends=True)[0], "nonsense\n"):  # cut short; not one at all
         owner.path.write_text(damaged)
         card = build_card(run_dir)
-        assert card["tuning"]["shared_ledger"]["summary"] is None
-        assert any("cannot be read, or is broken" in line for line in card["warnings"])
+        assert card.tuning.shared_ledger.summary is None
+        assert any("cannot be read, or is broken" in line for line in card.warnings)
 
 
 def test_contract_12_nothing_private_is_read(run_dir):
     with_private = build_card(run_dir)
-    assert SECRET not in json.dumps(with_private)
+    assert SECRET not in with_private.to_json()
     shutil.rmtree(run_dir / "private")
     assert build_card(run_dir) == with_private
 
@@ -150,7 +162,7 @@ def test_contract_12_private_heldout_is_said_to_be_private(run_dir):
 
 
 def test_newest_picture_of_public_samples_is_in_the_page_and_private_ones_are_not(run_dir):
-    assert build_card(run_dir)["utility"]["samples"] is None
+    assert build_card(run_dir).utility.samples is None
     for name, content in (
         ("samples-00000000.png", b"first"),
         ("samples-00000002.png", b"last"),
@@ -159,7 +171,7 @@ def test_newest_picture_of_public_samples_is_in_the_page_and_private_ones_are_no
         (run_dir / "evaluation" / name).write_bytes(content)
     (run_dir / "private/samples-00000009.png").write_bytes(b"secret")
     card = build_card(run_dir)
-    assert card["utility"]["samples"] == {"file": "evaluation/samples-00000002.png", "step": 2}
+    assert card.utility.samples == Samples(file="evaluation/samples-00000002.png", step=2)
     _, markdown, page = (path.read_text() for path in write_card(run_dir, card))
     assert base64.b64encode(b"last").decode() in page and "samples-00000002.png" in markdown
     assert base64.b64encode(b"secret").decode() not in page and "samples-00000009" not in page
@@ -169,16 +181,16 @@ def test_broken_lines_are_left_out(run_dir):
     with (run_dir / "evaluation/heldout.jsonl").open("a") as file:
         file.write('{"step": 2, "loss": NaN}\n[1]\n')
     card = build_card(run_dir)
-    assert card["utility"]["heldout_loss"][-1] == {"step": 2, "loss": None}
-    json.dumps(card, allow_nan=False)
+    assert card.utility.heldout_loss[-1] == HeldoutLoss(step=2, loss=None)
+    assert "NaN" not in card.to_json()
 
 
 def test_changed_manifest_is_noticed(run_dir):
     (run_dir / "checkpoints/step-00000002/manifest.json").write_text('{"initialisation": {"kind": "imported"}}')
     card = build_card(run_dir)
-    assert card["released"]["last_checkpoint"]["manifest_matches"] is False
-    assert card["public_data"]["attested"] is False
-    assert any("manifest" in line for line in card["warnings"])
+    assert card.released.last_checkpoint.manifest_matches is False
+    assert card.public_data.attested is False
+    assert any("manifest" in line for line in card.warnings)
 
 
 def test_contract_11_informal_run_prints_no_epsilon(run_dir):
@@ -187,8 +199,8 @@ def test_contract_11_informal_run_prints_no_epsilon(run_dir):
     done = _report(run_dir)
     assert done.returncode == 0, done.stderr
     assert "formal_guarantee: false" in done.stdout and "no epsilon is claimed" in done.stdout
-    card = json.loads((run_dir / "report/privacy_card.json").read_text())
-    assert card["epsilon"] is None and card["formal_guarantee"] is False
+    card = PrivacyCard.model_validate_json((run_dir / "report/privacy_card.json").read_text())
+    assert card.epsilon is None and card.formal_guarantee is False
 
 
 def _one_line(done, code):
@@ -210,11 +222,11 @@ def test_contract_9_broken_ledger_exits_4(run_dir):
 
 
 def test_post_processing_is_stated(run_dir):
-    assert build_card(run_dir)["released"]["post_processing"] == []
+    assert build_card(run_dir).released.post_processing == ()
     text = "[optimizer]\nnoise_bias_correction = true\n[train]\nema_decay = 0.999\n"
     (run_dir / "config.toml").write_text(text)
     card = build_card(run_dir)
-    assert ["DP-AdamBC" in item["statement"] for item in card["released"]["post_processing"]] == [True, False]
+    assert ["DP-AdamBC" in item.statement for item in card.released.post_processing] == [True, False]
     _, markdown, html = write_card(run_dir, card)
     for said in ("DP-AdamBC, Tang et al. 2023", "moving average of the weights (decay at most 0.999)"):
         assert said in markdown.read_text() and said in html.read_text()

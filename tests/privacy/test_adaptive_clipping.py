@@ -17,7 +17,7 @@ from scipy import stats
 
 from privacy.adaptive_clipping import COUNT_SENSITIVITY, RANGE, AdaptiveClipping
 from privacy.audit.ledger import BoundClaim, FolderClaims, audit_ledger
-from privacy.card.markdown import to_markdown
+from privacy.card.render import to_markdown
 from privacy.card.report import privacy_card
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
@@ -275,9 +275,9 @@ def test_a_first_bound_that_is_not_the_plans_is_found(tmp_path: Path) -> None:
 def test_the_card_says_how_the_bound_moved(trained: tuple[Path, list[BoundClaim]]) -> None:
     path, claims = trained
     card = privacy_card(path)
-    adaptive = card["mechanism"]["adaptive_clipping"]
-    assert adaptive["last_bound"] == claims[-1].bound and adaptive["unclipped_num_std"] == 6.0
-    assert {r["name"]: r["count"] for r in card["mechanism"]["releases"]} == {GRADIENT: 5, UNCLIPPED: 5}
+    adaptive = card.mechanism.adaptive_clipping
+    assert adaptive.last_bound == claims[-1].bound and adaptive.unclipped_num_std == 6.0
+    assert {release.name: release.count for release in card.mechanism.releases} == {GRADIENT: 5, UNCLIPPED: 5}
     text = to_markdown(card)
-    assert "adaptive: from 0.7" in text and "1905.03871" in text
+    assert "adaptive: C starts at 0.7" in text and "1905.03871" in text
     assert COUNT_SENSITIVITY == 0.5

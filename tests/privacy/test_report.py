@@ -1,5 +1,4 @@
 import itertools
-import json
 import os
 import time
 
@@ -10,14 +9,15 @@ from dp_accounting.pld import PLDAccountant
 
 from privacy.accounting import accountants as accounting
 from privacy.accounting.accountants import FINE_INTERVAL, ReleaseGroup
-from privacy.card.markdown import to_markdown
 from privacy.card.numbers import LARGEST_DETAILED_EPSILON, claimed_epsilon
-from privacy.card.report import NO_MIRROR, privacy_card
+from privacy.card.others import STATEMENTS
+from privacy.card.render import to_markdown
+from privacy.card.report import privacy_card
 from privacy.card.text import rounded_up
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan_request import CLIPPING_FUNCTIONS, PlanRequest
 from privacy.releases import step_releases
 from tests.privacy.ledger_epsilon import recompute
 
@@ -115,29 +115,29 @@ def test_contract_10_card_equals_an_independent_recomputation(tmp_path):
     path = _crashed_run(tmp_path)
     card = privacy_card(path)
     charged, epsilon = recompute(path)
-    assert card["attempts_charged"] == charged == 6
-    assert card["epsilon"] == pytest.approx(epsilon, rel=1e-9)
-    numbers = card["accounting"]
+    assert card.attempts_charged == charged == 6
+    assert card.epsilon == pytest.approx(epsilon, rel=1e-9)
+    numbers = card.accounting
     special, one = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
-    assert numbers["epsilon_planned"] == pytest.approx(_epsilon(special, 1e-5, 6), rel=1e-6)
-    assert numbers["epsilon_with_reserve"] == pytest.approx(_epsilon(special, 1e-5, 10), rel=1e-6)
-    assert numbers["epsilon_replace_one"] == pytest.approx(_epsilon(one, 1e-5, 6), rel=1e-3)
-    by_delta = dict(map(tuple, numbers["epsilon_by_delta"]))
-    assert by_delta[1e-5] == card["epsilon"]
+    assert numbers.epsilon_planned == pytest.approx(_epsilon(special, 1e-5, 6), rel=1e-6)
+    assert numbers.epsilon_with_reserve == pytest.approx(_epsilon(special, 1e-5, 10), rel=1e-6)
+    assert numbers.epsilon_replace_one == pytest.approx(_epsilon(one, 1e-5, 6), rel=1e-3)
+    by_delta = dict(numbers.epsilon_by_delta)
+    assert by_delta[1e-5] == card.epsilon
     assert by_delta[1e-7] == pytest.approx(_epsilon(special, 1e-7, 6), rel=2e-3)
 
 
 def test_card_states_what_happened(tmp_path):
     card = privacy_card(_crashed_run(tmp_path))
-    assert card["steps_done"] == 3 and card["steps_planned"] == 6 and card["delta"] == 1e-5
+    assert card.steps_done == 3 and card.steps_planned == 6 and card.delta == 1e-5
     attempts = {"charged": 6, "allowed": 10, "done": 4, "repeats": 1, "torn_lines": 1, "torn_lines_charged": 1}
-    assert card["accounting"]["attempts"] == attempts
-    assert card["formal_guarantee"] is True and card["reasons"] == []
-    assert any("ends inside a line" in line for line in card["warnings"])
-    assert len(card["provenance"]["sessions"]) == 3 and card["provenance"]["commit"] == "c0ffee"
-    assert card["sampling"]["key_commitment_sha256"] == "ab" * 32 and card["sampling"]["matches_accounting"]
-    assert card["mechanism"]["noise_multiplier_accounted"] == 4 / 1.001
-    assert card["mechanism"]["releases"] == [
+    assert card.accounting.attempts.model_dump() == attempts
+    assert card.formal_guarantee is True and card.reasons == ()
+    assert any("ends inside a line" in line for line in card.warnings)
+    assert len(card.provenance.sessions) == 3 and card.provenance.commit == "c0ffee"
+    assert card.sampling.key_commitment_sha256 == "ab" * 32 and card.sampling.matches_accounting
+    assert card.mechanism.noise_multiplier_accounted == 4 / 1.001
+    assert [release.model_dump() for release in card.mechanism.releases] == [
         {"name": "gradient", "count": 5, "smallest_noise_multiplier": 4.0, "largest_sensitivity": 1.0}
     ]
 
@@ -148,23 +148,23 @@ def test_epsilon_of_an_owner_comes_from_the_ledger(tmp_path):
     with Ledger.create(tmp_path / "ledger.jsonl", fields) as ledger:
         _session(ledger, [1, 2, 3])
     card = privacy_card(tmp_path / "ledger.jsonl")
-    assert card["accounting"]["epsilon_owner"] == card["accounting"]["epsilon_group"]["2"]
+    assert card.accounting.epsilon_owner == card.accounting.epsilon_group["2"]
     assert "one owner of at most 2 examples, as the recipe states" in to_markdown(card)
     (tmp_path / "without").mkdir()
     card = privacy_card(_crashed_run(tmp_path / "without"))
-    assert card["accounting"]["epsilon_owner"] is None and "one owner" not in to_markdown(card)
+    assert card.accounting.epsilon_owner is None and "one owner" not in to_markdown(card)
 
 
 def test_accountants_and_neighbours_are_in_order(tmp_path):
-    numbers = privacy_card(_crashed_run(tmp_path))["accounting"]
-    lower, upper = numbers["epsilon_prv"]
-    assert lower <= numbers["epsilon"] <= min(upper * 1.01, numbers["epsilon_rdp"])
-    assert numbers["epsilon"] < numbers["epsilon_replace_one"]
-    assert numbers["epsilon"] < numbers["epsilon_group"]["2"] < numbers["epsilon_group"]["5"]
-    curve = numbers["epsilon_by_attempts"]
-    assert curve[0] == [0, 0.0] and curve[-1] == [6, numbers["epsilon"]]
+    numbers = privacy_card(_crashed_run(tmp_path)).accounting
+    lower, upper = numbers.epsilon_prv
+    assert lower <= numbers.epsilon <= min(upper * 1.01, numbers.epsilon_rdp)
+    assert numbers.epsilon < numbers.epsilon_replace_one
+    assert numbers.epsilon < numbers.epsilon_group["2"] < numbers.epsilon_group["5"]
+    curve = numbers.epsilon_by_attempts
+    assert curve[0] == (0, 0.0) and curve[-1] == (6, numbers.epsilon)
     assert all(before[1] <= after[1] for before, after in itertools.pairwise(curve))
-    values = [value for _, value in numbers["epsilon_by_delta"]]
+    values = [value for _, value in numbers.epsilon_by_delta]
     assert values == sorted(values)
 
 
@@ -181,33 +181,33 @@ def test_contract_11_no_epsilon_without_a_guarantee(tmp_path, changes, reason):
     with _create(tmp_path, **changes) as ledger:
         _session(ledger, [1, 2])
     card = privacy_card(tmp_path / "ledger.jsonl")
-    assert card["formal_guarantee"] is False and reason in " ".join(card["reasons"])
-    assert card["epsilon"] is None and list(_numbers_named(card, "epsilon")) == []
-    assert "may be published" not in card["released"]["statement"]
+    assert card.formal_guarantee is False and reason in " ".join(card.reasons)
+    assert card.epsilon is None and list(_numbers_named(card.model_dump(mode="json"), "epsilon")) == []
+    assert "may be published" not in card.released.statement
     page = to_markdown(card)
-    assert "No formal guarantee" in page and "epsilon =" not in page and "7.125" not in page
+    assert "no formal guarantee" in page and "epsilon =" not in page and "7.125" not in page
     assert "PRV" not in page and "RDP" not in page
 
 
 def test_without_privacy_the_number_of_steps_is_known_at_the_end_only(tmp_path):
     with _create(tmp_path, enabled=False) as ledger:
         ledger.start_session({})
-        assert privacy_card(tmp_path / "ledger.jsonl")["steps_done"] is None
+        assert privacy_card(tmp_path / "ledger.jsonl").steps_done is None
         ledger.close("finished")
-    assert privacy_card(tmp_path / "ledger.jsonl")["steps_done"] == 6
+    assert privacy_card(tmp_path / "ledger.jsonl").steps_done == 6
 
 
 def test_calibration_target_is_never_shown_for_an_informal_run(tmp_path):
     with _create(tmp_path, noise_multiplier=None, target_epsilon=2.0, informal_reasons=("relaxed",)):
         pass
     card = privacy_card(tmp_path / "ledger.jsonl")
-    assert list(_numbers_named(card, "epsilon")) == []
+    assert list(_numbers_named(card.model_dump(mode="json"), "epsilon")) == []
 
 
 def test_new_ledger_has_spent_nothing(tmp_path):
     _create(tmp_path).release()
     card = privacy_card(tmp_path / "ledger.jsonl")
-    assert card["epsilon"] == 0 and card["attempts_charged"] == 0 and card["accounting"]["tan"] is None
+    assert card.epsilon == 0 and card.attempts_charged == 0 and card.accounting.tan is None
     assert "epsilon = 0.000" in to_markdown(card)
 
 
@@ -215,8 +215,8 @@ def test_contract_9_mirror_is_stated(tmp_path):
     with _create(tmp_path, tmp_path / "mirror.jsonl") as ledger:
         _session(ledger, [1])
     card = privacy_card(tmp_path / "ledger.jsonl")
-    assert card["provenance"]["ledger"]["mirrored_sessions"] == 1
-    assert NO_MIRROR not in to_markdown(card)
+    assert card.provenance.ledger.mirrored_sessions == 1
+    assert STATEMENTS["no_mirror"] not in to_markdown(card)
 
 
 def test_contract_9_missing_mirror_is_stated(tmp_path):
@@ -228,7 +228,7 @@ def test_delta_above_one_over_n_is_noted(tmp_path):
     with _create(tmp_path, target_delta=0.01) as ledger:
         _session(ledger, [1])
     card = privacy_card(tmp_path / "ledger.jsonl")
-    assert any("above 1/n" in line for line in card["warnings"]) and "**above** 1/n" in to_markdown(card)
+    assert any("above 1/n" in line for line in card.warnings) and "**above** 1/n" in to_markdown(card)
 
 
 @pytest.mark.parametrize("cap", [None, "default"])
@@ -236,8 +236,8 @@ def test_tiny_delta_is_by_rdp_and_infinite_where_the_cap_overflows(tmp_path, cap
     with _create(tmp_path, target_delta=1e-13, cap=cap) as ledger:
         _session(ledger, [1])
     card = privacy_card(tmp_path / "ledger.jsonl")
-    assert (card["epsilon"] is None) == (cap == "default")
-    assert card["accounting"]["epsilon_prv"] is None and card["accounting"]["epsilon_by_delta"] == []
+    assert (card.epsilon is None) == (cap == "default")
+    assert card.accounting.epsilon_prv is None and card.accounting.epsilon_by_delta == ()
     page = to_markdown(card)
     assert "Renyi" in page and ("no finite epsilon" in page) == (cap == "default")
 
@@ -250,10 +250,10 @@ def test_hopeless_epsilon_is_said_to_be_hopeless_and_in_time(tmp_path):
     started = time.monotonic()
     card = privacy_card(tmp_path / "ledger.jsonl")
     assert time.monotonic() - started < 30  # 3 s on a quiet machine; it used to be minutes
-    assert card["epsilon"] > LARGEST_DETAILED_EPSILON and card["accounting"]["value_interval"] > FINE_INTERVAL
-    assert card["accounting"]["epsilon_by_attempts"] == [] and card["accounting"]["attack"] is None
-    assert any("protects nothing" in line for line in card["warnings"])
-    assert rounded_up(card["epsilon"]) in to_markdown(card)
+    assert card.epsilon > LARGEST_DETAILED_EPSILON and card.accounting.value_interval > FINE_INTERVAL
+    assert card.accounting.epsilon_by_attempts == () and card.accounting.attack is None
+    assert any("protects nothing" in line for line in card.warnings)
+    assert rounded_up(card.epsilon) in to_markdown(card)
 
 
 def test_contract_10_hopeless_epsilon_on_a_coarser_grid_is_still_a_bound():
@@ -281,12 +281,59 @@ def test_contract_9_broken_ledger_is_refused(tmp_path):
         assert error.value.exit_code == 4 and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"unit": 5}, "unit"),
+        ({"commit": [1]}, "commit"),
+        ({"accountant": {}}, "accountant_at_opening"),
+        ({"max_examples_per_owner": "many"}, "max_examples_per_owner"),
+        ({"shared_ledger": 3}, "identity"),
+        ({"tuning": ["eight"]}, "text"),
+        ({"head": {"method": "dp-ls"}}, "num_classes"),
+        ({"head": 3}, "Head"),
+    ],
+)
+def test_a_ledger_that_states_what_no_card_can_hold_is_refused_in_one_line(tmp_path, fields, place):
+    plan = make_plan(PlanRequest(**NUMBERS))
+    Ledger.create(
+        tmp_path / "ledger.jsonl", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32} | fields
+    ).release()
+    with pytest.raises(PrivacyStateRefused) as error:
+        privacy_card(tmp_path / "ledger.jsonl")
+    assert place in str(error.value) and "\n" not in str(error.value)
+    assert str(tmp_path / "ledger.jsonl") in str(error.value)
+
+
+def test_the_card_states_how_the_run_clips(tmp_path):
+    assert set(STATEMENTS["clipped"]) == set(CLIPPING_FUNCTIONS)
+    statements = set()
+    for function in CLIPPING_FUNCTIONS:
+        (tmp_path / function).mkdir()
+        _create(tmp_path / function, clipping_function=function).release()
+        mechanism = privacy_card(tmp_path / function / "ledger.jsonl").mechanism
+        assert mechanism.clipping_function == function
+        statements.add(mechanism.statement)
+    assert len(statements) == len(CLIPPING_FUNCTIONS)
+
+
+def test_a_cross_check_that_fails_is_a_warning(tmp_path, monkeypatch):
+    def fail(*_):
+        raise accounting.CrossCheckUnavailable("no quadrature")
+
+    monkeypatch.setattr(accounting, "epsilon_prv", fail)
+    card = privacy_card(_crashed_run(tmp_path))
+    assert card.accounting.epsilon_prv is None and card.epsilon is not None
+    assert any("PRV accountant fails" in line for line in card.warnings)
+    assert "PRV bracket" not in to_markdown(card)
+
+
 def test_ledger_is_only_read_while_its_writer_holds_it(tmp_path):
     with _create(tmp_path) as ledger:
         _session(ledger, [1])
         path = tmp_path / "ledger.jsonl"
         before, status = path.read_bytes(), path.stat()
-        assert privacy_card(path)["steps_done"] == 1
+        assert privacy_card(path).steps_done == 1
         assert path.read_bytes() == before
         assert (path.stat().st_mtime_ns, path.stat().st_ino) == (status.st_mtime_ns, status.st_ino)
         ledger.intent(2, 0, [{"name": "gradient", "std": 4.0, "sensitivity": 1.0}])  # the writer can go on
@@ -297,8 +344,8 @@ def test_markdown_follows_the_checklist_and_hides_command_lines(tmp_path):
     page = to_markdown(card)
     headings = [line.split(". ", 1)[1] for line in page.splitlines() if line.startswith("## ")]
     assert headings == HEADINGS
-    assert rounded_up(card["epsilon"]) in page and "one image-text pair" in page
-    assert "/secret/place" not in page and "/secret/place" not in json.dumps(card)
+    assert rounded_up(card.epsilon) in page and "one image-text pair" in page
+    assert "/secret/place" not in page and "/secret/place" not in card.to_json()
     columns = [line.count("|") for line in page.splitlines() if line.startswith("|")]
     assert min(columns) >= 3
 

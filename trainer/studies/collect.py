@@ -93,7 +93,7 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
         state = read_snapshot(folder.run(one.name) / "ledger.jsonl").state
         plan = state.plan
         value = _epsilon(tuple(state.charged_groups()), plan.accounted_delta) if plan.formal_guarantee else None
-        losses = read_utility(folder.run(one.name))["heldout_loss"]
+        losses = read_utility(folder.run(one.name)).heldout_loss
         newest = newest_checkpoint(folder.run(one.name) / "checkpoints")
         shapes = Checkpoint(newest).shapes.values() if newest is not None else None
         results.append(
@@ -106,7 +106,7 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
                 plan=plan,
                 charged=state.num_charged,
                 epsilon=value,
-                losses={entry["step"]: entry["loss"] for entry in losses if entry["loss"] is not None},
+                losses={point.step: point.loss for point in losses if point.loss is not None},
                 parameters=None if shapes is None else sum(shape.numel() for shape in shapes),
                 seconds=None if one.is_on_private_data else seconds.get(one.name),
             )

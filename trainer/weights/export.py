@@ -23,6 +23,7 @@ from models.converters.vip import to_timm
 from models.converters.weights import write_weights
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
+from privacy.card.model import PrivacyCard
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from trainer.checkpoints.read import file_digest
 from trainer.errors import ConfigError
@@ -58,17 +59,17 @@ class Attestation(NamedTuple):
         reason: then why not.
     """
 
-    card: dict[str, Any] | None
+    card: PrivacyCard | None
     reason: str = ""
 
     @property
     def formal_guarantee(self) -> bool:
-        return self.card is not None and bool(self.card["formal_guarantee"])
+        return self.card is not None and self.card.formal_guarantee
 
     @property
     def epsilon(self) -> float | None:
         """Epsilon of the whole run as far as its ledger goes, so at least that of the checkpoint."""
-        return self.card["epsilon"] if self.card is not None and self.formal_guarantee else None
+        return None if self.card is None else self.card.epsilon
 
     def facts(self) -> dict[str, Any]:
         """What config.json and the console state; epsilon only with a guarantee."""
@@ -76,8 +77,8 @@ class Attestation(NamedTuple):
         if self.card is None:
             return facts | {"not_attested_because": self.reason}
         if self.formal_guarantee:
-            return facts | {"epsilon": self.epsilon, "delta": self.card["delta"]}
-        return facts | {"reasons": self.card["reasons"]}
+            return facts | {"epsilon": self.epsilon, "delta": self.card.delta}
+        return facts | {"reasons": list(self.card.reasons)}
 
 
 def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool = False) -> Attestation:
@@ -100,7 +101,7 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
     if proof.state is not None:
         try:
             card = build_card(opened.path.resolve().parent.parent)
-            attestation = Attestation({**card, "run_dir": card["run_name"]})
+            attestation = Attestation(card.updated(run_dir=card.run_name))
         except (PrivacyStateRefused, PrivacyConfigError):
             attestation = Attestation(None, "the ledger in its run folder is broken")
     about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | attestation.facts()
@@ -113,7 +114,7 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
             _write_huggingface(folder, opened, without_adapters(encoder), about, encoder_only)
         (folder / README).write_text(model_card(opened, form, attestation.card, attestation.reason, encoder_only))
         if attestation.card is not None:
-            (folder / CARD).write_text(json.dumps(attestation.card, indent=1, allow_nan=False) + "\n")
+            (folder / CARD).write_text(attestation.card.to_json(indent=1) + "\n")
     return attestation
 
 

@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from privacy.card.markdown import to_markdown
+from privacy.card.model import PrivacyCard
+from privacy.card.render import to_markdown
 from privacy.card.text import bullets, cell, rounded_up
 from trainer.weights.open_model import OpenedModel
 from trainer.weights.provenance import initialisation_statement
@@ -86,7 +87,7 @@ _CAPTIONER = (
 )
 
 
-def model_card(opened: OpenedModel, form: str, card: dict[str, Any] | None, reason: str, encoder_only: bool) -> str:
+def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason: str, encoder_only: bool) -> str:
     """The page.
 
     Args:
@@ -98,7 +99,7 @@ def model_card(opened: OpenedModel, form: str, card: dict[str, Any] | None, reas
     kind = opened.task.kind
     name = cell(manifest.get("run", "model"))
     what = kind.replace("_", " ") if form == "safetensors" else f"encoder of a {kind.replace('_', ' ')}"
-    formal = "true" if card is not None and card["formal_guarantee"] else "false"
+    formal = "true" if card is not None and card.formal_guarantee else "false"
     trained = manifest.get("training_data", {}).get("provenance", "unknown")
     origin = [
         f"training data: declared {cell(trained)}",
@@ -130,18 +131,18 @@ _IMAGES = (
 )
 
 
-def _privacy(manifest: dict[str, Any], card: dict[str, Any] | None, reason: str) -> str:
+def _privacy(manifest: dict[str, Any], card: PrivacyCard | None, reason: str) -> str:
     if card is None:
         return (
             f"**Not attested** (formal_guarantee: false): {cell(reason)}. Nothing here proves a guarantee, so no epsilon is "
             "stated; treat the weights as if they were trained without privacy."
         )
-    if not card["formal_guarantee"]:
-        reasons = bullets(cell(why) for why in card["reasons"])
+    if not card.formal_guarantee:
+        reasons = bullets(cell(why) for why in card.reasons)
         return f"**formal_guarantee: false. No epsilon is claimed.** Reasons:\n\n{reasons}"
-    epsilon = "no finite epsilon" if card["epsilon"] is None else f"epsilon {rounded_up(card['epsilon'])}"
+    epsilon = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
     return (
-        f"**formal_guarantee: true, {epsilon} at delta {card['delta']:.6g}**, of every attempt that the run's ledger holds (so "
+        f"**formal_guarantee: true, {epsilon} at delta {card.delta:.6g}**, of every attempt that the run's ledger holds (so "
         "at least that of this checkpoint). The card below says what that means and how to recheck it; `privacy_card.json` "
         "holds it for programs."
     )

@@ -1,0 +1,124 @@
+"""A privacy card that holds everything that a card can hold, with one text in every place that takes any."""
+
+from privacy.card.model import (
+    Accounting,
+    AdaptiveBound,
+    Attack,
+    Attempts,
+    Checkpoint,
+    Head,
+    LedgerFile,
+    Mechanism,
+    NotCovered,
+    PrivacyCard,
+    Provenance,
+    Release,
+    Released,
+    Sampling,
+    Session,
+    Shared,
+    Tuning,
+    UnitOfPrivacy,
+)
+from privacy.card.others import (
+    AuditResult,
+    FileStatement,
+    HeldoutLoss,
+    InformalRun,
+    PublicData,
+    Samples,
+    SharedSummary,
+    SiblingRun,
+    Stated,
+    Utility,
+)
+
+
+def full_card(
+    text: str, *, with_head: bool = False, statement: str = "A statement.", key: str = "option"
+) -> PrivacyCard:
+    """
+    Args:
+        text: every name, path and word from a file.
+        statement: every statement.
+        key: every name of a value whose names are free.
+    """
+    stated = Stated(text=text, file=text)
+    head = Head(method=text, num_classes=3, covers=text, **{key: text})
+    adaptive = AdaptiveBound(
+        target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=6.0, gradient_noise_multiplier=4.2,
+        smallest_bound=0.5, largest_bound=1.5, last_bound=0.75,
+    )  # fmt: skip
+    sibling = SiblingRun(
+        run="ab", name=text, time_utc=text, is_this_run=True, chosen_after_outputs=False, epsilon=0.5, sample_rate=0.1,
+        noise_multiplier=2.0, count=9, num_examples=2000, cap=200,
+    )  # fmt: skip
+    return PrivacyCard(
+        run_dir=text,
+        run_name=text,
+        formal_guarantee=True,
+        reasons=(),
+        epsilon=1.25,
+        delta=1e-5,
+        steps_done=3,
+        steps_planned=6,
+        attempts_charged=4,
+        warnings=(statement,),
+        released=Released(
+            statement=statement,
+            checkpoints_recorded=2,
+            last_checkpoint=Checkpoint(step=3, name=text, manifest_sha256=text, manifest_matches=True),
+            post_processing=(FileStatement(statement=statement, file=text),),
+        ),
+        unit_of_privacy=UnitOfPrivacy(unit=text, num_examples=2000, statement=statement, deduplication=stated),
+        mechanism=Mechanism(
+            name=text, head=head if with_head else None, clipping_function=text, max_grad_norm=1.0,
+            adaptive_clipping=adaptive, sensitivity_slack=1e-3, noise_multiplier=4.0, noise_multiplier_accounted=3.9,
+            noise_source=text, expected_batch_size=100, statement=statement,
+            releases=(Release(name=text, count=4, smallest_noise_multiplier=4.0, largest_sensitivity=1.5),),
+        ),
+        sampling=Sampling(
+            scheme=text, sample_rate=0.05, expected_batch_size=100, cap=180, matches_accounting=True,
+            key_commitment_sha256=text, data_hmac_sha256=text, statement=statement,
+        ),
+        accounting=Accounting(
+            epsilon=1.25, delta=1e-5, delta_times_n=0.02, accountant_at_opening=text, accountant=text,
+            accountant_python=text, statement=statement, value_interval=1e-4, noise_tail_delta=1e-15, epsilon_target=2.0,
+            epsilon_planned=1.5, epsilon_with_reserve=1.75, epsilon_rdp=1.5, epsilon_prv=(1.2, 1.3), prv_accountant=text,
+            epsilon_replace_one=1.4, epsilon_group={"2": 2.5, "5": 6.5}, max_examples_per_owner=2, epsilon_owner=2.5,
+            epsilon_by_delta=((1e-4, 1.0), (1e-5, 1.25)), epsilon_by_attempts=((0, 0.0), (4, 1.25)),
+            delta_by_epsilon=((0.0, 0.1), (1.25, 1e-5)), tan=14.5,
+            attack=Attack(advantage=0.1, true_positive={"0.01": 0.02}, curve=((0.01, 0.02), (1.0, 1.0))),
+            attempts=Attempts(charged=4, allowed=10, done=3, repeats=1, torn_lines=1, torn_lines_charged=1),
+        ),
+        tuning=Tuning(
+            stated=stated,
+            shared_ledger=Shared(
+                identity=text,
+                summary=SharedSummary(
+                    identity=text, epsilon=5.0, delta=1e-4, unit=text, adjacency=text, rdp_order=8.0, accounting=text,
+                    epsilon_reserved=1.5, runs=(sibling,), informal_runs=(InformalRun(name=text, reason=text),),
+                ),
+            ),
+        ),
+        public_data=PublicData(statement=statement, file=text, attested=True, facts={key: text, "start": {key: text}}),
+        not_covered=NotCovered(points=(statement,)),
+        provenance=Provenance(
+            commit=text,
+            opened_utc=text,
+            closed=text,
+            ledger=LedgerFile(format=1, lines=9, last_line_sha256=text, mirrored_sessions=1),
+            sessions=(Session(mirror=True, commit="c0ffee", modified=True, python=text, packages={key: text}),),
+        ),
+        audits=(
+            AuditResult(
+                file=text, kind=text, verdict=text, date_utc=text, of_this_ledger=False, violated_checks=(text, text)
+            ),
+        ),
+        utility=Utility(
+            statement=statement,
+            heldout_file=text,
+            heldout_loss=(HeldoutLoss(step=3, loss=6.5),),
+            samples=Samples(file=text, step=3),
+        ),
+    )  # fmt: skip
