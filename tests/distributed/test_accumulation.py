@@ -102,7 +102,17 @@ def two_ranks() -> list[dict[str, Any]]:
 
 
 def rank_everything(device: torch.device) -> dict[str, Any]:
-    return {"collectives": rank_collectives(device), "sums": rank_sums(device), "bf16": rank_bf16(device)}
+    found: dict[str, Any] = {"collectives": {}, "sums": {}, "bf16": {}}
+    for case in ENGINES:
+        found["collectives"][case] = []
+        for deal in DEALS:
+            engine = build(device, *case)  # ZeRO-3 gathers in another order once it has seen a step
+            found["collectives"][case].append(_collectives(engine, deal))
+        most = found["sums"][case, "open"] = []
+        deals = DEALS if case == ENGINES[0] else DEALS[1:]  # the last has padding on one rank and nothing on the other
+        found["sums"][case] = [_sums(engine, deal, most) for deal in deals]
+        found["bf16"][case] = _bf16(device, *case)
+    return found
 
 
 @pytest.fixture
@@ -110,14 +120,9 @@ def collectives(two_ranks: list[dict[str, Any]]) -> list[Any]:
     return [rank["collectives"] for rank in two_ranks]
 
 
-def rank_collectives(device: torch.device) -> dict[tuple[str, int], Any]:
-    return {engine: [_collectives(device, *engine, deal) for deal in DEALS] for engine in ENGINES}
-
-
-def _collectives(device: torch.device, name: str, stage: int, deal: tuple[int, ...]) -> dict[str, Any]:
+def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
     """Of one step, by way of accumulation: ours, and all large ones that torch saw."""
     found: dict[str, Any] = {}
-    engine = build(device, name, stage)
     for way, accumulator, mode in [
         ("local", LocalSums, "bookkeeping"),
         ("sharded", sharded(), "bookkeeping"),
@@ -165,17 +170,8 @@ def sums(two_ranks: list[dict[str, Any]]) -> list[Any]:
     return [rank["sums"] for rank in two_ranks]
 
 
-def rank_sums(device: torch.device) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for engine in ENGINES:
-        found[engine, "open"] = []
-        found[engine] = [_sums(device, *engine, deal, found[engine, "open"]) for deal in DEALS]
-    return found
-
-
-def _sums(device: torch.device, name: str, stage: int, deal: tuple[int, ...], most: list[int]) -> dict[str, Sums]:
+def _sums(engine: Any, deal: tuple[int, ...], most: list[int]) -> dict[str, Sums]:
     """Two logical batches with the same accumulator: the second starts from zero."""
-    engine = build(device, name, stage)
     found = {}
     for way, mode, accumulator in [
         ("local", "bookkeeping", LocalSums),
@@ -228,10 +224,6 @@ class WithExactSum(ClippedSum):
 @pytest.fixture
 def bf16(two_ranks: list[dict[str, Any]]) -> list[Any]:
     return [rank["bf16"] for rank in two_ranks]
-
-
-def rank_bf16(device: torch.device) -> dict[tuple[str, int], Any]:
-    return {engine: _bf16(device, *engine) for engine in ENGINES}
 
 
 def _bf16(device: torch.device, name: str, stage: int) -> dict[str, tuple[Sums, Any]]:

@@ -87,9 +87,11 @@ def main(seed: int, count: int, folder: Path, first: int = 0) -> int:
     made.mkdir(exist_ok=True)
     (made / "full" / "filler").write_bytes(bytes(60_000))
     forks.preload()
-    kept = folder / "loss-distributions"
+    kept = folder / "loss-distributions"  # the one of the session can only be read here
+    if loss_distributions.FOLDER in os.environ:
+        shutil.copytree(os.environ[loss_distributions.FOLDER], kept, ignore=shutil.ignore_patterns("*.*"))
     kept.mkdir(exist_ok=True)
-    os.environ[loss_distributions.FOLDER] = str(kept)  # the one of the session can only be read here
+    os.environ[loss_distributions.FOLDER] = str(kept)
     loss_distributions.share()
     prepare(folder, made)
     codes: Counter[int] = Counter()
