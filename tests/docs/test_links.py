@@ -1,14 +1,14 @@
 """Links lead somewhere, and what looks like a path, a key, an option or a test of the project is one. No network."""
 
 import functools
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from evaluation.commands import COMMANDS
-from launch_scripts.export import ExchangeOptions
 from tests.docs.pages import GUIDES, PAGES, ROOT, anchors, project_files, prose, read, spans
+from trainer.config.options import Options
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _URL = re.compile(r"https?://[^\s>)`'\"]+")
@@ -239,9 +239,12 @@ def known_options() -> frozenset[str]:
     text = "\n".join((ROOT / name).read_text() for name in sources)
     foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}
     foreign |= {"--exclude", "--mtime", "--sort"}  # of tar
-    models = [ExchangeOptions, *(command.options for command in COMMANDS)]
-    fields = [item for model in models for item in model.model_fields.items()]
-    built = {f"--{field.alias or name}" for name, field in fields}
+    for script in (ROOT / "launch_scripts").glob("*.py"):
+        importlib.import_module(f"launch_scripts.{script.stem}")
+    models, built = [Options], set()
+    for model in models:
+        models += model.__subclasses__()
+        built |= {f"--{field.alias or name}" for name, field in model.model_fields.items()}
     return frozenset(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | built | foreign
 
 

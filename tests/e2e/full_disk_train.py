@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from launch_scripts import train  # noqa: E402
-from privacy.ledger import ledger  # noqa: E402
+from privacy.ledger import chain  # noqa: E402
 from tests.e2e.recording_train import RecordingNoise  # noqa: E402
 
 left = int(sys.argv[1])
@@ -31,5 +31,5 @@ class FullDisk:
 
 
 if __name__ == "__main__":
-    ledger.os = FullDisk()  # type: ignore[assignment]
+    chain.os = FullDisk()  # type: ignore[assignment]
     train.main(sys.argv[2:], RecordingNoise())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import deepspeed
+import deepspeed.ops
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -192,8 +193,6 @@ def _start() -> None:
     """
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
-        import deepspeed.ops
-
         assert builder.NAME in deepspeed.ops.__compatible_ops__
         deepspeed.ops.__compatible_ops__[builder.NAME] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
