@@ -22,6 +22,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 _CHUNK = 1 << 18
+MOST_DRAWN = 1 << 24
+"""Normals of one draw: 128 MiB, however large the shard is."""
 
 
 class NoiseSource(Protocol):
@@ -87,8 +89,8 @@ def box_muller(words: Callable[[int], Tensor], count: int, device: torch.device)
         words: number -> (number,) int64, uniform in [0, 2^63).
     """
     out = torch.empty(count, dtype=torch.float64, device=device)
-    # On CPU in pieces that stay in the cache; on CUDA bounded memory only.
-    piece = _CHUNK if device.type == "cpu" else 64 * _CHUNK
+    # On CPU in pieces that stay in the cache; on CUDA in pieces whose temporaries take 256 MiB.
+    piece = _CHUNK if device.type == "cpu" else 16 * _CHUNK
     for start in range(0, count, piece):
         size = min(piece, count - start)
         half = (size + 1) // 2
@@ -111,5 +113,6 @@ def add_noise(values: Tensor, std: float, source: NoiseSource) -> None:
     """
     if values.dtype != torch.float64:
         raise TypeError(f"noise is added in float64, not {values.dtype}")
-    if std > 0 and values.numel() > 0:
-        values.add_(source.standard_normal(values.numel(), values.device).view_as(values), alpha=std)
+    if std > 0:
+        for some in values.view(-1).split(MOST_DRAWN):
+            some.add_(source.standard_normal(some.numel(), values.device), alpha=std)

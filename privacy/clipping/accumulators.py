@@ -34,6 +34,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from privacy.clipping.precision import has_fp32_products_of_bf16
 from privacy.errors import PrivacyConfigError
 
 EXAMPLES_PER_SUM = 64
@@ -71,7 +72,7 @@ class Slot(NamedTuple):
         """
         for g, a in zip(g_BTp.split(EXAMPLES_PER_SUM), a_BTd.split(EXAMPLES_PER_SUM), strict=True):
             x_pN, y_Nd = g.flatten(0, 1).t(), a.flatten(0, 1)
-            on_matrix_units = g.is_cuda and g.dtype == torch.bfloat16
+            on_matrix_units = g.dtype == torch.bfloat16 and has_fp32_products_of_bf16(g.device)
             if self.window is not None:  # the micro-batch has so few examples that there is one product
                 window_pd = self.window[rows]
                 if on_matrix_units:

@@ -23,7 +23,7 @@ from torch import Tensor
 from privacy.clipping import triton_norm
 from privacy.clipping.accumulators import EXAMPLES_PER_SUM, Slot, blocks
 from privacy.clipping.blanking import blanked
-from privacy.clipping.precision import Norm, hidden, norm_of_grams, wide, wide_dtype
+from privacy.clipping.precision import Norm, has_fp32_products_of_bf16, hidden, norm_of_grams, wide, wide_dtype
 
 WIDENED_ENTRIES = 1 << 18
 """Entries of a written-out gradient that are widened to fp64 at a time: 2 MiB, which stay in a processor's caches."""
@@ -73,7 +73,7 @@ class OuterProducts:
     def instantiate(self) -> Tensor:
         """(B, p, d)."""
         g_BpT, a_BTd = self.g_BTp.transpose(1, 2), self.a_BTd
-        if self.folds_in_bf16 and a_BTd.is_cuda:
+        if self.folds_in_bf16 and has_fp32_products_of_bf16(a_BTd.device):
             return torch.bmm(g_BpT, a_BTd, out_dtype=torch.float32)
         return torch.bmm(wide(g_BpT), wide(a_BTd))
 

@@ -20,6 +20,7 @@ their relative error. The lengths |a_t|' |g_t|' also replace the gross norm, whi
 Where a length is above 1.8e19, its square overflows: to infinity or NaN, which gives the example the weight zero.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,25 @@ import torch
 from torch import Tensor
 
 from privacy.errors import PrivacyConfigError
+
+
+@functools.cache
+def has_fp32_products_of_bf16(device: torch.device) -> bool:
+    """Whether matrix products of bf16 come in fp32 without fp32 copies of the matrices: on CUDA, where this torch can.
+
+    Tried once, with each form that clipping uses, on odd sizes and on a transposed operand.
+    """
+    if device.type != "cuda":
+        return False
+    x = torch.ones(2, 3, 5, dtype=torch.bfloat16, device=device)
+    total = torch.zeros(5, 5, device=device)
+    try:
+        torch.bmm(x.transpose(1, 2), x, out_dtype=torch.float32)
+        torch.mm(x[0].t(), x[0], out_dtype=torch.float32)
+        torch.addmm(total, x[0].t(), x[0], out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):  # an older torch, or a device whose library lacks them
+        return False
+    return bool((total == 3).all())
 
 
 @contextmanager

@@ -103,6 +103,7 @@ def test_deepspeed_finds_the_gpu_and_the_accelerator_that_were_chosen(monkeypatc
     """Where each rank of a host sees one GPU alone, the third rank's GPU is number 0, and DeepSpeed goes by LOCAL_RANK."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
         monkeypatch.setenv(name, "before")
+    monkeypatch.delenv(NCCL := "TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
     ranks = distributed.Ranks(rank=2, local_rank=2, world_size=4)
     distributed.export_ranks(ranks, torch.device("cuda", 0))
@@ -112,6 +113,10 @@ def test_deepspeed_finds_the_gpu_and_the_accelerator_that_were_chosen(monkeypatc
     )
     distributed.export_ranks(ranks, torch.device("cpu"))
     assert (os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]) == ("2", "cpu")
+    assert os.environ[NCCL] == "0", "the heartbeat names a dead rank, which NCCL's watchdog would not"
+    monkeypatch.setenv(NCCL, "3")
+    distributed.export_ranks(ranks, torch.device("cuda", 0))
+    assert os.environ[NCCL] == "3", "what the user has set stays"
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:

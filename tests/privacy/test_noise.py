@@ -136,6 +136,21 @@ def test_contract_7_single_precision_is_refused():
     assert values.abs().min() > 0
 
 
+def test_contract_7_a_large_shard_is_noised_in_bounded_draws(monkeypatch):
+    monkeypatch.setattr(noise, "MOST_DRAWN", 1000)
+    drawn = []
+
+    class Recording(noise.SystemNoise):
+        def standard_normal(self, count, device):
+            drawn.append(super().standard_normal(count, device))
+            return drawn[-1]
+
+    values = torch.zeros(7, 500, dtype=torch.float64)
+    add_noise(values, 2.0, Recording())
+    assert [len(draw) for draw in drawn] == [1000, 1000, 1000, 500]
+    assert torch.equal(values.flatten(), 2 * torch.cat(drawn)) and len(values.unique()) == 3500
+
+
 def test_benchmark_prints_one_json_object():
     done = run_python(["benchmarks/noise.py", "--count", "1000", "--repeats", "1"], timeout=120)
     result = json.loads(done.stdout)

@@ -138,6 +138,10 @@ def export_ranks(ranks: Ranks, device: torch.device) -> None:
     )
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed wants the two to be equal
         os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(local_rank)
+    if device.type == "cuda":
+        # NCCL's watchdog would abort a healthy rank as soon as it sees a broken connection, before the heartbeat has named the
+        # dead one and ended all; without it the rank waits in its collective until then.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def note_progress(step: int, *, charged: bool = False) -> None:
