@@ -133,8 +133,9 @@ def read_utility(run_dir: Path) -> parts.Utility:
         except ValueError:
             continue
         if isinstance(value, dict) and type(value.get("step")) is int:
-            loss = value.get("loss")
-            losses.append(parts.HeldoutLoss(step=value["step"], loss=loss if type(loss) in (int, float) else None))
+            found = {name: value.get(name) for name in ("loss", "blind_loss", "shuffled_loss")}
+            numbers = {name: number if type(number) in (int, float) else None for name, number in found.items()}
+            losses.append(parts.HeldoutLoss(step=value["step"], **numbers))
     names = (path.name for path in (run_dir / "evaluation").glob("samples-*.png"))
     steps = sorted(int(found[1]) for found in map(_SAMPLES.fullmatch, names) if found)
     newest = parts.Samples(file=f"evaluation/samples-{steps[-1]:08}.png", step=steps[-1]) if steps else None

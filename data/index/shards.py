@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from data.embedded import FASHION_FOLDER, unpack_fashion
 from data.errors import DataError
 
 _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
@@ -207,6 +208,8 @@ def _expand_items(pattern: str, root: Path) -> list[Path]:
         if is_url(item):
             raise DataError(f"{item} is a URL; only local shards can be used here")
         path = root / Path(item).expanduser()
+        if path.is_relative_to(root / FASHION_FOLDER):
+            unpack_fashion(root)
         if path.is_dir():
             if not any(path.glob("*.tar")):
                 raise DataError(f"the folder {path} holds no *.tar files")

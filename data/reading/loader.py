@@ -264,6 +264,7 @@ def eval_batches(
     world_size: int = 1,
     *,
     num_examples: int | None = None,
+    shift: int = 0,
 ) -> Iterator[Batch]:
     """Held-out examples in order, split over ranks; every rank gets equally many batches, padded at the end.
 
@@ -274,9 +275,10 @@ def eval_batches(
         rank: takes the examples rank, rank + world_size, ...
         world_size: number of ranks.
         num_examples: how many of the first examples count; all by default.
+        shift: begins with this example and goes on with the first after the last, so that every example takes another's place.
     """
     total = len(table) if num_examples is None else min(num_examples, len(table))
-    ids = np.arange(total, dtype=np.int64)[rank::world_size]
+    ids = np.roll(np.arange(total, dtype=np.int64), -shift)[rank::world_size]
     reader = TarReader(table)
     for batch in range(math.ceil(total / (micro_batch_size * world_size))):
         part = ids[batch * micro_batch_size : (batch + 1) * micro_batch_size]

@@ -118,6 +118,12 @@ class HeldoutLoss(Part):
 
     step: int = Field(description="Step after which it was measured.")
     loss: Epsilon = Field(description="Loss on held-out data; null where it is no number.")
+    blind_loss: Epsilon = Field(
+        None, description="What one gets on them without a model; null where nobody computed it."
+    )
+    shuffled_loss: Epsilon = Field(
+        None, description="The model's loss where each caption stands beside another picture."
+    )
 
 
 class Samples(Part):

@@ -144,7 +144,13 @@ def draw_heldout(axes: Axes, card: PrivacyCard) -> str | None:
     points = [(p.step, p.loss) for p in card.utility.heldout_loss if p.loss is not None] if card.utility else []
     if card.utility is None or not points:
         return None
-    axes.plot(*_columns(points), "o-", color=FIRST, markersize=5)
+    axes.plot(*_columns(points), "o-", color=FIRST, markersize=5, label="the model")
+    blind = [(p.step, p.blind_loss) for p in card.utility.heldout_loss if p.blind_loss is not None]
+    shuffled = [(p.step, p.shuffled_loss) for p in card.utility.heldout_loss if p.shuffled_loss is not None]
+    for others, style, label in ((blind, "--", "without looking"), (shuffled, ":", "beside another picture")):
+        if others:
+            axes.plot(*_columns(others), style, color=SECOND, label=label)
+            axes.legend()
     # Above the axes, where no curve can run through it.
     axes.set_title("not attested", loc="right", color=SECOND, weight="bold", fontsize=11)
     axes.set(xlabel="step", ylabel="held-out loss")

@@ -1,17 +1,12 @@
 """Tables of measured numbers say what the newest record in benchmarks/results says."""
 
 import json
-import math
 import re
-import tarfile
-from collections import Counter
 from typing import Any
 
 import pytest
 
-from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
 from tests.docs.pages import ROOT, read
-from trainer.config.recipe import load_config
 
 
 def record(ending: str) -> Any:
@@ -84,36 +79,22 @@ def test_loading() -> None:
     assert row[0].startswith(f"{loader:.2f} ")
 
 
-def test_the_quickstart_is_no_better_than_word_frequencies() -> None:
-    """The README says what the quickstart's loss is worth: a table of word frequencies sees no picture."""
-    config = load_config(ROOT / "recipes/quickstart.toml")
-    tokenizer = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER)
-
-    def targets(pattern: str) -> list[list[int]]:
-        """What the captioner has to predict, by caption: the words and the end."""
-        found = []
-        for shard in sorted(ROOT.glob(pattern)):
-            with tarfile.open(shard) as tar:
-                for member in tar:
-                    if member.name.endswith(".txt") and (file := tar.extractfile(member)):
-                        tokens_L, mask_L = tokenizer.encode(file.read().decode(), config.data.num_tokens)
-                        found.append(tokens_L[mask_L][1:].tolist())
-        return found
-
-    assert config.heldout is not None
-    counts = Counter(token for caption in targets(config.data.shards) for token in caption)
-    total = counts.total() + tokenizer.vocab_size  # every word once more, so that none is impossible
-    losses = [
-        -sum(math.log((counts[token] + 1) / total) for token in caption) / len(caption)
-        for caption in targets(config.heldout.shards)
-    ]
-    blind = sum(losses) / len(losses)
-    printed = json.loads(read("tests/records/2026-11-21-main-job.md").split("```")[-2])
+def test_the_quickstart_beats_what_sees_no_picture() -> None:
+    """The README's row is the record of five runs, each of which is below half of the blind loss."""
+    found = record("-quickstart.json")
+    middle = {name: numbers["median"] for name, numbers in found["summary"].items()}
     ours, compared = results("quickstart")
+    assert len(found["runs"]) == 5
+    right = f"{middle['captions_right']:.1%}".replace("%", " %")
     assert ours == (
-        f"epsilon {printed['epsilon']:.2f} at delta 1e-5; held-out loss {printed['heldout_loss_after']:.2f} nats per token"
+        f"epsilon {middle['epsilon']:.2f} at delta 1e-5; {right} of 1,000 captions exactly right; held-out loss "
+        f"{middle['heldout_loss']:.3f} nats per token"
     )
-    assert f"reaches {blind:.2f}:" in compared and blind < printed["heldout_loss_after"]
+    assert compared == (
+        f"without looking {middle['blind_loss']:.3f}; beside another picture {middle['shuffled_loss']:.2f}; the most frequent "
+        "caption is right for 9.3 %"
+    )
+    assert all(run["heldout_loss"] <= 0.5 * run["blind_loss"] and run["captions_right"] > 0.5 for run in found["runs"])
 
 
 def test_private_heads() -> None:

@@ -61,6 +61,22 @@ def _write_ledger(run, manifest, fields=None, **changes):
     return plan
 
 
+def test_baselines_stand_beside_the_held_out_loss(run_dir):
+    """As a run's public file has them; lines of older runs have none."""
+    path = run_dir / "evaluation" / "heldout.jsonl"
+    before = path.read_text()
+    path.write_text(before + '{"step": 3, "loss": 0.25, "blind_loss": 0.75, "shuffled_loss": 1.5}\n')
+    try:
+        assert _report(run_dir).returncode == 0
+        page = (run_dir / "report" / "privacy_card.md").read_text()
+    finally:
+        path.write_text(before)
+    (line,) = [line for line in page.splitlines() if line.startswith("| 3 |")]
+    assert [cell.strip() for cell in line.strip("|").split("|")] == ["3", "0.2500", "0.7500", "1.5000"]
+    (first,) = [line for line in page.splitlines() if line.startswith("| 0 |") and "8.5000" in line]
+    assert first.count("|") == line.count("|") and "without looking" in page
+
+
 def test_json_is_one_object_and_equals_the_file(run_dir):
     before = (run_dir / "ledger.jsonl").read_bytes()
     done = _report(run_dir, "--json")

@@ -118,7 +118,7 @@ def full_card(
         utility=Utility(
             statement=statement,
             heldout_file=text,
-            heldout_loss=(HeldoutLoss(step=3, loss=6.5),),
+            heldout_loss=(HeldoutLoss(step=3, loss=6.5, blind_loss=5.75, shuffled_loss=7.25),),
             samples=Samples(file=text, step=3),
         ),
     )  # fmt: skip

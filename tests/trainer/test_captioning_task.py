@@ -19,7 +19,7 @@ SMALL = "model.overrides={patch_size = 8, encoder_depth = 1, decoder_depth = 1}"
 
 def task(*overrides: str) -> Any:
     small = ["data.image_size=16", "data.num_tokens=8", SMALL]
-    return make_task(load_config(ROOT / "recipes/quickstart.toml", [*small, *overrides]), ROOT)
+    return make_task(load_config(ROOT / "tests/trainer/clip_art.toml", [*small, *overrides]), ROOT)
 
 
 def test_a_recipe_override_makes_cappa() -> None:

@@ -101,11 +101,14 @@ def test_it_learns_and_counts_bad_labels(trained: Path) -> None:
     first, last = lines(trained / "evaluation/heldout.jsonl")
     assert first["loss"] == pytest.approx(np.log(10), rel=1e-4) and first["accuracy"] < 0.25
     assert last["accuracy"] > 0.5 and last["loss"] < 1.6, "ten classes: chance is 0.1"
+    assert 0.09 < last["blind_accuracy"] < 0.2 and last["blind_loss"] == pytest.approx(np.log(10), rel=0.05)
     said = [own for own, _ in last["captions"]]
     assert len(said) == 2 and all(re.fullmatch("class [0-9]", text) for text in said)
     public = {key for line in lines(trained / "metrics.jsonl") for key in line}
     private = lines(trained / "private/metrics.jsonl")
-    assert {"heldout/accuracy", "heldout/loss"} <= public and not any(key.startswith("train/") for key in public)
+    assert {"heldout/accuracy", "heldout/loss", "heldout/blind_loss"} <= public and not any(
+        key.startswith("train/") for key in public
+    )
     seen, bad = (sum(line.get(f"train/{key}", 0) for line in private) for key in ("batch_size", "undecodable_examples"))
     assert 0 < bad < 0.01 * seen, "two of 1,002 examples"
 

@@ -1,5 +1,6 @@
 """Held-out loss and sample captions on an untrained captioner; the picture that shows them."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,14 @@ from data.examples.examples import CaptionExample
 from data.index.build import build_index
 from data.index.shards import common_root, expand_shards
 from data.index.tar_index import ExampleTable
+from data.reading.loader import eval_batches
+from models.masked_autoencoder import MaskedAutoencoder, reconstruction_loss
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import OptimizerSection, load_config
 from trainer.engines.local import LocalEngine
 from trainer.run.heldout import Heldout
 from trainer.tasks import make_task
+from trainer.tasks.blind import caption_losses
 from trainer.tasks.captioning import CaptioningTask
 from trainer.tasks.pictures import contact_sheet
 
@@ -35,7 +39,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> ExampleTable:
 def task() -> CaptioningTask:
     overrides = ["data.image_size=16", "data.num_tokens=8", "model.size=pico"]
     shape = "{patch_size = 8, encoder_depth = 1, decoder_depth = 1}"
-    config = load_config(ROOT / "recipes/quickstart.toml", [*overrides, f"model.overrides={shape}"])
+    config = load_config(ROOT / "tests/trainer/clip_art.toml", [*overrides, f"model.overrides={shape}"])
     made = make_task(config, ROOT)
     assert isinstance(made, CaptioningTask)
     return made
@@ -68,16 +72,53 @@ def test_loss(table: ExampleTable, task: CaptioningTask, make_example: CaptionEx
 
 
 def _one_by_one(table: ExampleTable, make_example: CaptionExample, count: int):  # type: ignore[no-untyped-def]
-    from data.reading.loader import eval_batches
-
     with torch.no_grad():
         yield from eval_batches(table, make_example, 1, 0, 1, num_examples=count)
+
+
+def test_baselines(
+    table: ExampleTable, task: CaptioningTask, make_example: CaptionExample, engine: LocalEngine
+) -> None:
+    """Each of nine captions beside the picture four places on, whatever the micro-batches; the tables know these nine alone."""
+    examples = [batch.inputs for batch in _one_by_one(table, make_example, 9)]
+    captions = Counter(tuple(one["tokens_BL"][0][one["token_mask_BL"][0]][1:].tolist()) for one in examples)
+    with torch.no_grad():
+        losses = [
+            float(engine.module(**{**one, "images_BCHW": examples[(place + 4) % 9]["images_BCHW"]})[0])
+            for place, one in enumerate(examples)
+        ]
+    for size in (1, 2, 9, 16):
+        found = heldout(table, task, 9, size).baselines(engine)
+        assert found["shuffled_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+        assert found["blind_loss"] == min(caption_losses(captions, make_example.tokenizer.vocab_size).values())
+
+
+@pytest.mark.parametrize("normalise", ["true", "false"])
+def test_baseline_of_a_masked_autoencoder(table: ExampleTable, engine: LocalEngine, normalise: str) -> None:
+    """The model's own loss, where the mean of the other five pictures is what it reconstructs."""
+    shape = f"model.overrides={{patch_size = 8, encoder_depth = 1, decoder_depth = 1, normalise_pixels = {normalise}}}"
+    overrides = ["model.kind=masked_autoencoder", "model.size=pico", "data.image_size=16", shape]
+    task = make_task(load_config(ROOT / "tests/trainer/clip_art.toml", overrides), ROOT)
+    (batch,) = eval_batches(table, task.make_example(train=False), 6, num_examples=6)
+    model = task.build(torch.Generator().manual_seed(0))
+    assert isinstance(model, MaskedAutoencoder)
+    targets_BPQ, mask_BP = model.targets(batch.inputs["images_BCHW"]).double(), batch.inputs["mask_BP"]
+    means_BPQ = (targets_BPQ.sum(dim=0) - targets_BPQ) / 5
+    expected = float(reconstruction_loss(means_BPQ, targets_BPQ, mask_BP).mean())
+    for size in (1, 4, 6):
+        found = Heldout(table, task, num_examples=6, micro_batch_size=size).baselines(engine)
+        assert list(found) == ["blind_loss"] and found["blind_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_one_example_has_no_other(table: ExampleTable, task: CaptioningTask, engine: LocalEngine) -> None:
+    assert heldout(table, task, 1, 4).baselines(engine) == {}
 
 
 def test_the_mode_of_the_model_is_restored(table: ExampleTable, task: CaptioningTask, engine: LocalEngine) -> None:
     for training in (True, False):
         engine.module.train(training)
         heldout(table, task, 2, 2).loss(engine)
+        heldout(table, task, 2, 2).baselines(engine)
         assert engine.module.training is training
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.trainer.test_planner import ROOT, machine, recipe
+from tests.trainer.test_planner import ROOT, clip_art, machine, recipe
 from trainer.planner.batches import Batches, examples
 from trainer.planner.resources import Cluster, plan_resources
 
@@ -28,7 +28,7 @@ def test_padding_by_hand() -> None:
 
 def test_padding_of_a_batch_that_fluctuates() -> None:
     """Its number of micro-batches follows the sample: as in batches that are drawn."""
-    config = recipe("quickstart")
+    config = clip_art()
     batches = Batches.of(config, None)
     drawn = torch.poisson(torch.full((20_000,), 256.0), generator=torch.Generator().manual_seed(0)).clamp(max=384)
     for ranks, size in ((1, 32), (2, 32), (2, 24), (4, 70)):
@@ -39,7 +39,7 @@ def test_padding_of_a_batch_that_fluctuates() -> None:
 
 
 def test_a_plan_says_when_padding_wastes_much() -> None:
-    config = recipe("quickstart", "train.micro_batch_size=60")
+    config = clip_art("train.micro_batch_size=60")
     found = plan_resources(config, machine("zero1"), Cluster("local", 2), examples(config, ROOT, None), None, ROOT)
     (note,) = [note for note in found["notes"] if note.startswith("padding: ")]
     assert f"train.micro_batch_size={found['batch']['better_micro_batch_size']} leaves" in note

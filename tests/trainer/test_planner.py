@@ -52,6 +52,10 @@ def recipe(name: str, *overrides: str) -> RunConfig:
     return load_config(ROOT / f"recipes/{name}.toml", overrides)
 
 
+def clip_art(*overrides: str) -> RunConfig:
+    return load_config(ROOT / "tests/trainer/clip_art.toml", overrides)
+
+
 def probe(config: RunConfig, settings: MachineSettings, *, weights_of_one_pass: bool = False) -> Probe:
     task, _ = planning_task(config, ROOT)
     accumulation = config.train.accumulation
@@ -78,7 +82,7 @@ def test_parameters_of_every_recipe_are_those_of_its_table(path: Path) -> None:
 
 
 def test_the_skeleton_is_the_model() -> None:
-    config = recipe("quickstart")
+    config = clip_art()
     task = make_task(config, ROOT)
     real, planned = task.build(torch.Generator().manual_seed(0)), task.skeleton()
     assert {n: p.shape for n, p in real.named_parameters()} == {n: p.shape for n, p in planned.named_parameters()}
@@ -123,7 +127,7 @@ def test_flop_of_clipping(name: str, bookkeeping: float) -> None:
 def measure(overrides: dict[str, int], cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
     """Planned and real peaks of micro-batches of a captioner, in a process of its own."""
     torch.set_num_threads(1)
-    config = recipe("quickstart", *(f"model.overrides.{key}={value}" for key, value in overrides.items()))
+    config = clip_art(*(f"model.overrides.{key}={value}" for key, value in overrides.items()))
     settings = machine("zero1")
     task = make_task(config, ROOT)
     model = task.build(torch.Generator().manual_seed(0))
@@ -160,7 +164,7 @@ def test_activations_are_what_a_process_really_takes() -> None:
 
 @pytest.mark.full
 def test_modes_and_checkpointing_trade_memory_as_they_should() -> None:
-    config = recipe("quickstart", "data.image_size=96")
+    config = clip_art("data.image_size=96")
     plain, checkpointed = probe(config, machine("zero3")), probe(config, machine("zero3_init_bf16"))
     assert checkpointed.micro_batch("two_pass", 16).peak < 0.8 * checkpointed.micro_batch("bookkeeping", 16).peak
     assert plain.micro_batch("two_pass", 16).peak <= 1.05 * plain.micro_batch("bookkeeping", 16).peak
@@ -172,7 +176,7 @@ def test_modes_and_checkpointing_trade_memory_as_they_should() -> None:
 
 
 def test_weights_of_one_pass_cost_another_forward() -> None:
-    config = recipe("quickstart")
+    config = clip_art()
     kept, gathered = probe(config, machine()), probe(config, machine(), weights_of_one_pass=True)
     forward, _ = kept.plain_flops(4)
     assert gathered.micro_batch("two_pass", 4).flops - kept.micro_batch("two_pass", 4).flops == pytest.approx(
@@ -182,7 +186,7 @@ def test_weights_of_one_pass_cost_another_forward() -> None:
 
 
 def test_local_sums_are_counted_to_the_byte() -> None:
-    config = recipe("quickstart")
+    config = clip_art()
     trainable = Trainable.of(make_task(config, ROOT).skeleton())
     sums = LocalSums(trainable.shapes, torch.float32, torch.device("cpu"))
 
@@ -252,7 +256,7 @@ def test_room_is_the_rule_of_the_automatic_mode() -> None:
 def test_what_an_engine_refuses_cannot_be_planned(engine: Any, settings: MachineSettings, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         require_supported(engine, settings, 4)
-    config = recipe("quickstart")
+    config = clip_art()
     with pytest.raises(ConfigError, match=message):
         plan_resources(config, settings, Cluster(engine, 4), examples(config, ROOT, None), None, ROOT)
 
@@ -325,7 +329,7 @@ def test_scaling_rule_of_dpcap_is_broken_and_without_noise_there_is_none() -> No
 def test_bytes_of_an_example_come_from_the_index(tmp_path: Path) -> None:
     shards = find_shards("data/demo/train-00000.tar", ROOT)
     build_index(shards, tmp_path / "index")
-    config = recipe("quickstart", f"data.index={tmp_path / 'index'}", "data.shards=data/demo/train-00000.tar")
+    config = clip_art(f"data.index={tmp_path / 'index'}", "data.shards=data/demo/train-00000.tar")
     found = examples(config, ROOT, None)
     assert found.count == 1000 and found.source.startswith("index")
     assert (
@@ -334,7 +338,7 @@ def test_bytes_of_an_example_come_from_the_index(tmp_path: Path) -> None:
         < 3 * found.mean_bytes * 1000
     )
     assert examples(config, ROOT, 123.0).mean_bytes == 123
-    assumed = examples(recipe("quickstart"), ROOT, None)
+    assumed = examples(clip_art(), ROOT, None)
     assert (assumed.count, assumed.mean_bytes) == (None, BYTES_PER_EXAMPLE) and "assumed" in assumed.source
 
 
@@ -342,7 +346,7 @@ def test_bytes_of_an_example_come_from_the_index(tmp_path: Path) -> None:
 
 
 def test_one_rank_without_an_accelerator() -> None:
-    config = recipe("quickstart")
+    config = clip_art()
     found = plan_resources(config, machine("zero1"), Cluster("local", 1), examples(config, ROOT, None), None, ROOT)
     json.dumps(found, allow_nan=False)
     assert "time" not in found and "fits" not in found["memory"] and found["gpu"] is None
@@ -351,7 +355,7 @@ def test_one_rank_without_an_accelerator() -> None:
 
 
 def test_time_follows_from_flop_efficiency_and_ranks() -> None:
-    config = recipe("quickstart")
+    config = clip_art()
     read = examples(config, ROOT, None)
 
     def plan(world_size: int, efficiency: float) -> dict[str, Any]:

@@ -21,7 +21,7 @@ SHAPE = "encoder_depth = 1, encoder_width = 32, decoder_depth = 1, decoder_width
 
 def recipe(kind: str = "captioner", overrides: str = SHAPE) -> RunConfig:
     return load_config(
-        ROOT / "recipes/quickstart.toml",
+        ROOT / "tests/trainer/clip_art.toml",
         [f"model.kind={kind}", f"model.overrides={{ {overrides} }}", "data.image_size=16", "data.num_tokens=8"],
     )
 

@@ -130,7 +130,8 @@ class StepReporter:
         run = self._run
         assert run.heldout is not None and run.config.heldout is not None
         means = run.heldout.means(run.mechanism.engine)
-        scalars = {f"heldout/{name}": value for name, value in means.items()}
+        baselines = run.heldout.baselines(run.mechanism.engine)
+        scalars = {f"heldout/{name}": value for name, value in (means | baselines).items()}
         if run.average is not None and holds_whole_weights(run.mechanism.engine):
             with run.average.in_use():
                 scalars["heldout/loss_of_average"] = run.heldout.loss(run.mechanism.engine)
@@ -143,6 +144,8 @@ class StepReporter:
         writer.scalars(step, scalars)
         others = "".join(f", {name} {value:.4f}" for name, value in means.items() if name != "loss")
         print(f"held-out {run.heldout.loss_name} after step {step}: {means['loss']:.4f}{others}", flush=True)
+        for line in learned(means, baselines):
+            print(f"  {line}", flush=True)
         texts = samples.lines if samples else []
         if samples:
             writer.picture(step, "heldout/samples", samples.picture_HWC)
@@ -155,4 +158,18 @@ class StepReporter:
         for generated, reference in texts:
             print(f"  model: {generated!r}   reference: {reference!r}", flush=True)
         with (folder / "heldout.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, **means, "captions": texts}) + "\n")
+            file.write(json.dumps({"step": step, **means, **baselines, "captions": texts}) + "\n")
+
+
+def learned(means: dict[str, float], baselines: dict[str, float]) -> list[str]:
+    """Whether the model has learned anything, in plain words: its loss beside what one gets without looking."""
+    said, loss = [], means["loss"]
+    blind, shuffled = baselines.get("blind_loss"), baselines.get("shuffled_loss")
+    if blind is not None:
+        verdict = "the model knows more" if loss < blind else "the model has not learned anything from examples yet"
+        others = f", accuracy {baselines['blind_accuracy']:.4f}" if "blind_accuracy" in baselines else ""
+        said.append(f"without looking: {blind:.4f}{others}; {verdict}")
+    if shuffled is not None:
+        verdict = "looks" if shuffled > 1.05 * loss else "hardly looks"
+        said.append(f"with another example's picture: {shuffled:.4f}; the model {verdict} at its pictures")
+    return said

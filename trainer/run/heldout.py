@@ -11,6 +11,7 @@ from data.reading.loader import eval_batches
 from trainer.engines.base import Engine
 from trainer.ranks import distributed
 from trainer.tasks.base import Samples, TrainingTask, to_device
+from trainer.tasks.blind import LOOKED_AT, blind_baseline
 
 
 class Heldout:
@@ -24,10 +25,11 @@ class Heldout:
         self._make_example = task.make_example(train=False)
         self._num_examples = min(num_examples or len(table), len(table))
         self._micro_batch_size = micro_batch_size
+        self._blind: dict[str, float] | None = None
 
-    def _batches(self, count: int, rank: int, world_size: int) -> Iterator[Batch]:
+    def _batches(self, count: int, rank: int, world_size: int, shift: int = 0) -> Iterator[Batch]:
         return eval_batches(
-            self.table, self._make_example, self._micro_batch_size, rank, world_size, num_examples=count
+            self.table, self._make_example, self._micro_batch_size, rank, world_size, num_examples=count, shift=shift
         )
 
     def loss(self, engine: Engine) -> float:
@@ -55,3 +57,37 @@ class Heldout:
         """The model's work on the first `count` held-out examples, made by all ranks alike; None if none can be decoded."""
         made = self._task.samples(engine, self._batches(count, 0, 1)) if count > 0 else None
         return made if made is not None and made.picture_HWC.size > 0 else None
+
+    @torch.no_grad()
+    def baselines(self, engine: Engine) -> dict[str, float]:
+        """What the loss is to be compared with, in its units (`trainer.tasks.blind`).
+
+        blind_loss and the like take no model. shuffled_loss is the model's own where every example has the input (captions: the
+        picture) of the example half of the data set away: a model that does not look at it loses nothing by that.
+        """
+        found = self._blind_values()
+        swapped, shift = LOOKED_AT.get(self._task.kind), self._num_examples // 2
+        if swapped is None or shift == 0:
+            return found
+        was_training = engine.module.training
+        engine.module.eval()
+        total = torch.zeros(2, dtype=torch.float64)
+        place = distributed.rank(), distributed.world_size()
+        own, others = (self._batches(self._num_examples, *place, shift=s) for s in (0, shift))
+        for batch, other in zip(own, others, strict=True):
+            inputs = {**batch.inputs, swapped: other.inputs[swapped]}
+            loss_B = self._task.heldout_values(engine, to_device(inputs, engine))["loss"].double().cpu()
+            loss_B = loss_B[~batch.is_padding_B & ~other.is_padding_B]
+            total += torch.tensor([float(loss_B.sum()), len(loss_B)], dtype=torch.float64)
+        engine.module.train(was_training)
+        distributed.all_reduce_sum(total)
+        return found | {"shuffled_loss": float(total[0] / total[1])} if total[1] > 0 else found
+
+    def _blind_values(self) -> dict[str, float]:
+        """Counted at the first call."""
+        if self._blind is None:
+            baseline = blind_baseline(self._task)
+            for batch in self._batches(self._num_examples, distributed.rank(), distributed.world_size()):
+                baseline.add(batch.inputs, batch.is_padding_B)
+            self._blind = baseline.values()
+        return self._blind

@@ -1,0 +1,149 @@
+"""Baselines that look at nothing, against the plainest way to compute each."""
+
+import tarfile
+from collections import Counter
+from itertools import product
+from math import exp, log
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.examples.tokenizer import CaptionTokenizer
+from models.masked_autoencoder import reconstruction_loss
+from trainer.loop.reporting import learned
+from trainer.tasks.blind import ADDED, CaptionFrequencies, ClassFrequencies, MeanPicture, Tokens, caption_losses
+
+ROOT = Path(__file__).resolve().parents[2]
+EOS = 0
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def plain_probabilities(caption: Tokens, table: list[Tokens], vocab_size: int, added: float) -> tuple[float, ...]:
+    """p(caption) by unigrams, bigrams and whole captions of `table`, counted anew."""
+    words = [word for one in table for word in one]
+    pairs = [pair for one in table for pair in zip(("start", *one), one, strict=False)]
+    unigram = bigram = 1.0
+    for before, word in zip(("start", *caption), caption, strict=False):
+        p_word = (words.count(word) + added) / (len(words) + added * vocab_size)
+        unigram *= p_word
+        bigram *= (pairs.count((before, word)) + p_word) / (sum(pair[0] == before for pair in pairs) + 1)
+    return unigram, bigram, (table.count(caption) + bigram) / (len(table) + 1)
+
+
+def some_captions(seed: int, vocab_size: int) -> list[Tokens]:
+    rng = np.random.default_rng(seed)
+    return [(*rng.integers(1, vocab_size, rng.integers(0, 4)).tolist(), EOS) for _ in range(rng.integers(2, 12))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_caption_is_scored_by_the_others(seed: int) -> None:
+    captions = some_captions(seed, 5)
+    nats = []
+    for number, caption in enumerate(captions):
+        others = captions[:number] + captions[number + 1 :]
+        nats.append([-log(p) / len(caption) for p in plain_probabilities(caption, others, 5, ADDED)])
+    found = caption_losses(Counter(captions), 5)
+    assert list(found.values()) == pytest.approx(np.mean(nats, axis=0).tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_captions_counted_elsewhere(seed: int) -> None:
+    captions, table = some_captions(seed, 4), some_captions(seed + 100, 4)
+    nats = [[-log(p) / len(c) for p in plain_probabilities(c, table, 4, 1.0)] for c in captions]
+    found = caption_losses(Counter(captions), 4, counted=Counter(table), added=1.0)
+    assert list(found.values()) == pytest.approx(np.mean(nats, axis=0).tolist(), rel=1e-12)
+
+
+def test_the_tables_are_probabilities() -> None:
+    """Over all captions of at most four words, what a table gives sums to at most one, and to nearly one."""
+    table = Counter(some_captions(3, 3))
+    everything = [(*words, EOS) for length in range(5) for words in product((1, 2), repeat=length)]
+    for name in ("unigram", "bigram", "whole_caption"):
+        scores = [caption_losses({one: 1}, 3, counted=table)[name] * len(one) for one in everything]
+        assert 0.7 < sum(exp(-score) for score in scores) <= 1 + 1e-12
+
+
+def test_the_word_frequencies_of_the_clip_art() -> None:
+    """5.782 nats per token, by the words of the training captions, every word counted once more than it occurs."""
+    tokenizer = CaptionTokenizer.from_file(ROOT / "data/tokenizer/tokenizer.json")
+
+    def captions(pattern: str) -> Counter[Tokens]:
+        found = Counter[Tokens]()
+        for shard in sorted((ROOT / "data/demo").glob(pattern)):
+            with tarfile.open(shard) as tar:
+                for member in tar:
+                    if member.name.endswith(".txt"):
+                        file = tar.extractfile(member)
+                        assert file is not None
+                        tokens_L, mask_L = tokenizer.encode(" ".join(file.read().decode().split()), 24)
+                        found[tuple(tokens_L[mask_L][1:].tolist())] += 1
+        return found
+
+    heldout, training = captions("heldout-*.tar"), captions("train-*.tar")
+    losses = caption_losses(heldout, tokenizer.vocab_size, counted=training, added=1.0)
+    assert losses["unigram"] == pytest.approx(5.782, abs=5e-4)
+    assert min(caption_losses(heldout, tokenizer.vocab_size).values()) < 5.782, "half a thousand captions say as much"
+
+
+def test_captions_of_batches() -> None:
+    """Start tokens and padding, of captions and of batches, do not count."""
+    tokens_BL = torch.tensor([[1, 4, 2, 0], [1, 5, 4, 2], [1, 4, 2, 0], [1, 6, 6, 6]])
+    mask_BL = torch.tensor([[True, True, True, False], [True] * 4, [True, True, True, False], [True] * 4])
+    baseline = CaptionFrequencies(7)
+    baseline.add({"tokens_BL": tokens_BL, "token_mask_BL": mask_BL}, torch.tensor([False, False, False, True]))
+    expected = caption_losses({(4, 2): 2, (5, 4, 2): 1}, 7)
+    found = baseline.values()
+    assert found["blind_loss"] == min(expected.values())
+    assert [found[f"blind_{name}_loss"] for name in expected] == list(expected.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_classes(seed: int) -> None:
+    labels_N = np.random.default_rng(seed).integers(0, 4, 30)
+    baseline = ClassFrequencies(6)
+    for part in np.split(labels_N, 3):
+        rows = torch.from_numpy(np.append(part, 5))
+        baseline.add({"labels_B": rows}, torch.arange(len(rows)) == len(part))
+    nats = []
+    for number, label in enumerate(labels_N):
+        others = np.delete(labels_N, number)
+        nats.append(-log(((others == label).sum() + ADDED) / (len(others) + 6 * ADDED)))
+    assert baseline.values()["blind_loss"] == pytest.approx(np.mean(nats), rel=1e-12)
+    assert baseline.values()["blind_accuracy"] == np.bincount(labels_N).max() / 30
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_mean_picture(seed: int) -> None:
+    """The task's own loss of the mean of all other pictures, with a mask of each picture's own; the padded row is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    pictures_NPQ = torch.randn(9, 4, 3, generator=generator)
+    mask_NP = torch.rand(9, 4, generator=generator) < 0.6
+    baseline = MeanPicture(lambda images_BCHW: images_BCHW.flatten(1).unflatten(1, (4, 3)))
+    for rows in ([0, 1, 2, 3], [4, 5, 6, 7], [8, 8, 8, 8]):
+        images = pictures_NPQ[rows].view(4, 3, 2, 2).clone()
+        is_padding = torch.tensor([False] + [rows[0] == 8] * 3)
+        images[is_padding] = torch.nan
+        baseline.add({"images_BCHW": images, "mask_BP": mask_NP[rows]}, is_padding)
+    losses = []
+    for number in range(9):
+        mean = pictures_NPQ[torch.arange(9) != number].double().mean(dim=0)
+        one = slice(number, number + 1)
+        losses.append(float(reconstruction_loss(mean[None], pictures_NPQ[one].double(), mask_NP[one])))
+    assert baseline.values()["blind_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("baseline", [CaptionFrequencies(7), ClassFrequencies(3)])
+def test_nothing_is_said_of_too_few_examples(baseline: CaptionFrequencies | ClassFrequencies) -> None:
+    assert baseline.values() == {}
+
+
+def test_what_is_said() -> None:
+    said = "\n".join(learned({"loss": 0.3}, {"blind_loss": 0.7, "shuffled_loss": 1.2}))
+    assert "knows more" in said and "looks at its pictures" in said and "0.7000" in said and "1.2000" in said
+    said = "\n".join(learned({"loss": 6.124}, {"blind_loss": 5.782, "shuffled_loss": 6.126}))
+    assert "has not learned anything" in said and "hardly looks" in said
+    assert learned({"loss": 1.0}, {}) == []
+    assert "accuracy 0.4000" in learned({"loss": 1.0}, {"blind_loss": 2.0, "blind_accuracy": 0.4})[0]
