@@ -163,13 +163,13 @@ class StepReporter:
 
 def learned(means: dict[str, float], baselines: dict[str, float]) -> list[str]:
     """Whether the model has learned anything, in plain words: its loss beside what one gets without looking."""
-    said, loss = [], means["loss"]
+    lines, loss = [], means["loss"]
     blind, shuffled = baselines.get("blind_loss"), baselines.get("shuffled_loss")
     if blind is not None:
         verdict = "the model knows more" if loss < blind else "the model has not learned anything from examples yet"
         others = f", accuracy {baselines['blind_accuracy']:.4f}" if "blind_accuracy" in baselines else ""
-        said.append(f"without looking: {blind:.4f}{others}; {verdict}")
+        lines.append(f"without looking: {blind:.4f}{others}; {verdict}")
     if shuffled is not None:
         verdict = "looks" if shuffled > 1.05 * loss else "hardly looks"
-        said.append(f"with another example's picture: {shuffled:.4f}; the model {verdict} at its pictures")
-    return said
+        lines.append(f"with another example's picture: {shuffled:.4f}; the model {verdict} at its pictures")
+    return lines
