@@ -16,7 +16,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,6 +26,8 @@ from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command
+from trainer.config.options import Options, Shown, add_options, parse_options
+from trainer.config.recipe import EngineName
 from trainer.errors import ConfigError
 from trainer.planner.privacy import summarise
 
@@ -35,41 +39,69 @@ ROOT = Path(__file__).resolve().parents[1]
 _RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "efficiency", "gpus_per_node", "network_gbits", "bytes_per_example")
 
 
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Command-line arguments; a bad one is a ConfigError (exit 2)."""
+class PrivacyPart(Options):
+    """What a plan of its own is asked for, or the recipe that says it."""
+
+    recipe: Annotated[Path | None, Shown("TOML")] = None
+    """plan of a recipe, instead of the numbers below"""
+    num_examples: Annotated[int | None, Shown("N")] = None
+    """examples in the data set"""
+    expected_batch_size: Annotated[int | None, Shown("B")] = None
+    """expected logical batch"""
+    num_steps: Annotated[int | None, Shown("T")] = None
+    """optimizer steps"""
+    noise_multiplier: Annotated[float | None, Shown("S")] = None
+    """sigma; epsilon is computed"""
+    target_epsilon: Annotated[float | None, Shown("E")] = None
+    """epsilon; the smallest sigma is computed"""
+    delta: Annotated[float | None, Shown("D")] = None
+    """default 1 / (2 N)"""
+    cap: bool = False
+    """cut batches at B + 8 sqrt(B) and charge the truncation"""
+    reserve: Annotated[int | None, Shown("K")] = None
+    """further attempts that crashes may use up; default 0"""
+    max_examples_per_owner: Annotated[int | None, Shown("K")] = None
+    """also the epsilon of an owner of K examples"""
+    allow_small_noise: bool = False
+    """allow a noise multiplier below 0.3"""
+    no_extras: bool = False
+    """the claim and its cross-checks only (faster)"""
+    as_json: bool = Field(False, alias="json")
+    """print one JSON object on stdout"""
+    overrides: Annotated[tuple[str, ...], Shown("section.key=value", is_positional=True)] = ()
+    """changes of the recipe"""
+
+
+class PlanOptions(PrivacyPart):
+    """Options of the command."""
+
+    GROUP = "memory and time of a recipe"
+
+    ds_config: Annotated[Path | None, Shown("JSON")] = None
+    """machine settings, e.g. ds_configs/zero3_bf16.json"""
+    world_size: Annotated[int | None, Shown("W")] = None
+    """ranks, one per accelerator; default 1"""
+    gpu: Annotated[str | None, Shown("NAME")] = None
+    """v100-32gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb or cpu"""
+    engine: EngineName | None = None
+    """how to shard; default deepspeed"""
+    efficiency: Annotated[float | None, Shown("E")] = None
+    """share of the peak FLOP/s that is reached; default 0.35"""
+    gpus_per_node: Annotated[int | None, Shown("G")] = None
+    """default: of the maker's reference system"""
+    network_gbits: Annotated[float | None, Shown("X")] = None
+    """Gb/s per GPU to other nodes; default likewise"""
+    bytes_per_example: Annotated[float | None, Shown("N")] = None
+    """default: the index's mean, else 50,000"""
+
+
+def parse_args(arguments: list[str] | None = None) -> PlanOptions:
+    """The command line; a bad argument is a ConfigError (exit 2)."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, metavar="TOML", help="plan of a recipe, instead of the numbers below")
-    parser.add_argument("--num_examples", type=int, metavar="N", help="examples in the data set")
-    parser.add_argument("--expected_batch_size", type=int, metavar="B", help="expected logical batch")
-    parser.add_argument("--num_steps", type=int, metavar="T", help="optimizer steps")
-    parser.add_argument("--noise_multiplier", type=float, metavar="S", help="sigma; epsilon is computed")
-    parser.add_argument("--target_epsilon", type=float, metavar="E", help="epsilon; the smallest sigma is computed")
-    parser.add_argument("--delta", type=float, metavar="D", help="default 1 / (2 N)")
-    parser.add_argument("--cap", action="store_true", help="cut batches at B + 8 sqrt(B) and charge the truncation")
-    parser.add_argument("--reserve", type=int, metavar="K", help="further attempts that crashes may use up; default 0")
-    parser.add_argument(
-        "--max_examples_per_owner", type=int, metavar="K", help="also the epsilon of an owner of K examples"
-    )
-    parser.add_argument("--allow_small_noise", action="store_true", help="allow a noise multiplier below 0.3")
-    parser.add_argument("--no_extras", action="store_true", help="the claim and its cross-checks only (faster)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    group = parser.add_argument_group("memory and time of a recipe")
-    group.add_argument(
-        "--ds_config", type=Path, metavar="JSON", help="machine settings, e.g. ds_configs/zero3_bf16.json"
-    )
-    group.add_argument("--world_size", type=int, metavar="W", help="ranks, one per accelerator; default 1")
-    group.add_argument("--gpu", metavar="NAME", help="v100-32gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb or cpu")
-    group.add_argument(
-        "--engine", choices=("deepspeed", "fsdp", "fairscale", "local"), help="how to shard; default deepspeed"
-    )
-    group.add_argument(
-        "--efficiency", type=float, metavar="E", help="share of the peak FLOP/s that is reached; default 0.35"
-    )
-    group.add_argument("--gpus_per_node", type=int, metavar="G", help="default: of the maker's reference system")
-    group.add_argument("--network_gbits", type=float, metavar="X", help="Gb/s per GPU to other nodes; default likewise")
-    group.add_argument("--bytes_per_example", type=float, metavar="N", help="default: the index's mean, else 50,000")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes of the recipe")
-    return parser.parse_intermixed_args(arguments)
+    add_options(parser, PlanOptions)
+    options = parse_options(parser, arguments, intermixed=True)
+    assert isinstance(options, PlanOptions)
+    return options
 
 
 _RECIPE_KEYS = {
@@ -84,75 +116,77 @@ _RECIPE_KEYS = {
 }
 
 
-def _plan(args: argparse.Namespace) -> PrivacyPlan:
-    if args.overrides:
-        raise PrivacyConfigError(f"{args.overrides[0]!r} changes a recipe: give --recipe")
-    for name in ("num_examples", "expected_batch_size", "num_steps"):
-        if getattr(args, name) is None:
+def _plan(options: PlanOptions) -> PrivacyPlan:
+    if options.overrides:
+        raise PrivacyConfigError(f"{options.overrides[0]!r} changes a recipe: give --recipe")
+    sizes = {name: getattr(options, name) for name in ("num_examples", "expected_batch_size", "num_steps")}
+    for name, value in sizes.items():
+        if value is None:
             raise PrivacyConfigError(f"--{name} is required (or --recipe)")
-    if (args.noise_multiplier is None) == (args.target_epsilon is None):
+    if (options.noise_multiplier is None) == (options.target_epsilon is None):
         raise PrivacyConfigError("give exactly one of --noise_multiplier and --target_epsilon")
     request = PlanRequest(
-        num_examples=args.num_examples,
-        expected_batch_size=args.expected_batch_size,
-        num_steps=args.num_steps,
-        noise_multiplier=args.noise_multiplier,
-        target_epsilon=args.target_epsilon,
-        target_delta=args.delta,
-        reserved_attempts=args.reserve or 0,
-        cap="default" if args.cap else None,
-        allow_small_noise=args.allow_small_noise,
+        **sizes,
+        noise_multiplier=options.noise_multiplier,
+        target_epsilon=options.target_epsilon,
+        target_delta=options.delta,
+        reserved_attempts=options.reserve or 0,
+        cap="default" if options.cap else None,
+        allow_small_noise=options.allow_small_noise,
     )
     return make_plan(request, progress=_report_progress)
 
 
-def _load_recipe(args: argparse.Namespace) -> RunConfig:
+def _load_recipe(options: PlanOptions) -> RunConfig:
     from trainer.config.recipe import load_config
 
     for name, key in _RECIPE_KEYS.items():
-        value = getattr(args, name)
+        value = getattr(options, name)
         if value is not None and value is not False:
             text = "true" if value is True else value
             raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={text}")
-    if args.cap:
+    if options.cap:
         raise PrivacyConfigError("--cap is for a plan without --recipe: training with a recipe always cuts batches")
-    config = load_config(args.recipe, args.overrides)
-    if args.max_examples_per_owner is None:
-        args.max_examples_per_owner = config.privacy.max_examples_per_owner
-    return config
+    assert options.recipe is not None
+    return load_config(options.recipe, options.overrides)
 
 
-def main() -> int:
-    """Plans, computes and prints."""
-    args = parse_args()
-    plans_resources = args.ds_config is not None
-    given = next((name for name in _RESOURCE_OPTIONS if getattr(args, name) is not None), None)
+def plan(options: PlanOptions) -> dict[str, Any]:
+    """Plans, computes and prints; returns what --json prints.
+
+    Raises:
+        ConfigError, PrivacyConfigError: an option is missing, refused, or the recipe's business (exit 2).
+    """
+    plans_resources = options.ds_config is not None
+    given = next((name for name in _RESOURCE_OPTIONS if getattr(options, name) is not None), None)
     if given is not None and not plans_resources:
         raise ConfigError(f"--{given} plans memory and time: give --ds_config and --recipe too")
-    if plans_resources and args.recipe is None:
+    if plans_resources and options.recipe is None:
         raise ConfigError("--ds_config plans memory and time of a recipe: give --recipe")
-    if args.recipe is None:
-        result = _privacy(_plan(args), args)
+    if options.recipe is None:
+        result = _privacy(_plan(options), options, options.max_examples_per_owner)
     else:
-        config, examples = _load_recipe(args), None
+        config, examples = _load_recipe(options), None
         if plans_resources:
             from trainer.planner.batches import examples as known_examples
 
-            examples = known_examples(config, ROOT, args.bytes_per_example)
+            examples = known_examples(config, ROOT, options.bytes_per_example)
         num_examples = config.data.num_examples or (examples.count if examples else None)
         if num_examples is None and not plans_resources:
-            raise PrivacyConfigError(f"recipe {args.recipe} names no data.num_examples: add data.num_examples=N")
-        plan = None
+            raise PrivacyConfigError(f"recipe {options.recipe} names no data.num_examples: add data.num_examples=N")
+        planned = None
         if num_examples is not None:
-            plan = make_plan(config.privacy.request(config.train.num_steps, num_examples), progress=_report_progress)
-        result = _privacy(plan, args) if plan is not None else {}
+            planned = make_plan(config.privacy.request(config.train.num_steps, num_examples), progress=_report_progress)
+        owned = options.max_examples_per_owner
+        owned = config.privacy.max_examples_per_owner if owned is None else owned
+        result = _privacy(planned, options, owned) if planned is not None else {}
         if examples is not None:
-            if plan is None:
+            if planned is None:
                 _warn("no epsilon: the recipe names no data.num_examples; add data.num_examples=N")
-            result["resources"] = _resources(args, config, examples, plan)
-    if args.json:
+            result["resources"] = _resources(options, config, examples, planned)
+    if options.as_json:
         print(json.dumps(result, allow_nan=False))
-        return 0
+        return result
     from rich.console import Console
 
     from trainer.planner.tables import privacy_table, resource_table, scaling_table
@@ -166,50 +200,55 @@ def main() -> int:
         console.print(resource_table(result["resources"]))
     for reason in result.get("reasons", []):
         console.print(f"no formal guarantee: {reason}", style="bold red")
-    return 0
+    return result
 
 
-def _privacy(plan: PrivacyPlan, args: argparse.Namespace) -> dict[str, Any]:
+def _privacy(plan: PrivacyPlan, options: PlanOptions, max_examples_per_owner: int | None) -> dict[str, Any]:
     for line in plan.warnings:
         _warn(line)
-    return summarise(plan, _warn, extras=not args.no_extras, max_examples_per_owner=args.max_examples_per_owner)
+    return summarise(plan, _warn, extras=not options.no_extras, max_examples_per_owner=max_examples_per_owner)
 
 
 def _warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr)
 
 
-def _resources(
-    args: argparse.Namespace, config: RunConfig, examples: Examples, plan: PrivacyPlan | None
-) -> dict[str, Any]:
+def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan: PrivacyPlan | None) -> dict[str, Any]:
     from trainer.config.machine import load_machine_settings
     from trainer.planner.hardware import find_gpu
     from trainer.planner.resources import EFFICIENCY, Cluster, plan_resources
 
     for name in ("gpus_per_node", "network_gbits", "bytes_per_example"):
-        value = getattr(args, name)
+        value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}; it must be positive")
-    world_size = 1 if args.world_size is None else args.world_size
+    world_size = 1 if options.world_size is None else options.world_size
     if world_size < 1:
         raise ConfigError(f"--world_size is {world_size}; it must be at least 1")
-    efficiency = EFFICIENCY if args.efficiency is None else args.efficiency
+    efficiency = EFFICIENCY if options.efficiency is None else options.efficiency
     if not 0 < efficiency <= 1:
         raise ConfigError(f"--efficiency is {efficiency}; it is a share of the peak, above 0 and at most 1")
     cluster = Cluster(
-        engine=args.engine or "deepspeed",
+        engine=options.engine or "deepspeed",
         world_size=world_size,
-        gpu=None if args.gpu is None else find_gpu(args.gpu),
+        gpu=None if options.gpu is None else find_gpu(options.gpu),
         efficiency=efficiency,
-        gpus_per_node=args.gpus_per_node,
-        network_bandwidth=None if args.network_gbits is None else args.network_gbits * 1e9 / 8,
+        gpus_per_node=options.gpus_per_node,
+        network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
     )
-    return plan_resources(config, load_machine_settings(args.ds_config), cluster, examples, plan, ROOT)
+    assert options.ds_config is not None
+    return plan_resources(config, load_machine_settings(options.ds_config), cluster, examples, plan, ROOT)
 
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
     if sys.stderr.isatty():
         print(f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {epsilon:.4f}", file=sys.stderr)
+
+
+def main() -> int:
+    """Runs the command of the process."""
+    plan(parse_args())
+    return 0
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def audit(
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, AuditReport]:
     """Everything that needs two ranks, in one start of them."""
-    return run_ranks(f"{__name__}:audit", 2, bugs=("none", *NEED_TWO_RANKS))[0]
+    return run_ranks(f"{__name__}:audit", 2, bugs=("none", *NEED_TWO_RANKS), steps=20)[0]
 
 
 def require_found(report: AuditReport, bug: str) -> None:

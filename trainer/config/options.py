@@ -8,7 +8,7 @@
 
 A field is the option of its name (or alias), and the string below it is the option's help. A field without a default is required;
 a bool is a switch, and an optional one has a --no- form; a Literal has choices; a tuple takes one value or more, and an optional
-tuple takes none, too.
+one, or one without a name that has a default, takes none, too.
 """
 
 import argparse
@@ -100,20 +100,24 @@ def _settings(field: FieldInfo, shown: Shown) -> dict[str, Any]:
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
         kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-        settings |= {"action": "append"} if shown.is_repeated else {"nargs": "*" if is_optional else "+"}
+        may_be_empty = is_optional or (shown.is_positional and not field.is_required())
+        settings |= {"action": "append"} if shown.is_repeated else {"nargs": "*" if may_be_empty else "+"}
     return settings | ({"choices": get_args(kind)} if get_origin(kind) is Literal else {"type": kind})
 
 
-def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Options:
+def parse_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *, intermixed: bool = False
+) -> Options:
     """The options that a parser reads, as the model that `add_options` gave to it or to the chosen subcommand.
 
     Args:
         arguments: None is the command line of the process.
+        intermixed: arguments without a name may stand before, between and behind options; not for subcommands.
 
     Raises:
         ConfigError: a bad argument, or a value that the model refuses; one line that names the option.
     """
-    parsed = parser.parse_args(arguments)
+    parsed = (parser.parse_intermixed_args if intermixed else parser.parse_args)(arguments)
     model: type[Options] = parsed.model_of_options
     names = {field.alias or name for name, field in model.model_fields.items()}
     try:
