@@ -6,6 +6,7 @@ import os
 # much processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import multiprocessing
 import shutil
 import sys
 import tempfile
@@ -33,6 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(loss_distributions.FOLDER)))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts processes comes first: a long test that is the last one keeps all other workers waiting."""
+    items.sort(key=lambda item: item.nodeid.split("/")[1] not in ("e2e", "distributed", "fuzz", "launch_scripts"))
+
+
 def pytest_collection_finish() -> None:
     if "dp_accounting" in sys.modules:  # the collected tests have imported what they use
         loss_distributions.share()
@@ -40,6 +46,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     end_server()
+    for child in multiprocessing.active_children():  # data workers ignore SIGTERM, and Python waits for them at its end
+        child.kill()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
