@@ -110,9 +110,15 @@ def add_noise(values: Tensor, std: float, source: NoiseSource) -> None:
     Args:
         values: float64, a shard of the reduced clipped sum that this process alone owns.
         std: noise_multiplier times the clipper's sensitivity; 0 draws nothing.
+
+    Raises:
+        TypeError: the values are not float64.
+        ValueError: std is negative or not finite, which must never pass for "no noise".
     """
     if values.dtype != torch.float64:
         raise TypeError(f"noise is added in float64, not {values.dtype}")
+    if not 0 <= std < math.inf:
+        raise ValueError(f"the standard deviation of noise is {std}; it must be a finite number, 0 or larger")
     if std > 0:
         for some in values.view(-1).split(MOST_DRAWN):
             some.add_(source.standard_normal(some.numel(), values.device), alpha=std)

@@ -81,7 +81,7 @@ def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
                 f"The picture shows what the model makes of held-out examples after step {samples.step:,} "
                 f"({samples.file}). It is not attested."
             )
-            pictures = [Picture("heldout-samples", "parts.Samples", caption, (run_dir / samples.file).read_bytes())]
+            pictures = [Picture("heldout-samples", "Samples", caption, (run_dir / samples.file).read_bytes())]
         folder.mkdir(exist_ok=True)
         write_durably(paths[0], card.to_json(indent=1) + "\n")
         write_durably(paths[1], to_markdown(card))

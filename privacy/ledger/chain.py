@@ -196,8 +196,9 @@ class AppendOnly:
                 parts.append(part)
                 offset += len(part)
             # What we base decisions on must not vanish in a power cut: a record may have been read from the page
-            # cache whose fsync never returned.
+            # cache whose fsync never returned, in a file whose maker died before it made the file's name durable.
             os.fsync(self._descriptor)
+            fsync_directory(self.path.parent)
         except OSError as error:
             raise self._refused("read", error) from error
         self._size = offset

@@ -151,6 +151,14 @@ def test_contract_7_a_large_shard_is_noised_in_bounded_draws(monkeypatch):
     assert torch.equal(values.flatten(), 2 * torch.cat(drawn)) and len(values.unique()) == 3500
 
 
+@pytest.mark.parametrize("std", [float("nan"), -1.0, float("inf")])
+def test_contract_7_what_is_no_standard_deviation_is_refused(std):
+    values = torch.zeros(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="standard deviation"):
+        add_noise(values, std, noise_source("system"))
+    assert not values.any()
+
+
 def test_benchmark_prints_one_json_object():
     done = run_python(["benchmarks/noise.py", "--count", "1000", "--repeats", "1"], timeout=120)
     result = json.loads(done.stdout)
