@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Three workers on two cores, since tests of launchers wait much. One that has no tests left takes over a half of another's.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
+# Each of two workers begins with one half of the tests; one that has none left takes over a half of what the other has.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 QUICK := not full and not gpu and not cluster
 STAMP := $(VENV)/.installed
 export PYTHONUNBUFFERED := 1

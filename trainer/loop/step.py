@@ -79,7 +79,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) 
     clipped.zero_()
     distributed.traffic.reset()
     releases = clipped.releases(plan.noise_multiplier)
-    noise_std = releases[0]["std"]
+    noise_std = releases[0]["std"] if plan.noise_multiplier > 0 else 0.0  # without privacy C is infinite
     stats: list[MicroBatchStats] = []
     num_undecodable = 0
     if clipped.leaves_process:  # sharded accumulation sums over ranks with every micro-batch
@@ -96,8 +96,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) 
         add_noise(shard.values, noise_std, mechanism.noise)
         shard.values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
     lr = mechanism.learning_rate(step)
-    averaged_std = noise_std / plan.expected_batch_size if plan.noise_multiplier > 0 else 0.0
-    noise_variance = mechanism.noise_variance.after(step, averaged_std)
+    noise_variance = mechanism.noise_variance.after(step, noise_std / plan.expected_batch_size)
     engine.step(shards, lr=lr, noise_variance=noise_variance)
     public = adapt_bound(clipped, plan, mechanism.noise, stats, releases)
     mechanism.ledger.done(step)
