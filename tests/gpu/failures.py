@@ -15,9 +15,10 @@ from tests.distributed import test_chain
 from tests.distributed.ranks import free_port
 from tests.e2e.launch import TRAIN, count, train_arguments
 from tests.gpu.checks import ROOT, Check, Setting, environment, start
-from trainer.ranks.heartbeat import DEAD_AFTER
+from trainer.ranks.heartbeat import Timing
 
 WITHIN = 240
+DEAD_AFTER = Timing().dead_after
 
 
 def checks(setting: Setting) -> Iterator[Check]:
