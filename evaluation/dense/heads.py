@@ -314,7 +314,7 @@ def _one_class(truth: Sequence[Objects], detected: Sequence[Detections], kind: i
 
 
 def _match(iou_MK: np.ndarray, crowd_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each threshold (T, M): whether a box finds an object of its own, and whether it lies in a crowd instead.
+    """Says for each threshold and box (T, M) whether it finds an object of its own, and whether it lies in a crowd instead.
 
     Boxes, best score first, take the free object that they overlap most; what overlaps none but a crowd is not counted.
     """

@@ -117,7 +117,7 @@ def untrained(opened: OpenedModel, tokenizer: CaptionTokenizer, seed: int, count
 
 
 def result(right: int, tests: int, ways: int) -> dict[str, Any]:
-    """Of `tests` questions with one right answer among `ways`."""
+    """Scores `right` correct answers to `tests` questions that have one right answer among `ways`."""
     p = binomtest(right, tests, 1 / ways, alternative="greater").pvalue
     return {
         "right": right,
