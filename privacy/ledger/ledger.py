@@ -4,7 +4,7 @@ The file and its crash points are privacy/ledger/chain.py's. What this module ad
 - between an intent and its `done`: the intent is charged; the retry is a new attempt in a new session, so it has new
   coins and new noise;
 - a torn line is charged if it may have been an intent, and followed by a `repair` record.
-One process writes (rank 0, under the run's lock).
+One process writes (rank 0), under the file's lock.
 
 A clock that runs while examples are decoded depends on them (contract 12). So the only time in a ledger is that of the start of
 the program that opened it, read before any example is, and every later record repeats it.
@@ -25,6 +25,10 @@ from privacy.sampling.keys import NONCE_BYTES
 
 PROGRAM_START = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 """When this program loaded the module, which is before it looks at any data."""
+
+
+LOCK_PATIENCE = 5.0
+"""Seconds that a start waits for a program that is just ending."""
 
 
 class Witness(Protocol):
@@ -53,7 +57,7 @@ class Ledger:
         self.path, self.mirror, self._signer = path, mirror, signer
         self.witness: Witness | None = None
         self._nonce: bytes | None = None
-        self._chain = ChainFile(path, LedgerState(), "ledger", self._require_mirror)
+        self._chain = ChainFile(path, LedgerState(), "ledger", self._require_mirror, patience=LOCK_PATIENCE)
         self.state = self._chain.state
         self.plan = self.state.plan
         try:

@@ -1,6 +1,5 @@
 """Ledger and sampling key of a run folder, opened together: each is refused without the other."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from privacy.accounting.accountants import accountant_version
 from privacy.audit.members import not_in_ledger, not_recorded, read_lines
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.durable import fsync_directory
+from privacy.ledger import durable
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.membership import Membership
 from privacy.ledger.records import read_ledger
@@ -71,20 +70,15 @@ def open_run_state(
         if members is not None:
             # An empty record, durable before the ledger, so that no honest crash leaves a ledger without it.
             try:
-                descriptor = os.open(members, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-                try:
-                    is_empty = os.fstat(descriptor).st_size == 0
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-                fsync_directory(members.parent)
+                if members.exists() and members.stat().st_size:
+                    raise PrivacyStateRefused(
+                        f"{members}: attempts were recorded, and the ledger that charged them is gone"
+                    )
+                durable.unlink(members)
+                durable.write_new(members, b"", 0o600)
             except OSError as error:
                 reason = error.strerror or error
                 raise PrivacyStateRefused(f"{members}: cannot create the record of attempts: {reason}") from error
-            if not is_empty:
-                raise PrivacyStateRefused(
-                    f"{members}: attempts were recorded, and the ledger that charged them is gone"
-                )
         fields = {
             "plan": plan.frozen_fields(),
             "key_commitment": key.commitment(),
@@ -95,7 +89,6 @@ def open_run_state(
         }
         signer = SigningKey.create(key_path.with_name(SIGNING_KEY))
         ledger = Ledger.create(ledger_path, fields, mirror, signer)
-        SamplingKey.publish(key_path)
     else:
         # Everything is compared before anything is written, so that what is refused stays as it was.
         state = read_ledger(ledger_path)
@@ -114,6 +107,7 @@ def open_run_state(
                 )
         ledger = Ledger.open(ledger_path, mirror, signer)
     try:
+        SamplingKey.publish(key_path)
         if owner is not None and shared is not None:
             fixed = shared.fixed_in_advance
             owner.join(key.commitment(), shared.name, plan, ledger.state, fixed_in_advance=fixed)

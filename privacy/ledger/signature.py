@@ -7,7 +7,7 @@ copies it: a signature is the operator's word that nobody else edited the lines,
 """
 
 import hashlib
-import os
+import secrets
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +15,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger.durable import write_new
+from privacy.ledger import durable
 from privacy.sampling.keys import read_secret
 
 SIGNING_KEY = "signing.key"
@@ -49,10 +49,10 @@ class SigningKey:
         Raises:
             PrivacyStateRefused: it cannot be written.
         """
-        secret = os.urandom(KEY_BYTES)
+        secret = secrets.token_bytes(KEY_BYTES)
         try:
-            path.unlink(missing_ok=True)
-            write_new(path, secret, 0o600)
+            durable.unlink(path)
+            durable.write_new(path, secret, 0o600)
         except OSError as error:
             raise PrivacyStateRefused(f"{path}: cannot write the signing key: {error.strerror or error}") from error
         return cls(secret)

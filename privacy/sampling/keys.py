@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.durable import fsync_directory, write_new
+from privacy.ledger import durable
 
 KEY_BYTES = 32
 NONCE_BYTES = 16
@@ -43,7 +43,7 @@ class SamplingKey:
         """Draws a key from the operating system and writes it durably; PrivacyStateRefused when `path` exists."""
         key = cls(secrets.token_bytes(KEY_BYTES))
         try:
-            write_new(Path(path), key._secret, 0o600)
+            durable.write_new(Path(path), key._secret, 0o600)
         except FileExistsError as error:
             raise PrivacyStateRefused(f"{path}: exists; a sampling key is never overwritten") from error
         except OSError as error:
@@ -63,7 +63,7 @@ class SamplingKey:
                 f"{path}: a sampling key without its ledger; restore the ledger.jsonl of its run folder"
             )
         staged = _staged(path)
-        staged.unlink(missing_ok=True)
+        durable.unlink(staged)
         return cls.create(staged)
 
     @staticmethod
@@ -71,8 +71,8 @@ class SamplingKey:
         """Gives a staged key its final name; nothing to do when that has already happened."""
         path = Path(path)
         if _staged(path).exists():
-            os.rename(_staged(path), path)
-        fsync_directory(path.parent)
+            durable.rename(_staged(path), path)
+        durable.fsync_directory(path.parent)
 
     @classmethod
     def load(cls, path: Path | str, commitment: str | None = None) -> Self:

@@ -46,7 +46,8 @@ def test_removed_reordered_duplicated_and_inserted_lines_are_refused(tmp_path):
 
 
 def test_non_canonical_lines_are_refused(tmp_path):
-    path = create(tmp_path).path
+    path = written(tmp_path, steps=0)
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     line = path.read_bytes()
     for changed in (line.replace(b":0,", b": 0,", 1), line[:-2] + b" }\n", b" " + line, line.replace(b"\n", b"\r\n")):
         path.write_bytes(changed)
@@ -167,11 +168,11 @@ def test_contract_9_any_garbage_tail_is_kept_and_charged(tmp_path, tail):
 
 def test_contract_9_an_edited_last_line_forgets_no_charge(tmp_path, no_fsync):
     """Its bytes may be those of any record, with or without its newline or the mark of a torn line, or those of none."""
-    path = create(tmp_path).path
-    with Ledger.open(path) as ledger:
+    with create(tmp_path) as ledger:
         ledger.start_session(ENVIRONMENT)
         take_step(ledger, 1)
         ledger.intent(2, 0, [RELEASE])
+    path = ledger.path
     data = path.read_bytes()
     start = data.rindex(b"\n", 0, -1) + 1
     line = data[start:-1]

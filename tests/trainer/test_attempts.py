@@ -58,8 +58,17 @@ def opened(folder: Path, own: PrivacyPlan, *, mirrored: bool) -> tuple[Ledger, S
 def session(folder: Path, own: PrivacyPlan, steps: Iterator[int], *, mirrored: bool, dies: str = "") -> None:
     """One start of the program, which ends after its last step, or in it: `dies` names what that step does not reach."""
     ledger, key = opened(folder, own, mirrored=mirrored)
-    run = RunLedger(ledger, key, own, table=folder / "table.json", members=folder / MEMBERS)
-    numbers = list(steps)
+    with ledger:
+        _steps(
+            folder,
+            RunLedger(ledger, key, own, table=folder / "table.json", members=folder / MEMBERS),
+            list(steps),
+            dies,
+        )
+
+
+def _steps(folder: Path, run: RunLedger, numbers: list[int], dies: str) -> None:
+    own = run.plan
     with pytest.MonkeyPatch.context() as patch:  # the table of epsilons takes seconds
         patch.setattr(PrivacyPlan, "epsilon_table", lambda *_arguments, **_more: None)
         run.start_session()
@@ -74,7 +83,6 @@ def session(folder: Path, own: PrivacyPlan, steps: Iterator[int], *, mirrored: b
         run.done(step)
         if step % 2 == 0:
             run.checkpoint(step, f"step-{step}", "cd" * 32)
-    ledger.release()
 
 
 def snapshot(folder: Path) -> State:
