@@ -1,11 +1,12 @@
-"""A disk that forgets: records what the product's file layer (privacy/ledger/durable.py) does, and lists what a power cut may leave.
+"""A disk that forgets: records what the file layer (privacy/ledger/durable.py) does, and lists what a power cut may leave.
 
-The real code runs on real files, so that it reads what it wrote; each system call that changes something is recorded as well. From
-the record follow the legal states of the disk (POSIX, as ALICE, OSDI 2014, and SQLite's crash tests read it):
+The real code runs on real files, so that it reads what it wrote; each system call that changes something is recorded as well.
+From the record follow the legal states of the disk (POSIX, as ALICE, OSDI 2014, and SQLite's crash tests read it):
 
-* what was written to a file and not yet followed by an fsync of that file is there whole, not at all, cut anywhere, or as zeros,
-  in its beginning or altogether (the size reached the disk and the data did not);
-* a name that was made, changed or removed, and not yet followed by an fsync of its directory, is old or new; a rename is one change;
+* what was written to a file and not yet followed by an fsync of that file is there whole, not at all, cut (after its first byte, in
+  the middle, before its last byte), or as zeros, in its first half or altogether (the size reached the disk, the data did not);
+* a name that was made, changed or removed, and not yet followed by an fsync of its directory, is old or new; a rename is one
+  change;
 * all of these are independent of each other and of their order: a later one may be there and an earlier one not.
 
 Not modelled: a disk that loses what it has acknowledged an fsync for, and garbage other than zeros in place of lost bytes.
@@ -95,10 +96,12 @@ class Image:
 
 
 class Recorder:
-    """Records the calls of the file layer below a folder while `watching`; `crash_after` of them kills the program.
+    """Records the calls of the file layer below a folder while `watching`.
 
     Attributes:
+        start: the disk before the record began; files and directories that are made later are in it without a name.
         log: what was done, in order.
+        kill_after: so long a record kills the program.
     """
 
     def __init__(self, root: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run of three steps on the real ledger, mirror, record of attempts, shared ledger and checkpoints; only the training is missing.
+"""A run of three steps on the real ledger, mirror, record of attempts, shared ledger and checkpoints, without the training.
 
 Rank 0's code runs; what another rank does follows rank 0's acknowledgement, so the noise of all ranks counts as drawn in the very
 moment in which `intent` returns. Keys, nonces and temporary names follow from the number of the start, so that equal histories

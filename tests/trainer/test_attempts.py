@@ -190,6 +190,19 @@ def test_contract_9_a_cut_ledger_is_refused_or_charges_as_much(run: Any, tmp_pat
     assert refused > 3 * len(lines)
 
 
+def test_the_audit_finds_every_cut_that_takes_a_session_a_charge_or_a_checkpoint(run: Any, tmp_path: Path) -> None:
+    """The ledger alone is cut, so that no checkpoint contradicts it; private/ is kept."""
+    _, states = run
+    record = list(read_lines(put(tmp_path / "run", states[-1]) / MEMBERS))
+    lines = states[-1][LEDGER].splitlines(keepends=True)
+    kinds = [json.loads(line)["type"] for line in lines]
+    last = max(number for number, kind in enumerate(kinds) if kind in ("session", "intent", "checkpoint", "signature"))
+    for kept in range(2, last + 1):
+        (tmp_path / "run" / LEDGER).write_bytes(b"".join(lines[:kept]))
+        check = attempts_check(read_ledger(tmp_path / "run" / LEDGER), RecordedAttempts(record, record))
+        assert check.outcome == "violated", kept
+
+
 def test_any_line_of_the_record_that_is_lost_is_refused_where_a_charge_needs_it(
     run: Any, tmp_path: Path, no_fsync: None
 ) -> None:
