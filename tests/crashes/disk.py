@@ -3,7 +3,7 @@
 The real code runs on real files, so that it reads what it wrote; each system call that changes something is recorded as well.
 From the record follow the legal states of the disk (POSIX, as ALICE, OSDI 2014, and SQLite's crash tests read it):
 
-* what was written to a file and not yet followed by an fsync of that file is there whole, not at all, cut (after its first byte, in
+* what was written to a file and not yet followed by its fsync is there whole, not at all, cut (after its first byte, in
   the middle, before its last byte), or as zeros, in its first half or altogether (the size reached the disk, the data did not);
 * a name that was made, changed or removed, and not yet followed by an fsync of its directory, is old or new; a rename is one
   change;
