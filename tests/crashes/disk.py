@@ -13,8 +13,9 @@ Not modelled: a disk that loses what it has acknowledged an fsync for, and garba
 """
 
 import itertools
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ import pytest
 
 from privacy.ledger import durable
 
+MOST = 4096
+"""States of the disk at one crash point that are taken one by one."""
 Tree = dict[str, bytes | None]
 """Relative path -> content; None for a directory."""
 
@@ -196,10 +199,16 @@ class Killed(BaseException):
 
 @dataclass
 class States:
-    """The distinct states of the disk that a power cut during a record may leave, each with what had happened by then at most."""
+    """The distinct states of the disk that a power cut during a record may leave, each with what had happened by then at most.
+
+    Attributes:
+        raw: how many there are before equal ones are put together.
+        cut: crash points with more than MOST states; only those were taken where at most one change differs from all others.
+    """
 
     trees: dict[frozenset[tuple[str, bytes | None]], list[Any]] = field(default_factory=dict)
     raw: int = 0
+    cut: int = 0
 
     def add(self, recorder: Recorder, events: list[Any], first: int = 0) -> None:
         """All crash points of a record, and all states of the disk after each.
@@ -221,7 +230,17 @@ class States:
                 pending.append(step)
             if number < first:
                 continue
-            for chosen in itertools.product(*(list(_outcomes(waiting)) for waiting in pending)):
+            outcomes = [list(_outcomes(waiting)) for waiting in pending]
+            choices: Iterable[tuple[Write | Names | None, ...]] = itertools.product(*outcomes)
+            if math.prod(map(len, outcomes)) > MOST:
+                self.cut += 1
+                choices = [
+                    (*others[:place], outcome, *others[place + 1 :])
+                    for others in ([None] * len(pending), pending)
+                    for place in range(len(pending))
+                    for outcome in outcomes[place]
+                ]
+            for chosen in choices:
                 image = settled.copy()
                 for outcome in chosen:
                     if outcome is not None:
