@@ -149,7 +149,10 @@ class LedgerState(ChainState):
         match kind:
             case "open":
                 version = record.get("format")
-                require(version == FORMAT_VERSION, f"ledger format {version!r} is not {FORMAT_VERSION}")
+                require(
+                    type(version) is int and version == FORMAT_VERSION,
+                    f"ledger format {version!r} is not {FORMAT_VERSION}",
+                )
                 require(is_hex(record.get("key_commitment"), 64), "`open` needs the commitment of the sampling key")
                 require(
                     "signer" not in record or is_hex(record["signer"], 64),

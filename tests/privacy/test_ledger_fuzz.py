@@ -128,7 +128,7 @@ def may_be_accepted(kind, path, old, new):
     if path == ("unheard",):
         return kind == "open"
     if new == "removed":
-        return path[-1] in MAY_LACK or path[0] in FREE
+        return path[-1] in MAY_LACK or path[0] in {*FREE, "points"}
     return kind_of(new) == kind_of(old) or (path[-1] in OPTIONAL and (new is None or old is None))
 
 
