@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 REASONS = {
     "unsafe_path": "the image's path leaves the folder, or goes through a symbolic link",
     "missing_image": "there is no image, or no such file",
+    "other_file": "the file is neither a picture of a known format nor a text of one",
     "undecodable_image": "the image cannot be decoded",
     "small_image": "the image's shorter side is below the limit",
     "no_caption": "no caption is left after cleaning, and there is no label",
