@@ -25,6 +25,7 @@ from models.config import Activation, Foreign  # noqa: E402
 from privacy.card.text import rounded_up  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, Shown, add_options, parse_options  # noqa: E402
+from trainer.progress import working  # noqa: E402
 from trainer.weights.kinds import Format, Provenance  # noqa: E402
 
 
@@ -118,7 +119,8 @@ def parse_args(arguments: list[str] | None = None) -> ExchangeOptions:
 def main() -> int:
     """Exports or imports, and says what is known of the guarantee."""
     options = parse_args()
-    facts = exported(options) if options.checkpoint is not None else imported(options)
+    with working("reading and writing weights"):
+        facts = exported(options) if options.checkpoint is not None else imported(options)
     print(json.dumps(facts, allow_nan=False) if options.as_json else facts["summary"])
     return 0
 

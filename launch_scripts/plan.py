@@ -28,6 +28,7 @@ from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
 from trainer.config.recipe import EngineName
 from trainer.errors import ConfigError
+from trainer.progress import working
 
 if TYPE_CHECKING:
     from privacy.plan import PrivacyPlan
@@ -252,7 +253,9 @@ def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
 
 def main() -> int:
     """Runs the command of the process."""
-    plan(parse_args())
+    options = parse_args()
+    with working("computing epsilon by several accountants"):
+        plan(options)
     return 0
 
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, add_options, parse_options  # noqa: E402
+from trainer.progress import working  # noqa: E402
 
 if TYPE_CHECKING:
     from privacy.card.model import PrivacyCard
@@ -68,7 +69,9 @@ def parse_args(arguments: list[str] | None = None) -> ReportOptions:
 
 def main() -> int:
     """Runs the command of the process."""
-    report(parse_args())
+    options = parse_args()
+    with working(f"computing the privacy card of {options.run_dir}"):
+        report(options)
     return 0
 
 
