@@ -250,6 +250,8 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     table.add_column("what")
     table.add_column("items", justify="right")
     table.add_column("for example", style="dim")
+    for suffix, count in report["other_files"].items():
+        table.add_row(f"not read: files with suffix {suffix}", f"{count:,}", "")
     table.add_row("read", f"{report['read']:,}", "")
     for reason, count in report["dropped"].items():
         samples = ", ".join(report["samples"].get(reason, [])[:2])

@@ -11,6 +11,7 @@ import functools
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -35,6 +36,10 @@ LAUNCHER_OPTIONS = {
 sys.path.insert(0, str(ROOT))
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+if (
+    not sys.warnoptions
+):  # what torch and DeepSpeed will rename is nothing that a user can mend; python -W default shows it
+    warnings.simplefilter("ignore", FutureWarning)
 
 from trainer.ranks.launcher import launcher_processes, watch  # noqa: E402
 

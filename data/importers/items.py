@@ -1,15 +1,15 @@
 """What every source delivers: items, in parts that can be read apart from each other."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 REASONS = {
     "unsafe_path": "the image's path leaves the folder, or goes through a symbolic link",
     "missing_image": "there is no image, or no such file",
-    "other_file": "the file is neither a picture of a known format nor a text of one",
     "undecodable_image": "the image cannot be decoded",
     "small_image": "the image's shorter side is below the limit",
     "no_caption": "no caption is left after cleaning, and there is no label",
@@ -65,10 +65,12 @@ class Source(NamedTuple):
     Attributes:
         parts: in order.
         fingerprint: changes when the source does; a resumed import insists on the same.
+        other_files: how many files of a folder are neither pictures of a known format nor texts of one, by suffix.
     """
 
     parts: Sequence[Part]
     fingerprint: str
+    other_files: Mapping[str, int] = MappingProxyType({})
 
 
 def in_parts(items: Sequence[Item], size: int = 500) -> list[Part]:

@@ -132,6 +132,7 @@ def import_examples(
             "read": sum(part.num_items for part in parts),
             "written": int(kept.sum()),
             "held_out": int(kept_out.sum()),
+            "other_files": dict(sorted(source.other_files.items())),
             "dropped": {reason: counts[reason] for reason in REASONS if counts[reason]},
             "reasons": {reason: text for reason, text in REASONS.items() if counts[reason]},
             "samples": {reason: keys for reason, keys in samples.items() if keys},

@@ -7,7 +7,7 @@ import csv
 import hashlib
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,7 +225,7 @@ def coco_source(path: Path, columns: Columns, image_root: Path | None) -> Source
 def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = False) -> Source:
     """All images below a folder; where it has one of TABLES, that table says which.
 
-    Every file is an item, so that the report counts what is no picture, too. Symbolic links are never followed: linked images
+    Files that are neither pictures nor texts of one are counted by their suffix. Symbolic links are never followed: linked images
     are counted as unsafe, linked folders passed over. Of several images of one name (a.jpg, a.png) the first counts.
 
     Raises:
@@ -237,7 +237,7 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
         if (folder / name).is_file():
             return table_source(folder / name, columns, folder)
     root = folder.resolve()
-    items, digest, seen = [], hashlib.sha256(), set[Path]()
+    items, digest, seen, others = [], hashlib.sha256(), set[Path](), Counter[str]()
     files = [Path(parent, name) for parent, _, names in os.walk(root, followlinks=False) for name in names]
     pictured = {path.with_suffix("") for path in files if path.suffix.lower() in IMAGE_SUFFIXES}
     for path in sorted(files):
@@ -245,7 +245,7 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
         digest.update(f"{name} {path.lstat().st_size} {path.lstat().st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
         if path.suffix.lower() not in IMAGE_SUFFIXES:
             if path.suffix not in TEXT_SUFFIXES or path.with_suffix("") not in pictured:
-                items.append(Item(name, None, (), None, "other_file"))
+                others[path.suffix.lower() or "none"] += 1
         elif path.is_symlink():
             items.append(Item(name, None, (), None, "unsafe_path"))
         elif path.with_suffix("") in seen:
@@ -261,7 +261,7 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
             items.append(Item(name, path, captions, columns.owner_in(record), label=label))
     if not pictured:
         raise DataError(f"{folder} holds no images ({', '.join(IMAGE_SUFFIXES)}) and none of {', '.join(TABLES)}")
-    return Source(in_parts(items), digest.hexdigest())
+    return Source(in_parts(items), digest.hexdigest(), others)
 
 
 def _text(path: Path) -> str | None:
