@@ -160,8 +160,9 @@ run folder that is started beside the original is the three first, brought back 
 def explore_rollbacks(root: Path, *, share: float = 1.0, seed: int = 0, enough: int = 9999) -> Found:
     """After a crash and a resume that ended at several places, any parts are those of any earlier moment.
 
-    Accepted are only disks that charge all noise, but for the one case that nobody can find: ledger, private/ and mirror come
-    from the same backup, and the owner's ledger does too, or has noted no later line.
+    Accepted are only disks that charge all noise, but for two cases. Nobody can find that ledger, private/ and mirror come from
+    the same backup, if the owner's ledger does too, or has noted no later line. And where all of them are gone, there is another
+    run, which reserves its own budget, while that of the first stays reserved.
     """
     found, chosen = Found(), random.Random(seed)
     length = len(first_start(root).log)
@@ -190,6 +191,11 @@ def explore_rollbacks(root: Path, *, share: float = 1.0, seed: int = 0, enough: 
                 found.states += 1
                 wrong = problem(root, happened)
                 if wrong is None or wrong.startswith(REFUSED):
+                    continue
+                if f"{RUN}/ledger.jsonl" not in tree and {"ledger", "private", "mirror"} <= set(parts):
+                    reserved = (root / OWNER).read_bytes().count(b'"type":"reserve"')
+                    if reserved < 1 + (tree[OWNER] or b"").count(b'"type":"reserve"'):
+                        found.problems.append(f"{' and '.join(parts)} brought back: another run has reserved nothing")
                     continue
                 noted = [line for line in (tree[OWNER] or b"").splitlines() if b'"position":' in line]
                 lines = (tree.get(f"{RUN}/ledger.jsonl") or b"").count(b"\n")
