@@ -221,7 +221,7 @@ def test_contract_9_nor_one_after_a_crash_of_the_resume(root: Path) -> None:
 
 
 def test_contract_9_nor_one_after_a_kill_a_resume_and_a_crash(root: Path) -> None:
-    found = explore_kills(root, share=0.02, seed=4)
+    found = explore_kills(root, share=0.03, seed=2)
     assert not found.problems, found.problems[:3]
     assert found.states > 30
 
@@ -255,7 +255,10 @@ def test_contract_9_every_copy_and_rollback(root: Path) -> None:
 def test_contract_9_every_state_after_two_crashes(root: Path, kind: str, part: int) -> None:
     found = explore(root, depth=2, part=(part, 16)) if kind == "crash" else explore_kills(root, part=(part, 16))
     print(found)
-    assert not found.problems and not found.cut, found.problems[:3]
+    assert not found.problems, found.problems[:3]
+    assert (
+        kind == "kill" or not found.cut
+    )  # the page cache of two programs may hold too many changes for all their subsets
 
 
 # Mistakes in the protocol, planted into the product: the exploration finds each.
