@@ -64,7 +64,7 @@ def session(folder: Path, own: PrivacyPlan, steps: Iterator[int], *, mirrored: b
         run.start_session()
     for step in numbers:
         last = step == numbers[-1]
-        run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1))
+        run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1), micro_batch_size=40)
         if last and dies == "intent":
             break
         run.intent(step, releases=step_releases(own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping))

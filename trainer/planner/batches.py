@@ -17,7 +17,7 @@ from data.index.tar_index import MANIFEST, ExampleTable
 from privacy.plan import PrivacyPlan
 from privacy.sampling.poisson import default_cap
 from trainer.config.recipe import RunConfig
-from trainer.run.batches import num_micro_batches, pads_to_cap
+from trainer.run.batches import num_micro_batches
 
 WORTH_A_NOTE = 0.05
 """Padding is noted from this share of the rows on."""
@@ -44,7 +44,7 @@ class Batches:
         if config.data.streaming:
             return cls((expected,))
         cap = default_cap(expected) if plan is None else plan.max_batch_size
-        if pads_to_cap(expected, cap, bucket_captions=config.data.bucket_captions):
+        if config.privacy.enabled:
             return cls((cap,))
         spread = NormalDist(expected, math.sqrt(expected))
         quantiles = (spread.inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES))
