@@ -202,7 +202,7 @@ for _ in sys.stdin:
     print(time.process_time() - started, flush=True)
 """
 """One logical batch per line of input, totals included, in whichever checkout is the working folder."""
-MICRO_BATCH, MICRO_BATCHES = 8, 3
+MICRO_BATCH, MICRO_BATCHES = 8, 2
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",

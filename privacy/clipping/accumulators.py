@@ -23,9 +23,12 @@ that the sum of several examples has by then, at most about once an example, not
 blocks of some hundred terms, each of which starts at zero; matrix units of a GPU add 8 to 16 terms at a time.) The search in
 tests/privacy/clipping/test_rounding.py supports it; docs/guarantee.md states it.
 
-All this compares x with zeros in its place. A batch in which x was not drawn differs also in that later rows close up, and
-every sum rounds anew. For what is added in fp64 the bound above covers that too. For products it does not: see the threat
-model.
+All this compares x with zeros in its place, and privacy/sampling/rows.py makes that suffice: members stand in random rows of a
+fixed number, so that all others stand alike whether x is drawn or not. Were the rows behind x to close up instead, every product
+would round anew, by n u C / 2 for each of up to a million examples at worst: no useful bound, whatever n is.
+
+Sharded sums (trainer/engines/sharded_sums.py) keep the same two rules. They have no windows, so that an fp32 sum ends with its
+product, and the reduction over ranks is one more addition in fp64.
 """
 
 from collections.abc import Iterator, Mapping

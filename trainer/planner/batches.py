@@ -1,8 +1,8 @@
 """How many micro-batches a logical batch takes, how many of their rows are padding, and what a step reads.
 
-Every rank runs the same number of micro-batches of the same size, so the last one is filled up with rows that cost as much as
-examples and count for nothing. Where every step runs the micro-batches of the capped batch (trainer/run/batches.py) their number
-is one; elsewhere it follows the Poisson batch, and a size that just holds B / W examples needs one more in half of the steps.
+Every rank runs the same number of micro-batches of the same size, whose rows without an example cost as much as examples and
+count for nothing. Every step of a private run takes the micro-batches of the capped batch (trainer/run/batches.py). Elsewhere
+their number follows the Poisson batch, and a size that just holds B / W examples needs one more in half of the steps.
 A step makes one random read for each example, whose mean size the index knows where there is one.
 """
 
