@@ -160,17 +160,20 @@ def _constant(token: Tensor, width: int, values_NTL: Tensor) -> tuple[Tensor, Te
     return x.expand(*values_NTL.shape[:2], *token.shape), nn.functional.pad(values_NTL, (0, width - LANES))
 
 
-RULES = (
-    "ghost",
-    "ghost",
-    "written_out",
-    "convolution",
-    "bias",
-    "raw",
-    "layer_norm",
-    "group_norm",
-    "embedding",
-    "chunked",
+RULES = tuple(
+    [
+        "embedding",
+        "ghost",
+        "bias",
+        "written_out",
+        "raw",
+        "embedding",
+        "convolution",
+        "layer_norm",
+        "chunked",
+        "group_norm",
+        "ghost",
+    ]
 )
 
 
@@ -207,7 +210,7 @@ def draw_construction(rng: random.Random, rule: str) -> Construction:
     most = max(
         4, min(1600, rng.choice(TOKENS_OF_A_DRAW) // tokens, rng.choice([60, 60, 600]) * sum(sizes) // len(sizes))
     )
-    before = rng.randint(1, most - 2)
+    before = rng.choice([rng.randint(1, most - 2), 1 << ((most // 2).bit_length() - 1)])
     function = rng.choice(["flat", "flat", "flat", "flat", "flat", "per_layer", "per_layer", "automatic"])
     bound = 1.0 if function == "automatic" else rng.choice([1e30, 1e30, 1e30, 1.0])
     return Construction(rule, dtype, rng.choice(MODES), function, tokens, sizes, before, most - before - 1, bound)
@@ -220,14 +223,16 @@ def draw_values(of: Construction, rng: random.Random) -> Tensor:
     values = torch.zeros(count, of.tokens, LANES, dtype=torch.float64)
     for lane in range(LANES):
         g_NT = values[:, :, lane]
-        k = rng.randint(0, x.bit_length() - 1)
+        k = rng.choice([rng.randint(0, x.bit_length() - 1), x.bit_length() - 1])
         below = 2.0 ** (k - 24)  # the last place below 2^k
         match rng.choice(["binade", "binade", "binade", "cancel", "random", "halves"]):
             case "binade":  # x decides on which side of 2^k the partial sum lies
                 first = rng.choice([0, of.tokens - 1])
                 g_NT[x - 2**k : x, first] = 1
                 g_NT[x, 0], g_NT[x - 1, first] = -1, rng.choice([1.5, 1.25, 1 + 2.0**-7, 1])
-                g_NT[x + 1 :] = rng.choice([-0.75, -0.5, 0.5, 0.75, -0.26, 1.5]) * below * rng.choice([1, 1, 2, 4])
+                g_NT[x + 1 :] = (
+                    rng.choice([-0.75, -0.75, -0.5, 0.5, 0.75, -0.26, 1.5]) * below * rng.choice([1, 1, 1, 2, 4])
+                )
             case "cancel":  # tokens carry the partial sum away and back
                 size = rng.choice([1, 2, 4, 8, 15])
                 g_NT[x + 1 :] = -rng.choice([0.5, 0.75]) * size * 2.0**-24

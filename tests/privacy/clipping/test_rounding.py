@@ -173,6 +173,26 @@ def test_contract_4_tokens_that_cancel_do_not_carry_partial_sums_away(tokens: in
         assert float((sums[0] - sums[1]).norm()) <= 1 + SENSITIVITY_SLACK / 2, magnitude
 
 
+@pytest.mark.parametrize("rule", sorted(set(neighbours.RULES)))
+@pytest.mark.parametrize("mode", neighbours.MODES)
+def test_contract_4_what_stands_in_a_row_without_an_example_changes_no_bit(rule: str, mode: Mode) -> None:
+    """So an example that is not drawn leaves the sum that it leaves with zeros in its place (privacy/sampling/rows.py)."""
+    generator = torch.Generator().manual_seed(0)
+    model, inputs_of, lanes_of = neighbours.build(rule, 5)
+    values = torch.randn(70, 5, neighbours.LANES, generator=generator)
+    is_empty = torch.rand(70, generator=generator) < 0.2
+    found = []
+    for content in (0.0, 1.0, 1e38, torch.nan, torch.inf):
+        clipped = ClippedSum(model, 1.0, mode=mode)
+        there = torch.where(is_empty[:, None, None], torch.randn(values.shape, generator=generator) * content, values)
+        for rows in (slice(0, 7), slice(7, 70)):
+            x, w = inputs_of(there[rows])
+            clipped.add_micro_batch(model, {"x": x, "w": w}, is_empty[rows])
+        found.append(lanes_of(neighbours.whole(clipped)))
+        clipped.detach()
+    assert all(torch.equal(one, found[0]) for one in found) and float(found[0].abs().max()) > 0
+
+
 # Norms: inputs and output gradients of any magnitude
 
 
