@@ -160,20 +160,17 @@ def _constant(token: Tensor, width: int, values_NTL: Tensor) -> tuple[Tensor, Te
     return x.expand(*values_NTL.shape[:2], *token.shape), nn.functional.pad(values_NTL, (0, width - LANES))
 
 
-RULES = tuple(
-    [
-        "embedding",
-        "ghost",
-        "bias",
-        "written_out",
-        "raw",
-        "embedding",
-        "convolution",
-        "layer_norm",
-        "chunked",
-        "group_norm",
-        "ghost",
-    ]
+RULES = (
+    "embedding",
+    "ghost",
+    "bias",
+    "written_out",
+    "raw",
+    "convolution",
+    "layer_norm",
+    "chunked",
+    "group_norm",
+    "embedding",
 )
 
 
