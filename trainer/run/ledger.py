@@ -44,8 +44,12 @@ class MembersLog:
         rank = distributed.rank()
         digest = members_digest(self._key, self._nonce, attempt, plan.step, rank, plan.example_ids)
         counts, digests = zip(*distributed.gather_objects((len(plan.example_ids), digest)), strict=True)
-        named = (plan.step, attempt, self._nonce.hex(), rows_per_rank)
-        distributed.on_main(lambda: self._append(MembersRecord(*self._position(), *named, counts, digests)))
+        nonce = self._nonce.hex()
+        distributed.on_main(
+            lambda: self._append(
+                MembersRecord(*self._position(), plan.step, attempt, nonce, rows_per_rank, counts, digests)
+            )
+        )
 
     def charged(self) -> None:
         """The ledger's last line is this attempt's intent. On rank 0, before the others know that they may go on."""
