@@ -136,4 +136,4 @@ def exact_norms(double: nn.Module, model: nn.Module, x: Tensor, w: Tensor) -> Te
     gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(
         parameters, x.double().cpu(), w.double().cpu()
     )
-    return torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
+    return torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0).detach()
