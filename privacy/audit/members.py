@@ -47,11 +47,15 @@ class LedgerMark:
 
 @dataclass(frozen=True)
 class MembersRecord(LedgerMark):
-    """An attempt: what the ranks were dealt at one step; counts and digests in rank order. Its intent is line `seq` + 1."""
+    """An attempt: what the ranks were dealt at one step; counts and digests in rank order. Its intent is line `seq` + 1.
+
+    `rows_per_rank` is the number of rows of all micro-batches of a rank: it and the key decide who is dealt what.
+    """
 
     step: int
     attempt: int
     nonce: str
+    rows_per_rank: int
     counts: tuple[int, ...]
     digests: tuple[str, ...]
 

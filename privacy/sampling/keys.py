@@ -108,6 +108,10 @@ class SamplingKey:
         """AES-256 key of the per-example keys (augmentation, dropout, masking) of one attempt."""
         return self._derive(b"example keys v1\0" + _context(session_nonce, attempt))
 
+    def row_key(self, session_nonce: bytes, attempt: int) -> bytes:
+        """AES-256 key of the rows in which the members of one attempt stand (privacy/sampling/rows.py)."""
+        return self._derive(b"rows of members v1\0" + _context(session_nonce, attempt))
+
     def schedule_key(self) -> bytes:
         """AES-256 key of a schedule that is the same in every session and attempt (privacy/sampling/shuffle.py)."""
         return self._derive(b"epoch schedule v1\0")

@@ -74,7 +74,7 @@ def _steps(folder: Path, run: RunLedger, numbers: list[int], dies: str) -> None:
         run.start_session()
     for step in numbers:
         last = step == numbers[-1]
-        run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1))
+        run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1), micro_batch_size=40)
         if last and dies == "intent":
             break
         run.intent(step, releases=step_releases(own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping))
