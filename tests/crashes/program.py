@@ -119,7 +119,7 @@ def start(root: Path, number: int, note: Note, opening: Callable[[RunLedger], No
         nonce = run.start_session()
         writer = CheckpointWriter(RunFolder(root / RUN).checkpoints, Retention(1), published=run.checkpoint)
         for step in range(1 if resumed is None else resumed.step + 1, STEPS + 1):
-            run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1))
+            run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1), micro_batch_size=40)
             run.intent(step, releases=step_releases(PLAN.noise_multiplier, PLAN.max_grad_norm, None))
             note((nonce.hex(), step, run.attempts.get(step, 0)))
             run.done(step)

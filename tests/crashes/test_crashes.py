@@ -334,11 +334,11 @@ def checkpoint_recorded_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
 def attempt_recorded_after_the_intent(patch: pytest.MonkeyPatch) -> None:
     real, waiting = RunLedger.intent, list[Any]()
     noted = RunLedger.note
-    patch.setattr(RunLedger, "note", lambda self, plan: waiting.append(plan))
+    patch.setattr(RunLedger, "note", lambda self, plan, *, micro_batch_size: waiting.append(plan))
 
     def first(self: RunLedger, step: int, **more: Any) -> None:
         real(self, step, **more)
-        noted(self, waiting.pop())
+        noted(self, waiting.pop(), micro_batch_size=40)
 
     patch.setattr(RunLedger, "intent", first)
 
