@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,12 +156,16 @@ class Recorder:
         try:
             with compiled.weights_at_rest(self._compiled_weights):
                 with torch.enable_grad():
-                    with _plain_words():
+                    with plain_words():
                         loss_B = task(**inputs)
                     if loss_B.shape != (batch_size,):
                         raise PrivacyConfigError(
                             f"the task returned a tensor of shape {tuple(loss_B.shape)} for {batch_size} examples: it must "
                             'return one loss per example, (B,); a loss function of torch does so with reduction="none"'
+                        )
+                    if not loss_B.requires_grad:
+                        raise PrivacyConfigError(
+                            "the loss depends on no layer that is trained: was it detached, or computed under torch.no_grad?"
                         )
                     loss = loss_B.sum()
                 yield Forward(self, loss_B.detach(), dict(self._num_calls), loss, num_backwards)
@@ -173,12 +178,16 @@ class Recorder:
         """Hands every call to `sink` as soon as its gradient is known, last layer first; `Forward.backward` calls it."""
         assert self._root is not None
         self._sink = sink
-        with torch.enable_grad(), _plain_words():
+        with torch.enable_grad(), plain_words():
             torch.autograd.grad(loss, [self._root], retain_graph=keep_graph, allow_unused=True)
 
     def report(self, call: Call) -> None:
         """A tap saw its gradient."""
-        assert self._sink is not None
+        if self._sink is None:
+            raise PrivacyConfigError(
+                f"the forward differentiates through layer {call.claim.path or 'root'} (torch.autograd.grad inside the model), "
+                "which per-example clipping cannot follow; freeze the layer, or let the forward differentiate around it"
+            )
         with torch.no_grad(), exact(call.output_gradient.device):
             self._sink(call)
 
@@ -224,12 +233,10 @@ class Recorder:
         size = self._batch_size
         if len(output) == len(x) == size:
             return
-        if x.dim() > 1 and x.shape[1] == size:
-            way_out = "put the examples first (batch_first=True, or transpose before the layer)"
-        elif len(x) == len(output) and len(x) % size == 0 and x.requires_grad:
+        if x.requires_grad or x.dim() > 2:
             way_out = (
-                "do not fold windows, heads or crops into the dimension of the examples, but give them one of their own behind "
-                "it, as in (B, windows, tokens, width)"
+                "put the examples first (batch_first=True, or transpose before the layer), and give windows, heads or crops a "
+                "dimension of their own behind them, as in (B, windows, tokens, width)"
             )
         else:
             way_out = (
@@ -262,13 +269,15 @@ class Recorder:
 
 
 @contextmanager
-def _plain_words() -> Iterator[None]:
+def plain_words() -> Iterator[None]:
     """Says in words of the model what torch says of taps."""
     try:
         yield
     except RuntimeError as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-        place = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames[-1].filename != __file__ else ""
+        ours = str(Path(__file__).parent)
+        frames = traceback.extract_tb(error.__traceback__)
+        outside = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(ours)]
+        place = f" (at {outside[-1].filename}:{outside[-1].lineno})" if outside else ""
         if isinstance(error, CheckpointError):
             reason = (
                 f"activation checkpointing did not repeat a forward{place}: put the checkpoint around the module that owns a "
@@ -279,6 +288,8 @@ def _plain_words() -> Iterator[None]:
                 "reentrant activation checkpointing runs a backward of its own, which clipping cannot follow: give "
                 "torch.utils.checkpoint use_reentrant=False"
             )
+        elif "functorch" in str(error):
+            reason = f"a layer runs inside torch.func{place}, which clipping cannot follow: call it on the whole batch instead"
         elif "inplace" in str(error):
             reason = (
                 f"the model changes a layer's input or output in place{place}, where clipping still needs it: write y = y + x "

@@ -89,6 +89,12 @@ EXACT: dict[str, tuple[tuple[int, ...], Callable[[Inner, Tensor], Tensor]]] = {
     "prompt_repeated": ((3, D), lambda m, x: torch.concat([m.p.repeat(len(x), 1, 1), x], 1)),
     "long_positions": ((1, T + 3, D), lambda m, x: x + m.p[:, :T]),
     "gathered": ((7, D), lambda m, x: x + m.p[torch.tensor([2, 0, 2, 5])]),
+    "gathered_by_example": ((7, D), lambda m, x: x + m.p[ids_of(x) % 7]),
+    "gathered_by_example_part": ((7, D + 2), lambda m, x: x * m.p[ids_of(x) % 7, 1:-1].tanh()),
+    "gathered_twice": (
+        (7, D),
+        lambda m, x: x + m.p[torch.tensor([[2, 0, 2, 5]] * T)] + m.p[ids_of(x)[:, 0] % 7][:, None],
+    ),
     "split_positions": ((1, T + 1, D), lambda m, x: torch.cat([m.q + m.p[:, :1], m.p[:, 1:]], 1)[:, 1:] + x),
     "table": ((D,), lambda m, x: x + m.table * m.p),
     "table_twice": ((D,), lambda m, x: x + m.table * m.p + (m.table + m.p)[None]),
