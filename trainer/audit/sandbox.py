@@ -193,6 +193,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
     plan, canaries = settings.plan(), settings.canaries()
     present_N = np.array(settings.present)
     model = CanaryModel()
+    # Before the engine shards it, which is why the clipper below does not ask for the check.
     check_against_autograd(model, canaries.batch(np.arange(16), np.ones_like(present_N), 16).inputs)
     # A power of two above any gradient: then w -= lr * g / (|g| + eps) is w -= g up to rounding.
     enormous = 2.0 ** (30 + max(0, math.ceil(math.log2(plan.max_grad_norm))))
