@@ -12,7 +12,7 @@ are replaced by random ones meanwhile, and a parameter without any gradient is r
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,7 +37,11 @@ SMALL = 1e-3
 
 
 def check_against_autograd(
-    model: nn.Module, inputs: Mapping[str, Tensor], task: Callable[..., Tensor] | None = None
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    task: Callable[..., Tensor] | None = None,
+    *,
+    unreached: Collection[str] = (),
 ) -> None:
     """Compares, on an unsharded model and made-up inputs, per-example gradients with torch's own; `ClippedSum` asks for it.
 
@@ -49,6 +53,7 @@ def check_against_autograd(
         model: in the mode and with the parameters frozen as in training; its `.grad` fields are left empty.
         inputs: two or more examples that differ, made up, never private data. Names as in training, tensors with B rows.
         task: `task(**inputs)` returns loss_B, where loss i depends on example i alone; the model itself by default.
+        unreached: parameters that are trained although the loss never reaches them; all others must get a gradient.
 
     Raises:
         PrivacyConfigError: naming the parameter whose gradient differs most, or that no example reaches; or the loss of an
@@ -68,7 +73,7 @@ def check_against_autograd(
         for chosen, weights in batches:
             loss_B, sums = _clipped(model, task, {name: x[chosen] for name, x in inputs.items()}, weights)
             _compare_losses(loss_N[chosen], loss_B)
-            _require_gradients(sums, expected)
+            _require_gradients([name for name in sums if name not in unreached], expected)
             _compare(expected, sums)
     note_passed(model, task, inputs)
 
@@ -182,15 +187,16 @@ def _require_gradients(names: Iterable[str], gradients: Mapping[str, Tensor]) ->
 
 def _compare(expected: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
     tolerance = max(TOLERANCE[g.dtype] for g in expected.values())
-    scale = max(float(g.norm()) for g in expected.values())
-    differences = {name: float((sums[name] - g).norm()) for name, g in expected.items()}
-    allowed = {name: tolerance * (float(g.norm()) + FLOOR * scale) for name, g in expected.items()}
+    truth = {name: expected.get(name, torch.zeros_like(total)) for name, total in sums.items()}
+    scale = max(float(g.norm()) for g in truth.values())
+    differences = {name: float((sums[name] - g).norm()) for name, g in truth.items()}
+    allowed = {name: tolerance * (float(g.norm()) + FLOOR * scale) for name, g in truth.items()}
     # A difference that is not finite is the worst.
-    name = max(expected, key=lambda n: differences[n] / allowed[n] if differences[n] < float("inf") else float("inf"))
+    name = max(truth, key=lambda n: differences[n] / allowed[n] if differences[n] < float("inf") else float("inf"))
     if not differences[name] <= allowed[name]:
         raise PrivacyConfigError(
             f"the clipping rules do not see the gradient of {name} as torch does (difference {differences[name]:.1e} of "
-            f"{float(expected[name].norm()):.1e}): is the parameter used without calling the layer that owns it, is the first "
+            f"{float(truth[name].norm()):.1e}): is the parameter used without calling the layer that owns it, is the first "
             "dimension of every layer's input the examples, and does every loss depend on its own example alone?"
         )
 

@@ -148,6 +148,14 @@ def test_what_the_check_cannot_exercise_is_refused_by_name(
         check_against_autograd(model, inputs, used)
 
 
+def test_parameters_that_are_named_need_no_gradient() -> None:
+    model = Net()
+    check_against_autograd(model, made_up(), task := ignores_scale(model), unreached=["scale"])
+    add(ClippedSum(model, 1.0), task, x=torch.randn(3, 4))
+    with pytest.raises(PrivacyConfigError, match="gives scale a gradient"):
+        check_against_autograd(model, made_up(), task, unreached=["a.weight"])
+
+
 def test_inputs_of_zeros_exercise_no_weight() -> None:
     model = nn.Linear(4, 3)
     with pytest.raises(PrivacyConfigError, match="gives weight a gradient"):
