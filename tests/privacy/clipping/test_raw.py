@@ -91,10 +91,7 @@ EXACT: dict[str, tuple[tuple[int, ...], Callable[[Inner, Tensor], Tensor]]] = {
     "gathered": ((7, D), lambda m, x: x + m.p[torch.tensor([2, 0, 2, 5])]),
     "gathered_by_example": ((7, D), lambda m, x: x + m.p[ids_of(x) % 7]),
     "gathered_by_example_part": ((7, D + 2), lambda m, x: x * m.p[ids_of(x) % 7, 1:-1].tanh()),
-    "gathered_twice": (
-        (7, D),
-        lambda m, x: x + m.p[torch.tensor([[2, 0, 2, 5]] * T)] + m.p[ids_of(x)[:, 0] % 7][:, None],
-    ),
+    "gathered_by_first_token": ((7, D), lambda m, x: x + m.p[ids_of(x)[:, 0] % 7][:, None] * m.p[:1]),
     "split_positions": ((1, T + 1, D), lambda m, x: torch.cat([m.q + m.p[:, :1], m.p[:, 1:]], 1)[:, 1:] + x),
     "table": ((D,), lambda m, x: x + m.table * m.p),
     "table_twice": ((D,), lambda m, x: x + m.table * m.p + (m.table + m.p)[None]),
