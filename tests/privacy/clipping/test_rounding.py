@@ -193,7 +193,7 @@ def test_contract_4_what_stands_in_a_row_without_an_example_changes_no_bit(rule:
     is_empty = torch.rand(70, generator=generator) < 0.2
     found = []
     for content in (0.0, 1.0, 1e38, torch.nan, torch.inf):
-        clipped = ClippedSum(model, 1.0, mode=mode)
+        clipped = ClippedSum(model, 1.0, mode=mode, self_check=False)
         there = torch.where(is_empty[:, None, None], torch.randn(values.shape, generator=generator) * content, values)
         for rows in (slice(0, 7), slice(7, 70)):
             x, w = inputs_of(there[rows])
