@@ -63,8 +63,8 @@ class Call:
         """(canonical parameter name, contribution) for each trainable parameter of the layer."""
         gradient = self.output_gradient
         if self.local_name and self.input is not None:
-            part = as_layer(self.input, gradient)
-            yield self.claim.parameters[self.local_name], part.settled() if isinstance(part, OuterProducts) else part
+            used = as_layer(self.input, gradient)
+            yield self.claim.parameters[self.local_name], used.settled() if isinstance(used, OuterProducts) else used
             return
         if self.input is None:
             rows = wide(gradient)  # a scalar parameter is a vector of one

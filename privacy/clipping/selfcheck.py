@@ -11,6 +11,7 @@ The check must not pass for lack of a gradient. Examples must differ, weights ne
 are replaced by random ones meanwhile, and a parameter without any gradient is refused by name.
 """
 
+import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -219,7 +220,7 @@ def _nothing_is_small(model: nn.Module) -> Iterator[None]:
 
 
 def _is_small(p: Tensor) -> bool:
-    return float(p.detach().norm()) < SMALL * p.numel() ** 0.5
+    return float(p.detach().norm()) < SMALL * math.sqrt(p.numel())
 
 
 @contextmanager

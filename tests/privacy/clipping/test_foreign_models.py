@@ -24,7 +24,7 @@ hf.logging.set_verbosity_error()
 TOKENS, VOCABULARY = 4, 30
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-VIT = {**SMALL, **NO_DROPOUT, "image_size": 16, "patch_size": 8}
+VIT: dict[str, Any] = {**SMALL, **NO_DROPOUT, "image_size": 16, "patch_size": 8}
 TEXT = {**SMALL, "vocab_size": VOCABULARY, "max_position_embeddings": 12, "pad_token_id": 0}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 SEQUENCES = {
@@ -114,7 +114,7 @@ def blip() -> nn.Module:
     return hf.BlipForConditionalGeneration(hf.BlipConfig(vision_config=vision, text_config=text, projection_dim=8))
 
 
-GPT2 = {"vocab_size": VOCABULARY, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2, **ENDS}
+GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2, **ENDS}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 OPT = {**TEXT, **ENDS, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}
 T5 = {

@@ -32,6 +32,8 @@ FOUND = (
 class Piece(nn.Module):
     """`use(self, x)` with two linear layers, a norm, a table of positions, raw parameters and a buffer at hand."""
 
+    running: Tensor
+
     def __init__(self, use: Callable[..., Tensor], **more: nn.Module) -> None:
         super().__init__()
         self.use = use
@@ -133,7 +135,7 @@ class Double(torch.autograd.Function):
         return x * 2
 
     @staticmethod
-    def backward(ctx: object, g: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: object, g: Tensor) -> Tensor:
         return 5 * g
 
 
@@ -355,7 +357,7 @@ class MixedGradient(torch.autograd.Function):
         return x * 1
 
     @staticmethod
-    def backward(ctx: object, g: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: object, g: Tensor) -> Tensor:
         return g.flip(0)
 
 
@@ -409,7 +411,7 @@ class Checkpointed(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 def tried(seeds: range) -> Counter[str]:
