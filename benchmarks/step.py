@@ -189,12 +189,14 @@ from benchmarks.workloads import CPU_WORKLOADS
 from models.config import VitConfig
 from models.vit import VisionTransformer
 from privacy.clipping import ClippedSum
+from privacy.clipping.selfcheck import check_against_autograd
 
 torch.set_num_threads(1)
 batch_size, count = int(sys.argv[1]), int(sys.argv[2])
 workload = replace(CPU_WORKLOADS["vit_s_16"], batch_size=batch_size)
 model, inputs = workload.model(), workload.inputs(torch.device("cpu"))
 model.encoder, model.head = VisionTransformer(VitConfig(width=192, depth=12, num_heads=3)), nn.Linear(192, 1000)
+check_against_autograd(model, {name: x[:2] for name, x in inputs.items()})  # which every checkout has
 clipped, is_padding_B = ClippedSum(model, 1.0), torch.zeros(batch_size, dtype=torch.bool)
 for _ in sys.stdin:
     started = time.process_time()

@@ -118,6 +118,7 @@ class PrivacyPlan(PlanChoices):
         mode: Mode = "bookkeeping",
         accumulator: MakeAccumulator | None = None,
         device: torch.device | None = None,
+        self_check: bool = True,
     ) -> ClippedSum:
         """The clipper whose sensitivity the noise is scaled by; see `ClippedSum` for the arguments and errors."""
         from privacy.clipping.accumulators import LocalSums  # planning needs no torch
@@ -133,6 +134,7 @@ class PrivacyPlan(PlanChoices):
             accumulator=accumulator or LocalSums,
             adaptive=self.adaptive_clipping,
             device=device,
+            self_check=self_check,
         )
 
     def noise(self) -> NoiseSource:

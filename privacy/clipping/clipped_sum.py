@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping.accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
 from privacy.clipping.blanking import needs_blanking
+from privacy.clipping.checked import require_passed
 from privacy.clipping.compiled import compiled_weights
 from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
@@ -73,6 +74,8 @@ class ClippedSum:
         accumulator: made from (shapes, dtype, device); takes the sums.
         adaptive: C moves, from `max_grad_norm` on, and a step releases the count that it follows; flat clipping only.
         device: where the model computes, if its parameters wait elsewhere.
+        self_check: a micro-batch is refused until `selfcheck.check_against_autograd` has passed on this model, its task and
+            inputs of these names. False where the same check has passed on an unsharded copy, as in the trainer.
 
     Raises:
         PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or `adaptive` without `flat`.
@@ -89,6 +92,7 @@ class ClippedSum:
         accumulator: Callable[[Mapping[str, torch.Size], torch.dtype, torch.device], Accumulator] = LocalSums,
         adaptive: AdaptiveClipping | None = None,
         device: torch.device | None = None,
+        self_check: bool = True,
     ):
         if adaptive is not None and function is not flat:
             raise PrivacyConfigError(
@@ -96,6 +100,7 @@ class ClippedSum:
             )
         shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self.mode = mode
+        self._to_be_checked = model if self_check else None
         self._recorder = Recorder(claims(model, shapes), compiled_weights(model))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         first = next(iter(trained.values()))
@@ -159,7 +164,12 @@ class ClippedSum:
             task: `task(**inputs)` returns loss_B, where loss i depends on example i alone.
             inputs: tensors with B rows.
             is_padding_B: bool; True rows contribute exactly zero.
+
+        Raises:
+            PrivacyConfigError: the model has not passed the self-check; or a layer's call cannot be split by example.
         """
+        if self._to_be_checked is not None:
+            require_passed(self._to_be_checked, task, inputs)
         size = len(is_padding_B)
         if size > EXAMPLES_PER_PART:
             cuts = [slice(start, start + EXAMPLES_PER_PART) for start in range(0, size, EXAMPLES_PER_PART)]

@@ -93,8 +93,14 @@ def unsupported_reason(module: nn.Module) -> str | None:
             return "its parameters are read without calling it (make them attributes of the module that uses them)"
         case nn.Embedding() if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             return "max_norm, scale_grad_by_freq and sparse embeddings are not supported"
-        case nn.modules.instancenorm._InstanceNorm() | nn.EmbeddingBag():
-            return "no clipping rule covers it (use GroupNorm or Embedding)"
+        case nn.modules.instancenorm._InstanceNorm():
+            return "no clipping rule covers it (use GroupNorm)"
+        case nn.EmbeddingBag():
+            return "no clipping rule covers it (use nn.Embedding and sum or mean over its tokens)"
+        case nn.RNNBase() | nn.RNNCellBase():
+            return "no clipping rule covers it (build the cell of nn.Linear layers, or freeze it)"
+        case nn.Bilinear():
+            return "no clipping rule covers it (use nn.Linear on the outer product of its inputs, or freeze it)"
         case _ if nn.utils.parametrize.is_parametrized(module):
             return "its weights are computed by a parametrization (remove it with parametrize.remove_parametrizations)"
         case _ if type(module) not in RULES and type(module).__module__.startswith("torch.nn."):

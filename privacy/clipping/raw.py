@@ -63,6 +63,9 @@ class PerExample(Tensor):
     """
 
     scope: Scope
+    as_layer: Callable[[Tensor, Tensor], Tensor] | None
+    """Of the parameter itself, None of what is computed from it: taps the output of a function that uses it as a layer would,
+    (input, output) -> output (raw_layers.py)."""
     _full: Callable[[], Tensor]
     _diagonal: Tensor | None
 
@@ -73,7 +76,7 @@ class PerExample(Tensor):
         value: PerExample = Tensor._make_wrapper_subclass(
             PerExample, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
         )
-        value.scope, value._full, value._diagonal = scope, full, diagonal
+        value.scope, value._full, value._diagonal, value.as_layer = scope, full, diagonal, None
         return value
 
     def full(self) -> Tensor:
@@ -117,16 +120,24 @@ class PerExample(Tensor):
         return f"PerExample({self.scope.name}, shape={tuple(self.shape)})"
 
 
-def per_example(batched: Tensor, name: str, arguments: Sequence[Any] = ()) -> Tensor:
+def per_example(
+    batched: Tensor,
+    name: str,
+    arguments: Sequence[Any] = (),
+    as_layer: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
     """The stand-in for a parameter.
 
     Args:
         batched: (B, *s), one copy of the parameter per example.
         name: the parameter, or the layer whose output this is, for messages.
         arguments: of the owner's forward; those with B rows count as tensors of the batch.
+        as_layer: see `PerExample`.
     """
     tensors = tuple(a for a in arguments if isinstance(a, Tensor) and a.dim() > 0 and len(a) != 1)
-    return from_full(batched, Scope(name, len(batched), tensors))
+    value = from_full(batched, Scope(name, len(batched), tensors))
+    value.as_layer = as_layer
+    return value
 
 
 def from_full(full: Tensor, scope: Scope) -> PerExample:

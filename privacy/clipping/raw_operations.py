@@ -275,6 +275,11 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> PerExample:
     if x._diagonal is not None and len(index) > 0 and isinstance(index[0], slice) and index[0] == slice(None):
         diagonal = x._diagonal[index]
         return PerExample.make(diagonal.shape, x, lambda: x.full()[(slice(None), *index)], diagonal, x.scope)
+    ids, size = index[0] if index else None, x.scope.batch_size
+    if isinstance(ids, Tensor) and ids.dim() > 0 and len(ids) == size != 1:  # the ids may be those of each example
+        rows = torch.arange(size, device=ids.device).view(-1, *[1] * (ids.dim() - 1))
+        diagonal = x.full()[(rows, *index)]
+        return PerExample.make(diagonal.shape, x, lambda: x.full()[(slice(None), *index)], diagonal, x.scope)
     return from_full(x.full()[(slice(None), *index)], x.scope)
 
 

@@ -16,15 +16,18 @@ called once for all examples (position ids of shape (1, T)) is replaced by such 
 Under torch.compile's tracer a hook leaves an opaque operation in the graph that does the same (compiled.py).
 """
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 import privacy.clipping.raw_operations  # noqa: F401  # fills the table of what a stand-in can do
@@ -33,6 +36,7 @@ from privacy.clipping.contributions import Contribution, Dense, OuterProducts
 from privacy.clipping.coverage import Claim, refuse_unsupported
 from privacy.clipping.precision import exact, wide
 from privacy.clipping.raw import per_example
+from privacy.clipping.raw_layers import as_layer
 from privacy.clipping.rules import KEEPS, RULES
 from privacy.errors import PrivacyConfigError
 
@@ -45,7 +49,7 @@ class Call:
 
     Attributes:
         local_name: of a raw parameter; empty for a layer with a rule.
-        input: None for a raw parameter.
+        input: None for a raw parameter, but where a function of torch used it as a layer would (raw_layers.py).
         kept: what else the layer's rule asked for.
     """
 
@@ -58,6 +62,10 @@ class Call:
     def contributions(self) -> Iterator[tuple[str, Contribution]]:
         """(canonical parameter name, contribution) for each trainable parameter of the layer."""
         gradient = self.output_gradient
+        if self.local_name and self.input is not None:
+            used = as_layer(self.input, gradient)
+            yield self.claim.parameters[self.local_name], used.settled() if isinstance(used, OuterProducts) else used
+            return
         if self.input is None:
             rows = wide(gradient)  # a scalar parameter is a vector of one
             yield self.claim.parameters[self.local_name], Dense(rows[:, None] if rows.dim() == 1 else rows)
@@ -66,7 +74,8 @@ class Call:
         for local, name in self.claim.parameters.items():
             if local not in by_name:
                 raise PrivacyConfigError(
-                    f"the clipping rule of {type(self.claim.module).__name__} does not cover {name}"
+                    f"the clipping rule of {type(self.claim.module).__name__} does not cover {name}: remove what added it to the "
+                    "layer (such as nn.utils.weight_norm), give it to a module of its own, or freeze it"
                 )
             part = by_name[local]
             yield name, part.settled() if isinstance(part, OuterProducts) else part
@@ -147,10 +156,17 @@ class Recorder:
         try:
             with compiled.weights_at_rest(self._compiled_weights):
                 with torch.enable_grad():
-                    loss_B = task(**inputs)
+                    with plain_words():
+                        loss_B = task(**inputs)
                     if loss_B.shape != (batch_size,):
-                        shape = tuple(loss_B.shape)
-                        raise RuntimeError(f"the task must return one loss per example, not shape {shape}")
+                        raise PrivacyConfigError(
+                            f"the task returned a tensor of shape {tuple(loss_B.shape)} for {batch_size} examples: it must "
+                            'return one loss per example, (B,); a loss function of torch does so with reduction="none"'
+                        )
+                    if not loss_B.requires_grad:
+                        raise PrivacyConfigError(
+                            "the loss depends on no layer that is trained: was it detached, or computed under torch.no_grad?"
+                        )
                     loss = loss_B.sum()
                 yield Forward(self, loss_B.detach(), dict(self._num_calls), loss, num_backwards)
         finally:
@@ -162,12 +178,16 @@ class Recorder:
         """Hands every call to `sink` as soon as its gradient is known, last layer first; `Forward.backward` calls it."""
         assert self._root is not None
         self._sink = sink
-        with torch.enable_grad():
+        with torch.enable_grad(), plain_words():
             torch.autograd.grad(loss, [self._root], retain_graph=keep_graph, allow_unused=True)
 
     def report(self, call: Call) -> None:
         """A tap saw its gradient."""
-        assert self._sink is not None
+        if self._sink is None:
+            raise PrivacyConfigError(
+                f"the forward differentiates through layer {call.claim.path or 'root'} (torch.autograd.grad inside the model), "
+                "which per-example clipping cannot follow; freeze the layer, or let the forward differentiate around it"
+            )
         with torch.no_grad(), exact(call.output_gradient.device):
             self._sink(call)
 
@@ -192,25 +212,42 @@ class Recorder:
             x = args[0] if args else next(iter(kwargs.values()))
             if torch.compiler.is_compiling():
                 return compiled.tap(output, self._root, x, tap_in_graph.key)
-            if len(x) == len(output) == 1 != self._batch_size and not x.requires_grad:
-                # One row for all examples: as if every example had made the call for itself.
-                rows, inputs = (t.detach().expand(self._batch_size, *t.shape[1:]) for t in (output, x))
-                return per_example(self._tap(rows, claim, "", inputs).unsqueeze(1), claim.path)
-            self._require_examples(x, output, claim)
             with torch.no_grad():
                 others = keep(module, (*args, *kwargs.values()), output) if keep is not None else ()
-            # On CUDA, bad rows of what is kept are overwritten (blanking.py), which must not happen to the caller's tensors.
-            x = x.clone() if x.is_cuda and not x.requires_grad else x.detach()
-            return self._tap(output, claim, "", x, *others)
+            return self._tap_call(output, claim, "", x, *others)
 
         return hook
 
-    def _require_examples(self, x: Tensor, output: Tensor, claim: Claim) -> None:
-        if len(output) != self._batch_size or len(x) != self._batch_size:
-            raise RuntimeError(
-                f"layer {claim.path} ({type(claim.module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, "
-                f"but the first dimension of both must be the {self._batch_size} examples of the micro-batch"
+    def _tap_call(self, output: Tensor, claim: Claim, local_name: str, x: Tensor, *others: Tensor) -> Tensor:
+        """The output of a layer, or of a raw parameter that was used like one, tapped."""
+        if len(x) == len(output) == 1 != self._batch_size and not x.requires_grad:
+            # One row for all examples: as if every example had made the call for itself.
+            rows, inputs = (t.detach().expand(self._batch_size, *t.shape[1:]) for t in (output, x))
+            return per_example(self._tap(rows, claim, local_name, inputs).unsqueeze(1), claim.path or "the root module")
+        self._require_examples(x, output, claim, local_name)
+        # On CUDA, bad rows of what is kept are overwritten (blanking.py), which must not happen to the caller's tensors.
+        x = x.clone() if x.is_cuda and not x.requires_grad else x.detach()
+        return self._tap(output, claim, local_name, x, *others)
+
+    def _require_examples(self, x: Tensor, output: Tensor, claim: Claim, local_name: str = "") -> None:
+        size = self._batch_size
+        if len(output) == len(x) == size:
+            return
+        if x.requires_grad or x.dim() > 2:
+            way_out = (
+                "put the examples first (batch_first=True, or transpose before the layer), and give windows, heads or crops a "
+                "dimension of their own behind them, as in (B, windows, tokens, width)"
             )
+        else:
+            way_out = (
+                "a table that all examples share (position ids, relative positions) needs a leading dimension of 1: "
+                "layer(ids[None]), and [0] of the result"
+            )
+        name = f"{claim.path}.{local_name}" if local_name else claim.path
+        raise PrivacyConfigError(
+            f"layer {name} ({type(claim.module).__name__}) maps {tuple(x.shape)} to {tuple(output.shape)}, but the "
+            f"first dimension of both must be the {size} examples of the micro-batch: {way_out}; or freeze the layer's parameters"
+        )
 
     def _shadow(self, claim: Claim) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -221,9 +258,46 @@ class Recorder:
                 parameter = module._parameters[local]
                 assert parameter is not None
                 copies = self._tap(parameter.detach().expand(self._batch_size, *parameter.shape), claim, local)
-                module.__dict__[local] = per_example(copies, claim.parameters[local], [*args, *kwargs.values()])
+                module.__dict__[local] = per_example(
+                    copies, claim.parameters[local], [*args, *kwargs.values()], self._as_layer(claim, local)
+                )
 
         return hook
+
+    def _as_layer(self, claim: Claim, local_name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda x, output: self._tap_call(output, claim, local_name, x)
+
+
+@contextmanager
+def plain_words() -> Iterator[None]:
+    """Says in words of the model what torch says of taps."""
+    try:
+        yield
+    except RuntimeError as error:
+        ours = str(Path(__file__).parent)
+        frames = traceback.extract_tb(error.__traceback__)
+        outside = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(ours)]
+        place = f" (at {outside[-1].filename}:{outside[-1].lineno})" if outside else ""
+        if isinstance(error, CheckpointError):
+            reason = (
+                f"activation checkpointing did not repeat a forward{place}: put the checkpoint around the module that owns a "
+                "parameter read without a layer, not inside its forward"
+            )
+        elif "use_reentrant" in str(error):
+            reason = (
+                "reentrant activation checkpointing runs a backward of its own, which clipping cannot follow: give "
+                "torch.utils.checkpoint use_reentrant=False"
+            )
+        elif "functorch" in str(error):
+            reason = f"a layer runs inside torch.func{place}, which clipping cannot follow: call it on the whole batch instead"
+        elif "inplace" in str(error):
+            reason = (
+                f"the model changes a layer's input or output in place{place}, where clipping still needs it: write y = y + x "
+                "instead of y += x, and nn.ReLU(inplace=False)"
+            )
+        else:
+            raise
+        raise PrivacyConfigError(reason) from error
 
 
 def _unshadow(claim: Claim, *_hook_arguments: Any) -> None:

@@ -168,22 +168,60 @@ def convolution(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contributi
     both_sides: list[int] = module._reversed_padding_repeated_twice
     if any(both_sides):
         x = F.pad(x, both_sides, "constant" if module.padding_mode == "zeros" else module.padding_mode)
-    for i, (size, step, gap) in enumerate(zip(module.kernel_size, module.stride, module.dilation, strict=True)):
-        x = x.unfold(2 + i, (size - 1) * gap + 1, step)[..., ::gap]
-    places, kernel = range(2, 2 + n), range(2 + n, 2 + 2 * n)
-    # What each output position sees, d * kernel size numbers, in the order of the weight.
-    patches_BTd = x.permute(0, *places, 1, *kernel).flatten(1 + n).flatten(1, n)
+    patches_BTd = _unfolded(module, x)
     g_BTp = g.flatten(2).transpose(1, 2)
-    out: dict[str, Contribution]
-    if module.groups == 1:
-        out = {"weight": OuterProducts(patches_BTd, g_BTp)}
-    else:  # Each group of output channels sees its own group of input channels: written out, it is that much smaller.
-        a = wide(patches_BTd).unflatten(2, (module.groups, -1))
-        by_group = torch.einsum("btgp,btgd->bgpd", wide(g_BTp).unflatten(2, (module.groups, -1)), a)
-        out = {"weight": Dense(by_group.reshape(len(a), *module.weight.shape))}
+    out = {"weight": _by_group(module, patches_BTd, g_BTp)}
     if module.bias is not None:
         out["bias"] = dense_sum_over_tokens(g_BTp)
     return out
+
+
+@rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+def transposed_convolution(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """weight (d, p / groups, *kernel) and bias (p,) for x (B, d, *size), g (B, p, *out size).
+
+    It is the gradient of a convolution from p to d channels, so x and the patches of g change places.
+    """
+    assert isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
+    n = len(module.kernel_size)
+    require_batch(module, x, n + 2)
+    padding = [int(size) for size in module.padding]
+    patches_BTp = _unfolded(module, F.pad(g, [size for size in reversed(padding) for _ in range(2)]), x.shape[2:])
+    out = {"weight": _by_group(module, patches_BTp, x.flatten(2).transpose(1, 2))}
+    if module.bias is not None:
+        out["bias"] = dense_sum_over_tokens(g.flatten(2).transpose(1, 2))
+    return out
+
+
+def _unfolded(module: nn.modules.conv._ConvNd, x: Tensor, places: Sequence[int] | None = None) -> Tensor:
+    """(B, T, channels * kernel size): what each place of the kernel sees, in the order of the weight.
+
+    Args:
+        places: how many there are in each dimension, where the kernel would fit in more often.
+    """
+    n = len(module.kernel_size)
+    for i, (size, step, gap) in enumerate(zip(module.kernel_size, module.stride, module.dilation, strict=True)):
+        x = x.unfold(2 + i, (size - 1) * gap + 1, step)[..., ::gap]
+        if places is not None:
+            x = x.narrow(2 + i, 0, places[i])
+    return x.permute(0, *range(2, 2 + n), 1, *range(2 + n, 2 + 2 * n)).flatten(1 + n).flatten(1, n)
+
+
+def _by_group(module: nn.modules.conv._ConvNd, a_BTd: Tensor, g_BTp: Tensor) -> Contribution:
+    """sum_t g_t (x) a_t, of which groups keep the blocks on the diagonal: written out, that is so much smaller."""
+    if module.groups == 1:
+        return OuterProducts(a_BTd, g_BTp)
+    a, g = (wide(x).unflatten(2, (module.groups, -1)) for x in (a_BTd, g_BTp))
+    return Dense(torch.einsum("btgp,btgd->bgpd", g, a).reshape(len(a), *module.weight.shape))
+
+
+@rule(nn.PReLU)
+def prelu(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """y = max(x, 0) + weight min(x, 0): weight (1,) or (C,) for x, g (B, C, ...)."""
+    assert isinstance(module, nn.PReLU)
+    below = wide(x).clamp(max=0) * wide(g)
+    channels = 1 if module.num_parameters == 1 else x.shape[1]
+    return {"weight": Dense(below.reshape(len(x), channels, -1).sum(2))}
 
 
 def keep_for_vocabulary_head(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> tuple[Tensor, ...]:

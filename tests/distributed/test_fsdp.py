@@ -42,7 +42,9 @@ def raw_shards(engine: Engine) -> dict[str, Tensor]:
 
 
 def a_noisy_step(engine: Engine, step: int) -> None:
-    run = a_mechanism(engine, ClippedSum(engine.module, 1.0, shapes=engine.shapes), SystemNoise(), 1.0, 7)
+    run = a_mechanism(
+        engine, ClippedSum(engine.module, 1.0, shapes=engine.shapes, self_check=False), SystemNoise(), 1.0, 7
+    )
     train_step(run, step, iter(micro_batches(pairs(), (5, 2))))
 
 
@@ -100,7 +102,7 @@ def rank_collectives(device: torch.device, engines: Sequence[str]) -> list[tuple
 def _collectives(device: torch.device, engine: str) -> tuple[dict[str, int], dict[str, int]]:
     """Collectives while gradients are computed, and the units whose weights are whole afterwards and after the step."""
     wrapped = build(device, engine)
-    clipped = ClippedSum(wrapped.module, MAX_GRAD_NORM, shapes=wrapped.shapes)
+    clipped = ClippedSum(wrapped.module, MAX_GRAD_NORM, shapes=wrapped.shapes, self_check=False)
     batches = micro_batches(pairs(), (5, 2))
     assert len(batches) == NUM_MICRO_BATCHES
     with CollectiveCounter() as counter:

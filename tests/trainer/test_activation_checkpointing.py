@@ -77,7 +77,7 @@ def inputs(dtype: torch.dtype = torch.float32, B: int = 4) -> dict[str, Tensor]:
 
 
 def clipped_sum(model: nn.Module, mode: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    clipped = ClippedSum(model, 0.05, mode=mode)
+    clipped = ClippedSum(model, 0.05, mode=mode, self_check=False)
     stats = clipped.add_micro_batch(model, inputs(dtype), torch.tensor([False, False, True, False]))
     assert stats.num_clipped > 0
     return dict(clipped.sums())
@@ -97,7 +97,7 @@ def test_the_sum_is_the_same(mode: str, way: str) -> None:
 def peak(mode: str, way: str) -> int:
     """Sixteen examples, so that activations weigh more than the fp64 sums, which every mode holds."""
     model, batch = checkpointed(captioner(), way), inputs(B=16)
-    clipped = ClippedSum(model, 0.05, mode=mode)  # type: ignore[arg-type]
+    clipped = ClippedSum(model, 0.05, mode=mode, self_check=False)  # type: ignore[arg-type]
     with PeakMemory() as memory:
         clipped.add_micro_batch(model, batch, torch.zeros(16, dtype=torch.bool))
     return memory.peak
@@ -142,7 +142,7 @@ def test_raw_parameters_of_a_block(mode: Any) -> None:
     for way in WAYS:
         torch.manual_seed(0)
         model = checkpointed(Scaled().double(), way)
-        clipped = ClippedSum(model, 0.5, mode=mode)
+        clipped = ClippedSum(model, 0.5, mode=mode, self_check=False)
         clipped.add_micro_batch(model, {"x_BTD": x_BTD}, torch.zeros(3, dtype=torch.bool))
         found.append(dict(clipped.sums()))
     for other in found[1:]:

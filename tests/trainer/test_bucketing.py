@@ -96,7 +96,7 @@ def test_no_gradient_changes(table: ExampleTable) -> None:
     model = build_captioner(config, generator=torch.Generator().manual_seed(0)).double()
     found = []
     for bucketed in (False, True):
-        clipped = ClippedSum(model, 0.1)
+        clipped = ClippedSum(model, 0.1, self_check=False)
         norms = torch.zeros((), dtype=torch.float64)
         for batch in batches(table, bucketed=bucketed):
             inputs = {n: v.double() if v.is_floating_point() else v for n, v in batch.inputs.items()}

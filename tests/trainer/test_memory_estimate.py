@@ -59,7 +59,7 @@ def test_what_autograd_saves_is_counted_and_backward_frees_it() -> None:
 def test_two_small_runs_predict_the_timeline_of_a_large_one_exactly(count: int) -> None:
     model = Blocks(checkpointed=True)
     for mode in ("bookkeeping", "two_pass"):
-        total = ClippedSum(model, 1.0, mode=mode)  # type: ignore[arg-type]
+        total = ClippedSum(model, 1.0, mode=mode, self_check=False)  # type: ignore[arg-type]
 
         def work(size: int, total: ClippedSum = total) -> None:
             total.zero_()
@@ -101,7 +101,7 @@ def measure(width: int, depth: int, tokens: int, count: int) -> list[dict[str, A
     for checkpointed in (False, True):
         for mode in ("bookkeeping", "two_pass"):
             model = Blocks(checkpointed=checkpointed, width=width, depth=depth)
-            total = ClippedSum(model, 1.0, mode=mode)  # type: ignore[arg-type]
+            total = ClippedSum(model, 1.0, mode=mode, self_check=False)  # type: ignore[arg-type]
 
             def work(size: int, model: Any = model, total: Any = total) -> None:
                 inputs = {"x": torch.randn(size, tokens, width)}

@@ -20,6 +20,8 @@ from data.batch import Batch
 EMBEDDING = 64  # rows and columns
 WIDTH = 32
 QUIET = (64, 128)  # a matrix that no gradient touches: noise alone
+UNREACHED = ("quiet.weight", "offset.weight", "norm.weight")
+"""Parameters without any gradient: noise alone."""
 PLACES = ("embedding", "matrix", "matrix_again", "offset", "norm", "conv", "raw")
 AMPLITUDE = 8.0  # times C
 PARTIAL = 0.9

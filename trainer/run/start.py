@@ -309,6 +309,7 @@ def _clipped_sum(
         mode="bookkeeping" if privacy.clipping_mode == "auto" else privacy.clipping_mode,
         accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
         device=engine.device,
+        self_check=False,  # an unsharded copy has passed in `_checked_model`
     )
     if plan.adaptive_clipping is not None and resumed is not None:
         clipped.max_grad_norm = resumed_bound(resumed.manifest, plan.max_grad_norm)

@@ -41,7 +41,7 @@ def non_private(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
 
 
 def bookkeeping(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
-    clipped = ClippedSum(model, 1.0)
+    clipped = ClippedSum(model, 1.0, self_check=False)
     is_padding_B = torch.zeros(len(inputs["tokens_BL"]), dtype=torch.bool, device=inputs["tokens_BL"].device)
 
     def step() -> None:

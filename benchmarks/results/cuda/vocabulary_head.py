@@ -56,7 +56,7 @@ def measure(mode: str, how: str, rows: int, width: int) -> dict[str, float]:
         "hidden_BLD": torch.randn(rows, TOKENS, width).to(device, dtype),
         "targets_BL": torch.randint(0, WORDS, (rows, TOKENS)).to(device),
     }
-    clipped = ClippedSum(model, 1.0)
+    clipped = ClippedSum(model, 1.0, self_check=False)
     is_padding_B = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def step(inputs: dict[str, Tensor], is_padding_B: Tensor) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privacy.clipping.clipped_sum import ClippedSum
+from privacy.clipping.selfcheck import check_against_autograd
 from privacy.noise import SystemNoise, add_noise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
@@ -53,12 +54,14 @@ def train_sgd_head(
     """(L, D) weights after the plan's steps; without noise they are not private."""
     model = nn.Linear(x_ND.shape[1], num_classes, bias=False)
     nn.init.zeros_(model.weight)
-    clipped = ClippedSum(model, plan.max_grad_norm)
     features_ND, labels_N = torch.tensor(x_ND, dtype=torch.float32), torch.tensor(y_N)
 
     def loss(images_BD: Tensor, labels_B: Tensor) -> Tensor:
         return F.cross_entropy(model(images_BD), labels_B, reduction="none")
 
+    made_up = {"images_BD": torch.randn(2, x_ND.shape[1]), "labels_B": torch.arange(2) % num_classes}
+    check_against_autograd(model, made_up, loss)
+    clipped = ClippedSum(model, plan.max_grad_norm)
     key, nonce = SamplingKey(secrets.token_bytes(KEY_BYTES)), secrets.token_bytes(NONCE_BYTES)
     velocity_LD = torch.zeros(model.weight.shape, dtype=torch.float64)
     for step in range(1, plan.num_steps + 1):

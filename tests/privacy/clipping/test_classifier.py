@@ -33,7 +33,7 @@ def classifier(trainable: str, dtype: torch.dtype = torch.float32) -> Classifier
 def test_equals_the_loop_in_float64(trainable: str, mode: str) -> None:
     model = classifier(trainable, torch.float64)
     c = oracle.median_norm(model, model, inputs(torch.float64))
-    clipped = ClippedSum(model, c, mode=mode)  # type: ignore[arg-type]
+    clipped = ClippedSum(model, c, mode=mode, self_check=False)  # type: ignore[arg-type]
     stats = clipped.add_micro_batch(model, inputs(torch.float64), torch.zeros(B, dtype=torch.bool))
     assert 1 <= int(stats.num_clipped) <= 4
     sums = dict(clipped.sums())
@@ -54,7 +54,7 @@ def test_contract_4_one_image_moves_the_sum_by_at_most_c(trainable: str, dtype: 
         with_it["labels_B"][2] = label
         sums = []
         for leave_out in (False, True):
-            clipped = ClippedSum(model, c, mode=mode)
+            clipped = ClippedSum(model, c, mode=mode, self_check=False)
             is_padding = torch.zeros(B, dtype=torch.bool)
             is_padding[2] = leave_out
             clipped.add_micro_batch(model, with_it, is_padding)

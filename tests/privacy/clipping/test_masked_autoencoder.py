@@ -32,7 +32,7 @@ def test_equals_the_loop_in_float64(mode: str, normalise: bool) -> None:
     model, inputs = model_and_inputs(normalise)
     model, inputs = model.double(), {**inputs, "images_BCHW": inputs["images_BCHW"].double()}
     c = oracle.median_norm(model, model, inputs)
-    clipped = ClippedSum(model, c, mode=mode)  # type: ignore[arg-type]
+    clipped = ClippedSum(model, c, mode=mode, self_check=False)  # type: ignore[arg-type]
     stats = clipped.add_micro_batch(model, inputs, torch.zeros(B, dtype=torch.bool))
     assert 1 <= int(stats.num_clipped) <= 4
     sums = dict(clipped.sums())
@@ -51,7 +51,7 @@ def test_contract_4_one_image_moves_the_sum_by_at_most_c(dtype: torch.dtype, mod
         with_it["images_BCHW"][2] = with_it["images_BCHW"][2] * 0.01 + image if image == 1000.0 else image
         sums = []
         for leave_out in (False, True):
-            clipped = ClippedSum(model, 0.5, mode=mode)
+            clipped = ClippedSum(model, 0.5, mode=mode, self_check=False)
             is_padding = torch.zeros(B, dtype=torch.bool)
             is_padding[2] = leave_out
             clipped.add_micro_batch(model, with_it, is_padding)

@@ -158,7 +158,7 @@ def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def clipped(task: Task, inputs: dict[str, Tensor], c: float, micro: int = B) -> dict[str, Tensor]:
-    total = ClippedSum(task, c)
+    total = ClippedSum(task, c, self_check=False)
     for start in range(0, B, micro):
         part = {k: v[start : start + micro] for k, v in inputs.items()}
         total.add_micro_batch(task, part, torch.zeros(len(next(iter(part.values()))), dtype=torch.bool))
@@ -194,7 +194,7 @@ def test_bfloat16_weights_stay_within_a_per_cent(make: Callable[[], tuple[Task, 
 def test_contract_4_one_example_moves_the_sum_by_at_most_c(make: Callable[[], tuple[Task, dict[str, Tensor]]]) -> None:
     task, inputs = build(make)
     for last in range(B):
-        total = ClippedSum(task, 0.01)
+        total = ClippedSum(task, 0.01, self_check=False)
         total.add_micro_batch(task, inputs, torch.arange(B) != last)
         total.detach()
         assert oracle.flat(dict(total.sums())).norm() <= 0.01 * (1 + SENSITIVITY_SLACK)
@@ -202,7 +202,10 @@ def test_contract_4_one_example_moves_the_sum_by_at_most_c(make: Callable[[], tu
 
 @pytest.mark.parametrize("make", MODELS)
 def test_the_self_check_passes(make: Callable[[], tuple[Task, dict[str, Tensor]]]) -> None:
-    check_against_autograd(*build(make))
+    task, inputs = build(make)
+    for name, p in task.named_parameters():  # the loss does not depend on them, which the self-check would say
+        p.requires_grad_("mask_token" not in name and not name.startswith("model.encoder.pooler"))
+    check_against_autograd(task, inputs)
 
 
 def test_dropout_is_refused_while_it_is_active() -> None:
@@ -210,14 +213,14 @@ def test_dropout_is_refused_while_it_is_active() -> None:
         lambda: (Task(transformers.BertModel(transformers.BertConfig(**{**BERT, "hidden_dropout_prob": 0.1})), len), {})
     )
     with pytest.raises(PrivacyConfigError, match="Dropout"):
-        ClippedSum(task.train(), 1.0)
-    ClippedSum(task.eval(), 1.0)
+        ClippedSum(task.train(), 1.0, self_check=False)
+    ClippedSum(task.eval(), 1.0, self_check=False)
 
 
 def test_interpolated_positions_are_refused_by_name() -> None:
     task, _ = build(vit)
     images = torch.randn(B, 3, 32, 32)
-    total = ClippedSum(task, 1.0)
+    total = ClippedSum(task, 1.0, self_check=False)
     larger = lambda images: task.model(pixel_values=images, interpolate_pos_encoding=True).pooler_output.sum(1)  # noqa: E731
     with pytest.raises(PrivacyConfigError, match="position_embeddings"):
         total.add_micro_batch(larger, {"images": images}, torch.zeros(B, dtype=torch.bool))

@@ -56,7 +56,7 @@ def tiny(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float64
 
 
 def clipped(model: nn.Module, inputs: dict[str, Tensor], c: float, micro: int = 7, **options: Any) -> dict[str, Tensor]:
-    total = ClippedSum(model, c, **options)
+    total = ClippedSum(model, c, **options, self_check=False)
     for start in range(0, 7, micro):
         part = {k: v[start : start + micro] for k, v in inputs.items()}
         total.add_micro_batch(model, part, torch.zeros(len(part["tokens_BL"]), dtype=torch.bool))
@@ -92,10 +92,10 @@ def test_float32_is_as_good_as_a_float32_loop() -> None:
 def test_padding_rows_contribute_exactly_nothing() -> None:
     model, inputs = tiny()
     with_padding = {k: torch.cat([v, v[:2] * 0]) for k, v in inputs.items()}
-    total = ClippedSum(model, 0.5)
+    total = ClippedSum(model, 0.5, self_check=False)
     total.add_micro_batch(model, with_padding, torch.arange(9) >= 7)
     assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, inputs, 0.5)) < 1e-12
-    alone = ClippedSum(model, 0.5)
+    alone = ClippedSum(model, 0.5, self_check=False)
     alone.add_micro_batch(model, with_padding, torch.ones(9, dtype=torch.bool))
     assert all((value == 0).all() for _, value in alone.sums())
 
@@ -105,7 +105,7 @@ def test_contract_5_a_nonfinite_example_contributes_zero(bad: float) -> None:
     model, inputs = tiny()
     poisoned = {k: v.clone() for k, v in inputs.items()}
     poisoned["images_BCHW"][3, 0, 2, 2] = bad
-    total = ClippedSum(model, 0.5)
+    total = ClippedSum(model, 0.5, self_check=False)
     stats = total.add_micro_batch(model, poisoned, torch.zeros(7, dtype=torch.bool))
     keep = torch.tensor([0, 1, 2, 4, 5, 6])
     expected = oracle.clipped_sum(model, model, {k: v[keep] for k, v in inputs.items()}, 0.5)
@@ -119,7 +119,7 @@ def test_contract_5_a_nonfinite_example_contributes_zero(bad: float) -> None:
 def test_the_model_is_left_as_it_was() -> None:
     model, inputs = tiny()
     before = copy.deepcopy(model.state_dict())
-    total = ClippedSum(model, 1.0)
+    total = ClippedSum(model, 1.0, self_check=False)
     total.add_micro_batch(model, inputs, torch.zeros(7, dtype=torch.bool))
     assert all(p.grad is None for p in model.parameters())
     assert "class_token" not in model.__dict__
@@ -139,7 +139,7 @@ def test_no_weight_gradient_is_computed() -> None:
     x = torch.randn(4, 16, 64)
     with FlopCounterMode(display=False) as forward:
         model(x)
-    total = ClippedSum(model, 1.0)
+    total = ClippedSum(model, 1.0, self_check=False)
     with (
         FlopCounterMode(display=False) as recorded,
         total._recorder.forward(lambda x: model(x).sum((1, 2)), {"x": x}, 4) as passed,
@@ -155,17 +155,17 @@ def test_no_weight_gradient_is_computed() -> None:
         (nn.MultiheadAttention(4, 2), "MultiheadAttention"),
         (nn.Dropout(0.1), "Dropout"),
         (nn.Bilinear(4, 4, 4), "0.weight"),
-        (nn.ConvTranspose2d(4, 4, 1), "0.weight"),
+        (nn.GRU(4, 4), "0.weight"),
         (nn.Embedding(4, 4, sparse=True), "Embedding"),
     ],
 )
 def test_contract_3_uncovered_layers_are_refused_by_name(layer: nn.Module, word: str) -> None:
     with pytest.raises(PrivacyConfigError, match=word):
-        ClippedSum(nn.Sequential(layer, nn.Linear(4, 4)), 1.0)
+        ClippedSum(nn.Sequential(layer, nn.Linear(4, 4)), 1.0, self_check=False)
 
 
 def test_a_layer_that_folds_the_batch_into_tokens_is_refused() -> None:
     model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 4))
-    total = ClippedSum(model, 1.0)
-    with pytest.raises(RuntimeError, match=r"layer 1 \(Linear\)"):
+    total = ClippedSum(model, 1.0, self_check=False)
+    with pytest.raises(PrivacyConfigError, match=r"layer 1 \(Linear\)"):
         total.add_micro_batch(lambda x: model(x).sum(), {"x": torch.randn(3, 2, 4)}, torch.zeros(3, dtype=torch.bool))

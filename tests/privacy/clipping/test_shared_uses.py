@@ -45,7 +45,7 @@ def test_an_embedding_that_is_also_a_raw_parameter(head: bool, mode: str) -> Non
     model = TableUsedTwice(head=head).double()
     inputs = {"ids": torch.randint(0, V, (B, T)), "scale": torch.logspace(-1, 1, B).double()}
     c = oracle.median_norm(model, model, inputs)
-    total = ClippedSum(model, c, mode=mode)  # type: ignore[arg-type]
+    total = ClippedSum(model, c, mode=mode, self_check=False)  # type: ignore[arg-type]
     stats = total.add_micro_batch(model, inputs, torch.zeros(B, dtype=torch.bool))
     total.detach()
     assert 0 < int(stats.num_clipped) < B

@@ -1,0 +1,270 @@
+"""The self-check cannot pass for want of a gradient, and ClippedSum takes nothing from a model that has not passed."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from privacy.clipping import ClippedSum
+from privacy.clipping.contributions import Contribution, Dense, OuterProducts
+from privacy.clipping.rules import RULES
+from privacy.clipping.selfcheck import check_against_autograd
+from privacy.errors import PrivacyConfigError
+
+
+class Net(nn.Module):
+    """Two layers with a factor between them; `wrong` adds a part that the rules cannot see."""
+
+    def __init__(self, factor: float = 1.0, wrong: float = 0.0) -> None:
+        super().__init__()
+        self.a, self.b, self.wrong = nn.Linear(4, 5), nn.Linear(5, 3), wrong
+        self.scale = nn.Parameter(torch.full((5,), factor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.wrong:
+            h = h + self.wrong * nn.functional.linear(x, self.a.weight).tanh()
+        return self.b(h * self.scale + x[:, :1]).square().sum(1)
+
+
+def made_up(count: int = 2) -> dict[str, Tensor]:
+    return {"x": torch.randn(count, 4, generator=torch.Generator().manual_seed(1))}
+
+
+def add(total: ClippedSum, task: Callable[..., Tensor], **inputs: Tensor) -> None:
+    total.add_micro_batch(task, inputs, torch.zeros(3, dtype=torch.bool))
+
+
+def test_the_first_micro_batch_is_refused_until_the_check_has_passed() -> None:
+    model, x = Net(), torch.randn(3, 4)
+    total = ClippedSum(model, 1.0)
+    with pytest.raises(PrivacyConfigError, match=r"Net has not passed the self-check: call .*check_against_autograd"):
+        add(total, model, x=x)
+    assert all(not value.any() for _, value in total.sums())
+    check_against_autograd(model, made_up())
+    add(total, model, x=x)
+    add(ClippedSum(model, 1.0), model, x=x)
+    with pytest.raises(PrivacyConfigError, match="has not passed"):
+        add(ClippedSum(twin := copy.deepcopy(model), 1.0), twin, x=x)
+    add(ClippedSum(twin, 1.0, self_check=False), twin, x=x)
+
+
+def test_a_check_that_failed_does_not_count() -> None:
+    model = Net(wrong=1.0)
+    with pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
+        check_against_autograd(model, made_up())
+    with pytest.raises(PrivacyConfigError, match="has not passed"):
+        add(ClippedSum(model, 1.0), model, x=torch.randn(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda model: model.eval(), r"model\.train\(\) or model\.eval"),
+        (lambda model: model.a.bias.requires_grad_(False), "frozen or unfrozen"),
+        (lambda model: setattr(model, "a", nn.Sequential(nn.Linear(4, 5))), "layers were exchanged"),
+    ],
+)
+def test_the_model_must_be_what_it_was_when_it_passed(change: Callable[[Any], object], line: str) -> None:
+    model, x = Net(), torch.randn(3, 4)
+    check_against_autograd(model, made_up())
+    add(total := ClippedSum(model, 1.0), model, x=x)
+    change(model)
+    with pytest.raises(PrivacyConfigError, match=line):
+        add(total, model, x=x)
+
+
+def test_the_task_and_the_names_of_its_inputs_are_those_of_the_check() -> None:
+    """A loss outside the model may mix examples too; another input may take another way."""
+    model, x = nn.Linear(4, 3), torch.randn(3, 4)
+
+    def task(x: Tensor, shift: float | Tensor = 0.0) -> Tensor:
+        return (model(x) + shift).square().sum(1)
+
+    check_against_autograd(model, made_up(), task)
+    total = ClippedSum(model, 1.0)
+    add(total, task, x=x)
+    with pytest.raises(PrivacyConfigError, match="is not the one that passed"):
+        add(total, lambda x: task(x) - task(x).mean(), x=x)
+    with pytest.raises(PrivacyConfigError, match="inputs named shift, x"):
+        add(total, task, x=x, shift=torch.zeros(3, 1))
+
+
+def test_a_bound_method_is_one_task() -> None:
+    class Loss:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def of(self, x: Tensor) -> Tensor:
+            y: Tensor = self.model(x)
+            return y.square().sum(1)
+
+    loss = Loss(nn.Linear(4, 3))
+    check_against_autograd(loss.model, made_up(), loss.of)
+    add(ClippedSum(loss.model, 1.0), loss.of, x=torch.randn(3, 4))
+
+
+# A check that could pass vacuously.
+
+
+def ignores_scale(model: Net) -> Callable[..., Tensor]:
+    return lambda x: model.b(model.a(x)).square().sum(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("make", "inputs", "task", "line"),
+    [
+        (Net, {"x": torch.zeros(2, 4)}, None, "equal"),
+        (Net, {"x": torch.ones(3, 4)}, None, "examples 0 and 1 are equal"),
+        (Net, made_up(1), None, "two or more"),
+        (Net, {**made_up(2), "other": torch.zeros(3)}, None, "the same number"),
+        (Net, {"x": torch.eye(4)[:2] * 0 + torch.tensor([[0.0], [float("nan")]])}, None, "one finite loss"),
+        (Net, made_up(), ignores_scale, "gives scale a gradient"),
+        (Net, made_up(), lambda model: lambda x: model(x) * 0, r"gives scale, a\.weight, a\.bias, .* a gradient"),
+        (Net, made_up(), lambda model: lambda x: model(x).detach(), "was it detached"),
+        (Net, made_up(), lambda model: lambda x: model(x).relu() * -1 + model.a(x)[:, 0] * 0, None),
+        (Net, made_up(), lambda model: lambda x: model(x).mean(), "one finite loss per example|one loss per example"),
+    ],
+)
+def test_what_the_check_cannot_exercise_is_refused_by_name(
+    make: Callable[[], Net],
+    inputs: dict[str, Tensor],
+    task: Callable[[Net], Callable[..., Tensor]] | None,
+    line: str | None,
+    dtype: torch.dtype,
+) -> None:
+    model = make().to(dtype)
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    used = task(model) if task is not None else None
+    if line is None:
+        check_against_autograd(model, inputs, used)
+        return
+    with pytest.raises(PrivacyConfigError, match=line):
+        check_against_autograd(model, inputs, used)
+
+
+def test_parameters_that_are_named_need_no_gradient() -> None:
+    model = Net()
+    check_against_autograd(model, made_up(), task := ignores_scale(model), unreached=["scale"])
+    add(ClippedSum(model, 1.0), task, x=torch.randn(3, 4))
+    with pytest.raises(PrivacyConfigError, match="gives scale a gradient"):
+        check_against_autograd(model, made_up(), task, unreached=["a.weight"])
+
+
+def test_inputs_of_zeros_exercise_no_weight() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(PrivacyConfigError, match="gives weight a gradient"):
+        check_against_autograd(
+            model,
+            {"x": torch.zeros(2, 4), "w": torch.tensor([1.0, 2.0])},
+            lambda x, w: (model(x) - 1).square().sum(1) * w,
+        )
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-7, 1e-4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_near_zero_hide_nothing(factor: float, dtype: torch.dtype) -> None:
+    """The layer scale of ConvNeXt starts at 1e-6: a wrong gradient behind it would be lost in the rounding."""
+    torch.manual_seed(0)
+    inputs = {name: x.to(dtype) for name, x in made_up().items()}
+    check_against_autograd(Net(factor).to(dtype), inputs)
+    with pytest.raises(PrivacyConfigError, match=r"gradient of a\.(weight|bias)"):
+        check_against_autograd(Net(factor, wrong=1.0).to(dtype), inputs)
+
+
+def test_a_small_gradient_is_compared_with_itself() -> None:
+    """In float32 a layer whose gradient is a thousandth of the largest one is wrong by five per cent."""
+    torch.manual_seed(0)
+    inputs = {"x": made_up()["x"] * 1e-3}
+    check_against_autograd(Net(), inputs)
+    with pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
+        check_against_autograd(Net(wrong=0.05), inputs)
+
+
+def test_half_precision_is_refused_with_a_way_out() -> None:
+    with pytest.raises(PrivacyConfigError, match="before it is cast"):
+        check_against_autograd(Net().bfloat16(), {"x": made_up()["x"].bfloat16()})
+
+
+# Every way in which a rule can be wrong, in a rule.
+
+Gradients = dict[str, Contribution]
+
+
+def broken(
+    change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> Callable[[nn.Module, Tensor, Tensor], Gradients]:
+    def rule(module: nn.Module, x: Tensor, g: Tensor) -> Gradients:
+        x, g = change(x, g)
+        return {"weight": OuterProducts(x[:, None], g[:, None]), "bias": Dense(g)}
+
+    return rule
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, g: (x.flip(0), g.flip(0)),
+        lambda x, g: (x.roll(1, 0), g.roll(1, 0)),
+        lambda x, g: (x[swapped(len(x))], g[swapped(len(x))]),
+        lambda x, g: (x, g * 1.01),
+        lambda x, g: (x.sum(0, keepdim=True).expand_as(x) / len(x), g),
+        lambda x, g: (x, g.mean(0, keepdim=True).expand_as(g)),
+        lambda x, g: (x, torch.cat([g[:-1], 0 * g[-1:]])),
+        lambda x, g: (x * 0, g),
+        lambda x, g: (x, g / 0),
+    ],
+    ids=[
+        "reversed",
+        "next",
+        "last_two",
+        "one_per_cent",
+        "mean_input",
+        "mean_gradient",
+        "last_missing",
+        "zero",
+        "infinite",
+    ],
+)
+def test_a_broken_rule_is_found(
+    change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    count: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = Net().to(dtype), {name: x.to(dtype) for name, x in made_up(count).items()}
+    check_against_autograd(model, inputs)
+    monkeypatch.setitem(RULES, nn.Linear, broken(lambda x, g: (x, g)))
+    check_against_autograd(model, inputs)
+    monkeypatch.setitem(RULES, nn.Linear, broken(change))
+    with pytest.raises(PrivacyConfigError, match="do not see the gradient"):
+        check_against_autograd(model, inputs)
+
+
+def swapped(count: int) -> list[int]:
+    return [*range(count - 2), count - 1, count - 2]
+
+
+def test_the_check_leaves_everything_as_it_was() -> None:
+    class Plain(Net):
+        def __init__(self) -> None:
+            super().__init__(factor=1e-8)
+            self.register_buffer("seen", torch.zeros(4))
+
+    model, inputs = Plain(), made_up()
+    state = copy.deepcopy(model.state_dict())
+    generators = torch.get_rng_state(), random.getstate()
+    x = inputs["x"].clone()
+    check_against_autograd(model, inputs)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
+    assert torch.equal(inputs["x"], x) and all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
