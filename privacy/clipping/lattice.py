@@ -1,32 +1,34 @@
 """Clipping in whole numbers: a bound on one example's contribution that no rounding can break.
 
-A contribution is a vector of integers z, which stands for the gradient z 2^-f. Write L = floor(C^2 4^f), with C the exact rational
-number that a double is. If |z|^2 <= L then |z 2^-f| <= C, and both sides are numbers that integers compare exactly. The sum of a
-logical batch is a sum of integers, so it has no rounding and no order, and zeroing out one example or leaving it out changes it
-by that example's z: by at most C. docs/certified.md has the whole chain, from the gradient to epsilon.
+A contribution is a vector of integers z, which stands for the gradient z 2^-f. Write L = floor(C^2 4^f), with C the exact
+rational number that a double is. If |z|^2 <= L then |z 2^-f| <= C, and both sides are numbers that integers compare exactly.
+The sum of a logical batch is a sum of integers, so it has no rounding and no order, and zeroing out one example or leaving it
+out changes it by that example's z: by at most C. docs/certified.md has the whole chain, from the gradient to epsilon.
 
-**How z is found.** Floating-point clipping scales the written-out gradient, and each entry is rounded to an even number 2 k, where
-k is kept as int32. What the floating-point arithmetic gave, right or wrong, NaN or infinite, does not matter from here on: for
-*every* vector k of int32 numbers the squared norm q = |k|^2 is computed exactly, and
+**How z is found.** Floating-point clipping scales the written-out gradient, and each entry is rounded to an even number 2 k,
+where k is kept as int32. What the floating-point arithmetic gave, right or wrong, NaN or infinite, does not matter from here
+on: for *every* vector k of int32 numbers the squared norm q = |k|^2 is computed exactly, and
 
     z = 2 k  if 4 q <= L,      z = k  (half of it)  if q <= L < 4 q,      z = 0  otherwise,
 
-so |z|^2 <= L in each case. The rule looks at k alone. The second and third cases are nets that ordinary numbers do not fall into:
-clipping aims at `Lattice.target`, which is below C by more than what rounding can add.
+so |z|^2 <= L in each case. The rule looks at k alone. The second and third cases are nets that ordinary numbers do not fall
+into: clipping aims at `Lattice.target`, which is below C by more than what rounding can add.
 
-**No overflow in the norm.** |k_j| <= 2^31, so k_j^2 <= 2^62 fits int64. A block has at most 2^20 coordinates; the low halves of its
-squares (below 2^32) sum to less than 2^52, the high halves (at most 2^30) to at most 2^50. After every block the low limb hands its
-carry to the high limb, and a high limb above 2^40 becomes 2^40: it stays there, since squares are not negative, and L is below
-2^64, so its own high limb is below 2^32 and such a norm counts as too long. So no intermediate value reaches 2^63, for any number
-of coordinates.
+**No overflow in the norm.** |k_j| <= 2^31, so k_j^2 <= 2^62 fits int64. A block has at most 2^20 coordinates; the low halves of
+its squares (below 2^32) sum to less than 2^52, the high halves (at most 2^30) to at most 2^50. After every block the low limb
+hands its carry to the high limb, and a high limb above 2^40 becomes 2^40: it stays there, since squares are not negative, and L
+is below 2^64, so its own high limb is below 2^32 and such a norm counts as too long. So no intermediate value reaches 2^63, for
+any number of coordinates.
 
-**No overflow in the sum.** f is chosen so that (cap + NOISE_ROOM sigma + 1) C 2^f <= 2^62. An entry of z is at most C 2^f, hence an entry
-of the sum of `cap` examples, or of any part of it on any rank, at most cap C 2^f. What the noise adds passes NOISE_ROOM standard
-deviations with a probability below 10^-880. (An overflow would wrap around, which is a function of the exact result: it would
-spoil the update and cost no privacy.) f depends on C, cap and sigma, and on nothing else: neither on the world nor on the data.
+**No overflow in the sum.** f is chosen so that (cap + NOISE_ROOM sigma + 1) C 2^f <= 2^62. An entry of z is at most C 2^f,
+hence an entry of the sum of `cap` examples, or of any part of it on any rank, at most cap C 2^f. What the noise adds passes
+NOISE_ROOM standard deviations with a probability below 10^-880. (An overflow would wrap around, which is a function of the
+exact result: it would spoil the update and cost no privacy.) f depends on C, cap and sigma, and on nothing else: neither on the
+world nor on the data.
 
-**Accuracy.** Rounding to even numbers moves a gradient of d coordinates by at most sqrt(d) 2^-f, and C 2^f is at least 2^31 wherever the
-cap is below 2^29, so the loss is below 2^-15 C for a model of a billion parameters. A lattice that is too coarse is refused.
+**Accuracy.** Rounding to even numbers moves a gradient of d coordinates by at most sqrt(d) 2^-f, and C 2^f is at least 2^31
+wherever the cap is below 2^29, so the loss is below 2^-16 C for a model of a billion parameters. A lattice that is too coarse
+is refused.
 """
 
 import math
@@ -50,7 +52,7 @@ MASK = (1 << 32) - 1
 BLOCK_NUMBERS = 1 << 18
 """Numbers that are widened to fp64 or int64 at a time: 2 MiB, which stay in a processor's caches."""
 MARGIN = 2.0**-20
-"""Relative distance of `Lattice.target` from C in addition to the rounding of entries: far above what fp64 norms may be wrong by."""
+"""Relative distance of `Lattice.target` from C, on top of the rounding of entries: far above what fp64 norms may be wrong by."""
 COARSEST = 2.0**-10
 """The most that rounding to the lattice may move a gradient, in units of C."""
 
@@ -162,7 +164,7 @@ def to_real(values: Tensor, exponent: int) -> Tensor:
 
 
 def _blocks(x_Bn: Tensor) -> list[slice]:
-    """Ranges of columns: at most COLUMNS, and about BLOCK_NUMBERS numbers on CPU; on CUDA, where launches cost, 64 times as many."""
+    """Ranges of columns: at most COLUMNS, of about BLOCK_NUMBERS numbers; 64 times as many on CUDA, where launches cost."""
     numbers = BLOCK_NUMBERS * (1 if x_Bn.device.type == "cpu" else 64)
     size = min(COLUMNS, max(1, numbers // max(1, len(x_Bn))))
     return [slice(start, start + size) for start in range(0, x_Bn.shape[1], size)]

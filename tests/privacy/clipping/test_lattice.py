@@ -136,7 +136,7 @@ def test_any_gradient_becomes_a_vector_within_the_bound(rows: list[list[float]],
 
 @pytest.mark.parametrize("size", [1, 2, 1000, 1_000_000])
 def test_halves_that_all_round_up(size: int) -> None:
-    """Every entry half way between two even multiples, at the norm that clipping aims at: the bound holds, and nothing is lost."""
+    """Every entry is half way between two even multiples, at the norm that clipping aims at: the bound holds, nothing is lost."""
     grid = Lattice.of(1.0, 4096, 1.0)
     step = 2.0 ** (1 - grid.exponent)
     entry = math.floor(grid.target(size) / math.sqrt(size) / step) + 0.5
