@@ -146,6 +146,9 @@ class _NoNoise:
     def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
         raise AssertionError("a budget without noise draws none")
 
+    def uniform_words(self, count: int) -> np.ndarray:
+        raise AssertionError("a budget without noise draws none")
+
 
 def _check(features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int) -> None:
     if features_ND.ndim != 2 or labels_N.shape != (len(features_ND),):

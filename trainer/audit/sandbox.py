@@ -120,6 +120,9 @@ class WatchedNoise:
         self._step.append(draw.detach().cpu().double().clone())
         return torch.zeros_like(draw) if self.silent else draw
 
+    def uniform_words(self, count: int) -> np.ndarray:
+        raise NotImplementedError("the audit of the mechanism watches standard normals; bits cannot be silenced")
+
     def take(self) -> np.ndarray:
         """Everything drawn since the last call."""
         drawn = torch.cat(self._step).numpy() if self._step else np.zeros(0)
