@@ -21,16 +21,23 @@ is rejected.
 
 import bisect
 import functools
+from typing import Protocol
 
 import numpy as np
-
-from privacy.noise import WordSource
 
 MOST_DEVIATION = 2.0**50
 _M = 64
 """Cells per standard deviation."""
 _MOST_WORDS = 16
 """More words of each number are needed with a probability below 2^-1000 for uniform bits."""
+
+
+class WordSource(Protocol):
+    """Draws uniform bits; tests inject their own."""
+
+    def uniform_words(self, count: int) -> np.ndarray:
+        """(count,) uint64, uniform, independent of every other draw in any process."""
+        ...
 
 
 def draw_rounded_normal(deviation: float, count: int, source: WordSource) -> np.ndarray:

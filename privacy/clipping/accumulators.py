@@ -97,7 +97,7 @@ class Slot(NamedTuple):
 
 
 def total_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What totals are in: int64 for multiples of a lattice (privacy/clipping/lattice.py), which do not round, and else fp64."""
+    """What totals are in: int64 for multiples of a lattice (privacy/lattice.py), which do not round, and else fp64."""
     return torch.int64 if dtype == torch.int64 else torch.float64
 
 

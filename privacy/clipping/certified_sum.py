@@ -1,15 +1,14 @@
 """The clipped sum of a logical batch in whole numbers: `privacy.arithmetic = "certified"`.
 
-Each example's gradient is written out in fp32, whatever the layers' rules prefer otherwise; its norm, in fp64, gives the clip factor;
-and privacy/clipping/lattice.py makes integers of it whose norm is checked exactly and which are added up in int64. The whole
-gradient of an example is kept as integers until its norm is known, so what is checked is what is summed.
+Each example's gradient is written out in fp32, whatever the layers' rules prefer otherwise; its norm, in fp64, gives the clip
+factor; and privacy/clipping/integers.py makes integers of it whose norm is checked exactly and which are added up in int64. The
+whole gradient of an example is kept as integers until its norm is known, so what is checked is what is summed.
 
-A micro-batch is worked off in parts of equal size, as many examples as WRITTEN_BYTES hold, each part with a forward and a backward
-of its own: shapes are then the same for every example of the run. What remains to be assumed is that at these shapes the integers
-of an example follow from weights, example and key alone, and not from its row, its micro-batch or its neighbours. Sums then
-do not depend on who else is there either; without it, clipping would still hold for each vector, but leaving out an example could
-change those of others. `CertifiedSum.check_rows` looks for counterexamples on made-up inputs before training.
-"""
+A micro-batch is worked off in parts of equal size, as many examples as WRITTEN_BYTES hold, each part with a forward and a
+backward of its own: shapes are then the same for every example of the run. What remains to be assumed is that at these shapes
+the integers of an example follow from weights, example and key alone, and not from its row, its micro-batch or its neighbours.
+Sums then do not depend on who else is there either; without it, clipping would still hold for each vector, but leaving out an
+example could change those of others. `CertifiedSum.check_rows` looks for counterexamples on made-up inputs before training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -21,10 +20,11 @@ from privacy.clipping.accumulators import EXAMPLES_PER_PART, Accumulator, LocalS
 from privacy.clipping.clipped_sum import ClippedSum, Factors, MicroBatchStats, Parts, by_parameter
 from privacy.clipping.contributions import ChunkedOuterProducts, Contribution, Dense, OuterProducts, Rows
 from privacy.clipping.functions import ClippingFunction, flat
-from privacy.clipping.lattice import Lattice, SquaredNorms, add_contributions, round_to_even
+from privacy.clipping.integers import SquaredNorms, add_contributions, round_to_even
 from privacy.clipping.precision import exact, wide
 from privacy.clipping.recorder import Task
 from privacy.errors import PrivacyConfigError
+from privacy.lattice import Lattice
 
 WRITTEN_BYTES = 1 << 32
 """Written-out gradients of one part of a micro-batch; one example's at least."""
@@ -47,9 +47,9 @@ class LatticeVectors(NamedTuple):
 class CertifiedSum(ClippedSum):
     """`ClippedSum` in whole numbers: `sums()` are int64 multiples of 2^-lattice.exponent.
 
-    Guarantee: zeroing one example out changes the sum, as an L2 norm over all parameters, by at most `sensitivity` = C, exactly: a
-    theorem about integers (privacy/clipping/lattice.py), where the vectors of the other examples stay what they were (module
-    docstring). With that hypothesis leaving it out and closing the rows up does the same.
+    Guarantee: zeroing one example out changes the sum, as an L2 norm over all parameters, by at most `sensitivity` = C,
+    exactly: a theorem about integers (privacy/clipping/integers.py), where the vectors of the other examples stay what they
+    were (module docstring). With that hypothesis leaving it out and closing the rows up does the same.
 
     Args:
         lattice: its bound is C.
@@ -79,8 +79,8 @@ class CertifiedSum(ClippedSum):
             device=device,
         )
         self.lattice, self.mode = lattice, "certified"
-        every = shapes or {name: p.shape for name, p in model.named_parameters()}
-        self._num_coordinates = sum(every[name].numel() for name in self._names)
+        self._shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
+        self._num_coordinates = sum(self._shapes[name].numel() for name in self._names)
         self._function = function(self._names, lattice.target(self._num_coordinates))
 
     @property
@@ -116,7 +116,7 @@ class CertifiedSum(ClippedSum):
         written: dict[str, Tensor] = {}
 
         def write(name: str, parts: Parts) -> None:
-            written[name] = written_out(parts).flatten(1)
+            written[name] = written_out(parts, self._shapes[name])
 
         with self._recorder.forward(task, inputs, num_rows) as passed:
             by_parameter(passed, write)
@@ -175,34 +175,38 @@ class CertifiedSum(ClippedSum):
                 if differs_R.any():
                     row = is_here_B.nonzero()[differs_R.nonzero()[0]].item()
                     raise PrivacyConfigError(
-                        f"privacy.arithmetic = 'certified' is refused: with micro-batches of {size} examples the gradient of {name} "
-                        f"of one and the same example is another in row {row}, or among other examples; what certifies C is then "
-                        "not given on this machine: take train.micro_batch_size = 1, or fp32 in the ds_config, or "
+                        f"privacy.arithmetic = 'certified' is refused: in micro-batches of {size} examples, the gradient of "
+                        f"{name} of one and the same example is another in row {row} or among other examples, so on this machine "
+                        "leaving an example out would change others; take train.micro_batch_size = 1, a ds_config with fp32, or "
                         "privacy.arithmetic = 'floating'"
                     )
         return expected
 
 
-def written_out(parts: Sequence[Contribution]) -> Tensor:
-    """(B, *parameter shape), fp32 (fp64 models: fp64 rounded to fp32): the sum of one parameter's contributions."""
-    total = _written(parts[0])
+def written_out(parts: Sequence[Contribution], shape: torch.Size) -> Tensor:
+    """(B, numel) fp32: the gradient of one parameter of this shape, summed over its contributions; fp64 models' rounded."""
+    total = _written(parts[0], shape).flatten(1)
     for part in parts[1:]:
-        total = total + _written(part).view_as(total)
+        total = total + _written(part, shape).flatten(1)
     return total.float()
 
 
-def _written(part: Contribution) -> Tensor:
-    """(B, *parameter shape)."""
+def _written(part: Contribution, shape: torch.Size) -> Tensor:
+    """(B, *shape), in any form that flattens to it."""
     match part:
         case Dense():
             return part.grad_B
         case OuterProducts():
             return part.instantiate()
         case Rows():
-            raise NotImplementedError
+            g_BTp = wide(part.g_BTp)
+            first_B1 = torch.arange(len(g_BTp), device=g_BTp.device)[:, None] * shape[0]
+            table = g_BTp.new_zeros(len(g_BTp) * shape[0], shape[1])
+            table.index_add_(0, (part.ids_BT + first_B1).flatten(), g_BTp.flatten(0, 1))
+            return table.view(len(g_BTp), *shape)
         case ChunkedOuterProducts():
             a_BTd = wide(part.a_BTd)
-            whole = a_BTd.new_empty(len(a_BTd), part.num_rows, a_BTd.shape[2])
+            whole = a_BTd.new_empty(len(a_BTd), *shape)
             for rows, g_BTv in part.gradients():
                 whole[:, rows] = torch.bmm(wide(g_BTv).transpose(1, 2), a_BTd)
             return whole

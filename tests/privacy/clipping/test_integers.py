@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from privacy.clipping import lattice
-from privacy.clipping.lattice import LARGEST_SUM, NOISE_ROOM, Lattice, SquaredNorms, add_contributions, round_to_even
+from privacy.clipping import integers
+from privacy.clipping.integers import SquaredNorms, add_contributions, round_to_even
 from privacy.errors import PrivacyConfigError
+from privacy.lattice import LARGEST_SUM, NOISE_ROOM, Lattice
 
 CPU = torch.device("cpu")
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -53,7 +54,7 @@ def test_every_vector_of_a_small_lattice(bound: float, exponent: int) -> None:
 @given(
     bound=st.floats(1e-12, 1e12),
     cap=st.integers(1, 10**12),
-    sigma=st.floats(0, 1e6),
+    sigma=st.floats(1e-9, 1e6),
     k=st.lists(INT32, min_size=1, max_size=40),
     scale=st.integers(0, 31),
 )
@@ -89,14 +90,14 @@ def test_limbs_are_the_integers_that_python_has(k: list[int], repeats: int) -> N
 def test_limbs_do_not_overflow_however_many_coordinates() -> None:
     """The largest squares of all, again and again: 2^40 coordinates of 2^62 would take 102 bits."""
     norms = SquaredNorms(1, CPU)
-    block = torch.full((1, lattice.COLUMNS), -(2**31), dtype=torch.int32)
+    block = torch.full((1, integers.COLUMNS), -(2**31), dtype=torch.int32)
     for _ in range(3):
         norms.add(block)
         assert not norms.at_most(2**64 - 1).any()
-    norms.high_B.fill_(lattice.SATURATED)
+    norms.high_B.fill_(integers.SATURATED)
     norms.low_B.fill_(2**32 - 1)
     norms.add(block)
-    assert norms.high_B.item() == lattice.SATURATED
+    assert norms.high_B.item() == integers.SATURATED
     assert norms.multipliers(2**64 - 1).item() == 0
 
 
@@ -104,7 +105,7 @@ def test_the_norm_goes_over_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch) 
     k_Bn = torch.randint(-(2**31), 2**31 - 1, (3, 1001), dtype=torch.int64).int()
     expected = [sum(x * x for x in row) for row in k_Bn.tolist()]
     for size in (1, 7, 3000, 10**6):
-        monkeypatch.setattr(lattice, "BLOCK_NUMBERS", size)
+        monkeypatch.setattr(integers, "BLOCK_NUMBERS", size)
         norms = SquaredNorms(3, CPU)
         norms.add(k_Bn)
         assert [h * 2**32 + low for h, low in zip(norms.high_B.tolist(), norms.low_B.tolist(), strict=True)] == expected
