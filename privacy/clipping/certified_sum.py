@@ -150,7 +150,8 @@ class CertifiedSum(ClippedSum):
     def check_rows(self, task: Task, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Looks for an example whose integers depend on its row, its micro-batch or its neighbours; collective where `task` is.
 
-        The first example stands in every row, among itself and among others, some of which are padding and some not finite.
+        The first example stands in every row, among itself and among others, some of which are padding and some not finite. All
+        micro-batches are gone through before an error is raised, so that no rank of a sharded model waits for another.
 
         Args:
             inputs: one micro-batch of made-up examples, of the size that training has; never private data.
@@ -165,6 +166,7 @@ class CertifiedSum(ClippedSum):
         size = self.rows_at_once(num_rows)
         part = {name: x[:size] for name, x in inputs.items()}
         expected: dict[str, Tensor] = {}
+        differing: tuple[str, int] | None = None
         for micro_batch, is_here_B, is_padding_B in _neighbourhoods(part, size):
             found = self.vectors(task, micro_batch, is_padding_B.to(self._device))
             here_B = is_here_B.to(self._device)
@@ -172,14 +174,15 @@ class CertifiedSum(ClippedSum):
             expected = expected or {name: z_Rn[0].clone() for name, z_Rn in z.items()}
             for name, z_Rn in z.items():
                 differs_R = (z_Rn != expected[name]).any(1)
-                if differs_R.any():
-                    row = is_here_B.nonzero()[differs_R.nonzero()[0]].item()
-                    raise PrivacyConfigError(
-                        f"privacy.arithmetic = 'certified' is refused: in micro-batches of {size} examples, the gradient of "
-                        f"{name} of one and the same example is another in row {row} or among other examples, so on this machine "
-                        "leaving an example out would change others; take train.micro_batch_size = 1, a ds_config with fp32, or "
-                        "privacy.arithmetic = 'floating'"
-                    )
+                if differing is None and differs_R.any():
+                    differing = name, int(is_here_B.nonzero()[differs_R.nonzero()[0].cpu()])
+        if differing is not None:
+            raise PrivacyConfigError(
+                f"privacy.arithmetic = 'certified' is refused: in micro-batches of {size} examples, the gradient of "
+                f"{differing[0]} of one and the same example is another in row {differing[1]} or among other examples, so here "
+                "leaving an example out would change others; take train.micro_batch_size = 1, a ds_config with fp32, or "
+                "privacy.arithmetic = 'floating'"
+            )
         return expected
 
 

@@ -35,7 +35,7 @@ def check_against_autograd(model: nn.Module, inputs: Mapping[str, Tensor]) -> No
     rows = list(range(num_examples))
     clipped = ClippedSum(model, float("inf"))
     try:
-        with _nothing_is_zero(model):
+        with nothing_is_zero(model):
             first = _check(model, clipped, inputs, [i == 0 for i in rows])
             with_one_more = {name: x[[*rows, 1]] for name, x in inputs.items()}
             again = _check(model, clipped, with_one_more, [i > 0 for i in [*rows, 1]])
@@ -49,7 +49,7 @@ def check_against_autograd(model: nn.Module, inputs: Mapping[str, Tensor]) -> No
 
 
 @contextmanager
-def _nothing_is_zero(model: nn.Module) -> Iterator[None]:
+def nothing_is_zero(model: nn.Module) -> Iterator[None]:
     """Weights that are all zero are not, inside: one that starts at zero hides the gradients of the layers before it."""
     zeros = [p for p in model.parameters() if p.requires_grad and not p.any()]
     generator = torch.Generator().manual_seed(0)

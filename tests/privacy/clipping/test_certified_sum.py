@@ -1,4 +1,4 @@
-"""Certified sums: those of clipping, in whole numbers, with neighbours that differ by one example's integers and by nothing else."""
+"""Certified sums are those of clipping, in whole numbers, and neighbours differ by one example's integers and nothing else."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -135,7 +135,7 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("kind", ["embedding", "bias", "weight"])
 @pytest.mark.parametrize(("tokens", "micro"), [(1, 64), (40, 16), pytest.param(197, 1, marks=pytest.mark.full)])
 def test_sums_that_cross_a_binade_move_by_no_more_than_the_example(kind: str, tokens: int, micro: int) -> None:
-    """The partial sum crosses 512 in fp32: 512 examples of 1, one of 1/2, the example of -1, all others just short of -3/4 ulp."""
+    """The partial sum crosses 512 in fp32: 512 examples of 1, one of 1/2, the example of -1, and others of -3/4 ulp."""
     model, bound, others = Layer(kind), 1.0, 500
     per_example = torch.tensor([1.0] * 512 + [0.5, -1.0] + [-0.75 * 2**-14] * others)
     g_BT = (per_example / tokens)[:, None].expand(-1, tokens).contiguous()
