@@ -21,7 +21,6 @@ from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.functions import FUNCTIONS
 from privacy.ledger.records import read_ledger
 from privacy.plan import PrivacyPlan
-from privacy.releases import SENSITIVITY_SLACK
 from trainer.audit.sandbox import SAMPLE_RATE, SandboxSettings
 from trainer.audit.task import AMPLITUDE, PARTIAL, make_canaries
 from trainer.config.recipe import EngineName, load_config
@@ -58,7 +57,11 @@ def mechanism_audit(
         engine=engine,
         ds_config=machine.resolve(),
         ranks=ranks,
-        clipping_mode="two_pass" if mode == "two_pass" else "bookkeeping",
+        clipping_mode="certified"
+        if plan.arithmetic == "certified"
+        else "two_pass"
+        if mode == "two_pass"
+        else "bookkeeping",
         timeout=timeout,
     )
     return audit_mechanism(record)
@@ -155,7 +158,7 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
         plan=SandboxPlan(
             noise_multiplier=sigma,
             max_grad_norm=run.max_grad_norm,
-            sensitivity_slack=SENSITIVITY_SLACK,
+            sensitivity_slack=plan.sensitivity_slack,
             target_delta=run.target_delta,
             num_examples=plan.num_examples,
             expected_batch_size=plan.expected_batch_size,

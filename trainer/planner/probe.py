@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from privacy.clipping.accumulators import EXAMPLES_PER_PART, LocalSums
+from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
 from trainer.config.machine import MachineSettings
@@ -134,6 +135,10 @@ class Probe:
         if weights_of_one_pass:
             self._clipped._keeps_graph = False  # two passes take two forwards
         self.micro_batch = cache(self._micro_batch)
+
+    def rows_at_once(self, size: int) -> int:
+        """Examples that certified arithmetic works off together; otherwise all."""
+        return self._clipped.rows_at_once(size) if isinstance(self._clipped, CertifiedSum) else size
 
     def inputs(self, size: int) -> dict[str, Tensor]:
         """Inputs of `size` examples on the meta device."""
