@@ -165,6 +165,7 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
             sample_rate=plan.sample_rate,
             canary_norm=float(norms[0]),
             smallest_norm=float(norms.min()),
+            draw_spacing=0.0 if plan.lattice is None else 1 / plan.lattice.noise_deviation(plan.noise_multiplier),
         ),
         world_size=ranks,
         parameters=tuple((name, starts[name], starts[name] + size) for name, size in sizes.items()),
