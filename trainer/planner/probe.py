@@ -148,8 +148,8 @@ class Probe:
         }
 
     def _micro_batch(self, mode: Mode, size: int) -> MicroBatch:
-        """Above EXAMPLES_PER_PART examples clipping goes through a micro-batch in parts; only the inputs grow."""
-        part = min(size, EXAMPLES_PER_PART)
+        """Above EXAMPLES_PER_PART examples (or `rows_at_once`) clipping goes through parts, and only the inputs grow."""
+        part = self.rows_at_once(min(size, EXAMPLES_PER_PART))
         self._clipped.mode = mode
         with _with_fused_attention(), _Counter() as counter:
             is_padding_B = torch.zeros(part, dtype=torch.bool, device=META)

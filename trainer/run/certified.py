@@ -24,7 +24,7 @@ def use_deterministic_kernels() -> None:
     """For the whole process, before the first kernel runs: no atomics, and no choice of kernels by trying them out."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # would write every new tensor twice
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # new tensors are written once
     torch.backends.cudnn.benchmark = False
 
 
