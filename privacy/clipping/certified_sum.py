@@ -70,18 +70,24 @@ class CertifiedSum(ClippedSum):
         accumulator: Callable[[Mapping[str, torch.Size], torch.dtype, torch.device], Accumulator] = LocalSums,
         device: torch.device | None = None,
     ):
+        self.lattice = lattice
+        self._shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         super().__init__(
             model,
             lattice.bound,
             shapes=shapes,
+            mode="certified",
             function=function,
             accumulator=lambda shapes, dtype, device: accumulator(shapes, torch.int64, device),
             device=device,
         )
-        self.lattice, self.mode = lattice, "certified"
-        self._shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
+
+    def _set_bound(self, value: float) -> None:
+        if value != self.lattice.bound:
+            raise ValueError(f"the bound of a certified sum is that of its lattice, {self.lattice.bound}, not {value}")
+        super()._set_bound(value)
         self._num_coordinates = sum(self._shapes[name].numel() for name in self._names)
-        self._function = function(self._names, lattice.target(self._num_coordinates))
+        self._function = self._make_function(self._names, self.lattice.target(self._num_coordinates))
 
     @property
     def sensitivity(self) -> float:
