@@ -243,9 +243,8 @@ def cell_bounds(size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     precision = size + 64
     one = 1 << precision
     weight = (one, one)
-    ratio = exp_minus(
-        1, 2 * _M_BITS + 1, precision
-    )  # w_(j + 1) / w_j, which falls from each j to the next by this factor:
+    # The ratio w_(j + 1) / w_j is exp(-1 / (2 m^2)) for j = 0 and falls by the same factor from each j to the next.
+    ratio = exp_minus(1, 2 * _M_BITS + 1, precision)
     factor = exp_minus(1, 2 * _M_BITS, precision)
     sums = [(0, 0)]
     while weight[1] >> 63:

@@ -43,12 +43,15 @@ class Words:
 
 
 class Repeated:
-    """The same word again and again."""
+    """The same word again and again, but not forever."""
 
     def __init__(self, word: int) -> None:
         self._word = word
+        self._calls = 0
 
     def uniform_words(self, count: int) -> np.ndarray:
+        self._calls += 1
+        assert self._calls < 10_000
         return np.full(count, self._word, np.uint64)
 
 
@@ -123,25 +126,17 @@ def test_a_decision_holds_for_every_continuation_of_the_bits(deviation):
 @pytest.mark.parametrize("deviation", DEVIATIONS)
 def test_pieces_are_decided_as_one_proposal_is(deviation):
     """The quick bounds never differ from the decision by 128 more bits, wherever the first bits lie."""
-    rng = np.random.default_rng(1)
-    continued = 0x9E3779B97F4A7C15
+    rng, continued = np.random.default_rng(1), 0x9E3779B97F4A7C15
     words, expected = [], []
-    for _ in range(600):
+    for case in range(600):
         u, t, v = hard_numbers(deviation, (32, 64, 31), rng)
-        sign = int(rng.integers(2))
-        words.append((u << 32 | sign << 31 | v, t))
-        decision = decide(
-            deviation,
-            *(
-                (bits << 128 | continued << 64 | continued, size + 128)
-                for bits, size in zip((u, t, v), (32, 64, 31), strict=True)
-            ),
-        )
+        words.append((u << 32 | (case & 1) << 31 | v, t))
+        known = zip((u, t, v), (32, 64, 31), strict=True)
+        decision = decide(deviation, *((bits << 128 | continued << 64 | continued, n + 128) for bits, n in known))
         assert decision != UNDECIDED
         if decision != REJECTED:
-            expected.append(-decision if sign else decision)
-    both = np.array(words, np.uint64).T.reshape(-1)
-    kept = rounded_normal._keep(deviation, both, Repeated(continued))
+            expected.append(-decision if case & 1 else decision)
+    kept = rounded_normal._keep(deviation, np.array(words, np.uint64).T.reshape(-1), Repeated(continued))
     assert kept.dtype == np.int64 and kept.tolist() == expected
 
 
@@ -221,6 +216,28 @@ def test_tails_have_their_probability(far):
     all_kept = MP.sqrt(MP.pi / 2) * M / _TOTAL
     tail = MP.erfc(far / MP.sqrt(2)) - MP.erfc((far + 2) / MP.sqrt(2))
     assert kept <= tail * all_kept <= most <= 1.02 * kept
+
+
+def test_the_last_of_all_first_bits_give_the_tail():
+    """Every one of the 2^15 largest first 32 bits of U, from 4.5 standard deviations on, through the code that draws."""
+    source, size = Words(10), 1 << 15
+    u = np.arange(2**32 - size, 2**32, dtype=np.uint64) << np.uint64(32)
+    # V near 1 keeps every proposal, T near 1/4 and a deviation of 64 tell its cell.
+    words = np.concatenate([u | np.uint64((1 << 31) - 1), np.full(size, 1 << 62, np.uint64)])
+    cells = np.concatenate([rounded_normal._keep(64.0, words, source) for _ in range(4)])
+    assert len(cells) == 4 * size
+    for far in (300, 320, 340, 352, 384):
+        expected = 2**32 * float(1 - FIRST_OF_CELL[far])
+        assert abs((cells >= far).sum() / 4 - expected) <= 2  # first bits that lie across a boundary
+    beyond, rounds = Counter(), 60
+    for _ in range(rounds):
+        words = source.uniform_words(2 * size)
+        words[:size] = u | words[:size] & np.uint64(2**32 - 1)
+        sizes = np.abs(rounded_normal._keep(2.0**40, words, source))
+        beyond.update({far: int((sizes > far * 2**40).sum()) for far in (5.0, 5.5, 6.0)})
+    for far, seen in beyond.items():
+        mean = rounds * 2**32 * 2 * stats.norm.sf(far) * math.sqrt(math.pi / 2) * M / float(_TOTAL)
+        assert abs(seen - mean) < 5 * math.sqrt(mean)
 
 
 def probabilities(deviation, edges):
