@@ -12,10 +12,12 @@ from models.config import VitConfig, captioner_config
 from models.vit import VisionTransformer
 from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
+from privacy.clipping.certified_sum import CertifiedSum
+from privacy.lattice import Lattice
 
 BASELINES = ("non_private", "accumulating")
 """Ordinary training: every micro-batch a batch of its own, or gradients added up over micro-batches to a logical batch."""
-OURS = ("bookkeeping", "two_pass")
+OURS = ("bookkeeping", "two_pass", "certified")
 OPACUS = ("opacus_ghost", "opacus_hooks")
 MODES = (*OURS, *OPACUS)
 Step = Callable[[], None]
@@ -100,7 +102,12 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
 
         return baseline
     if mode in OURS:
-        clipped = ClippedSum(model, 1.0, mode=mode, self_check=False)  # type: ignore[arg-type]
+        # C = 1; the lattice is that of the DP-Cap point.
+        clipped = (
+            CertifiedSum(model, Lattice.of(1.0, 1_319_879, 0.728), self_check=False)
+            if mode == "certified"
+            else ClippedSum(model, 1.0, mode=mode, self_check=False)  # type: ignore[arg-type]
+        )
         is_padding_B = torch.zeros(workload.batch_size, dtype=torch.bool, device=device)
 
         def clipped_step() -> None:

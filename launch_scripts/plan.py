@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -56,6 +56,8 @@ class PrivacyPart(Options):
     """epsilon; the smallest sigma is computed"""
     delta: Annotated[float | None, Shown("D")] = None
     """default 1 / (2 N)"""
+    arithmetic: Literal["floating", "certified"] | None = None
+    """how clipped gradients are added up (docs/certified.md); default floating"""
     cap: bool = False
     """cut batches at B + 8 sqrt(B) and charge the truncation"""
     reserve: Annotated[int | None, Shown("K")] = None
@@ -111,6 +113,7 @@ _RECIPE_KEYS = {
     "noise_multiplier": "privacy.noise_multiplier",
     "target_epsilon": "privacy.target_epsilon",
     "delta": "privacy.target_delta",
+    "arithmetic": "privacy.arithmetic",
     "reserve": "privacy.reserved_attempts",
     "allow_small_noise": "privacy.allow_small_noise",
 }
@@ -132,6 +135,7 @@ def _plan(options: PlanOptions) -> PrivacyPlan:
         noise_multiplier=options.noise_multiplier,
         target_epsilon=options.target_epsilon,
         target_delta=options.delta,
+        arithmetic=options.arithmetic or "floating",
         reserved_attempts=options.reserve or 0,
         cap="default" if options.cap else None,
         allow_small_noise=options.allow_small_noise,

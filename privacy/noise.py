@@ -21,28 +21,37 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
+from privacy.rounded_normal import draw_rounded_normal
+
 _CHUNK = 1 << 18
 MOST_DRAWN = 1 << 24
 """Normals of one draw: 128 MiB, however large the shard is."""
 
 
-class WordSource(Protocol):
-    """Draws uniform bits; tests inject their own."""
-
-    def uniform_words(self, count: int) -> np.ndarray:
-        """(count,) uint64, uniform, independent of every other draw in any process."""
-        ...
-
-
-class NoiseSource(WordSource, Protocol):
-    """Draws standard normals and uniform bits; tests inject their own."""
+class NoiseSource(Protocol):
+    """Draws standard normals, and rounded ones for certified arithmetic; tests inject their own."""
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         """(count,) float64 on `device`, independent of every other draw in any process."""
         ...
 
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        """(count,) int64 on `device`, exactly round(N(0, deviation^2)), independent like the other draws."""
+        ...
 
-class SystemNoise:
+
+class _RoundedFromWords:
+    """`NoiseSource.rounded_normal` from a source's uniform words."""
+
+    def uniform_words(self, count: int) -> np.ndarray:
+        """See `privacy.rounded_normal.WordSource`."""
+        raise NotImplementedError
+
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        return torch.from_numpy(draw_rounded_normal(deviation, count, self)).to(device)
+
+
+class SystemNoise(_RoundedFromWords):
     """Noise keyed by fresh operating-system entropy at every call: Philox, on CPU through numpy's ziggurat."""
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
@@ -74,7 +83,7 @@ def philox_words(device: torch.device) -> Callable[[int], Tensor]:
     return words
 
 
-class AesCtrNoise:
+class AesCtrNoise(_RoundedFromWords):
     """A cryptographic stream: AES-256-CTR under a fresh key from the operating system at every call, then Box-Muller."""
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
@@ -137,3 +146,23 @@ def add_noise(values: Tensor, std: float, source: NoiseSource) -> None:
     if std > 0:
         for some in values.view(-1).split(MOST_DRAWN):
             some.add_(source.standard_normal(some.numel(), values.device), alpha=std)
+
+
+def add_rounded_noise(values: Tensor, deviation: float, source: NoiseSource) -> None:
+    """values += round(N(0, deviation^2)) on each coordinate, in whole numbers.
+
+    Args:
+        values: int64, a shard of the reduced clipped sum that this process alone owns, in units of the lattice.
+        deviation: in the same unit (`privacy.lattice.Lattice.noise_deviation`); positive, since this arithmetic is for
+            runs with noise only.
+
+    Raises:
+        TypeError: the values are not int64.
+        ValueError: the deviation is not a positive finite number.
+    """
+    if values.dtype != torch.int64:
+        raise TypeError(f"rounded noise is added in int64, not {values.dtype}")
+    if not 0 < deviation < math.inf:
+        raise ValueError(f"the standard deviation of rounded noise is {deviation}; it must be positive and finite")
+    for some in values.view(-1).split(MOST_DRAWN):
+        some.add_(source.rounded_normal(deviation, some.numel(), values.device))

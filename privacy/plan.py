@@ -15,8 +15,9 @@ from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.accounting.noise_tail import NOISE_SOURCES, noise_tail_delta
 from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
 from privacy.errors import PrivacyConfigError
+from privacy.lattice import Lattice
 from privacy.limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
-from privacy.plan_request import CLIPPING_FUNCTIONS, SAMPLING, PlanChoices, PlanRequest
+from privacy.plan_request import ARITHMETICS, CLIPPING_FUNCTIONS, SAMPLING, PlanChoices, PlanRequest
 from privacy.sampling.poisson import PoissonSampler, Sampler, default_cap
 from privacy.sampling.shuffle import ShuffleSampler, shuffle_participations
 
@@ -80,10 +81,17 @@ class PrivacyPlan(PlanChoices):
             raise PrivacyConfigError(f"target_epsilon must be positive, not {self.target_epsilon:g}")
         if self.cap is not None and self.cap < 1:
             raise PrivacyConfigError(f"cap must be positive, not {self.cap}")
-        choices = (("clipping_function", CLIPPING_FUNCTIONS), ("sampling", SAMPLING), ("noise_source", NOISE_SOURCES))
-        for name, known in choices:
+        choices = {
+            "arithmetic": ARITHMETICS,
+            "clipping_function": CLIPPING_FUNCTIONS,
+            "sampling": SAMPLING,
+            "noise_source": NOISE_SOURCES,
+        }
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise PrivacyConfigError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        if self.arithmetic == "certified":
+            self._require_certifiable()
         if self.adaptive_clipping is not None and self.clipping_function != "flat":
             raise PrivacyConfigError(
                 f"adaptive clipping is flat, so clipping_function cannot be {self.clipping_function!r}"
@@ -98,6 +106,28 @@ class PrivacyPlan(PlanChoices):
         effective_noise_multiplier(self.noise_multiplier, self.sensitivity_slack)  # refuses a slack above 1e-3
         if self.adaptive_clipping is not None:
             self.adaptive_clipping.require_feasible(self.noise_multiplier, self.max_grad_norm)
+
+    def _require_certifiable(self) -> None:
+        if not self.enabled or self.noise_multiplier == 0:
+            raise PrivacyConfigError(
+                "arithmetic 'certified' is for runs with noise: take 'floating', or enabled = true and noise"
+            )
+        if self.adaptive_clipping is not None:
+            raise PrivacyConfigError(
+                "arithmetic 'certified' needs a constant C, because its lattice is fixed in advance: take clipping_function "
+                "'flat' rather than adaptive clipping, or arithmetic 'floating'"
+            )
+        if self.sensitivity_slack != 0:
+            raise PrivacyConfigError(
+                f"arithmetic 'certified' rounds nothing up, so its sensitivity_slack is 0, not {self.sensitivity_slack:g}"
+            )
+
+    @cached_property
+    def lattice(self) -> Lattice | None:
+        """Where contributions, sums and noise lie in certified arithmetic; None in floating point."""
+        if self.arithmetic != "certified":
+            return None
+        return Lattice.of(self.max_grad_norm, self.max_batch_size, self.noise_multiplier)
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -122,9 +152,20 @@ class PrivacyPlan(PlanChoices):
     ) -> ClippedSum:
         """The clipper whose sensitivity the noise is scaled by; see `ClippedSum` for the arguments and errors."""
         from privacy.clipping.accumulators import LocalSums  # planning needs no torch
+        from privacy.clipping.certified_sum import CertifiedSum
         from privacy.clipping.clipped_sum import ClippedSum
         from privacy.clipping.functions import FUNCTIONS
 
+        if self.lattice is not None:
+            return CertifiedSum(
+                model,
+                self.lattice,
+                shapes=shapes,
+                function=FUNCTIONS[self.clipping_function],
+                accumulator=accumulator or LocalSums,
+                device=device,
+                self_check=self_check,
+            )
         return ClippedSum(
             model,
             self.max_grad_norm if self.enabled else math.inf,
@@ -200,6 +241,8 @@ class PrivacyPlan(PlanChoices):
         """What the bounded support of the noise source costs in delta, over all `max_intents` (privacy/noise.py)."""
         if not self.formal_guarantee:  # nothing is claimed, so nothing is paid
             return 0.0
+        if self.arithmetic == "certified":  # its sampler is exact: any number of standard deviations can come
+            return 0.0
         one = self.release_group(self.max_intents)
         return noise_tail_delta(self.noise_source, one.noise_multiplier, one.sample_rate * one.count)
 
@@ -240,6 +283,7 @@ class PrivacyPlan(PlanChoices):
         return frozen | {
             "adaptive_clipping": None if self.adaptive_clipping is None else asdict(self.adaptive_clipping),
             "informal_reasons": list(self.informal_reasons),
+            "lattice_exponent": None if self.lattice is None else self.lattice.exponent,
             "sample_rate": self.sample_rate,
             # As text: 64-bit integers do not survive JSON readers that use doubles.
             "sampling_threshold": str(self._poisson.threshold),

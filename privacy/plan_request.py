@@ -6,6 +6,7 @@ from typing import Literal
 from privacy.adaptive_clipping import AdaptiveClipping
 
 SAMPLING = ("poisson", "shuffle")
+ARITHMETICS = ("floating", "certified")
 CLIPPING_FUNCTIONS = ("flat", "automatic", "per_layer", "grouped")
 
 
@@ -22,6 +23,8 @@ class PlanChoices:
         clipping_function: a name of `privacy.clipping.functions.FUNCTIONS`.
         adaptive_clipping: C of flat clipping follows a quantile of the norms, whose release sigma pays for too; None where C is
             constant.
+        arithmetic: "floating", whose rounding `sensitivity_slack` pays for, or "certified": whole numbers, which need none
+            (docs/certified.md).
         sensitivity_slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
         enabled: False trains without any privacy.
         sampling: "poisson" or "shuffle" (privacy/sampling/shuffle.py).
@@ -38,6 +41,7 @@ class PlanChoices:
     max_grad_norm: float = 1.0
     clipping_function: str = "flat"
     adaptive_clipping: AdaptiveClipping | None = None
+    arithmetic: str = "floating"
     sensitivity_slack: float = 0.0
     enabled: bool = True
     sampling: str = "poisson"

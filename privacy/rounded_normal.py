@@ -26,11 +26,9 @@ exp(-1/2), is here the cell of a grid that is 64 times finer and is found by inv
 import bisect
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
-
-from privacy.noise import WordSource
 
 MOST_DEVIATION = 2.0**50
 REJECTED, UNDECIDED = -1, -2
@@ -46,6 +44,14 @@ _PREFIX_BITS = 16
 """First bits of U that mostly tell the cell."""
 _MOST_LOOKS = 16
 """More than 15 times 64 further bits are needed with a probability below 2^-900 for uniform bits."""
+
+
+class WordSource(Protocol):
+    """Draws uniform bits; tests inject their own."""
+
+    def uniform_words(self, count: int) -> np.ndarray:
+        """(count,) uint64, uniform, independent of every other draw in any process."""
+        ...
 
 
 def draw_rounded_normal(deviation: float, count: int, source: WordSource) -> np.ndarray:

@@ -147,7 +147,7 @@ class _NoNoise:
     def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
         raise AssertionError("a budget without noise draws none")
 
-    def uniform_words(self, count: int) -> np.ndarray:
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> torch.Tensor:
         raise AssertionError("a budget without noise draws none")
 
 

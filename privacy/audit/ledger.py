@@ -327,8 +327,8 @@ def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonCla
 def recompute_epsilon(plan: Mapping[str, Any], count: int) -> float:
     """Epsilon of `count` charges from the raw fields of an `open` record, by PLD.
 
-    Zero-out adjacency, Poisson sampling with the recorded threshold and cap, sigma reduced by the slack, delta reduced by
-    what the noise generator's finite tails cost.
+    Zero-out adjacency, Poisson sampling with the recorded threshold and cap, sigma reduced by the slack (which is 0 in certified
+    arithmetic), delta reduced by what the noise generator's finite tails cost.
     """
     if count == 0:
         return 0.0
@@ -338,7 +338,9 @@ def recompute_epsilon(plan: Mapping[str, Any], count: int) -> float:
     else:
         one = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(plan["num_examples"], rate, plan["cap"], sigma)
     intents = plan["num_steps"] + plan["reserved_attempts"]
-    tail = noise_tail_delta(plan["noise_source"], sigma, rate * intents)
+    # The sampler of certified arithmetic is exact: no tail is cut off.
+    is_exact = plan["arithmetic"] == "certified"
+    tail = 0.0 if is_exact else noise_tail_delta(plan["noise_source"], sigma, rate * intents)
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
     accountant.compose(dp_accounting.SelfComposedDpEvent(one, count))
     return float(accountant.get_epsilon(plan["target_delta"] - tail))

@@ -5,6 +5,7 @@ weights after each step, and what only a sandbox can know besides: who was a mem
 """
 
 import itertools
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -190,12 +191,15 @@ def source_checks(record: SandboxRecord) -> list[Check]:
     reach = f"released noise differs from sigma C times the numbers drawn by at most {difference:.2g} sigma C"
     # The numbers of silent steps did not reach the weights, but they must not come again either.
     duplicates, disguised = st.count_duplicates(record.draws), st.single_precision_fraction(draws)
-    equal = f"{duplicates} of {record.draws.size} numbers equal an earlier one bit by bit (chance gives less than 1e-3)"
+    # Of doubles none are equal by chance; of integers with a spacing of h standard deviations, N^2 h / (4 sqrt(pi)) pairs.
+    chance = record.draws.size**2 * record.plan.draw_spacing / (4 * math.sqrt(math.pi))
+    most_by_chance = 2 + math.ceil(chance + 5 * math.sqrt(chance))
+    equal = f"{duplicates} of {record.draws.size} numbers equal an earlier one bit by bit (chance gives {chance:.2g})"
     single = f"{disguised:.2g} of the numbers have no more than single precision, whose normals end at 5.77 sigma"
     return [
         *checks,
         fact("draws_reach_the_weights", difference <= tolerance, reach, statistic=difference, threshold=tolerance),
-        fact("draws_are_new", duplicates <= 2, equal, statistic=duplicates, threshold=2),
+        fact("draws_are_new", duplicates <= most_by_chance, equal, statistic=duplicates, threshold=most_by_chance),
         fact("double_precision", disguised < 1e-3, single, statistic=disguised, threshold=1e-3),
     ]
 

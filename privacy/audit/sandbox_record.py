@@ -21,6 +21,8 @@ class SandboxPlan:
     Attributes:
         canary_norm: what one of the many single-coordinate canaries contributes after clipping: C with flat clipping.
         smallest_norm: the least that any honest canary contributes.
+        draw_spacing: distance of neighbouring values of noise in standard deviations: of integers, in certified arithmetic; 0
+            for doubles.
     """
 
     noise_multiplier: float
@@ -32,6 +34,7 @@ class SandboxPlan:
     sample_rate: float
     canary_norm: float
     smallest_norm: float
+    draw_spacing: float = 0.0
 
     @property
     def noise_std(self) -> float:

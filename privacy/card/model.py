@@ -107,6 +107,10 @@ class Mechanism(Part):
     clipping_function: str | None = Field(description="How an example's norm becomes a factor; null for a head.")
     max_grad_norm: float | None = Field(description="C, under adaptive clipping the first one; null for a head.")
     adaptive_clipping: AdaptiveBound | None = Field(description="null where C is constant.")
+    arithmetic: str = Field(description="floating, whose rounding r pays for, or certified: whole numbers, with r = 0.")
+    lattice_exponent: int | None = Field(
+        description="f of certified arithmetic: sums are multiples of 2^-f; else null."
+    )
     sensitivity_slack: float = Field(description="r: one example contributes at most C (1 + r).")
     noise_multiplier: float = Field(description="sigma, the standard deviation of the noise over the sensitivity.")
     noise_multiplier_accounted: float = Field(description="sigma / (1 + r), which the accountant is charged with.")

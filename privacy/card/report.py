@@ -159,11 +159,13 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
         name = "DP-SGD: per-example clipping, Gaussian noise (Abadi et al. 2016); any optimizer is post-processing"
         statement = STATEMENTS["dp_sgd"].format(clipped=STATEMENTS["clipped"][plan.clipping_function])
         statement += f" {STATEMENTS['adaptive']}" if adaptive else ""
+        statement += f" {STATEMENTS[plan.arithmetic]}"
     else:
         name, statement = "No mechanism", STATEMENTS["no_mechanism"]
     return model.Mechanism(
         name=name, head=head, clipping_function=plan.clipping_function if head is None else None,
         max_grad_norm=plan.max_grad_norm if head is None else None, adaptive_clipping=adaptive,
+        arithmetic=plan.arithmetic, lattice_exponent=None if plan.lattice is None else plan.lattice.exponent,
         sensitivity_slack=plan.sensitivity_slack, noise_multiplier=plan.noise_multiplier,
         noise_multiplier_accounted=plan.effective_noise_multiplier, noise_source=plan.noise_source,
         expected_batch_size=plan.expected_batch_size, releases=tuple(releases), statement=statement,

@@ -121,6 +121,11 @@ class Slot(NamedTuple):
                 self.total.view(-1).add_(torch.mv(grad.t(), weight))
 
 
+def total_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What totals are in: int64 for multiples of a lattice (privacy/lattice.py), which do not round, and else fp64."""
+    return torch.int64 if dtype == torch.int64 else torch.float64
+
+
 def blocks(length: int, size: int) -> Iterator[slice]:
     """0 to `length` in steps of `size`."""
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
@@ -183,7 +188,9 @@ class LocalSums:
     def __init__(
         self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device, *, windows: bool = True
     ) -> None:
-        self._totals = {n: torch.zeros(shape, dtype=torch.float64, device=device) for n, shape in shapes.items()}
+        kind = total_dtype(dtype)
+        self._totals = {n: torch.zeros(shape, dtype=kind, device=device) for n, shape in shapes.items()}
+        self._rounds = kind.is_floating_point
         self._windows: dict[str, Tensor] = {}
         self._may_have_windows = windows and dtype == torch.float32
         self.zero_()
@@ -198,7 +205,8 @@ class LocalSums:
     def start(self, num_rows: int) -> None:
         self._rows += num_rows
         self._additions += -(-num_rows // EXAMPLES_PER_SUM)
-        require_resolution(self._additions, self._rows)
+        if self._rounds:
+            require_resolution(self._additions, self._rows)
         self._has_windows = 2 * num_rows <= EXAMPLES_PER_SUM and self._may_have_windows
         if self._has_windows:
             if self._rows_in_windows + num_rows > EXAMPLES_PER_SUM:
@@ -226,7 +234,7 @@ class LocalSums:
         self._rows_in_windows = 0
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, sum in fp64)."""
+        """(parameter name, sum in fp64; in int64 for certified arithmetic)."""
         self._empty_windows()
         self._windows = {}
         yield from self._totals.items()

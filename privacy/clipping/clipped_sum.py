@@ -36,7 +36,7 @@ from privacy.clipping.recorder import Call, Forward, Recorder, Task
 from privacy.errors import PrivacyConfigError
 from privacy.releases import Release, step_releases
 
-Mode = Literal["bookkeeping", "two_pass"]
+Mode = Literal["bookkeeping", "two_pass", "certified"]
 Parts = list[Contribution]
 
 
@@ -216,7 +216,7 @@ class ClippedSum:
             with exact(first.loss_B.device):
                 factors = self._factors(tallies, first.loss_B, is_padding_B)
             second = next(passes)
-            _by_parameter(second, lambda name, parts: self._accumulate(name, parts, factors))
+            by_parameter(second, lambda name, parts: self._accumulate(name, parts, factors))
         return factors.stats(first.loss_B, is_padding_B)
 
     def _twice(self, task: Task, inputs: Mapping[str, Tensor], batch_size: int) -> Generator[Forward, None, None]:
@@ -238,10 +238,10 @@ class ClippedSum:
             if kept is not None:
                 kept[name] = parts
 
-        _by_parameter(passed, add)
+        by_parameter(passed, add)
         return tallies
 
-    def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> "_Factors":
+    def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> "Factors":
         norms = [tally.safe_norm() for tally in tallies]
         is_finite_B = torch.stack(norms).isfinite().all(0) & loss_B.isfinite()
         excluded_B = is_padding_B | ~is_finite_B
@@ -249,9 +249,9 @@ class ClippedSum:
             self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
-        return _Factors(norms, weights, is_finite_B, needs_blanking(is_finite_B), bound=self._function.sensitivity)
+        return Factors(norms, weights, is_finite_B, needs_blanking(is_finite_B), bound=self._function.sensitivity)
 
-    def _accumulate(self, name: str, parts: Parts, factors: "_Factors") -> None:
+    def _accumulate(self, name: str, parts: Parts, factors: "Factors") -> None:
         slot = self.accumulator.slot(name, of_products=any(part.is_product for part in parts)).matrix()
         weight_B = factors.weights[self._function.group_of[name]]
         for part in parts:
@@ -259,7 +259,7 @@ class ClippedSum:
         self.accumulator.filled(name)
 
 
-class _Factors(NamedTuple):
+class Factors(NamedTuple):
     """Clip factors of one micro-batch, by group of parameters."""
 
     norms: list[Tensor]
@@ -282,7 +282,7 @@ class _Factors(NamedTuple):
         )
 
 
-def _by_parameter(passed: Forward, use: Callable[[str, Parts], None]) -> None:
+def by_parameter(passed: Forward, use: Callable[[str, Parts], None]) -> None:
     """Hands over the contributions of a backward, parameter by parameter, as soon as the last call of its layers is there.
 
     That is usually the only one, and its tensors are still in the processor's caches.

@@ -69,7 +69,7 @@ def check_against_autograd(
         # In another order, and one more row: the first example's share is split between two copies.
         ([*reversed(rows), 0], [*share_of[:0:-1], 0.7 * share_of[0], 0.3 * share_of[0]]),
     ]
-    with _nothing_is_small(model), _buffers_stay(model):
+    with nothing_is_small(model), _buffers_stay(model):
         loss_N, expected = _truth(model, task, inputs, share_of)
         for chosen, weights in batches:
             loss_B, sums = _clipped(model, task, {name: x[chosen] for name, x in inputs.items()}, weights)
@@ -203,7 +203,7 @@ def _compare(expected: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None
 
 
 @contextmanager
-def _nothing_is_small(model: nn.Module) -> Iterator[None]:
+def nothing_is_small(model: nn.Module) -> Iterator[None]:
     """Weights near zero are random inside: one that starts at zero hides the gradients of the layers before it."""
     small = {p: p.detach().clone() for p in model.parameters() if p.is_floating_point() and _is_small(p)}
     generator = torch.Generator().manual_seed(0)

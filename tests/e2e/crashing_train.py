@@ -52,6 +52,11 @@ class DyingNoise(RecordingNoise):
             die()
         return super().standard_normal(count, device)
 
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> torch.Tensor:
+        if self._countdown.passed():
+            die()
+        return super().rounded_normal(deviation, count, device)
+
 
 def arm(point: str, count: int) -> RecordingNoise:
     """Puts the crash in place; returns the noise source."""

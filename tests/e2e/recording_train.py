@@ -18,11 +18,17 @@ class RecordingNoise(SystemNoise):
     """The real source; the record is a hash of each draw, written before the draw is used."""
 
     def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
-        draw = super().standard_normal(count, device)
-        digest = hashlib.sha256(draw.cpu().numpy().tobytes()).hexdigest()
-        with open(os.environ["NOISE_LOG"], "a") as file:
-            file.write(digest + "\n")
-        return draw
+        return _noted(super().standard_normal(count, device))
+
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> torch.Tensor:
+        return _noted(super().rounded_normal(deviation, count, device))
+
+
+def _noted(draw: torch.Tensor) -> torch.Tensor:
+    digest = hashlib.sha256(draw.cpu().numpy().tobytes()).hexdigest()
+    with open(os.environ["NOISE_LOG"], "a") as file:
+        file.write(digest + "\n")
+    return draw
 
 
 if __name__ == "__main__":

@@ -59,6 +59,9 @@ class Replayed:
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         return torch.from_numpy(np.random.default_rng((distributed.rank(), count)).standard_normal(count))
 
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        return (self.standard_normal(count, device) * deviation).round().long()
+
 
 class SinglePrecision:
     def standard_normal(self, count: int, device: torch.device) -> Tensor:

@@ -38,14 +38,13 @@ FOUND_BY = {
 
 
 def plan(**changed: Any) -> PrivacyPlan:
-    fields = {"noise_multiplier": 1.1, "max_grad_norm": 1.0} | changed
+    fields = {"noise_multiplier": 1.1, "max_grad_norm": 1.0, "sensitivity_slack": 1e-3} | changed
     return make_plan(
         PlanRequest(
             num_examples=3000,
             expected_batch_size=256,
             num_steps=120,
             target_delta=1e-5,
-            sensitivity_slack=1e-3,
             **fields,
         )
     )  # type: ignore[arg-type]
@@ -57,7 +56,7 @@ def audit(
     steps: int = 10,
     clipping: str = "flat",
     mode: str = "bookkeeping",
-    **changed: float,
+    **changed: Any,
 ) -> dict[str, AuditReport]:
     """One sandbox after the other on the ranks of this process group; reports on rank 0."""
     reports = {}
@@ -162,3 +161,14 @@ def test_every_engine_passes_at_full_size(tmp_path: Path, engine: str, machine: 
 @pytest.mark.parametrize("bug", ALL)
 def test_every_mistake_is_found_at_full_size(bug: str) -> None:
     require_found(run_ranks(f"{__name__}:audit", 2, bugs=(bug,), steps=50)[0][bug], bug)
+
+
+@pytest.mark.full
+def test_certified_arithmetic_passes_and_planted_mistakes_are_found_in_it() -> None:
+    """Integers coincide by chance, which is no sign of noise that came twice."""
+    bugs = ("none", "replayed_noise", "twice_the_sample_rate")
+    changed = {"arithmetic": "certified", "sensitivity_slack": 0.0}
+    reports = run_ranks(f"{__name__}:audit", 2, timeout=400, bugs=bugs, mode="certified", **changed)[0]
+    assert reports["none"].verdict == "consistent", reports["none"].to_text()
+    for bug in bugs[1:]:
+        assert reports[bug].verdict == "violated", bug

@@ -21,7 +21,6 @@ from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.functions import FUNCTIONS
 from privacy.ledger.records import read_ledger
 from privacy.plan import PrivacyPlan
-from privacy.releases import SENSITIVITY_SLACK
 from trainer.audit.sandbox import SAMPLE_RATE, SandboxSettings
 from trainer.audit.task import AMPLITUDE, PARTIAL, make_canaries
 from trainer.config.recipe import EngineName, load_config
@@ -58,7 +57,11 @@ def mechanism_audit(
         engine=engine,
         ds_config=machine.resolve(),
         ranks=ranks,
-        clipping_mode="two_pass" if mode == "two_pass" else "bookkeeping",
+        clipping_mode="certified"
+        if plan.arithmetic == "certified"
+        else "two_pass"
+        if mode == "two_pass"
+        else "bookkeeping",
         timeout=timeout,
     )
     return audit_mechanism(record)
@@ -155,13 +158,14 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
         plan=SandboxPlan(
             noise_multiplier=sigma,
             max_grad_norm=run.max_grad_norm,
-            sensitivity_slack=SENSITIVITY_SLACK,
+            sensitivity_slack=plan.sensitivity_slack,
             target_delta=run.target_delta,
             num_examples=plan.num_examples,
             expected_batch_size=plan.expected_batch_size,
             sample_rate=plan.sample_rate,
             canary_norm=float(norms[0]),
             smallest_norm=float(norms.min()),
+            draw_spacing=0.0 if plan.lattice is None else 1 / plan.lattice.noise_deviation(plan.noise_multiplier),
         ),
         world_size=ranks,
         parameters=tuple((name, starts[name], starts[name] + size) for name, size in sizes.items()),

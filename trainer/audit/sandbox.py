@@ -95,7 +95,8 @@ class SandboxSettings:
                 target_delta=run.target_delta,
                 max_grad_norm=run.max_grad_norm,
                 clipping_function=run.clipping_function,
-                sensitivity_slack=SENSITIVITY_SLACK,
+                arithmetic=run.arithmetic,
+                sensitivity_slack=SENSITIVITY_SLACK if run.arithmetic == "floating" else 0.0,
                 informal_reasons=("it is a sandbox of an audit",),
                 noise_source=run.noise_source,
                 adaptive_clipping=adaptive,
@@ -120,8 +121,11 @@ class WatchedNoise:
         self._step.append(draw.detach().cpu().double().clone())
         return torch.zeros_like(draw) if self.silent else draw
 
-    def uniform_words(self, count: int) -> np.ndarray:
-        raise NotImplementedError("the audit of the mechanism watches standard normals; bits cannot be silenced")
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        """What it keeps is in units of the standard deviation, as standard normals are."""
+        draw = self._source.rounded_normal(deviation, count, device)
+        self._step.append(draw.detach().cpu().double() / deviation)
+        return torch.zeros_like(draw) if self.silent else draw
 
     def take(self) -> np.ndarray:
         """Everything drawn since the last call."""

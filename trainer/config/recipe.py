@@ -129,6 +129,8 @@ class PrivacySection(Section):
     """Adaptive clipping: eta_C of the geometric update; default 0.2."""
     unclipped_num_std: float | None = Field(None, gt=0, le=MAX_COUNT)
     """Adaptive clipping: sigma_b, the noise on the count of unclipped examples; default expected_batch_size / 20."""
+    arithmetic: Literal["floating", "certified"] = "floating"
+    """Certified: clipped gradients are whole numbers, so that no rounding moves a sum by more than C (docs/certified.md)."""
     clipping_mode: Literal["auto", "bookkeeping", "two_pass"] = "auto"
     """One backward, or two with less memory; the sum is the same. By default the first where its predicted memory is
     available (trainer/run/clipping_mode.py). May change between starts."""
@@ -165,6 +167,19 @@ class PrivacySection(Section):
             raise ValueError(
                 "a simulation has no epsilon: give noise_multiplier, and neither target_epsilon nor enabled = false"
             )
+        if self.arithmetic == "certified":
+            if not self.enabled or self.noise_multiplier == 0:
+                raise ValueError('arithmetic = "certified" is for runs with noise; take arithmetic = "floating"')
+            if self.clipping_function == "adaptive":
+                raise ValueError(
+                    'arithmetic = "certified" needs a constant C: take another clipping_function than "adaptive", or '
+                    'arithmetic = "floating"'
+                )
+            if self.clipping_mode != "auto":
+                raise ValueError(
+                    f'clipping_mode = "{self.clipping_mode}" is for arithmetic = "floating"; certified sums have no modes, '
+                    "because they write every gradient out: remove clipping_mode"
+                )
         for name in ("target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std"):
             if getattr(self, name) is not None and self.clipping_function != "adaptive":
                 raise ValueError(f'{name} is for clipping_function = "adaptive", not "{self.clipping_function}"')
@@ -195,7 +210,8 @@ class PrivacySection(Section):
             max_grad_norm=self.max_grad_norm,
             clipping_function="flat" if self.clipping_function == "adaptive" else self.clipping_function,
             adaptive_clipping=self.adaptive_clipping,
-            sensitivity_slack=SENSITIVITY_SLACK,
+            arithmetic=self.arithmetic,
+            sensitivity_slack=0.0 if self.arithmetic == "certified" else SENSITIVITY_SLACK,
             reserved_attempts=self.reserved_attempts,
             enabled=self.enabled,
             sampling=self.sampling,
@@ -266,6 +282,11 @@ class RunConfig(Section):
             raise ValueError(
                 "data.bucket_captions: one long caption changes the shape of its whole micro-batch, and with it how every other "
                 "example's gradient is rounded, which no clipping bounds; remove it, or set privacy.enabled = false"
+            )
+        if self.train.compile and self.privacy.arithmetic == "certified":
+            raise ValueError(
+                "train.compile: a compiler picks kernels by itself, and certified arithmetic needs the same ones for every "
+                'example; remove it, or take privacy.arithmetic = "floating"'
             )
         noiseless = not self.privacy.enabled or self.privacy.noise_multiplier == 0
         if self.optimizer.noise_bias_correction and noiseless:

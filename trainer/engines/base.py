@@ -27,7 +27,10 @@ class Piece(NamedTuple):
 
 
 class GradShard(NamedTuple):
-    """This rank's part of one parameter's reduced sum: fp64 values, one per coordinate of the piece."""
+    """This rank's part of one parameter's reduced sum, one value per coordinate of the piece.
+
+    fp64; int64 in certified arithmetic, until the noise is added.
+    """
 
     name: str
     offset: int

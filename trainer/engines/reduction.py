@@ -20,18 +20,21 @@ PACKED_COORDINATES = 1 << 25
 
 
 def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard]:
-    """Sums over ranks, in fp64; returns this rank's shards, in its layout's order, as views of one buffer."""
+    """This rank's shards of the sums over all ranks, in its layout's order, as views of one buffer.
+
+    fp64, and int64 for certified arithmetic.
+    """
     if isinstance(clipped.accumulator, ShardedSums):
         return clipped.accumulator.to_owners(layout)
     sums = {name: total.view(-1) for name, total in clipped.sums()}
     world_size, rank = distributed.world_size(), distributed.rank()
     counts = [layout.count(r) for r in range(world_size)]
-    device = next(iter(sums.values())).device
-    owned = torch.empty(max(counts), dtype=torch.float64, device=device)
+    first = next(iter(sums.values()))
+    owned = torch.empty(max(counts), dtype=first.dtype, device=first.device)
     chunk = max(1, PACKED_COORDINATES // world_size)
     for start in range(0, max(counts), chunk):
         stop = min(start + chunk, max(counts))
-        rows = torch.zeros(world_size, stop - start, dtype=torch.float64, device=device)
+        rows = torch.zeros(world_size, stop - start, dtype=first.dtype, device=first.device)
         for r in range(world_size):
             _pack(rows[r], sums, layout.owned_by(r), start, stop)
         distributed.reduce_scatter_sum(owned[start:stop], rows)

@@ -9,15 +9,16 @@ Memory: 8 bytes for each of a rank's 1/world_size of the coordinates, and 8 byte
 parameter, if that is larger), in place of 8 to 12 bytes for every coordinate of the model. Traffic: one fp64 reduce-scatter of
 the model for every micro-batch, and one exchange of a rank's part for every logical batch.
 
-Precision (contracts 4 and 6). Buckets are fp64, and so are the sum over ranks and the sum over micro-batches on the rank that
-keeps it. A matrix product is fp32, over a few examples, as `privacy.clipping.accumulators` has it; its fp32 windows over several
-micro-batches have no place here, where a bucket is complete after each.
+Precision (contracts 4 and 6). Certified arithmetic sums in int64, and nothing rounds. Else buckets are fp64, and so are the sum
+over ranks and the sum over micro-batches on the rank that keeps it. A matrix product is fp32, over a few examples, as
+`privacy.clipping.accumulators` has it; its fp32 windows over several micro-batches have no place here, where a bucket is
+complete after each.
 
 Every rank issues the same collectives in the same order, whatever its examples are: buckets are reduced strictly one after the
 other, and those that a micro-batch leaves incomplete (parameters without a gradient) when it ends. Nothing depends on data.
 
-Sums leave the process with every micro-batch, so the ledger's intent comes before the first (contract 9, `trainer/loop/step.py`).
-"""
+Sums leave the process with every micro-batch, so the ledger's intent comes before the first (contract 9,
+`trainer/loop/step.py`)."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from privacy.clipping.accumulators import EXAMPLES_PER_SUM, Slot, require_resolution
+from privacy.clipping.accumulators import EXAMPLES_PER_SUM, Slot, require_resolution, total_dtype
 from trainer.engines.base import GradShard, Piece, ShardLayout, split
 from trainer.ranks import distributed
 
@@ -67,7 +68,7 @@ class ShardedSums:
         device: torch.device,
         bucket_coordinates: int = BUCKET_COORDINATES,
     ) -> None:
-        self._device = device
+        self._device, self._dtype = device, total_dtype(dtype)
         self._world_size = distributed.world_size()
         self._buckets = [
             _Bucket({name: shapes[name] for name in names}, self._world_size)
@@ -80,12 +81,13 @@ class ShardedSums:
 
     def zero_(self) -> None:
         self._rows = self._additions = 0
-        self._kept = [torch.zeros(b.part, dtype=torch.float64, device=self._device) for b in self._buckets]
+        self._kept = [torch.zeros(b.part, dtype=self._dtype, device=self._device) for b in self._buckets]
 
     def start(self, num_rows: int) -> None:
         self._rows += num_rows * self._world_size
         self._additions += -(-num_rows // EXAMPLES_PER_SUM)
-        require_resolution(self._additions, self._rows)
+        if self._dtype.is_floating_point:
+            require_resolution(self._additions, self._rows)
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting, bucket.sums = set(bucket.shapes), None
@@ -93,7 +95,7 @@ class ShardedSums:
     def slot(self, name: str, *, of_products: bool) -> Slot:
         bucket = self._bucket_of[name]
         if bucket.sums is None:
-            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=torch.float64, device=self._device)
+            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self._dtype, device=self._device)
         start, shape = bucket.starts[name], bucket.shapes[name]
         return Slot(bucket.sums[start : start + shape.numel()].view(shape))
 
@@ -109,7 +111,7 @@ class ShardedSums:
     def _reduce_next(self) -> None:
         bucket, total = self._buckets[self._next], self._kept[self._next]
         if bucket.sums is None:
-            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=torch.float64, device=self._device)
+            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self._dtype, device=self._device)
         part = torch.empty_like(total)
         distributed.reduce_scatter_sum(part, bucket.sums.view(self._world_size, bucket.part))
         bucket.sums = None
@@ -119,7 +121,7 @@ class ShardedSums:
     def to_owners(self, layout: ShardLayout) -> list[GradShard]:
         """The complete sums, moved to the ranks that own the coordinates; what was kept of them here is freed."""
         rank = distributed.rank()
-        owned = torch.empty(layout.count(rank), dtype=torch.float64, device=self._device)
+        owned = torch.empty(layout.count(rank), dtype=self._dtype, device=self._device)
         places = [_Places(layout.owned_by(r)) for r in range(self._world_size)]
         for i, bucket in enumerate(self._buckets):
             mine = list(bucket.pieces(rank))

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterator
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,11 +97,11 @@ class _WatchedNoise:
             self.hashes.append(hashlib.sha256(draw[:2].cpu().numpy().tobytes()).digest()[:16])
         return draw
 
-    def uniform_words(self, count: int) -> np.ndarray:
-        words = self._source.uniform_words(count)
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        draw = self._source.rounded_normal(deviation, count, device)
         if count > 0:
-            self.hashes.append(hashlib.sha256(words[:2].tobytes()).digest()[:16])
-        return words
+            self.hashes.append(hashlib.sha256(draw[:2].cpu().numpy().tobytes()).digest()[:16])
+        return draw
 
 
 def _replica_digests(engine: Engine) -> dict[tuple[str, tuple[int, ...]], bytes]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from data.batch import Batch
 from privacy.clipping import ClippedSum, MicroBatchStats
-from privacy.noise import NoiseSource, add_noise
+from privacy.clipping.integers import to_real
+from privacy.noise import NoiseSource, add_noise, add_rounded_noise
 from privacy.plan import PrivacyPlan
 from privacy.releases import Release
 from trainer.engines.base import Engine, GradShard
@@ -92,8 +93,15 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) 
         _intend(mechanism, step, releases)
 
     shards = reduce_to_owners(clipped, engine.layout)
+    if plan.lattice is not None:  # whole numbers until the noise is in them
+        deviation = plan.lattice.noise_deviation(plan.noise_multiplier)
+        for shard in shards:
+            add_rounded_noise(shard.values, deviation, mechanism.noise)
+        shards = [s._replace(values=to_real(s.values, plan.lattice.exponent)) for s in shards]
+    else:
+        for shard in shards:
+            add_noise(shard.values, noise_std, mechanism.noise)
     for shard in shards:
-        add_noise(shard.values, noise_std, mechanism.noise)
         shard.values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
     lr = mechanism.learning_rate(step)
     noise_variance = mechanism.noise_variance.after(step, noise_std / plan.expected_batch_size)

@@ -39,6 +39,8 @@ def summarise(
         "sample_rate": plan.sample_rate,
         "noise_multiplier": plan.noise_multiplier,
         "delta": plan.target_delta,
+        "arithmetic": plan.arithmetic,
+        "lattice_exponent": None if plan.lattice is None else plan.lattice.exponent,
         "noise_source": plan.noise_source,
         "noise_tail_delta": plan.noise_tail_delta,
         "target_epsilon": plan.target_epsilon,

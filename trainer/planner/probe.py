@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from privacy.clipping.accumulators import EXAMPLES_PER_PART, LocalSums
+from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan import PrivacyPlan
 from trainer.config.machine import MachineSettings
@@ -135,6 +136,10 @@ class Probe:
             self._clipped._keeps_graph = False  # two passes take two forwards
         self.micro_batch = cache(self._micro_batch)
 
+    def rows_at_once(self, size: int) -> int:
+        """Examples that certified arithmetic works off together; otherwise all."""
+        return self._clipped.rows_at_once(size) if isinstance(self._clipped, CertifiedSum) else size
+
     def inputs(self, size: int) -> dict[str, Tensor]:
         """Inputs of `size` examples on the meta device."""
         return {
@@ -143,8 +148,8 @@ class Probe:
         }
 
     def _micro_batch(self, mode: Mode, size: int) -> MicroBatch:
-        """Above EXAMPLES_PER_PART examples clipping goes through a micro-batch in parts; only the inputs grow."""
-        part = min(size, EXAMPLES_PER_PART)
+        """Above EXAMPLES_PER_PART examples (or `rows_at_once`) clipping goes through parts, and only the inputs grow."""
+        part = self.rows_at_once(min(size, EXAMPLES_PER_PART))
         self._clipped.mode = mode
         with _with_fused_attention(), _Counter() as counter:
             is_padding_B = torch.zeros(part, dtype=torch.bool, device=META)

@@ -14,6 +14,7 @@ from trainer.engines import require_supported
 from trainer.planner.batches import Batches, Examples
 from trainer.planner.hardware import Gpu, Network, exposed_seconds, traffic
 from trainer.planner.memory import (
+    FP64,
     RankMemory,
     Shares,
     Trainable,
@@ -29,6 +30,10 @@ from trainer.tasks.captioning import CaptioningTask
 
 EFFICIENCY = 0.35
 """Default share of an accelerator's dense peak that all counted operations together reach; an assumption."""
+LATTICE_BYTES = 190
+"""Bytes that a coordinate of one example moves through memory in certified arithmetic once its gradient is written out: 4 for
+the norm, 76 to scale and round in fp64, 80 for exact squares, 30 to multiply and add up, in the unfused operations of
+privacy/clipping/integers.py."""
 PLAIN_SAMPLE = 64
 """The non-private step, for comparison, has at most this many examples: then the captioner's head works in one piece."""
 
@@ -130,6 +135,14 @@ def plan_resources(
         free = room(memory, available)
     mode, peaks = _choose(config, probe, memory, free)
     memory = replace(memory, activations=peaks[mode])
+    certified: dict[str, Any] | None = None
+    if mode == "certified":
+        # Whole numbers and the fp64 numbers that they become are there together.
+        memory = replace(memory, step=memory.step + FP64 * busiest.owned)
+        certified = {
+            "rows_at_once": probe.rows_at_once(size),
+            "lattice_bytes_per_example": LATTICE_BYTES * trainable.count,
+        }
     flops = probe.micro_batch(mode, size).flops / size  # padding rows cost as much as others
     sample = min(size, PLAIN_SAMPLE)
     forward, plain = (count / sample for count in probe.plain_flops(sample))
@@ -144,6 +157,7 @@ def plan_resources(
         "frozen_parameters": trainable.frozen,
         "clipping_mode": mode,
         "accumulation": config.train.accumulation,
+        "certified": certified,
         "batch": batch,
         "memory": {**asdict(memory), "activations_by_mode": peaks, "peak": memory.peak},
         "compute": {
@@ -189,6 +203,8 @@ def _choose(config: RunConfig, probe: Probe, memory: RankMemory, free: int | Non
         free: bytes for activations; None, without a device, chooses bookkeeping.
     """
     size, stated = config.train.micro_batch_size, config.privacy.clipping_mode
+    if config.privacy.arithmetic == "certified":
+        return "certified", {"certified": probe.micro_batch("certified", size).peak}
     if stated != "auto":
         return stated, {stated: probe.micro_batch(stated, size).peak}
     bookkeeping = probe.micro_batch("bookkeeping", size).peak
@@ -225,14 +241,19 @@ def _time(
         accumulation=config.train.accumulation,
         world_size=cluster.world_size,
     )
-    micro_batches = result["batch"]["micro_batches_per_step"]
+    micro_batches, certified = result["batch"]["micro_batches_per_step"], result["certified"]
+    lattice = 0.0
+    if certified is not None:
+        lattice = certified["lattice_bytes_per_example"] * result["batch"]["rows_per_rank"] / gpu.memory_bandwidth
+        micro_batches *= config.train.micro_batch_size / certified["rows_at_once"]  # each part has passes of its own
     compute = result["compute"]["flop_per_rank_and_step"] / (peak_rate * cluster.efficiency)
     exposed = exposed_seconds(sent, network, cluster.world_size, micro_batches, compute)
-    step = compute + exposed
+    step = compute + lattice + exposed
     hours = step * config.train.num_steps / 3600
     per_second = config.privacy.expected_batch_size / step
     return {
         "compute_seconds_per_step": compute,
+        "lattice_seconds_per_step": lattice,
         "exposed_communication_seconds_per_step": exposed,
         "seconds_per_step": step,
         "examples_per_second": per_second,

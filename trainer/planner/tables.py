@@ -29,6 +29,8 @@ def privacy_table(result: dict[str, Any]) -> Table:
     row("steps", f"{result['num_steps']:,}", f"{result['epochs']:.1f} epochs")
     row("noise multiplier", f"{result['noise_multiplier']:.4f}", "")
     row("delta", f"{result['delta']:.4g}", "")
+    if result["lattice_exponent"] is not None:
+        row("arithmetic", result["arithmetic"], f"multiples of 2^{-result['lattice_exponent']}; no slack for rounding")
     table.add_section()
     row("epsilon (PLD)", text("epsilon_pld"), "the claim; zero-out adjacency")
     reserve = f"with {result['reserved_attempts']} reserved"
@@ -138,6 +140,9 @@ def resource_table(plan: dict[str, Any]) -> Table:
         note = f"assumed: {given['efficiency']:.0%} of {given['peak_flop_per_second'] / 1e12:g} TFLOP/s"
         row("compute per step", f"{time['compute_seconds_per_step']:.4g} s", note)
         sent = f"{_size(time['sent_bytes_per_step'])} sent by each rank"
+        if time["lattice_seconds_per_step"]:
+            note = f"{_size(plan['certified']['lattice_bytes_per_example'])} of memory traffic an example, to round and to check"
+            row("whole numbers per step", f"{time['lattice_seconds_per_step']:.4g} s", note)
         row("exposed communication", f"{time['exposed_communication_seconds_per_step']:.4g} s", sent)
         row("step", f"{time['seconds_per_step']:.4g} s", f"{time['examples_per_second']:,.0f} examples/s")
         row("whole run", f"{time['hours']:,.1f} h", f"left out: {given['left_out']}")
@@ -156,7 +161,7 @@ _MEMORY_ROWS = {
     "gradient_buffer": "the engine's",
     "moments": "optimizer states",
     "average": "moving average of the weights",
-    "sums": "clipped sums, fp64",
+    "sums": "clipped sums, fp64 or int64",
     "bucket": "of sharded accumulation",
     "gathered": "weights while a micro-batch runs",
     "step": "at the end of a step: reduction, noise, optimizer",

@@ -15,6 +15,7 @@ from data.reading.streaming import Stream, StreamingLoader
 from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
+from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyStateRefused
 from privacy.noise import NoiseSource
@@ -42,6 +43,7 @@ from trainer.ranks.discovery import Ranks
 from trainer.ranks.distributed import first_on_main, on_main
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.batches import LogicalBatches
+from trainer.run.certified import require_same_integers, use_deterministic_kernels
 from trainer.run.clipping_mode import ModeChoice, choose_mode
 from trainer.run.datasets import heldout_table, require_other_bytes, require_usable, training_table
 from trainer.run.folder import RunFolder
@@ -90,6 +92,8 @@ def train(
     """
     if device.type == "cpu":
         keep_freed_memory()
+    if config.privacy.arithmetic == "certified":
+        use_deterministic_kernels()
     folder = RunFolder(run_dir)
     on_main(folder.take)
     require_shared(folder)
@@ -313,6 +317,9 @@ def _clipped_sum(
     )
     if plan.adaptive_clipping is not None and resumed is not None:
         clipped.max_grad_norm = resumed_bound(resumed.manifest, plan.max_grad_norm)
+    if isinstance(clipped, CertifiedSum):
+        require_same_integers(clipped, engine, task.synthetic_inputs, micro_batch_size)
+        return clipped, None
     choice = None
     if privacy.clipping_mode == "auto":
         choice = choose_mode(clipped, engine, task.synthetic_inputs, micro_batch_size)

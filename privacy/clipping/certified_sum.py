@@ -1,0 +1,247 @@
+"""The clipped sum of a logical batch in whole numbers: `privacy.arithmetic = "certified"`.
+
+Each example's gradient is written out in fp32, whatever the layers' rules prefer otherwise; its norm, in fp64, gives the clip
+factor; and privacy/clipping/integers.py makes integers of it whose norm is checked exactly and which are added up in int64. The
+whole gradient of an example is kept as integers until its norm is known, so what is checked is what is summed.
+
+A micro-batch is worked off in parts of equal size, as many examples as WRITTEN_BYTES hold, each part with a forward and a
+backward of its own: shapes are then the same for every example of the run. What remains to be assumed is that at these shapes
+the integers of an example follow from weights, example and key alone, and not from its row, its micro-batch or its neighbours.
+Sums then do not depend on who else is there either; without it, clipping would still hold for each vector, but leaving out an
+example could change those of others. `CertifiedSum.check_rows` looks for counterexamples on made-up inputs before training."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from privacy.clipping.accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
+from privacy.clipping.checked import require_passed
+from privacy.clipping.clipped_sum import ClippedSum, Factors, MicroBatchStats, Parts, by_parameter
+from privacy.clipping.contributions import ChunkedOuterProducts, Contribution, Dense, OuterProducts, Rows
+from privacy.clipping.functions import ClippingFunction, flat
+from privacy.clipping.integers import SquaredNorms, add_contributions, round_to_even
+from privacy.clipping.precision import exact, wide
+from privacy.clipping.recorder import Task
+from privacy.errors import PrivacyConfigError
+from privacy.lattice import Lattice
+
+WRITTEN_BYTES = 1 << 32
+"""Written-out gradients of one part of a micro-batch; one example's at least."""
+
+
+class LatticeVectors(NamedTuple):
+    """The integers of some examples.
+
+    Attributes:
+        k: parameter name -> (B, n) int32; parameters without a gradient are left out.
+        multiplier_B: int64; the contribution is `multiplier_B` times k, in units of the lattice.
+        stats: of these examples.
+    """
+
+    k: dict[str, Tensor]
+    multiplier_B: Tensor
+    stats: MicroBatchStats
+
+
+class CertifiedSum(ClippedSum):
+    """`ClippedSum` in whole numbers: `sums()` are int64 multiples of 2^-lattice.exponent.
+
+    Guarantee: zeroing one example out changes the sum, as an L2 norm over all parameters, by at most `sensitivity` = C,
+    exactly: a theorem about integers (privacy/clipping/integers.py), where the vectors of the other examples stay what they
+    were (module docstring). With that hypothesis leaving it out and closing the rows up does the same.
+
+    Args:
+        lattice: its bound is C.
+        function: any; it is aimed at a little less than C, so that what it scales is within C after rounding.
+        Others: see `ClippedSum`. C does not move, and there are no modes.
+
+    Raises:
+        PrivacyConfigError: as `ClippedSum` does; or the lattice is too coarse for so many parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lattice: Lattice,
+        *,
+        shapes: Mapping[str, torch.Size] | None = None,
+        function: Callable[[list[str], float], ClippingFunction] = flat,
+        accumulator: Callable[[Mapping[str, torch.Size], torch.dtype, torch.device], Accumulator] = LocalSums,
+        device: torch.device | None = None,
+        self_check: bool = True,
+    ):
+        self.lattice = lattice
+        self._shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
+        super().__init__(
+            model,
+            lattice.bound,
+            shapes=shapes,
+            mode="certified",
+            function=function,
+            accumulator=lambda shapes, dtype, device: accumulator(shapes, torch.int64, device),
+            device=device,
+            self_check=self_check,
+        )
+
+    def _set_bound(self, value: float) -> None:
+        if value != self.lattice.bound:
+            raise ValueError(f"the bound of a certified sum is that of its lattice, {self.lattice.bound}, not {value}")
+        super()._set_bound(value)
+        self._num_coordinates = sum(self._shapes[name].numel() for name in self._names)
+        self._function = self._make_function(self._names, self.lattice.target(self._num_coordinates))
+
+    @property
+    def sensitivity(self) -> float:
+        return self.max_grad_norm
+
+    def rows_at_once(self, num_rows: int) -> int:
+        """Examples of a part: the largest divisor of `num_rows` whose written-out gradients fit."""
+        most = min(EXAMPLES_PER_PART, max(1, WRITTEN_BYTES // (4 * self._num_coordinates)))
+        return max(size for size in range(1, min(most, num_rows) + 1) if num_rows % size == 0)
+
+    def add_micro_batch(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
+        """Adds the clipped gradients of one micro-batch; see `ClippedSum.add_micro_batch`."""
+        if self._to_be_checked is not None:
+            require_passed(self._to_be_checked, task, inputs)
+        size = self.rows_at_once(len(is_padding_B))
+        parts = []
+        with torch.no_grad():
+            for start in range(0, len(is_padding_B), size):
+                rows = slice(start, start + size)
+                self.accumulator.start(size)
+                vectors = self.vectors(task, {name: x[rows] for name, x in inputs.items()}, is_padding_B[rows])
+                for name in list(vectors.k):  # as the backward found them
+                    slot = self.accumulator.slot(name, of_products=False)
+                    add_contributions(slot.total.view(-1), vectors.k.pop(name), vectors.multiplier_B)
+                    self.accumulator.filled(name)
+                self.accumulator.finish()
+                parts.append(vectors.stats)
+        return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*parts, strict=True)))
+
+    @torch.no_grad()
+    def vectors(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> LatticeVectors:
+        """The integers of some examples, of which one forward and one backward are made."""
+        num_rows = len(is_padding_B)
+        written: dict[str, Tensor] = {}
+
+        def write(name: str, parts: Parts) -> None:
+            written[name] = written_out(parts, self._shapes[name])
+
+        with self._recorder.forward(task, inputs, num_rows) as passed:
+            by_parameter(passed, write)
+        with exact(passed.loss_B.device):
+            factors = self._written_factors(written, passed.loss_B, is_padding_B)
+            excluded_B = is_padding_B | ~factors.is_finite_B
+            norms = SquaredNorms(num_rows, self._device)
+            k = {}
+            for name in list(written):
+                scale_B = factors.weights[self._function.group_of[name]] * 2.0 ** (self.lattice.exponent - 1)
+                k[name] = round_to_even(written.pop(name), scale_B, excluded_B)
+                norms.add(k[name])
+            stats = factors.stats(passed.loss_B, is_padding_B)
+        return LatticeVectors(k, norms.multipliers(self.lattice.limit), stats)
+
+    def _written_factors(self, written: Mapping[str, Tensor], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
+        """Clip factors from norms in fp64, where no finite fp32 gradient over- or underflows."""
+        squared = [torch.zeros(len(loss_B), dtype=torch.float64, device=self._device) for _ in self._function.bounds]
+        for name, gradient_Bn in written.items():
+            norm_B = torch.linalg.vector_norm(gradient_Bn, dim=1, dtype=torch.float64)
+            squared[self._function.group_of[name]] += norm_B.square_()
+        norms = [squared_B.sqrt_() for squared_B in squared]
+        is_finite_B = torch.stack(norms).isfinite().all(0) & loss_B.isfinite()
+        excluded_B = is_padding_B | ~is_finite_B
+        weights = [
+            self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
+            for norm_B, bound in zip(norms, self._function.bounds, strict=True)
+        ]
+        return Factors(norms, weights, is_finite_B, blank=False, bound=self.max_grad_norm)
+
+    def check_rows(self, task: Task, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Looks for an example whose integers depend on its row, its micro-batch or its neighbours; collective where `task` is.
+
+        The first example stands in every row, among itself and among others, some of which are padding and some not finite. All
+        micro-batches are gone through before an error is raised, so that no rank of a sharded model waits for another.
+
+        Args:
+            inputs: one micro-batch of made-up examples, of the size that training has; never private data.
+
+        Returns:
+            The example's integers by parameter, (n,), which other ranks must find too.
+
+        Raises:
+            PrivacyConfigError: there is one; the parameter is named.
+        """
+        num_rows = len(next(iter(inputs.values())))
+        size = self.rows_at_once(num_rows)
+        part = {name: x[:size] for name, x in inputs.items()}
+        expected: dict[str, Tensor] = {}
+        differing: tuple[str, int] | None = None
+        for micro_batch, is_here_B, is_padding_B in _neighbourhoods(part, size):
+            found = self.vectors(task, micro_batch, is_padding_B.to(self._device))
+            here_B = is_here_B.to(self._device)
+            z = {name: (k_Bn * found.multiplier_B[:, None])[here_B] for name, k_Bn in found.k.items()}
+            expected = expected or {name: z_Rn[0].clone() for name, z_Rn in z.items()}
+            for name, z_Rn in z.items():
+                differs_R = (z_Rn != expected[name]).any(1)
+                if differing is None and differs_R.any():
+                    differing = name, int(is_here_B.nonzero()[differs_R.nonzero()[0].cpu()])
+        if differing is not None:
+            raise PrivacyConfigError(
+                f"privacy.arithmetic = 'certified' is refused: in micro-batches of {size} examples, the gradient of "
+                f"{differing[0]} of one and the same example is another in row {differing[1]} or among other examples, so here "
+                "leaving an example out would change others; take train.micro_batch_size = 1, a ds_config with fp32, or "
+                "privacy.arithmetic = 'floating'"
+            )
+        return expected
+
+
+def written_out(parts: Sequence[Contribution], shape: torch.Size) -> Tensor:
+    """(B, numel) fp32: the gradient of one parameter of this shape, summed over its contributions; fp64 models' rounded."""
+    total = _written(parts[0], shape).flatten(1)
+    for part in parts[1:]:
+        total = total + _written(part, shape).flatten(1)
+    return total.float()
+
+
+def _written(part: Contribution, shape: torch.Size) -> Tensor:
+    """(B, *shape), in any form that flattens to it."""
+    match part:
+        case Dense():
+            return part.grad_B
+        case OuterProducts():
+            return part.instantiate()
+        case Rows():
+            g_BTp = wide(part.g_BTp)
+            first_B1 = torch.arange(len(g_BTp), device=g_BTp.device)[:, None] * shape[0]
+            table = g_BTp.new_zeros(len(g_BTp) * shape[0], shape[1])
+            table.index_add_(0, (part.ids_BT + first_B1).flatten(), g_BTp.flatten(0, 1))
+            return table.view(len(g_BTp), *shape)
+        case ChunkedOuterProducts():
+            a_BTd = wide(part.a_BTd)
+            whole = a_BTd.new_empty(len(a_BTd), *shape)
+            for rows, g_BTv in part.gradients():
+                whole[:, rows] = torch.bmm(wide(g_BTv).transpose(1, 2), a_BTd)
+            return whole
+
+
+def _neighbourhoods(inputs: Mapping[str, Tensor], size: int) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
+    """(micro-batch, rows in which the first example is, rows that are padding)."""
+    every, nobody = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
+    alone_B = torch.arange(size) == 0
+    yield dict(inputs), alone_B, nobody
+    yield {name: x[:1].expand_as(x).contiguous() for name, x in inputs.items()}, every, nobody
+    for shift in range(2):
+        here_B = torch.arange(size) % 2 == shift
+        if not here_B.any():
+            continue
+        for kind in ("others", "padding", "not finite"):
+            mixed = {}
+            for name, x in inputs.items():
+                others = x.roll(1, 0)
+                if kind == "not finite" and x.is_floating_point():
+                    others = torch.full_like(x, float("nan"))
+                here = here_B.to(x.device).view(-1, *[1] * (x.dim() - 1))
+                mixed[name] = torch.where(here, x[:1], others)
+            yield mixed, here_B, (~here_B if kind == "padding" else nobody)

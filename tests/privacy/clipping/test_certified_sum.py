@@ -1,0 +1,266 @@
+"""Certified sums are those of clipping, in whole numbers, and neighbours differ by one example's integers and nothing else."""
+
+import random
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from models.captioner import build_captioner
+from models.config import captioner_config
+from privacy.clipping import certified_sum
+from privacy.clipping.certified_sum import CertifiedSum
+from privacy.clipping.functions import FUNCTIONS, ClippingFunction
+from privacy.errors import PrivacyConfigError
+from privacy.lattice import Lattice
+from tests.privacy.clipping import oracle
+from tests.privacy.clipping.test_oracle import tiny
+
+Inputs = dict[str, Tensor]
+
+
+def sums(
+    model: nn.Module,
+    inputs: Inputs,
+    bound: float = 1.0,
+    *,
+    micro: int = 7,
+    out: frozenset[int] = frozenset(),
+    task: Callable[..., Tensor] | None = None,
+    **options: Callable[[list[str], float], ClippingFunction],
+) -> dict[str, Tensor]:
+    """Integers by parameter; `out` rows are padding; the last micro-batch is filled up with padding."""
+    total = CertifiedSum(model, Lattice.of(bound, 1 << 16, 1.0), self_check=False, **options)
+    count = len(next(iter(inputs.values())))
+    for start in range(0, count, micro):
+        rows = torch.arange(start, start + micro)
+        is_padding_B = (rows >= count) | torch.tensor([int(r) in out for r in rows])
+        total.add_micro_batch(task or model, {n: x[rows.clamp(max=count - 1)] for n, x in inputs.items()}, is_padding_B)
+    result = {name: value.clone() for name, value in total.sums()}
+    total.detach()
+    return result
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def squared_distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> int:
+    return sum(x * x for name in a for x in (a[name] - b[name]).flatten().tolist())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_sum_is_that_of_clipping(name: str, tied: bool) -> None:
+    model, inputs = tiny(tied=tied, dtype=torch.float32)
+    c = oracle.median_norm(model, model, inputs)
+    grid = Lattice.of(c, 1 << 16, 1.0)
+    actual = {n: x.double() * 2.0**-grid.exponent for n, x in sums(model, inputs, c, function=FUNCTIONS[name]).items()}
+    expected = dict.fromkeys(actual, 0.0)
+    function = FUNCTIONS[name](list(actual), c)
+    for gradients in oracle.per_example_gradients(model, model, inputs):
+        norms = [
+            torch.tensor(oracle.norm({n: g for n, g in gradients.items() if function.group_of[n] == i}))
+            for i in range(len(function.bounds))
+        ]
+        for n, g in gradients.items():
+            i = function.group_of[n]
+            weight = float(function.weight(norms[i].double(), function.bounds[i]))
+            expected[n] = expected[n] + (weight if weight == weight else 0) * g.double()
+    assert oracle.relative_error(actual, expected) < 3e-6
+
+
+@pytest.mark.parametrize("micro", [1, 2, 7])
+def test_the_order_of_examples_changes_no_bit(micro: int) -> None:
+    """Micro-batches of equal size, also in parts."""
+    model, inputs = tiny(dtype=torch.float32)
+    first = sums(model, inputs, micro=micro)
+    for seed in range(3):
+        order = torch.randperm(7, generator=torch.Generator().manual_seed(seed))
+        assert equal(first, sums(model, {n: x[order] for n, x in inputs.items()}, micro=micro))
+
+
+def test_parts_are_of_equal_size_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = tiny(dtype=torch.float32)
+    inputs = {n: x[torch.arange(12) % 7] for n, x in inputs.items()}
+    in_threes = sums(model, inputs, micro=3)
+    coordinates = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    monkeypatch.setattr(certified_sum, "WRITTEN_BYTES", 4 * coordinates * 3 + 8)
+    grid = CertifiedSum(model, Lattice.of(1.0, 64, 1.0), self_check=False)
+    assert [grid.rows_at_once(n) for n in (12, 7, 8, 2)] == [3, 1, 2, 2]
+    grid.detach()
+    assert equal(in_threes, sums(model, inputs, micro=12))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_an_example_that_is_not_finite_contributes_zero(bad: float) -> None:
+    model, inputs = tiny(dtype=torch.float32)
+    without = sums(model, inputs, out=frozenset({3}))
+    inputs["images_BCHW"][3] = bad
+    total = sums(model, inputs)
+    limit = Lattice.of(1.0, 1 << 16, 1.0).limit
+    assert equal(without, total) if bad != 3e38 else squared_distance(without, total) <= limit
+
+
+def test_neighbours_of_both_kinds_differ_by_one_vector_within_the_bound() -> None:
+    """Zeroed out, or not drawn and the rows behind it closed up: the integers of the others stay what they were."""
+    model, inputs = tiny(dtype=torch.float32)
+    limit = Lattice.of(0.01, 1 << 16, 1.0).limit
+    whole = sums(model, inputs, 0.01, micro=3)
+    for i in range(7):
+        zeroed = sums(model, inputs, 0.01, micro=3, out=frozenset({i}))
+        others = [j for j in range(7) if j != i]
+        left_out = sums(model, {n: x[others] for n, x in inputs.items()}, 0.01, micro=3)
+        assert equal(zeroed, left_out)
+        assert 0.999 * limit < squared_distance(whole, zeroed) <= limit
+
+
+class Layer(nn.Module):
+    """One layer of width 1, with a gradient that the input chooses: T times g."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Embedding(1, 1) if kind == "embedding" else nn.Linear(1, 1, bias=kind == "bias")
+        if kind == "bias":
+            self.layer.weight.requires_grad_(False)
+
+    def forward(self, ids_BT: Tensor, g_BT: Tensor) -> Tensor:
+        x = ids_BT if isinstance(self.layer, nn.Embedding) else ids_BT[..., None] + 1.0
+        return (self.layer(x).squeeze(-1) * g_BT).sum(1)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "bias", "weight"])
+@pytest.mark.parametrize(("tokens", "micro"), [(1, 64), (40, 16), pytest.param(197, 1, marks=pytest.mark.full)])
+def test_sums_that_cross_a_binade_move_by_no_more_than_the_example(kind: str, tokens: int, micro: int) -> None:
+    """The partial sum crosses 512 in fp32: 512 examples of 1, one of 1/2, the example of -1, and others of -3/4 ulp."""
+    model, bound, others = Layer(kind), 1.0, 500
+    per_example = torch.tensor([1.0] * 512 + [0.5, -1.0] + [-0.75 * 2**-14] * others)
+    g_BT = (per_example / tokens)[:, None].expand(-1, tokens).contiguous()
+    inputs = {"ids_BT": torch.zeros(len(g_BT), tokens, dtype=torch.long), "g_BT": g_BT}
+    grid = Lattice.of(bound, 1 << 16, 1.0)
+    whole = sums(model, inputs, bound, micro=micro)
+    zeroed = sums(model, inputs, bound, micro=micro, out=frozenset({513}))
+    keep = [i for i in range(len(g_BT)) if i != 513]
+    left_out = sums(model, {n: x[keep] for n, x in inputs.items()}, bound, micro=micro)
+    for other in (zeroed, left_out):
+        assert 0.99 * grid.limit < squared_distance(whole, other) <= grid.limit
+    assert equal(zeroed, left_out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(40))
+def test_sums_that_cross_any_binade_with_any_tokens_and_micro_batch(seed: int) -> None:
+    """1 to 512 tokens, micro-batches of 1 to 1,024, sums around 2^-2 to 2^9, in every kind of layer."""
+    rng = random.Random(seed)
+    kind, tokens, micro = rng.choice(["embedding", "bias", "weight"]), rng.randint(1, 512), 2 ** rng.randint(0, 10)
+    power = rng.randint(-2, 9)
+    ulp, ones = 2.0 ** (power - 23), 2 ** max(power, 0)
+    per_example = [2.0**power / ones] * ones + [0.5, -1.0] + [-rng.uniform(0.5, 1) * ulp] * rng.randint(1, 100)
+    x = rng.randrange(len(per_example)) if seed % 4 == 0 else ones + 1
+    g_BT = (torch.tensor(per_example) / tokens)[:, None].expand(-1, tokens).contiguous()
+    inputs = {"ids_BT": torch.zeros(len(g_BT), tokens, dtype=torch.long), "g_BT": g_BT}
+    whole, zeroed = (sums(Layer(kind), inputs, micro=micro, out=out) for out in (frozenset(), frozenset({x})))
+    keep = [i for i in range(len(g_BT)) if i != x]
+    left_out = sums(Layer(kind), {n: v[keep] for n, v in inputs.items()}, micro=micro)
+    assert equal(zeroed, left_out)
+    assert squared_distance(whole, zeroed) <= Lattice.of(1.0, 1 << 16, 1.0).limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("a", "g"), [(3e17, 2e-23), (2e-23, 3e17), (1e19, 1e-30), (1e-20, 1e-20), (3e38, 1e-38)])
+def test_gradients_whose_gram_matrices_underflow_are_clipped(dtype: torch.dtype, a: float, g: float) -> None:
+    layer = nn.Linear(256, 256, bias=False).to(dtype)
+    inputs = {"x": torch.full((1, 64, 256), a, dtype=dtype), "g": torch.full((1, 64, 256), g, dtype=dtype)}
+    total = sums(layer, inputs, micro=1, task=lambda x, g: (layer(x) * g).sum((1, 2)))
+    zero = {name: torch.zeros_like(x) for name, x in total.items()}
+    assert squared_distance(total, zero) <= Lattice.of(1.0, 1 << 16, 1.0).limit
+
+
+@given(
+    a=st.floats(-38, 38),
+    g=st.floats(-38, 38),
+    spread=st.floats(0, 20),
+    tokens=st.integers(1, 40),
+    bound=st.sampled_from([1e-12, 0.3, 1.0, 1e12]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_one_example_of_any_size_is_within_the_bound(
+    a: float, g: float, spread: float, tokens: int, bound: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layer = nn.Linear(24, 8)
+
+    def values(exponent: float, width: int) -> Tensor:
+        size = exponent + spread * (torch.rand(2, tokens, width, generator=generator) - 0.5)
+        return torch.randn(2, tokens, width, generator=generator) * 10.0**size
+
+    inputs = {"x": values(a, 24), "g": values(g, 8)}
+    task = lambda x, g: (layer(x) * g).sum((1, 2))  # noqa: E731
+    whole, zeroed = (sums(layer, inputs, bound, micro=2, task=task, out=o) for o in (frozenset(), frozenset({0})))
+    bound_squared = Fraction(bound) ** 2 * Fraction(4) ** Lattice.of(bound, 1 << 16, 1.0).exponent
+    assert squared_distance(whole, zeroed) <= bound_squared
+
+
+class Leaking(nn.Module):
+    """Its gradient depends, a little, on the row or on the neighbours."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.clean, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.clean(x)
+        if self.kind == "row":
+            y = y * (1 + 1e-6 * torch.arange(len(x))[:, None])
+        elif self.kind == "neighbours":
+            y = y * (1 + 1e-6 * y.detach().abs().nan_to_num().max().clamp(max=5))
+        elif self.kind == "padding":
+            y = y * (1 + 1e-6 * (x == x).all(1).sum())
+        return self.layer(y).sum(1)
+
+
+@pytest.mark.parametrize("kind", ["row", "neighbours", "padding"])
+def test_the_check_finds_gradients_that_depend_on_others(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Leaking(kind)
+    grid = CertifiedSum(model, Lattice.of(1.0, 64, 1.0), self_check=False)
+    with pytest.raises(PrivacyConfigError, match=r"(clean|layer)\.(weight|bias).*micro_batch_size = 1"):
+        grid.check_rows(model, {"x": torch.randn(6, 4)})
+    if kind == "row":  # with one row there is nothing to depend on
+        grid.check_rows(model, {"x": torch.randn(1, 4)})
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16])
+def test_the_check_passes_on_the_captioner(size: int) -> None:
+    """And its kernels give an example the same bits in every row."""
+    small = {"encoder_depth": 1, "decoder_depth": 1}
+    config = captioner_config(
+        "pico", image_size=32, num_tokens=24, vocab_size=64, pad_id=0, bos_id=1, eos_id=2, **small
+    )
+    model = build_captioner(config, generator=torch.Generator().manual_seed(0))
+    tokens_BL = torch.randint(3, 64, (size, 24))
+    inputs = {
+        "images_BCHW": torch.randn(size, 3, 32, 32),
+        "tokens_BL": tokens_BL,
+        "token_mask_BL": torch.ones_like(tokens_BL, dtype=torch.bool),
+    }
+    grid = CertifiedSum(model, Lattice.of(1.0, 64, 1.0), self_check=False)
+    found = grid.check_rows(model, inputs)
+    assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_the_bound_of_a_certified_sum_does_not_move() -> None:
+    total = CertifiedSum(nn.Linear(2, 2), Lattice.of(1.0, 64, 1.0), self_check=False)
+    with pytest.raises(ValueError, match="its lattice"):
+        total.max_grad_norm = 2.0
+
+
+def test_a_sum_needs_a_lattice_that_is_fine_enough() -> None:
+    with pytest.raises(PrivacyConfigError, match="smaller batch"):
+        CertifiedSum(nn.Linear(1000, 1000), Lattice(1.0, 8))
