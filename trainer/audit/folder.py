@@ -19,7 +19,8 @@ from privacy.audit.ledger import (
 )
 from privacy.audit.members import LedgerMark, attempts_by_name, read_lines
 from privacy.audit.report import AuditReport
-from privacy.audit.schedule import MAX_COINS, audit_schedule, read_attempts
+from privacy.audit.schedule import MAX_COINS, audit_schedule
+from privacy.audit.second_sampler import read_attempts
 from privacy.card.report import read_snapshot
 from privacy.configured_plan import contradiction
 from privacy.errors import PrivacyStateRefused
