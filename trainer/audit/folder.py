@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from privacy.audit.charges import read_lines as read_ledger_lines
+from privacy.audit.charges import stated_noise_check
 from privacy.audit.ledger import (
     BoundClaim,
     CheckpointClaim,
@@ -48,9 +50,11 @@ def ledger_audit(run_dir: Path) -> AuditReport:
     except PrivacyStateRefused:  # the audit names the line
         return audit_ledger(data, claims)
     attempts = compared_attempts(run_dir, state, before)
-    return audit_ledger(
+    report = audit_ledger(
         data, replace(claims, attempts=attempts, configured=contradiction(read_recipe(run_dir), state.plan))
     )
+    stated = stated_noise_check(state.opened["plan"], [record for _, record in read_ledger_lines(data)])
+    return replace(report, checks=(*report.checks, stated))
 
 
 def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
