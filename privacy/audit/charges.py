@@ -57,7 +57,10 @@ def charge_checks(events: SandboxEvents) -> list[Check]:
         end = ends[step].pop(0) if ends[step] else math.inf
         durable = events.ledger_durable[events.ledger_durable[:, 1] >= end, 0]
         late += not (durable.size and durable.min() < released_at)
-    order = f"in {late} of {len(events.steps)} attempts noise was drawn or a sum left a process before an fsync of the intent had returned"
+    order = (
+        f"in {late} of {made.total()} attempts noise was drawn, or a sum left a process, before an fsync of the intent had "
+        "returned"
+    )
     first = events.ledger_durable[:, 0].min(initial=2**62)
     named = bool(((events.folder_durable > first) & (events.folder_durable < events.first_release.min())).any())
     name = "the ledger's name is durable" if named else "no fsync made the ledger's name durable before the first noise"

@@ -66,7 +66,8 @@ def audit_schedule(
         members, again, differing = sampler.merge([decided]), None, 0
         if plan.sampling == "poisson":
             chosen, again = second.members(attempt)
-            differing = len(np.setxor1d(chosen, decided.ids)) + len(np.setxor1d(again, members))
+            for mine, other in ((chosen, decided.ids), (again, members)):
+                differing += 0 if np.array_equal(mine, other) else max(1, len(np.setxor1d(mine, other)))
         drawn.append(_Drawn(attempt, decided.ids, members, again, differing))
     if plan.sampling == "poisson":
         repeated = len(attempts) - len(set(attempts))

@@ -83,10 +83,10 @@ def kolmogorov_p(z: ArrayLike) -> float:
     return float(stats.kstest(np.asarray(z, dtype=float).ravel(), "norm", mode="asymp").pvalue)
 
 
-def tail_p(z: ArrayLike, edge: float = 4.0) -> float:
-    """Exact test of the number of values beyond `edge` standard deviations, on either side together."""
+def tail_p(z: ArrayLike, edges: Sequence[float] = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)) -> float:
+    """Exact tests of the numbers of values beyond some standard deviations, on either side together."""
     values = np.abs(np.asarray(z, dtype=float)).ravel()
-    return float(binomial_p(int((values > edge).sum()), values.size, 2 * stats.norm.sf(edge)))
+    return bonferroni([binomial_p(int((values > edge).sum()), values.size, 2 * stats.norm.sf(edge)) for edge in edges])
 
 
 def pairwise_correlation_p(rows_TD: Floats) -> tuple[float, float]:
@@ -170,7 +170,8 @@ def size_spread_p(sizes: ArrayLike, trials: int, probability: float, cap: int | 
 
     The statistic is the sum of squared distances from the mean, in steps of a grid, and its law under the null hypothesis is
     computed exactly, as the power of the law of a single size (a convolution, by FFT, whose error is below 1e-10). Sizes that
-    never vary are as far out as those that vary too much.
+    never vary are as far out as those that vary too much. Exact counts of sizes above and below the mean find those that are
+    cut there.
 
     Args:
         sizes: of independent batches, after the cap.
@@ -179,7 +180,7 @@ def size_spread_p(sizes: ArrayLike, trials: int, probability: float, cap: int | 
     mean, variance = trials * probability, trials * probability * (1 - probability)
     if variance == 0 or not counts.size:
         return 1.0, 1.0 if (counts == trials).all() else 0.0
-    top = int(np.clip((1 << 20) // counts.size, 64, 1 << 14))  # the grid ends at 8 standard deviations
+    top = int(np.clip((1 << 16) // counts.size, 64, 1 << 12))  # the grid ends at 8 standard deviations
 
     def level(size: NDArray[np.int64]) -> NDArray[np.int64]:
         capped = size if cap is None else np.minimum(size, cap)
@@ -192,8 +193,12 @@ def size_spread_p(sizes: ArrayLike, trials: int, probability: float, cap: int | 
     length = fft.next_fast_len(counts.size * (top - 1) + 1, real=True)
     total = np.maximum(fft.irfft(fft.rfft(law, length) ** counts.size, length), 0)
     observed = int(level(counts).sum())
-    p = float(two_sided(total[: observed + 1].sum(), total[observed:].sum()))
-    return float(((counts - mean) ** 2).mean() / variance), max(p, 1e-10)
+    p_values = [float(two_sided(total[: observed + 1].sum(), total[observed:].sum()))]
+    single = stats.binom.pmf(support, trials, probability)
+    for side in (1, -1):
+        beyond = side * ((support if cap is None else np.minimum(support, cap)) - mean) > 0.5
+        p_values.append(float(binomial_p((side * (counts - mean) > 0.5).sum(), counts.size, single[beyond].sum())))
+    return float(((counts - mean) ** 2).mean() / variance), max(bonferroni(p_values), 1e-10)
 
 
 def two_classes_p(count: ArrayLike, first: ArrayLike, second: ArrayLike, probability: float) -> Floats:

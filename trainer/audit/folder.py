@@ -68,7 +68,9 @@ def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
     folder, snapshot = RunFolder(run_dir), read_snapshot(_ledger(run_dir))
     key = SamplingKey.load(folder.key, snapshot.state.opened["key_commitment"])
     attempts = compared_attempts(run_dir, snapshot.state, before)
-    recorded = attempts_by_name(attempts.after) if isinstance(attempts, RecordedAttempts) else None
+    recorded = None
+    if isinstance(attempts, RecordedAttempts):  # without what a run in progress added after the ledger was read
+        recorded = attempts_by_name(line for line in attempts.after if line.seq < snapshot.state.num_lines)
     report = audit_schedule(
         snapshot.state.plan, read_attempts(snapshot.records), key, folder.key.read_bytes(), recorded, max_coins
     )

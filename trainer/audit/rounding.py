@@ -19,14 +19,14 @@ from trainer.engines.base import Engine
 from trainer.tasks.base import to_device
 
 _USED = [place != "matrix_again" for place in PLACES]
-_TOGETHER, _ALONE = 512, 16  # small examples in one micro-batch, and in micro-batches of their own
+_TOGETHER, _ALONE = 256, 32  # small examples in one micro-batch, and in micro-batches of their own
 _LARGEST = 1024
 
 
 def sum_of_neighbours(clipped: ClippedSum, engine: Engine, max_grad_norm: float) -> float:
     """L2 distance between this rank's clipped sums of a batch and of the same batch with one example zeroed out. Collective."""
     unit = max_grad_norm / math.sqrt(sum(_USED))  # in each place
-    edge = 2.0 ** math.ceil(math.log2(1024 * unit))
+    edge = 2.0 ** math.ceil(math.log2(8192 * unit))
     filling = edge + 0.5 * unit
     amounts = [0.9 * unit] * int(filling / (0.9 * unit))
     amounts += [filling - sum(amounts), -0.999 * unit] + [0.6 * edge * 2.0**-23] * (_TOGETHER + _ALONE)
