@@ -54,9 +54,11 @@ def charge_checks(events: SandboxEvents) -> list[Check]:
     )
     late = 0
     for step, released_at in zip(events.steps, events.first_release.tolist(), strict=True):
-        end = ends[step].pop(0) if ends[step] else math.inf
-        durable = events.ledger_durable[events.ledger_durable[:, 1] >= end, 0]
-        late += not (durable.size and durable.min() < released_at)
+        if ends[step]:
+            durable = events.ledger_durable[events.ledger_durable[:, 1] >= ends[step].pop(0), 0]
+            late += not (durable.size and durable.min() < released_at)
+        else:
+            late += 1  # never charged
     order = (
         f"in {late} of {made.total()} attempts noise was drawn, or a sum left a process, before an fsync of the intent had "
         "returned"

@@ -232,14 +232,14 @@ def source_checks(record: SandboxRecord) -> list[Check]:
     duplicates, disguised = st.count_duplicates(np.abs(record.draws)), st.single_precision_fraction(draws)
     equal = f"{duplicates} of {record.draws.size} numbers equal an earlier one but for the sign (chance gives less than 1e-3)"
     single = f"{disguised:.2g} of the numbers have no more than single precision, whose normals end at 5.77 sigma"
-    # Where there is no gradient the optimizer gets noise alone: sigma C times the draw, to the last bits of a double.
+    # Where there is no gradient the optimizer gets noise alone: sigma C times the draw, where single precision errs by 6e-8.
     noise = draws[:, record.quiet] * record.plan.noise_std / record.plan.expected_batch_size
     handed = record.handed[record.silent_steps :, record.quiet]
     rounded = float((np.abs(handed - noise) / np.maximum(np.abs(noise), 1e-300)).max())
     double = f"what the optimizer gets differs from noise added in double precision by {rounded:.2g} of itself"
     return [
         *checks,
-        fact("added_in_double", rounded <= 1e-14, double, statistic=rounded, threshold=1e-14),
+        fact("added_in_double", rounded <= 1e-10, double, statistic=rounded, threshold=1e-10),
         fact("draws_reach_the_weights", difference <= tolerance, reach, statistic=difference, threshold=tolerance),
         fact("draws_are_new", duplicates <= 2, equal, statistic=duplicates, threshold=2),
         fact("double_precision", disguised < 1e-3, single, statistic=disguised, threshold=1e-3),

@@ -221,20 +221,19 @@ class _Tape:
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def save(self, folder: Path, neighbours: float) -> None:
-        counts = np.array(self._columns.pop("counts_of_unclipped")).reshape(-1, 2)
-        ids, keys = (np.concatenate(self._columns.pop(name)) for name in ("ids", "keys"))
+        columns: dict[str, Any] = dict(self._columns)
+        for name in ("ids", "keys"):
+            columns[name] = np.concatenate(columns[name])
+        columns["counts_of_unclipped"] = np.array(columns["counts_of_unclipped"]).reshape(-1, 2)
         np.savez(
             folder / f"rank-{distributed.rank()}.npz",
             pieces=json.dumps(self._pieces),
             shapes=json.dumps({name: list(shape) for name, shape in self._engine.shapes.items()}),
             weights=np.stack(self._weights),
-            ids=ids,
-            keys=keys,
-            counts_of_unclipped=counts,
             neighbours=neighbours,
             ledger_durable=self._watch.durable(folder / LEDGER),
             folder_durable=self._watch.durable(folder),
-            **{name: np.array(values) for name, values in self._columns.items()},
+            **columns,
         )
 
 
