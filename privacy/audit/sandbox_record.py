@@ -31,7 +31,6 @@ class SandboxPlan:
     expected_batch_size: int
     sample_rate: float
     cap: int | None
-    adaptive: bool
     canary_norm: float
     smallest_norm: float
 

@@ -105,24 +105,18 @@ def pairwise_correlation_p(rows_TD: Floats) -> tuple[float, float]:
     return largest, bonferroni(np.full(pairs.size, p))
 
 
-def lagged_correlation_p(first_TD: Floats, second_TD: Floats, *, skip_zero: bool = False) -> tuple[float, float]:
+def lagged_correlation_p(first_TD: Floats, second_TD: Floats) -> tuple[float, float]:
     """(largest |correlation| over all shifts, corrected p) of rows with their partners, averaged over rows.
 
     For each circular shift s, sum over t, i of a_ti b_t(i+s), a sum of T D products of independent standard normals: its
-    distribution is normal to well within the thresholds used here (excess kurtosis 6 / (T D)). By FFT. With
-    `skip_zero` (a = b), shift 0 is left out and of the others each counts once.
+    distribution is normal to well within the thresholds used here (excess kurtosis 6 / (T D)). By FFT.
     """
     count, length = first_TD.shape
     spectrum = np.conj(fft.rfft(first_TD, axis=1)) * fft.rfft(second_TD, axis=1)
     sums = fft.irfft(spectrum.sum(axis=0), n=length)
     scale = math.sqrt(float((first_TD**2).sum()) * float((second_TD**2).sum()))
-    correlations = sums / (scale or 1.0)
-    if skip_zero:  # shifts s and D - s give the same sum; D/2 pairs it with itself, which doubles its variance
-        correlations = correlations[1 : (length + 1) // 2]
-    if not correlations.size:
-        return 0.0, 1.0
-    largest = float(np.abs(correlations).max())
-    return largest, bonferroni(np.full(correlations.size, normal_p(largest * math.sqrt(count * length))))
+    largest = float(np.abs(sums).max()) / (scale or 1.0)
+    return largest, bonferroni(np.full(length, normal_p(largest * math.sqrt(count * length))))
 
 
 def scale_trend_p(sum_of_squares_T: Floats, degrees: int, regressor_T: Floats) -> tuple[float, float]:
@@ -241,7 +235,7 @@ def members_of_the_next_p(rows_TN: NDArray[np.bool_], probability: float) -> tup
     if num_rows < 2:
         return 0, 1.0
     length = fft.next_fast_len(2 * n, real=True)
-    spectra = [fft.rfft(row.astype(float), length) for row in rows_TN]
+    spectra = (fft.rfft(row.astype(float), length) for row in rows_TN)
     cross = sum(np.conj(before) * after for before, after in itertools.pairwise(spectra))
     d = np.arange(1 - n, n)
     together = fft.irfft(cross, length).round().astype(np.int64)[d]

@@ -179,7 +179,6 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
             expected_batch_size=plan.expected_batch_size,
             sample_rate=plan.sample_rate,
             cap=plan.cap,
-            adaptive=run.adaptive_clipping is not None,
             canary_norm=float(norms[0]),
             smallest_norm=float(norms.min()),
         ),
