@@ -195,9 +195,10 @@ class _Tape:
             self._columns["counts_of_unclipped"].append(
                 (released_count, float(count_draws[0]) if len(count_draws) == 1 else np.nan)
             )
-        whole = hashlib.sha256()  # this rank's weights in compute precision
-        for parameter in self._engine.module.parameters():
-            whole.update(parameter.detach().cpu().float().numpy().tobytes())
+        digest = ""  # of this rank's weights in compute precision
+        if holds_whole_weights(self._engine):
+            weights = [parameter.detach().cpu().float().numpy() for parameter in self._engine.module.parameters()]
+            digest = hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
         ids, keys = (torch.cat(column) for column in zip(*self._seen, strict=True))
         noted = {
             "steps": step,
@@ -207,7 +208,7 @@ class _Tape:
             "keys": keys.numpy(),
             "counts": len(ids),
             "handed": self._handed,
-            "digests": whole.hexdigest() if holds_whole_weights(self._engine) else "",
+            "digests": digest,
             "released_at": self._watch.first_release(),
             "least_entropy": least_entropy,
         }
