@@ -16,7 +16,7 @@ from privacy.audit.charges import charge_checks, made_attempts
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
 from privacy.audit.sandbox_record import SandboxRecord
 from privacy.audit.schedule import joint_checks
-from privacy.audit.second_sampler import SecondSampler, deal
+from privacy.audit.second_sampler import SecondSampler
 
 
 def audit_mechanism(record: SandboxRecord) -> AuditReport:
@@ -93,7 +93,10 @@ def dealt_checks(record: SandboxRecord) -> list[Check]:
     second = SecondSampler(events.secret, plan.num_examples, plan.expected_batch_size, plan.cap)
     other_members, other_keys = [], 0
     for attempt, seen, keys in zip(made_attempts(events, record.retried[1]), record.seen, record.keys, strict=True):
-        dealt = deal(second.members(attempt)[1], record.world_size)
+        dealt = [
+            ids[np.argsort(rows)]
+            for ids, rows in second.deal(attempt, second.members(attempt)[1], plan.rows_per_rank, record.world_size)
+        ]
         if not all(map(np.array_equal, dealt, seen)):
             other_members.append(attempt.step)
         other_keys += sum(

@@ -31,6 +31,7 @@ class SandboxPlan:
     expected_batch_size: int
     sample_rate: float
     cap: int | None
+    rows_per_rank: int
     canary_norm: float
     smallest_norm: float
 

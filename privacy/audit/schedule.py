@@ -18,7 +18,7 @@ from scipy import sparse
 from privacy.audit import statistics as st
 from privacy.audit.members import MembersRecord
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
-from privacy.audit.second_sampler import Attempt, SecondSampler, count_attempts, deal
+from privacy.audit.second_sampler import Attempt, SecondSampler, count_attempts
 from privacy.plan import PrivacyPlan
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import Ids, slice_bounds
@@ -241,7 +241,11 @@ def _trained(
         if record is None:
             continue
         compared += 1
-        dealt = deal(item.members if item.second is None else item.second, len(record.digests))
+        world_size, members = len(record.digests), item.members if item.second is None else item.second
+        if record.rows_per_rank * world_size < len(members):
+            wrong.append(attempt.step)
+            continue
+        dealt = [ids for ids, _ in second.deal(attempt, members, record.rows_per_rank, world_size)]
         digests = [second.digest(attempt, rank, ids) for rank, ids in enumerate(dealt)]
         if list(record.digests) != digests or list(record.counts) != [len(ids) for ids in dealt]:
             wrong.append(attempt.step)

@@ -2,8 +2,9 @@
 
     K = HKDF-SHA256(key, info = "poisson coins v1\\0" | session nonce | attempt)
     example i is in step t  iff  word (i mod 2) of AES-256_K(t, i div 2) < floor(B 2^64 / n)
-    of more than `cap` members those with the smallest words stay; rank r of W gets the run
-    floor(m r / W) .. floor(m (r + 1) / W) of the m members in rising order
+    of more than `cap` members those with the smallest words stay
+    member j, in rising order, stands in the row with the j-th smallest of S words of AES-256_K''(t, i div 2),
+    K'' = HKDF-SHA256(key, info = "rows of members v1\\0" | ...), and each rank has S / W rows
     its key for what is random about it: word 0 of AES-256_K'(t, i), K' = HKDF-SHA256(key, info = "example keys v1\\0" | ...)
 
 Blocks are written out and enciphered one by one (ECB), where the trainer takes a stream (CTR); ranks and retries are counted
@@ -12,7 +13,6 @@ here from the ledger's lines. A mistake in one of the two shows as a difference.
 
 import hashlib
 import hmac
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +86,23 @@ class SecondSampler:
         # A stable sort: of equal words the smaller id comes first.
         return chosen, np.sort(chosen[np.argsort(values, kind="stable")[: self.cap]])
 
+    def deal(self, attempt: Attempt, members: Ids, rows_per_rank: int, world_size: int) -> list[tuple[Ids, Ids]]:
+        """For each rank its members in rising order, and where they stand among its rows."""
+        number, first = rows_per_rank * world_size, 0
+        encryptor = _cipher(self._key(b"rows of members v1\0", attempt))
+        while True:
+            at = np.arange(first, first + number)
+            blocks = np.empty((number, 2), dtype=">u8")
+            blocks[:, 0], blocks[:, 1] = attempt.step, at // 2
+            drawn = np.frombuffer(encryptor.update(blocks.tobytes()), dtype="<u8").reshape(-1, 2)
+            words = np.where(at % 2, drawn[:, 1], drawn[:, 0])
+            if len(np.unique(words)) == number:
+                break
+            first += number  # two equal words: all are drawn again
+        rows = np.argsort(words)[: len(members)]
+        on_rank = [rows // rows_per_rank == rank for rank in range(world_size)]
+        return [(members[here], rows[here] % rows_per_rank) for here in on_rank]
+
     def keys(self, attempt: Attempt, ids: Ids) -> Words:
         """The examples' own keys, in the order of `ids`."""
         blocks = np.empty((len(ids), 2), dtype=">u8")
@@ -102,12 +119,6 @@ class SecondSampler:
 
     def _key(self, purpose: bytes, attempt: Attempt) -> bytes:
         return _hkdf(self.secret, purpose + attempt.nonce + attempt.attempt.to_bytes(8, "big"))
-
-
-def deal(members: Ids, world_size: int) -> list[Ids]:
-    """The members of each rank."""
-    cuts = [len(members) * rank // world_size for rank in range(world_size + 1)]
-    return [members[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
 def _hkdf(secret: bytes, info: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """Starts a sandbox run on real ranks, puts the ranks' tapes together, and audits the mechanism."""
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -24,7 +25,7 @@ from privacy.clipping.functions import FUNCTIONS
 from privacy.ledger.records import read_ledger
 from privacy.plan import PrivacyPlan
 from privacy.releases import SENSITIVITY_SLACK
-from trainer.audit.sandbox import KEY, LEDGER, SAMPLE_RATE, SandboxSettings
+from trainer.audit.sandbox import KEY, LEDGER, MICRO_BATCH_SIZE, SAMPLE_RATE, SandboxSettings
 from trainer.audit.task import AMPLITUDE, PARTIAL, make_canaries
 from trainer.config.recipe import EngineName, load_config
 from trainer.errors import ConfigError
@@ -179,6 +180,7 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
             expected_batch_size=plan.expected_batch_size,
             sample_rate=plan.sample_rate,
             cap=plan.cap,
+            rows_per_rank=MICRO_BATCH_SIZE * math.ceil(plan.max_batch_size / ranks / MICRO_BATCH_SIZE),
             canary_norm=float(norms[0]),
             smallest_norm=float(norms.min()),
         ),

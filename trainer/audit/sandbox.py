@@ -128,6 +128,9 @@ class WatchedNoise:
         self._step.append(draw.detach().cpu().double().clone())
         return torch.zeros_like(draw) if self.silent else draw
 
+    def uniform_words(self, count: int) -> np.ndarray:
+        raise NotImplementedError("the audit of the mechanism watches standard normals; bits cannot be silenced")
+
     def take(self) -> tuple[np.ndarray, int]:
         """Everything drawn since the last call, and the fewest bytes of entropy that a draw took from the system."""
         drawn = torch.cat(self._step).numpy() if self._step else np.zeros(0)
@@ -261,9 +264,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
             for first, last, killed_at in ((1, last_silent, last_silent), (last_silent, plan.num_steps, None)):
                 ledger = open_sandbox_ledger(folder, plan)
                 nonce = ledger.start_session()
-                batches = LogicalBatches(
-                    plan.sampler, plan.expected_batch_size, ledger.key, nonce, ledger.attempts, MICRO_BATCH_SIZE
-                )
+                batches = LogicalBatches(plan.sampler, ledger.key, nonce, ledger.attempts, MICRO_BATCH_SIZE)
                 for step_plan, micro_batches in loader.steps(batches.plans(first, last)):
                     step = step_plan.step
                     noise.silent = step <= last_silent
@@ -276,7 +277,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
                         noise_variance=NoiseVariance(optimizer.betas[1]),
                         learning_rate=lambda step: optimizer.peak_lr,
                     )
-                    ledger.note(step_plan)
+                    ledger.note(step_plan, MICRO_BATCH_SIZE)
                     record = train_step(mechanism, step, tape.watch_batches(micro_batches, present_N))
                     fraction = record.public.get("privacy/noised_unclipped_fraction")
                     tape.note(step, None if fraction is None else (fraction - 0.5) * plan.expected_batch_size)

@@ -13,11 +13,12 @@ from scipy import stats
 from privacy.audit.members import MembersRecord, attempts_by_name, members_digest, read_lines
 from privacy.audit.report import AuditReport
 from privacy.audit.schedule import audit_schedule
-from privacy.audit.second_sampler import Attempt, SecondSampler, deal
+from privacy.audit.second_sampler import Attempt, SecondSampler
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import PoissonSampler, assign, example_keys
+from privacy.sampling.poisson import PoissonSampler, example_keys
+from privacy.sampling.rows import deal
 from tests.privacy.audit.broken_samplers import SAMPLERS
 
 SECRET = bytes(range(32))
@@ -39,11 +40,13 @@ def members(own: PrivacyPlan, attempt: Attempt) -> np.ndarray:
 
 
 def record(attempt: Attempt, ids: np.ndarray, world_size: int = 2) -> MembersRecord:
-    parts = [assign(ids, world_size, rank) for rank in range(world_size)]
+    rows_per_rank = len(ids) // world_size + 5
+    row_key = KEY.row_key(attempt.nonce, attempt.attempt)
+    parts = [part for part, _ in deal(row_key, attempt.step, ids, rows_per_rank, world_size)]
     digests = [
         members_digest(KEY, attempt.nonce, attempt.attempt, attempt.step, rank, part) for rank, part in enumerate(parts)
     ]
-    named = (attempt.step, attempt.attempt, attempt.nonce.hex())
+    named = (attempt.step, attempt.attempt, attempt.nonce.hex(), rows_per_rank)
     return MembersRecord(0, "0" * 64, *named, tuple(map(len, parts)), tuple(digests))
 
 
@@ -195,8 +198,11 @@ def test_the_second_sampler_agrees_with_the_product(num_examples: int, expected:
         keys = example_keys(KEY.example_key(attempt.nonce, attempt.attempt), attempt.step, kept)
         np.testing.assert_array_equal(second.keys(attempt, kept), keys)
         for world_size in (1, 2, 3, 5):
-            for rank, part in enumerate(deal(kept, world_size)):
-                np.testing.assert_array_equal(part, assign(kept, world_size, rank))
+            row_key, most = KEY.row_key(attempt.nonce, attempt.attempt), 3 + len(kept) // world_size
+            products = deal(row_key, attempt.step, kept, most, world_size)
+            for rank, (part, rows) in enumerate(second.deal(attempt, kept, most, world_size)):
+                np.testing.assert_array_equal(part, products[rank][0])
+                np.testing.assert_array_equal(rows, products[rank][1])
                 digest = members_digest(KEY, attempt.nonce, attempt.attempt, attempt.step, rank, part)
                 assert second.digest(attempt, rank, part) == digest
 
