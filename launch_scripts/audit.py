@@ -7,9 +7,9 @@
     python launch_scripts/audit.py run       --run_dir runs/quickstart --canaries data/canaries [--json]
 
 ledger     hash chain, legal order, charges, and every epsilon in the folder recomputed from the ledger alone
-schedule   with the sampling key: the members of every batch drawn again and tested. Inside the trust boundary: what it prints
-           shows batch sizes; with --json it keeps them to itself
-mechanism  a short run on canaries in a folder of its own, through the code that trains: clipping, noise, coins
+schedule   with the sampling key: the members of every batch drawn again, by independent code too, and tested. Inside the trust
+           boundary: what it prints shows batch sizes; with --json it keeps them to itself
+mechanism  a short run on canaries in a folder of its own, through the code that trains: clipping, noise, coins, order of charges
 canaries   before training: tar shards with canaries that are in the data or not by secret coins
 run        after training with these shards: do the losses of a checkpoint betray the coins?
 

@@ -5,6 +5,7 @@ on epsilon from a thousand canaries stays far below the true epsilon even of a m
 compared with what a correct one shows in simulation, not with epsilon.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Self
@@ -51,6 +52,7 @@ class ExpectedAttack:
     """P(score < low) of a canary that is (in, not in) the data."""
 
     @classmethod
+    @functools.cache
     def simulate(cls, num_steps: int, sample_rate: float, noise_multiplier: float, seed: int = 0) -> Self:
         """Simulates canaries of a perfect mechanism. The seed is public: it fixes the thresholds before the audit."""
         rng = np.random.default_rng(seed)

@@ -1,7 +1,8 @@
 """Is the mechanism the one that the plan states? Checks of a sandbox run (privacy/audit/sandbox_record.py).
 
 The sandbox's weights move by exactly the released gradient, so everything is judged from what an adversary would see, the
-weights after each step, and what only a sandbox can know besides: who was a member, and what the noise source returned.
+weights after each step, and what only a sandbox can know besides: who reached the model, what the noise source returned, what the
+optimizer got, and when the ledger was durable.
 """
 
 import itertools
@@ -12,8 +13,11 @@ import numpy as np
 
 from privacy.audit import statistics as st
 from privacy.audit.attack import attack_checks
+from privacy.audit.charges import charge_checks, made_attempts
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
 from privacy.audit.sandbox_record import SandboxRecord
+from privacy.audit.schedule import joint_checks
+from privacy.audit.second_sampler import SecondSampler
 
 
 def audit_mechanism(record: SandboxRecord) -> AuditReport:
@@ -23,12 +27,14 @@ def audit_mechanism(record: SandboxRecord) -> AuditReport:
         return AuditReport.of("mechanism", checks)
     checks = [
         *sensitivity_checks(record),
+        *dealt_checks(record),
         *sampling_checks(record),
         *variance_checks(record),
         *independence_checks(record),
         *source_checks(record),
         replica_check(record),
         *count_checks(record),
+        *charge_checks(record.events),
         *attack_checks(record),
     ]
     return AuditReport.of("mechanism", checks, **record.facts)
@@ -49,6 +55,7 @@ def sensitivity_checks(record: SandboxRecord) -> list[Check]:
         f"without noise one example moves the released sum by at most {largest:.6g} (canary in {where}), the plan allows "
         f"C (1 + r) = {limit:.6g}"
     )
+    apart = f"two neighbouring batches that round as differently as they can have sums {record.neighbours:.6g} apart"
     # Contributions of clipped canaries lie at C: neither scaled by the batch nor by the number of ranks.
     included, clipped_limit = record.inclusion[: record.silent_steps], plan.max_grad_norm / 0.98
     clipped = norms[:, honest][included[:, honest]]
@@ -71,6 +78,7 @@ def sensitivity_checks(record: SandboxRecord) -> list[Check]:
     untouched = f"without noise, coordinates without any gradient move by {stray:.2g}"
     return [
         fact("sensitivity", largest <= limit, moves, statistic=largest, threshold=limit),
+        fact("rounding", record.neighbours <= limit, apart, statistic=record.neighbours, threshold=limit),
         divisor,
         fact("membership", mismatches == 0, chosen, statistic=mismatches, threshold=0),
         fact("stray_gradient", stray <= tolerance, untouched, statistic=stray, threshold=tolerance),
@@ -80,6 +88,33 @@ def sensitivity_checks(record: SandboxRecord) -> list[Check]:
 # Members
 
 
+def dealt_checks(record: SandboxRecord) -> list[Check]:
+    """Who reached the model on each rank, in which order and with which keys, is what a second sampler says."""
+    plan, events = record.plan, record.events
+    second = SecondSampler(events.secret, plan.num_examples, plan.expected_batch_size, plan.cap)
+    other_members, other_keys = [], 0
+    for attempt, seen, keys in zip(made_attempts(events, record.retried[1]), record.seen, record.keys, strict=True):
+        dealt = [
+            ids[np.argsort(rows)]
+            for ids, rows in second.deal(attempt, second.members(attempt)[1], plan.rows_per_rank, record.world_size)
+        ]
+        if not all(map(np.array_equal, dealt, seen)):
+            other_members.append(attempt.step)
+        other_keys += sum(
+            int((second.keys(attempt, ids) != of_ids).sum()) for ids, of_ids in zip(seen, keys, strict=True)
+        )
+    where = f" (first at step {other_members[0]})" if other_members else ""
+    dealt_sentence = (
+        f"in {len(other_members)} of {len(record.seen)} attempts other examples reached the model than the coins say by an "
+        f"independent derivation, or in another order{where}"
+    )
+    keys_sentence = f"{other_keys} examples came with another key than that of their identity, step and attempt"
+    return [
+        fact("dealt_members", not other_members, dealt_sentence, statistic=len(other_members), threshold=0),
+        fact("example_keys", other_keys == 0, keys_sentence, statistic=other_keys, threshold=0),
+    ]
+
+
 def sampling_checks(record: SandboxRecord) -> list[Check]:
     """Inclusion frequency against q, and independence of attempts."""
     n, q = record.plan.num_examples, record.plan.sample_rate
@@ -87,9 +122,11 @@ def sampling_checks(record: SandboxRecord) -> list[Check]:
     total, mean = counts.sum(), float(counts.mean() / n)
     frequency = f"{total} inclusions in {len(counts)} attempts, {n * len(counts) * q:.0f} expected at q = {q:.4g}"
     sizes = f"batch sizes between {counts.min()} and {counts.max()} of {n}"
+    ratio, spread_p = st.size_spread_p(counts, n, q, record.plan.cap)
+    varied = f"sizes of batches vary {ratio:.3f} times as much as Binomial(n, q) does"
     times = st.binomial_counts_p(np.bincount(np.concatenate(record.members), minlength=n), len(counts), q)
     spread = "how often each canary was chosen is spread as Binomial(attempts, q)"
-    chosen = np.zeros((len(record.members), n), dtype=np.int64)
+    chosen = np.zeros((len(record.members), n), dtype=np.int64)  # the cap is eight standard deviations away
     for step, ids in enumerate(record.members):
         chosen[step, ids] = 1
     i, j = np.triu_indices(len(chosen), 1)
@@ -102,7 +139,9 @@ def sampling_checks(record: SandboxRecord) -> list[Check]:
     return [
         random_check("inclusion_frequency", float(st.binomial_p(total, n * len(counts), q)), frequency, statistic=mean),
         random_check("inclusion_per_step", st.bonferroni(st.binomial_p(counts, n, q)), sizes),
+        random_check("batch_size_spread", spread_p, varied, statistic=ratio),
         random_check("inclusion_per_example", times, spread),
+        *joint_checks(record.members, chosen.astype(bool), n, q),
         random_check("step_overlap", overlaps, independent),
         random_check("retry_overlap", retry_p, retry, statistic=common),
     ]
@@ -144,21 +183,28 @@ def variance_checks(record: SandboxRecord) -> list[Check]:
         random_check("noise_mean", means, "no coordinate's noise has a mean other than 0"),
         random_check("noise_follows_batch", trend, scales, statistic=slope),
         random_check("noise_shape", st.kolmogorov_p(z), "the noise is Gaussian (Kolmogorov-Smirnov)"),
-        random_check("noise_tails", st.tail_p(z), "as many values beyond 4 standard deviations as a Gaussian has"),
+        random_check(
+            "noise_tails", st.tail_p(z), "as many values beyond 2.5 to 5 standard deviations as a Gaussian has"
+        ),
     ]
 
 
 def independence_checks(record: SandboxRecord) -> list[Check]:
-    """No noise comes twice: not in another step, another rank, or another place of the same step."""
+    """No noise comes twice: not in another step, another rank, or another place, not reversed, and not with other signs."""
     z, owner = record.noise, record.owner_D[record.quiet]
-    correlations = [
-        ("noise_across_steps", *st.pairwise_correlation_p(z), "two steps, coordinate by coordinate"),
-        ("noise_across_steps_shifted", *st.lagged_correlation_p(z[:-1], z[1:]), "one step and the next, at any shift"),
-        (
-            "noise_across_coordinates",
-            *st.lagged_correlation_p(z, z, skip_zero=True),
-            "two places of one step, at any shift",
-        ),
+    strongest, p_steps = st.pairwise_correlation_p(z)
+    # In their own places, so that what was drawn side by side stays side by side.
+    placed = np.zeros((len(z), len(record.quiet)))
+    placed[:, record.quiet] = z
+    where, correlation, p_places = st.shifted_and_reversed_p(placed, record.quiet)
+    steps = f"largest correlation between two steps, coordinate by coordinate: {strongest:.4f}"
+    places = (
+        "largest correlation between places at any distance or in reverse, of the values or of their sizes, in one step or "
+        f"two: {correlation:.4f} ({where})"
+    )
+    checks = [
+        random_check("noise_across_steps", p_steps, steps, statistic=strongest),
+        random_check("noise_across_places", p_places, places, statistic=correlation),
     ]
     shards = [z[:, owner == rank] for rank in range(record.world_size)]
     shards = [shard for shard in shards if shard.shape[1]]
@@ -166,12 +212,9 @@ def independence_checks(record: SandboxRecord) -> list[Check]:
         width = min(shard.shape[1] for shard in shards)
         pairs = itertools.combinations([shard[:, :width] for shard in shards], 2)
         largest, p = zip(*(st.lagged_correlation_p(a, b) for a, b in pairs), strict=True)
-        between_ranks = "two ranks' shards in the same step, at any shift"
-        correlations.append(("noise_across_ranks", max(largest), st.bonferroni(p), between_ranks))
-    return [
-        random_check(name, p, f"largest correlation between {between}: {largest:.4f}", statistic=largest)
-        for name, largest, p, between in correlations
-    ]
+        ranks = f"largest correlation between two ranks' shards in the same step, at any shift: {max(largest):.4f}"
+        checks.append(random_check("noise_across_ranks", st.bonferroni(p), ranks, statistic=max(largest)))
+    return checks
 
 
 # The source of the noise, which a sandbox can watch
@@ -190,14 +233,23 @@ def source_checks(record: SandboxRecord) -> list[Check]:
     tolerance = 4 * record.resolution / record.plan.noise_std + 1e-6
     reach = f"released noise differs from sigma C times the numbers drawn by at most {difference:.2g} sigma C"
     # The numbers of silent steps did not reach the weights, but they must not come again either.
-    duplicates, disguised = st.count_duplicates(record.draws), st.single_precision_fraction(draws)
-    # Of doubles none are equal by chance; of integers with a spacing of h standard deviations, N^2 h / (4 sqrt(pi)) pairs.
-    chance = record.draws.size**2 * record.plan.draw_spacing / (4 * math.sqrt(math.pi))
+    duplicates, disguised = st.count_duplicates(np.abs(record.draws)), st.single_precision_fraction(draws)
+    # Of doubles none are equal by chance; of integers with a spacing of h standard deviations, N^2 h / (2 sqrt(pi)) pairs are,
+    # but for the sign.
+    chance = record.draws.size**2 * record.plan.draw_spacing / (2 * math.sqrt(math.pi))
     most_by_chance = 2 + math.ceil(chance + 5 * math.sqrt(chance))
-    equal = f"{duplicates} of {record.draws.size} numbers equal an earlier one bit by bit (chance gives {chance:.2g})"
+    equal = (
+        f"{duplicates} of {record.draws.size} numbers equal an earlier one but for the sign (chance gives {chance:.2g})"
+    )
     single = f"{disguised:.2g} of the numbers have no more than single precision, whose normals end at 5.77 sigma"
+    # Where there is no gradient the optimizer gets noise alone: sigma C times the draw, where single precision errs by 6e-8.
+    noise = draws[:, record.quiet] * record.plan.noise_std / record.plan.expected_batch_size
+    handed = record.handed[record.silent_steps :, record.quiet]
+    rounded = float((np.abs(handed - noise) / np.maximum(np.abs(noise), 1e-300)).max())
+    double = f"what the optimizer gets differs from noise added in double precision by {rounded:.2g} of itself"
     return [
         *checks,
+        fact("added_in_double", rounded <= 1e-10, double, statistic=rounded, threshold=1e-10),
         fact("draws_reach_the_weights", difference <= tolerance, reach, statistic=difference, threshold=tolerance),
         fact("draws_are_new", duplicates <= most_by_chance, equal, statistic=duplicates, threshold=most_by_chance),
         fact("double_precision", disguised < 1e-3, single, statistic=disguised, threshold=1e-3),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from privacy.limits import finite
 
 Outcome = Literal["ok", "violated", "inconclusive"]
 Verdict = Literal["consistent", "violated", "inconclusive"]
@@ -117,8 +118,8 @@ class AuditReport:
             "checks": checks,
             **self.facts,
         }
-        finite: dict[str, Any] = _finite(body)
-        return finite
+        plain: dict[str, Any] = finite(body)
+        return plain
 
     def to_text(self) -> str:
         """One line per check, and the verdict."""
@@ -131,13 +132,3 @@ class AuditReport:
 
 def _numbers(check: Check) -> str:
     return "" if check.p_value is None else f" [p = {check.p_value:.2g}]"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if hasattr(value, "item"):  # a numpy scalar
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -32,6 +32,8 @@ class SandboxPlan:
     num_examples: int
     expected_batch_size: int
     sample_rate: float
+    cap: int | None
+    rows_per_rank: int
     canary_norm: float
     smallest_norm: float
     draw_spacing: float = 0.0
@@ -58,6 +60,28 @@ class SandboxCounts:
 
 
 @dataclass(frozen=True)
+class SandboxEvents:
+    """What the sandbox's processes were seen to do, on the machine's monotonic clock.
+
+    Attributes:
+        ledger, secret: the bytes of the sandbox's own ledger and sampling key at the end.
+        steps: (S + T) the step of each attempt, in the order in which they were made.
+        first_release: (S + T) when noise was first drawn, or a sum first left a process, on any rank.
+        ledger_durable: (F, 2) when an fsync of the ledger had returned, and the size that it made durable.
+        folder_durable: when an fsync of the ledger's folder had returned.
+        least_entropy: (S + T) the fewest bytes that any draw of noise took from the system's entropy.
+    """
+
+    ledger: bytes
+    secret: bytes
+    steps: tuple[int, ...]
+    first_release: NDArray[np.int64]
+    ledger_durable: NDArray[np.int64]
+    folder_durable: NDArray[np.int64]
+    least_entropy: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class SandboxRecord:
     """See the module docstring.
 
@@ -68,7 +92,10 @@ class SandboxRecord:
         weights: (S + T + 1, D) master weights before the first and after each step; the step rule is w -= released.
         draws: (S + T, D) what the noise source drew for each coordinate (in silent steps too), NaN where it was not asked.
         num_draws: (S + T,) how many numbers it was asked for, over all ranks.
-        members: per step, the examples that the sampler chose.
+        handed: (S + T, D) fp64, what the optimizer got: noised sums over the public batch size.
+        seen: per attempt and rank, the examples that reached the model, in order; those that are not in the data too.
+        keys: the same of the secret keys that came with them.
+        neighbours: L2 distance of the sums of two neighbouring batches that round as differently as possible.
         present_N: secret coins: whether an example is in the data at all.
         hostile_N: examples with NaN, Inf or enormous gradients, which may contribute anything up to C.
         replica_digests: per step, each rank's digest of its whole replica; None where no rank holds one.
@@ -85,7 +112,11 @@ class SandboxRecord:
     weights: Floats
     draws: Floats
     num_draws: NDArray[np.int64]
-    members: tuple[NDArray[np.int64], ...]
+    handed: Floats
+    seen: tuple[tuple[NDArray[np.int64], ...], ...]
+    keys: tuple[tuple[NDArray[np.uint64], ...], ...]
+    neighbours: float
+    events: SandboxEvents
     present_N: NDArray[np.bool_]
     hostile_N: NDArray[np.bool_]
     silent_steps: int
@@ -93,6 +124,11 @@ class SandboxRecord:
     replica_digests: tuple[tuple[str, ...], ...] | None = None
     facts: dict[str, str | int | float] = field(default_factory=dict)
     counts: SandboxCounts | None = None
+
+    @cached_property
+    def members(self) -> tuple[NDArray[np.int64], ...]:
+        """Per attempt, the examples that reached the model on any rank, in rising order; one that came twice is there twice."""
+        return tuple(np.sort(np.concatenate(ranks)) for ranks in self.seen)
 
     @cached_property
     def released(self) -> Floats:

@@ -1,59 +1,45 @@
 """Were the members of every batch the ones that independent coins of rate q choose? Needs the sampling key.
 
+Three witnesses are compared: the product's sampler, a second one that shares no code with it (second_sampler.py), and the private
+record of what the ranks were dealt. What they agree on is then tested as chance, which would also find a mistake that all three
+share: sizes, places, pairs of examples, pairs of batches.
+
 Inside the trust boundary only: who was in which batch is what amplification by sampling keeps secret.
 """
 
-import hashlib
-import hmac
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from scipy import sparse
 
 from privacy.audit import statistics as st
-from privacy.audit.members import MembersRecord, members_digest
+from privacy.audit.members import MembersRecord
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
+from privacy.audit.second_sampler import Attempt, SecondSampler, count_attempts
 from privacy.plan import PrivacyPlan
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import Ids, slice_bounds
-from privacy.sampling.rows import deal
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
-MAX_COINS = 2 * 10**9
-"""Coins that one audit tosses again (about 20 s); a longer run is audited on a part of its attempts."""
-_INDEPENDENT = 2048  # coins derived a second time, one by one
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One charged attempt, as the ledger has it."""
-
-    nonce: bytes
-    step: int
-    attempt: int
+MAX_COINS = 10**9
+"""Coins that one audit tosses again, twice each (about 20 s); a longer run is audited on a part of its attempts."""
+_WINDOW = 1 << 17
+_MAX_ENTRIES = 1 << 24  # memory: attempts times ids of the tables in which pairs of examples are counted
+_MAX_SIZES = 200_000
 
 
 @dataclass(frozen=True)
 class _Drawn:
+    """What the product's sampler says of one attempt, and where the second one says something else."""
+
     attempt: Attempt
     chosen: Ids  # before the cap
     members: Ids
-
-
-def read_attempts(records: Sequence[Mapping[str, Any]]) -> list[Attempt]:
-    """The attempts of a verified ledger's records, in order."""
-    attempts, nonce = [], b""
-    for record in records:
-        if record["type"] == "session":
-            nonce = bytes.fromhex(record["nonce"])
-        elif record["type"] == "intent":
-            attempts.append(Attempt(nonce, record["step"], record["attempt"]))
-    return attempts
+    second: Ids | None  # members by the second sampler; None where it knows no such scheme
+    differing: int
 
 
 def audit_schedule(
@@ -73,20 +59,34 @@ def audit_schedule(
     """
     if not attempts:
         return AuditReport.of("schedule", [undecided("attempts", "nothing was charged yet")])
-    sampler, drawn = plan.sampler, []
+    sampler, second = plan.sampler, SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap)
+    drawn = []
     for attempt in _pick(attempts, max(2, max_coins // plan.num_examples)):
         decided = sampler.decide(sampler.coin_key(key, attempt.nonce, attempt.attempt), attempt.step)
-        drawn.append(_Drawn(attempt, decided.ids, sampler.merge([decided])))
+        members, again, differing = sampler.merge([decided]), None, 0
+        if plan.sampling == "poisson":
+            chosen, again = second.members(attempt)
+            for mine, other in ((chosen, decided.ids), (again, members)):
+                differing += 0 if np.array_equal(mine, other) else max(1, len(np.setxor1d(mine, other)))
+        drawn.append(_Drawn(attempt, decided.ids, members, again, differing))
     if plan.sampling == "poisson":
         repeated = len(attempts) - len(set(attempts))
         earlier = (
             f"{repeated} of {len(attempts)} attempts have session nonce, step and attempt number of an earlier one"
         )
+        misnumbered = sum(a != b for a, b in zip(attempts, count_attempts(attempts), strict=True))
+        numbers = (
+            f"{misnumbered} of {len(attempts)} attempts have another number than that of earlier charges of their step"
+        )
+        differing = sum(item.differing for item in drawn)
+        coins = f"{differing} examples are members by one of two independent derivations of coins and cap, and not by the other"
         checks = [
             fact("coins_never_repeat", repeated == 0, earlier, statistic=repeated, threshold=0),
-            *_sizes(plan, drawn),
+            fact("attempt_numbers", misnumbered == 0, numbers, statistic=misnumbered, threshold=0),
+            fact("second_derivation", differing == 0, coins, statistic=differing, threshold=0),
+            *_sizes(plan, drawn, recorded),
+            *_joint(plan, drawn),
             *_overlaps(plan.num_examples, drawn),
-            _second_derivation(plan, secret, drawn),
         ]
     else:
         dependent = (
@@ -104,7 +104,7 @@ def audit_schedule(
     sizes = ", ".join(map(str, WORLD_SIZES))
     sentence = f"members differ for {differing} of {3 * len(WORLD_SIZES)} choices of attempt and world size ({sizes})"
     checks.append(fact("world_size_invariance", differing == 0, sentence, statistic=differing, threshold=0))
-    checks.append(_trained(key, drawn, recorded))
+    checks += [_recorded(attempts, recorded), _trained(second, drawn, recorded)]
     return AuditReport.of("schedule", checks, attempts_charged=len(attempts), attempts_recomputed=len(drawn))
 
 
@@ -120,7 +120,9 @@ def _pick(attempts: Sequence[Attempt], count: int) -> list[Attempt]:
     return [attempts[index] for index in sorted({*retried, *even})]
 
 
-def _sizes(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
+def _sizes(
+    plan: PrivacyPlan, drawn: Sequence[_Drawn], recorded: Mapping[tuple[str, int, int], MembersRecord] | None
+) -> list[Check]:
     n, q, cap = plan.num_examples, plan.sample_rate, plan.cap
     counts = np.array([len(item.chosen) for item in drawn])
     total, expected = int(counts.sum()), n * len(counts) * q
@@ -137,11 +139,58 @@ def _sizes(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
     largest = max(len(item.members) for item in drawn)
     capped = f"the largest batch has {largest} examples, the cap is {cap}"
     total_p = float(st.binomial_p(total, n * len(counts), q))
-    return [
+    ratio, spread_p = st.size_spread_p([len(item.members) for item in drawn], n, q, cap)
+    varied = f"sizes of batches vary {ratio:.3f} times as much as Binomial(n, q) does"
+    checks = [
         random_check("batch_size_total", total_p, inclusions, statistic=float(counts.mean())),
         random_check("batch_size_each", st.bonferroni(st.binomial_p(counts, n, q)), sizes),
+        random_check("batch_size_spread", spread_p, varied, statistic=ratio),
         random_check("inclusion_per_example", st.binomial_counts_p(times, len(counts), q), spread),
         fact("cap", cap is None or largest <= cap, capped, statistic=largest, threshold=cap),
+    ]
+    if recorded:
+        dealt = [sum(record.counts) for record in recorded.values()]
+        ratio, spread_p = st.size_spread_p(dealt[:: 1 + len(dealt) // _MAX_SIZES], n, q, cap)
+        varied = f"sizes of the {len(dealt)} recorded batches vary {ratio:.3f} times as much as Binomial(n, q) does"
+        checks.append(random_check("recorded_size_spread", spread_p, varied, statistic=ratio))
+    return checks
+
+
+def _joint(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
+    """Are any two examples together in a batch, or in two batches in a row, as often as independent coins put them there?"""
+    n, q = plan.num_examples, plan.sample_rate
+    # Where the cap cut nothing the members are the chosen ones, and that is tested, not assumed; else the cut is no coin's.
+    cap = n if plan.cap is None else plan.cap
+    taken = [item.members if len(item.chosen) <= cap else item.chosen for item in drawn]
+    window = min(n, _WINDOW)
+    rows = np.zeros((min(len(taken), _MAX_ENTRIES // window), window), dtype=bool)
+    for row, ids in zip(rows, taken, strict=False):
+        row[ids[ids < window]] = True
+    return joint_checks(taken, rows, n, q)
+
+
+def joint_checks(taken: Sequence[Ids], rows_TN: NDArray[np.bool_], n: int, q: float) -> list[Check]:
+    """Checks of members in batches of `n` examples, and of a table of the first of their ids, row by row in order of time."""
+    together, neighbours = st.neighbours_p(taken, n, q)
+    expected = len(taken) * (n // 2) * q**2
+    pairs = f"examples 2i and 2i + 1 are together in a batch {together} times, {expected:.1f} expected"
+    distance, apart = st.members_at_a_distance_p(rows_TN, q)
+    shift, following = st.members_of_the_next_p(rows_TN, q)
+    window = rows_TN.shape[1]
+    apart_sentence = (
+        f"two examples at any distance below {window} are together as often as independent coins put them there "
+        f"(furthest from it: distance {distance})"
+    )
+    following_sentence = (
+        "an example is in a batch independently of any other in the batch before, at any distance below "
+        f"{window} (furthest from it: {shift})"
+    )
+    places = "every sixteenth of the data has its share of inclusions"
+    return [
+        random_check("inclusion_by_place", st.place_p(taken, n, q), places),
+        random_check("neighbours_together", neighbours, pairs, statistic=together),
+        random_check("pairs_at_a_distance", apart, apart_sentence, statistic=distance),
+        random_check("pairs_of_next_batches", following, following_sentence, statistic=shift),
     ]
 
 
@@ -164,72 +213,43 @@ def _overlaps(n: int, drawn: Sequence[_Drawn]) -> list[Check]:
     ]
 
 
-def _second_derivation(plan: PrivacyPlan, secret: bytes, drawn: Sequence[_Drawn]) -> Check:
-    """Single coins derived again by other code."""
-    n = plan.num_examples
-    each = max(1, _INDEPENDENT // min(len(drawn), 16))
-    differing = total = 0
-    for item in drawn[:: max(1, len(drawn) // 16)]:
-        derived = coin_key(secret, item.attempt.nonce, item.attempt.attempt)
-        examples = np.unique(np.linspace(0, n - 1, min(n, each)).astype(int))
-        chosen = np.isin(examples, item.chosen)
-        again = [is_chosen(derived, item.attempt.step, int(i), plan.expected_batch_size, n) for i in examples]
-        differing += int((chosen != np.array(again)).sum())
-        total += len(examples)
-    sentence = f"{differing} of {total} coins come out differently when derived by independent code"
-    return fact("second_derivation", differing == 0, sentence, statistic=differing, threshold=0)
+def _recorded(attempts: Sequence[Attempt], recorded: Mapping[tuple[str, int, int], MembersRecord] | None) -> Check:
+    """Charges without a record, and records without a charge: a program that dies may leave its last one uncharged."""
+    if recorded is None:
+        return undecided("recorded_attempts", "the run kept no record of its attempts (private/members.jsonl)")
+    charged = {(item.nonce.hex(), item.step, item.attempt) for item in attempts}
+    last = {name[0]: name for name in recorded}  # of each session, in the order of the file
+    unrecorded = charged - recorded.keys()
+    uncharged = [name for name in recorded if name not in charged and last[name[0]] != name]
+    sentence = (
+        f"{len(unrecorded)} of {len(charged)} charges have no record of their attempt, and {len(uncharged)} recorded attempts "
+        "that others followed were never charged"
+    )
+    return fact("recorded_attempts", not unrecorded and not uncharged, sentence, statistic=len(uncharged), threshold=0)
 
 
 def _trained(
-    key: SamplingKey, drawn: Sequence[_Drawn], recorded: Mapping[tuple[str, int, int], MembersRecord] | None
+    second: SecondSampler, drawn: Iterable[_Drawn], recorded: Mapping[tuple[str, int, int], MembersRecord] | None
 ) -> Check:
-    """What the ranks were dealt is what the coins say."""
+    """What the ranks were dealt, in order, is what the coins say by the second derivation."""
     if recorded is None:
         return undecided("trained_members", "the run kept no record of what it trained on (private/members.jsonl)")
-    missing, wrong = [], []
+    compared, wrong = 0, []
     for item in drawn:
         attempt = item.attempt
         record = recorded.get((attempt.nonce.hex(), attempt.step, attempt.attempt))
         if record is None:
-            missing.append(attempt.step)
             continue
-        world_size = len(record.digests)
-        if record.rows_per_rank * world_size < len(item.members):
+        compared += 1
+        world_size, members = len(record.digests), item.members if item.second is None else item.second
+        if record.rows_per_rank * world_size < len(members):
             wrong.append(attempt.step)
             continue
-        row_key = key.row_key(attempt.nonce, attempt.attempt)
-        dealt = deal(row_key, attempt.step, item.members, record.rows_per_rank, world_size)
-        digests = [
-            members_digest(key, attempt.nonce, attempt.attempt, attempt.step, rank, ids)
-            for rank, (ids, _) in enumerate(dealt)
-        ]
-        if list(record.digests) != digests or list(record.counts) != [len(ids) for ids, _ in dealt]:
+        dealt = [ids for ids, _ in second.deal(attempt, members, record.rows_per_rank, world_size)]
+        digests = [second.digest(attempt, rank, ids) for rank, ids in enumerate(dealt)]
+        if list(record.digests) != digests or list(record.counts) != [len(ids) for ids in dealt]:
             wrong.append(attempt.step)
-    sentence = f"in {len(wrong)} of {len(drawn)} attempts the ranks were dealt other examples than the coins say"
+    sentence = f"in {len(wrong)} of {compared} attempts the ranks were dealt other examples than the coins say"
     if wrong:
         sentence += f" (first at step {wrong[0]})"
-    elif missing:
-        note = f"; {len(missing)} attempts, the first at step {missing[0]}, are not in private/members.jsonl"
-        return undecided("trained_members", sentence + note)
     return fact("trained_members", not wrong, sentence, statistic=len(wrong), threshold=0)
-
-
-# A second derivation of the Poisson coins, from the contract's text alone and sharing no code with privacy/sampling/poisson.py:
-#   K = HKDF-SHA256(key, info = "poisson coins v1\0" | session nonce | attempt)
-#   example i is in step t  iff  word (i mod 2) of AES-256_K(t, i div 2) < floor(B 2^64 / n)
-# One block at a time: slow, and simple enough to be checked by eye.
-
-
-def coin_key(secret: bytes, nonce: bytes, attempt: int) -> bytes:
-    """HKDF-SHA256 (RFC 5869) without salt, one block of output."""
-    extracted = hmac.new(bytes(32), secret, hashlib.sha256).digest()
-    info = b"poisson coins v1\0" + nonce + attempt.to_bytes(8, "big")
-    return hmac.new(extracted, info + b"\x01", hashlib.sha256).digest()
-
-
-def is_chosen(key: bytes, step: int, example: int, expected_batch_size: int, num_examples: int) -> bool:
-    """The coin of one example in one step, before the cap."""
-    encryptor = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
-    block = encryptor.update(step.to_bytes(8, "big") + (example // 2).to_bytes(8, "big"))
-    word = block[8 * (example % 2) :][:8]
-    return int.from_bytes(word, "little") < (expected_batch_size << 64) // num_examples

@@ -4,6 +4,7 @@ All p-values are two-sided unless the name says otherwise, and `bonferroni` is t
 no independence, and the effects that an audit looks for are so large that a sharper correction buys nothing.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -82,10 +83,10 @@ def kolmogorov_p(z: ArrayLike) -> float:
     return float(stats.kstest(np.asarray(z, dtype=float).ravel(), "norm", mode="asymp").pvalue)
 
 
-def tail_p(z: ArrayLike, edge: float = 4.0) -> float:
-    """Exact test of the number of values beyond `edge` standard deviations, on either side together."""
+def tail_p(z: ArrayLike, edges: Sequence[float] = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)) -> float:
+    """Exact tests of the numbers of values beyond some standard deviations, on either side together."""
     values = np.abs(np.asarray(z, dtype=float)).ravel()
-    return float(binomial_p(int((values > edge).sum()), values.size, 2 * stats.norm.sf(edge)))
+    return bonferroni([binomial_p(int((values > edge).sum()), values.size, 2 * stats.norm.sf(edge)) for edge in edges])
 
 
 def pairwise_correlation_p(rows_TD: Floats) -> tuple[float, float]:
@@ -104,24 +105,18 @@ def pairwise_correlation_p(rows_TD: Floats) -> tuple[float, float]:
     return largest, bonferroni(np.full(pairs.size, p))
 
 
-def lagged_correlation_p(first_TD: Floats, second_TD: Floats, *, skip_zero: bool = False) -> tuple[float, float]:
+def lagged_correlation_p(first_TD: Floats, second_TD: Floats) -> tuple[float, float]:
     """(largest |correlation| over all shifts, corrected p) of rows with their partners, averaged over rows.
 
     For each circular shift s, sum over t, i of a_ti b_t(i+s), a sum of T D products of independent standard normals: its
-    distribution is normal to well within the thresholds used here (excess kurtosis 6 / (T D)). By FFT. With
-    `skip_zero` (a = b), shift 0 is left out and of the others each counts once.
+    distribution is normal to well within the thresholds used here (excess kurtosis 6 / (T D)). By FFT.
     """
     count, length = first_TD.shape
     spectrum = np.conj(fft.rfft(first_TD, axis=1)) * fft.rfft(second_TD, axis=1)
     sums = fft.irfft(spectrum.sum(axis=0), n=length)
     scale = math.sqrt(float((first_TD**2).sum()) * float((second_TD**2).sum()))
-    correlations = sums / (scale or 1.0)
-    if skip_zero:  # shifts s and D - s give the same sum; D/2 pairs it with itself, which doubles its variance
-        correlations = correlations[1 : (length + 1) // 2]
-    if not correlations.size:
-        return 0.0, 1.0
-    largest = float(np.abs(correlations).max())
-    return largest, bonferroni(np.full(correlations.size, normal_p(largest * math.sqrt(count * length))))
+    largest = float(np.abs(sums).max()) / (scale or 1.0)
+    return largest, bonferroni(np.full(length, normal_p(largest * math.sqrt(count * length))))
 
 
 def scale_trend_p(sum_of_squares_T: Floats, degrees: int, regressor_T: Floats) -> tuple[float, float]:
@@ -159,3 +154,159 @@ def single_precision_fraction(values: ArrayLike) -> float:
 
 def holds_nan(arrays: Sequence[Floats]) -> bool:
     return any(bool(np.isnan(array).any()) for array in arrays)
+
+
+# Sizes of batches, and who is in them together
+
+
+def size_spread_p(sizes: ArrayLike, trials: int, probability: float, cap: int | None = None) -> tuple[float, float]:
+    """(variance over that of Binomial(trials, probability), p): do sizes vary as much as they must, and no more?
+
+    The statistic is the sum of squared distances from the mean, in steps of a grid, and its law under the null hypothesis is
+    computed exactly, as the power of the law of a single size (a convolution, by FFT, whose error is below 1e-10). Sizes that
+    never vary are as far out as those that vary too much. Exact counts of sizes above and below the mean find those that are
+    cut there.
+
+    Args:
+        sizes: of independent batches, after the cap.
+    """
+    counts = np.asarray(sizes, dtype=np.int64)
+    mean, variance = trials * probability, trials * probability * (1 - probability)
+    if variance == 0 or not counts.size:
+        return 1.0, 1.0 if (counts == trials).all() else 0.0
+    top = int(np.clip((1 << 16) // counts.size, 64, 1 << 12))  # the grid ends at 8 standard deviations
+
+    def level(size: NDArray[np.int64]) -> NDArray[np.int64]:
+        capped = size if cap is None else np.minimum(size, cap)
+        steps: NDArray[np.int64] = np.minimum(top - 1, (capped - mean) ** 2 / variance * (top / 64)).astype(np.int64)
+        return steps
+
+    reach = 40 * (1 + math.sqrt(variance))
+    support = np.arange(max(0, math.floor(mean - reach)), min(trials, math.ceil(mean + reach)) + 1)
+    law = np.bincount(level(support), stats.binom.pmf(support, trials, probability), minlength=top)
+    length = fft.next_fast_len(counts.size * (top - 1) + 1, real=True)
+    total = np.maximum(fft.irfft(fft.rfft(law, length) ** counts.size, length), 0)
+    observed = int(level(counts).sum())
+    p_values = [float(two_sided(total[: observed + 1].sum(), total[observed:].sum()))]
+    single = stats.binom.pmf(support, trials, probability)
+    for side in (1, -1):
+        beyond = side * ((support if cap is None else np.minimum(support, cap)) - mean) > 0.5
+        p_values.append(float(binomial_p((side * (counts - mean) > 0.5).sum(), counts.size, single[beyond].sum())))
+    return float(((counts - mean) ** 2).mean() / variance), max(bonferroni(p_values), 1e-10)
+
+
+def two_classes_p(count: ArrayLike, first: ArrayLike, second: ArrayLike, probability: float) -> Floats:
+    """p of the sum of Binomial(first, probability) and Binomial(second, probability), whatever their joint law.
+
+    A sum that reaches s has a part that reaches its share of s, so the two parts' exact tails add up to a bound.
+    """
+    s, a, b = (np.asarray(value, dtype=np.int64) for value in (count, first, second))
+    whole = np.maximum(a + b, 1)
+    upper, lower = np.zeros(s.shape), np.zeros(s.shape)
+    for part in (a, b):
+        upper += np.where(part > 0, stats.binom.sf(-(-s * part // whole) - 1, part, probability), 0)
+        lower += np.where(part > 0, stats.binom.cdf(s * part // whole, part, probability), 0)
+    return np.where(a + b > 0, two_sided(np.minimum(lower, 1), np.minimum(upper, 1)), 1.0)
+
+
+def members_at_a_distance_p(rows_TN: NDArray[np.bool_], probability: float) -> tuple[int, float]:
+    """(distance, p) of the ids i and i + d that are together in batches too often or too rarely, over all d > 0.
+
+    Pairs (i, i + d) with floor(i / d) even have no id in common, so they are independent; likewise those with it odd.
+    """
+    num_rows, n = rows_TN.shape
+    if n < 2:
+        return 0, 1.0
+    length = fft.next_fast_len(2 * n, real=True)
+    power = sum(np.abs(fft.rfft(row.astype(float), length)) ** 2 for row in rows_TN)
+    together = fft.irfft(power, length).round().astype(np.int64)[1:n]
+    d = np.arange(1, n)
+    even = (n - d) // (2 * d) * d + np.minimum((n - d) % (2 * d), d)
+    p_values = two_classes_p(together, num_rows * even, num_rows * (n - d - even), probability**2)
+    return int(d[p_values.argmin()]), bonferroni(p_values)
+
+
+def members_of_the_next_p(rows_TN: NDArray[np.bool_], probability: float) -> tuple[int, float]:
+    """(shift, p): is example i + d in the next batch too often, or too rarely, where example i was in this one?
+
+    Pairs that begin in rows of even number have nothing in common, and so have the others.
+    """
+    num_rows, n = rows_TN.shape
+    if num_rows < 2:
+        return 0, 1.0
+    length = fft.next_fast_len(2 * n, real=True)
+    spectra = (fft.rfft(row.astype(float), length) for row in rows_TN)
+    cross = sum(np.conj(before) * after for before, after in itertools.pairwise(spectra))
+    d = np.arange(1 - n, n)
+    together = fft.irfft(cross, length).round().astype(np.int64)[d]
+    even, odd = num_rows // 2, (num_rows - 1) // 2
+    p_values = two_classes_p(together, even * (n - np.abs(d)), odd * (n - np.abs(d)), probability**2)
+    return int(d[p_values.argmin()]), bonferroni(p_values)
+
+
+def neighbours_p(members: Sequence[NDArray[np.int64]], size: int, probability: float) -> tuple[int, float]:
+    """(how often, p): the ids 2i and 2i + 1 are in a batch together, an exact binomial count of independent pairs."""
+    together = sum(int(((ids[:-1] % 2 == 0) & (np.diff(ids) == 1)).sum()) for ids in members)
+    return together, float(binomial_p(together, len(members) * (size // 2), probability**2))
+
+
+def place_p(members: Sequence[NDArray[np.int64]], size: int, probability: float, places: int = 16) -> float:
+    """Are ids of every part of the data chosen equally often? Exact binomial counts in `places` runs of ids."""
+    cuts = np.arange(places + 1) * size // places
+    counts, _ = np.histogram(np.concatenate(members), cuts) if members else (np.zeros(places), None)
+    return bonferroni(binomial_p(counts, len(members) * np.diff(cuts), probability))
+
+
+# Correlation of noise under every shift and reversal, of values and of sizes
+
+
+def normal_scores_of_sizes(z: Floats) -> Floats:
+    """|z| mapped to a standard normal, rising with |z|: exact where z is a standard normal, of any sign."""
+    scores: Floats = special.ndtri(np.clip(special.erf(np.abs(z) / math.sqrt(2)), 1e-300, 1 - 1e-16))
+    return scores
+
+
+def shifted_and_reversed_p(rows_TD: Floats, known_D: NDArray[np.bool_]) -> tuple[str, float, float]:
+    """(where, correlation, p) of the strongest tie between places of rows, over steps apart, shifts, and directions.
+
+    Sums over t and i of z_t,i z_t+k,i+s (shifted) and of z_t,i z_t+k,s-i (reversed) for every k and s with at least 4,096
+    products, and the same of sizes |z| as normal scores, whose signs may be anything. Each is normal to within a factor of
+    two in the tails that matter (excess kurtosis 6 / 4096), and p is multiplied by that.
+
+    Args:
+        rows_TD: standard normals, T steps and D coordinates.
+        known_D: False where nothing is known of the noise.
+    """
+    num_rows, width = rows_TD.shape
+    length = fft.next_fast_len(2 * width, real=True)
+    mask = fft.rfft(known_D.astype(float), length)
+    pairs_by_direction = [
+        fft.irfft(product, length).round() for product in (np.abs(mask) ** 2, mask * mask)
+    ]  # how many products a shift, or a centre, has in one row
+    fixed = np.zeros(length)  # z_i z_i of a reversal onto itself
+    fixed[0 : 2 * width : 2] = known_D
+    found = ("", 0.0, 0.0)
+    number = 0
+    for kind, values in (("", rows_TD), (" of sizes", normal_scores_of_sizes(rows_TD))):
+        rows = np.where(known_D, values, 0.0)
+        spectra = fft.rfft(rows, length, axis=1)
+        own = np.zeros(length)
+        own[0 : 2 * width : 2] = (rows**2).sum(axis=0)
+        for apart in range(num_rows):
+            later, earlier = spectra[apart:], spectra[: num_rows - apart]
+            for reverse in (False, True):
+                product = ((earlier if reverse else np.conj(earlier)) * later).sum(axis=0)
+                sums, pairs = fft.irfft(product, length), (num_rows - apart) * pairs_by_direction[reverse]
+                if apart == 0 and reverse:  # each pair comes twice, and places on the centre pair with themselves
+                    sums, pairs = (sums - own) / 2, (pairs - num_rows * fixed) / 2
+                elif apart == 0:  # each shift comes twice
+                    sums, pairs = sums[1:width], pairs[1:width]
+                enough = pairs >= 4096
+                number += int(enough.sum())
+                z = np.where(enough, np.abs(sums) / np.sqrt(np.maximum(pairs, 1)), 0.0)
+                at = int(z.argmax()) if z.size else 0
+                if z.size and z[at] > found[1]:
+                    name = f"{'reversed' if reverse else 'shifted'} places{kind}, {apart} steps apart"
+                    found = (name, float(z[at]), float(z[at] / math.sqrt(max(pairs[at], 1))))
+    where, largest, correlation = found
+    return where, correlation, min(1.0, 2 * number * float(normal_p(largest)))

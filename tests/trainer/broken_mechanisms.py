@@ -1,6 +1,7 @@
-"""Deliberate mistakes, each one that has been made in real trainers, to be found by the audit of the mechanism."""
+"""Deliberate mistakes, each a small change of the product at a named seam, to be found by the audit of the mechanism."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,15 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from privacy.clipping import ClippedSum, clipped_sum, functions
+from data.reading import loader
+from privacy.clipping import ClippedSum, accumulators, clipped_sum, functions
 from privacy.clipping.functions import ClippingFunction
+from privacy.ledger.chain import AppendOnly
+from privacy.ledger.records import LedgerState
 from privacy.noise import NoiseSource, SystemNoise, add_noise
+from privacy.sampling.poisson import example_keys
+from tests.privacy.audit.broken_samplers import SAMPLERS
+from tests.trainer.broken_noise import SOURCES
 from trainer.audit import sandbox as audit_sandbox
 from trainer.engines.reduction import reduce_to_owners
 from trainer.loop import step as loop
 from trainer.loop.step import train_step
 from trainer.ranks import distributed
+from trainer.run import batches as run_batches
 from trainer.run.batches import LogicalBatches
+from trainer.run.ledger import RunLedger
 
 NEED_TWO_RANKS = (
     "noise_divided_by_world_size",
@@ -38,41 +47,6 @@ def broken(bug: str) -> Iterator[NoiseSource]:
 
 
 Patches = list[tuple[Any, str, Any]]
-
-
-# Noise sources
-
-
-class OneSeed:
-    """torch.manual_seed(seed) with the same seed on every rank."""
-
-    def __init__(self) -> None:
-        self._generator = np.random.default_rng(1)
-
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return torch.from_numpy(self._generator.standard_normal(count))
-
-
-class Replayed:
-    """A generator that is seeded again for every step."""
-
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return torch.from_numpy(np.random.default_rng((distributed.rank(), count)).standard_normal(count))
-
-    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        return (self.standard_normal(count, device) * deviation).round().long()
-
-
-class SinglePrecision:
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        return torch.randn(count, dtype=torch.float32).double()
-
-
-SOURCES: dict[str, Any] = {
-    "same_seed_on_all_ranks": OneSeed,
-    "replayed_noise": Replayed,
-    "single_precision_noise": SinglePrecision,
-}
 
 
 # Mistakes in the step
@@ -139,6 +113,71 @@ def one_layer_without_noise() -> Patches:
     return [(audit_sandbox, "train_step", step)]
 
 
+def sum_and_noise_in_single_precision() -> Patches:
+    def add(values: Tensor, std: float, source: Any) -> None:
+        noise = torch.zeros_like(values)
+        add_noise(noise, std, source)
+        values.copy_(values.float() + noise.float())
+
+    return [(loop, "add_noise", add)]
+
+
+def noise_follows_the_realised_batch() -> Patches:
+    """sigma C sqrt(batch / B): right on average."""
+
+    def step(run: Any, number: int, micro_batches: Any) -> Any:
+        kept = list(micro_batches)
+        mine = torch.tensor(float(sum(int((~batch.is_padding_B).sum()) for batch in kept)))
+        scale = (2 * float(distributed.all_reduce_sum(mine)) / run.plan.expected_batch_size) ** 0.5
+        scaled = lambda values, std, source: add_noise(values, std * scale, source)  # noqa: E731
+        with mock.patch.object(loop, "add_noise", scaled):
+            return train_step(run, number, iter(kept))
+
+    return [(audit_sandbox, "train_step", step)]
+
+
+# Mistakes in the ledger
+
+
+def intent_after_the_step() -> Patches:
+    intend, adapt, waiting = loop._intend, loop.adapt_bound, []
+
+    def late(*arguments: Any) -> Any:
+        intend(*waiting.pop())
+        return adapt(*arguments)
+
+    return [(loop, "_intend", lambda *arguments: waiting.append(arguments)), (loop, "adapt_bound", late)]
+
+
+def every_second_intent_is_not_synced() -> Patches:
+    append, count = AppendOnly.append, [0]
+
+    def lazy(self: Any, data: bytes) -> None:
+        count[0] += b'"type":"intent"' in data
+        if b'"type":"intent"' in data and count[0] % 2 == 0:
+            with mock.patch.object(os, "fsync", return_value=None):
+                return append(self, data)
+        return append(self, data)
+
+    return [(AppendOnly, "append", lazy)]
+
+
+def a_retry_is_not_charged() -> Patches:
+    """Neither intent nor `done` of a retry is written, and nothing checks the order of records, which would refuse that."""
+    intent, done = RunLedger.intent, RunLedger.done
+
+    def once(self: Any, step: int, *, releases: Any) -> None:
+        if not self.attempts.get(step, 0):
+            intent(self, step, releases=releases)
+
+    def done_once(self: Any, step: int) -> None:
+        if not self.attempts.get(step, 0):
+            done(self, step)
+
+    unchecked = (LedgerState, "_check_order", lambda self, step, attempt: None)
+    return [(RunLedger, "intent", once), (RunLedger, "done", done_once), unchecked]
+
+
 # Mistakes in the clipping
 
 
@@ -182,7 +221,59 @@ def clip_each_layer_by_itself() -> Patches:
     return [(functions, "FUNCTIONS", {"flat": function})]
 
 
+def one_bad_example_zeroes_its_micro_batch() -> Patches:
+    factors = ClippedSum._factors
+
+    def all_or_none(self: Any, *arguments: Any) -> Any:
+        found = factors(self, *arguments)
+        whole = found.is_finite_B.all()
+        return found._replace(weights=[weight_B * whole for weight_B in found.weights])
+
+    return [(ClippedSum, "_factors", all_or_none)]
+
+
+def sums_keep_a_64th_of_the_step_before() -> Patches:
+    zero = accumulators.LocalSums.zero_
+
+    def forgetful(self: Any) -> None:
+        # After logical batches alone: the self-check at the start compares small sums with autograd's.
+        part = 1 / 64 if getattr(self, "_rows", 0) > 100 else 0.0
+        kept = {name: total * part for name, total in self._totals.items()}
+        zero(self)
+        for name, total in self._totals.items():
+            total += kept[name]
+
+    return [(accumulators.LocalSums, "zero_", forgetful)]
+
+
+def sums_in_single_precision() -> Patches:
+    """Totals hold what fp32 can hold, as gradients of trainers do."""
+
+    def finish(self: Any) -> None:
+        for total in self._totals.values():
+            total.copy_(total.float())
+
+    return [(accumulators.LocalSums, "finish", finish)]
+
+
 # Mistakes in the sampling
+
+
+def ragged_tail_dropped() -> Patches:
+    """The loader gives whole groups of 16 only."""
+    stack = loader.stack_examples
+
+    def whole_only(examples: Any, make_example: Any, size: int, rows: Any) -> Any:
+        kept = list(examples)
+        whole = len(kept) // 16 * 16
+        return stack(kept[:whole], make_example, size, rows[:whole])
+
+    return [(loader, "stack_examples", whole_only)]
+
+
+def keys_of_rows() -> Patches:
+    """The key of an example follows from its row in the batch."""
+    return [(run_batches, "example_keys", lambda key, step, ids: example_keys(key, step, np.arange(len(ids))))]
 
 
 def members_reused_at_a_retry() -> Patches:
@@ -224,6 +315,16 @@ PATCHES: dict[str, Any] = {
         members_reused_at_a_retry,
         members_of_the_first_step_again,
         twice_the_sample_rate,
+        sum_and_noise_in_single_precision,
+        noise_follows_the_realised_batch,
+        intent_after_the_step,
+        every_second_intent_is_not_synced,
+        a_retry_is_not_charged,
+        one_bad_example_zeroes_its_micro_batch,
+        sums_keep_a_64th_of_the_step_before,
+        sums_in_single_precision,
+        ragged_tail_dropped,
+        keys_of_rows,
     )
-}
+} | SAMPLERS
 ALL = (*PATCHES, *SOURCES)

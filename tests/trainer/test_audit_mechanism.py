@@ -34,7 +34,39 @@ FOUND_BY = {
     "sigma_of_another_recipe": {"noise_variance"},
     "one_layer_without_noise": {"noise_variance_per_parameter"},
     "single_precision_noise": {"double_precision"},
+    "second_half_minus_the_first_reversed": {"noise_across_places", "draws_are_new"},
+    "sum_and_noise_in_single_precision": {"added_in_double"},
+    "sums_in_single_precision": {"rounding"},
+    "intent_after_the_step": {"charge_before_release"},
+    "batch_of_exactly_b": {"batch_size_spread", "dealt_members"},
+    "batch_cut_at_b": {"dealt_members"},
+    "lowest_ids_kept_above_b": {"dealt_members"},
+    "whole_micro_batches_only": {"dealt_members"},
+    "ragged_tail_dropped": {"dealt_members"},
+    "members_dealt_twice": {"dealt_members", "sensitivity"},
+    "neighbours_share_a_coin": {"neighbours_together", "pairs_at_a_distance", "dealt_members"},
+    # The ten that were written down before the checks (tests/records/2026-11-22-audits.md).
+    "two_steps_share_coins_of_the_first_64": {"dealt_members"},
+    "one_bad_example_zeroes_its_micro_batch": {"membership"},
+    "sums_keep_a_64th_of_the_step_before": {"membership"},
+    "noise_follows_the_realised_batch": {"noise_follows_batch"},
+    "noise_ends_at_three": {"noise_tails"},
+    "half_of_the_noise_of_the_step_before": {"noise_across_places", "draws_are_new"},
+    "sixteen_bits_of_entropy": {"fresh_entropy"},
+    "every_second_intent_is_not_synced": {"charge_before_release"},
+    "a_retry_is_not_charged": {"charged_attempts"},
+    "keys_of_rows": {"example_keys"},
 }
+QUICK = (
+    "sum_and_noise_in_single_precision",
+    "sums_in_single_precision",
+    "intent_after_the_step",
+    "ragged_tail_dropped",
+    "second_half_minus_the_first_reversed",
+    "keys_of_rows",
+)
+"""One mistake for each witness that the audit has; `make test-all` plants them all."""
+QUICK_OF_TWO_RANKS = ("noise_divided_by_world_size", "same_seed_on_all_ranks")
 
 
 def plan(**changed: Any) -> PrivacyPlan:
@@ -63,8 +95,10 @@ def audit(
     for bug in bugs:
         folder = Path(distributed.on_main(lambda: tempfile.mkdtemp()))
         own = plan(clipping_function=clipping, **changed)
+        # Few examples are hostile, and the mistake with them needs steps in which they are drawn.
+        silent = 16 if bug == "one_bad_example_zeroes_its_micro_batch" else 4
         settings = distributed.broadcast_object(
-            make_settings(own, "local", ROOT / "ds_configs" / "zero3.json", 512, 4, steps, mode)
+            make_settings(own, "local", ROOT / "ds_configs" / "zero3.json", 512, silent, steps, mode)
         )
         with broken(bug) as source:
             run_sandbox(settings, device, folder, source)
@@ -78,7 +112,7 @@ def audit(
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, AuditReport]:
     """Everything that needs two ranks, in one start of them."""
-    return run_ranks(f"{__name__}:audit", 2, bugs=("none", *NEED_TWO_RANKS), steps=20)[0]
+    return run_ranks(f"{__name__}:audit", 2, bugs=("none", *QUICK_OF_TWO_RANKS), steps=10)[0]
 
 
 def require_found(report: AuditReport, bug: str) -> None:
@@ -114,13 +148,19 @@ def test_two_passes_are_audited_too(one_rank: torch.device) -> None:
     require_found(reports["clip_forgotten_for_one_layer"], "clip_forgotten_for_one_layer")
 
 
-@pytest.mark.parametrize("bug", NEED_TWO_RANKS)
+@pytest.mark.parametrize("bug", QUICK_OF_TWO_RANKS)
 def test_a_mistake_of_several_ranks_is_found(two_ranks: dict[str, AuditReport], bug: str) -> None:
     require_found(two_ranks[bug], bug)
 
 
-@pytest.mark.parametrize("bug", [bug for bug in ALL if bug not in NEED_TWO_RANKS])
+@pytest.mark.parametrize("bug", QUICK)
 def test_a_mistake_is_found(one_rank: torch.device, bug: str) -> None:
+    require_found(audit(one_rank, (bug,))[bug], bug)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bug", [bug for bug in ALL if bug not in (*QUICK, *NEED_TWO_RANKS)])
+def test_every_mistake_is_found(one_rank: torch.device, bug: str) -> None:
     require_found(audit(one_rank, (bug,))[bug], bug)
 
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from privacy.audit.charges import read_lines as read_ledger_lines
+from privacy.audit.charges import stated_noise_check
 from privacy.audit.ledger import (
     BoundClaim,
     CheckpointClaim,
@@ -19,7 +21,8 @@ from privacy.audit.ledger import (
 )
 from privacy.audit.members import LedgerMark, attempts_by_name, read_lines
 from privacy.audit.report import AuditReport
-from privacy.audit.schedule import MAX_COINS, audit_schedule, read_attempts
+from privacy.audit.schedule import MAX_COINS, audit_schedule
+from privacy.audit.second_sampler import read_attempts
 from privacy.card.report import read_snapshot
 from privacy.configured_plan import contradiction
 from privacy.errors import PrivacyStateRefused
@@ -47,9 +50,11 @@ def ledger_audit(run_dir: Path) -> AuditReport:
     except PrivacyStateRefused:  # the audit names the line
         return audit_ledger(data, claims)
     attempts = compared_attempts(run_dir, state, before)
-    return audit_ledger(
+    report = audit_ledger(
         data, replace(claims, attempts=attempts, configured=contradiction(read_recipe(run_dir), state.plan))
     )
+    stated = stated_noise_check(state.opened["plan"], [record for _, record in read_ledger_lines(data)])
+    return replace(report, checks=(*report.checks, stated))
 
 
 def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
@@ -63,7 +68,9 @@ def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
     folder, snapshot = RunFolder(run_dir), read_snapshot(_ledger(run_dir))
     key = SamplingKey.load(folder.key, snapshot.state.opened["key_commitment"])
     attempts = compared_attempts(run_dir, snapshot.state, before)
-    recorded = attempts_by_name(attempts.after) if isinstance(attempts, RecordedAttempts) else None
+    recorded = None
+    if isinstance(attempts, RecordedAttempts):  # without what a run in progress added after the ledger was read
+        recorded = attempts_by_name(line for line in attempts.after if line.seq < snapshot.state.num_lines)
     report = audit_schedule(
         snapshot.state.plan, read_attempts(snapshot.records), key, folder.key.read_bytes(), recorded, max_coins
     )

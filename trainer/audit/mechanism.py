@@ -1,6 +1,7 @@
 """Starts a sandbox run on real ranks, puts the ranks' tapes together, and audits the mechanism."""
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -8,20 +9,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from privacy.audit.charges import read_lines, stated_noise_check
 from privacy.audit.mechanism import audit_mechanism
 from privacy.audit.report import AuditReport
-from privacy.audit.sandbox_record import NO_CANARY, SandboxCounts, SandboxPlan, SandboxRecord
+from privacy.audit.sandbox_record import NO_CANARY, SandboxCounts, SandboxEvents, SandboxPlan, SandboxRecord
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.functions import FUNCTIONS
 from privacy.ledger.records import read_ledger
 from privacy.plan import PrivacyPlan
-from trainer.audit.sandbox import SAMPLE_RATE, SandboxSettings
+from trainer.audit.sandbox import KEY, LEDGER, MICRO_BATCH_SIZE, SAMPLE_RATE, SandboxSettings
 from trainer.audit.task import AMPLITUDE, PARTIAL, make_canaries
 from trainer.config.recipe import EngineName, load_config
 from trainer.errors import ConfigError
@@ -64,7 +67,10 @@ def mechanism_audit(
         else "bookkeeping",
         timeout=timeout,
     )
-    return audit_mechanism(record)
+    # The sandbox's ledger states the audited run's noise too, intent by intent.
+    lines = [line for _, line in read_lines(record.events.ledger)]
+    report = audit_mechanism(record)
+    return replace(report, checks=(*report.checks, stated_noise_check(plan.frozen_fields(), lines)))
 
 
 def read_plan(run_dir: Path) -> PrivacyPlan:
@@ -124,7 +130,8 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
     sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
     starts = dict(zip(sizes, np.cumsum([0, *sizes.values()])[:-1].tolist(), strict=True))
     total, attempts = sum(sizes.values()), len(tapes[0]["num_draws"])
-    weights, draws = np.full((attempts + 1, total), np.nan), np.full((attempts, total), np.nan)
+    weights = np.full((attempts + 1, total), np.nan)
+    draws, handed = (np.full((attempts, total), np.nan) for _ in range(2))
     owner_D = np.full(total, -1)
     for rank, tape in enumerate(tapes):
         places = [
@@ -133,13 +140,25 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
         ]
         at = np.concatenate(places) if places else np.zeros(0, dtype=int)
         weights[:, at], draws[:, at], owner_D[at] = tape["weights"], tape["draws"], rank
+        handed[:, at] = tape["handed"]
     canaries, plan, run = settings.canaries(), settings.plan(), settings.run_plan
     canary_D = np.full(total, NO_CANARY)
     for example, name, index in canaries.coordinates:
         canary_D[starts[name] + index] = example
-    # What all ranks together were dealt, attempt by attempt.
-    parts = [np.split(tape["ids"], np.cumsum(tape["counts"])[:-1]) for tape in tapes]
-    members = tuple(np.sort(np.concatenate(attempt)) for attempt in zip(*parts, strict=True))
+    # What reached the model on each rank, attempt by attempt.
+    seen, keys = (
+        tuple(zip(*(np.split(tape[name], np.cumsum(tape["counts"])[:-1]) for tape in tapes), strict=True))
+        for name in ("ids", "keys")
+    )
+    events = SandboxEvents(
+        ledger=(folder / LEDGER).read_bytes(),
+        secret=(folder / KEY).read_bytes(),
+        steps=tuple(tapes[0]["steps"].tolist()),
+        first_release=np.min([tape["released_at"] for tape in tapes], axis=0),
+        ledger_durable=np.concatenate([tape["ledger_durable"] for tape in tapes]),
+        folder_durable=np.concatenate([tape["folder_durable"] for tape in tapes])[:, 0],
+        least_entropy=np.min([tape["least_entropy"] for tape in tapes], axis=0),
+    )
     digests = tuple(zip(*(tape["digests"].tolist() for tape in tapes), strict=True))
     # What a single-coordinate canary contributes after clipping, and the least that any canary does.
     function = FUNCTIONS[run.clipping_function](list(sizes), run.max_grad_norm)
@@ -163,6 +182,8 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
             num_examples=plan.num_examples,
             expected_batch_size=plan.expected_batch_size,
             sample_rate=plan.sample_rate,
+            cap=plan.cap,
+            rows_per_rank=MICRO_BATCH_SIZE * math.ceil(plan.max_batch_size / ranks / MICRO_BATCH_SIZE),
             canary_norm=float(norms[0]),
             smallest_norm=float(norms.min()),
             draw_spacing=0.0 if plan.lattice is None else 1 / plan.lattice.noise_deviation(plan.noise_multiplier),
@@ -174,7 +195,11 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
         weights=weights,
         draws=draws,
         num_draws=np.sum([tape["num_draws"] for tape in tapes], axis=0),
-        members=members,
+        seen=seen,
+        keys=tuple(tuple(part.view(np.uint64) for part in attempt) for attempt in keys),
+        handed=handed,
+        neighbours=max(float(tape["neighbours"]) for tape in tapes),
+        events=events,
         present_N=np.array(settings.present),
         hostile_N=canaries.hostile_N,
         silent_steps=settings.silent_steps + 1,  # the killed step has two attempts

@@ -1,9 +1,10 @@
 """One rank of a sandbox run: the real steps, on canaries, with everything written down that an audit needs.
 
 Started by `trainer/audit/mechanism.py`, one process per rank. Everything on the way of a gradient is what training uses:
-sampling key and coins, ledger, `train_step`, clipping, engine, reduction, noise. Only three things differ: the task
+sampling key and coins, loader, ledger, `train_step`, clipping, engine, reduction, noise. Only three things differ: the task
 (trainer/audit/task.py), an AdamW whose settings make it w -= gradient exactly (betas 0; learning rate and epsilon equal
-and enormous), and a noise source that is watched, and silent in the first steps.
+and enormous), and a noise source that is watched, and silent in the first steps. What reaches the model and the optimizer is
+noted where it arrives, and the file layer and the entropy are watched (trainer/audit/watch.py).
 
     silent steps 1..S; step S is "killed" before its `done`, and tried again in a new session; then T noisy steps
 """
@@ -13,7 +14,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.reading.loader import StepPlan
+from data.batch import Batch
+from data.reading.loader import Loader
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.ledger.ledger import Ledger
@@ -33,12 +35,14 @@ from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK, Release
 from privacy.sampling.keys import SamplingKey
-from trainer.audit.task import UNREACHED, Canaries, CanaryModel, make_canaries
+from trainer.audit.rounding import sum_of_neighbours
+from trainer.audit.task import UNREACHED, Canaries, CanaryExample, CanaryModel, make_canaries, write_shard
+from trainer.audit.watch import Watch, replaced, watching
 from trainer.config.machine import load_machine_settings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
 from trainer.engines import build_engine
-from trainer.engines.base import Engine, holds_whole_weights
+from trainer.engines.base import Engine, GradShard, holds_whole_weights
 from trainer.loop.step import Mechanism, train_step
 from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.ranks import distributed
@@ -47,7 +51,7 @@ from trainer.run.batches import LogicalBatches
 from trainer.run.ledger import RunLedger
 
 MICRO_BATCH_SIZE = 64
-
+LEDGER, KEY = "ledger.jsonl", "sampling.key"
 
 SAMPLE_RATE = 0.25
 """The sandbox samples at a high rate, so that few steps say much; sigma and C are the run's own."""
@@ -111,27 +115,32 @@ class SandboxSettings:
 class WatchedNoise:
     """Passes a source on and keeps what it gave; silent, it returns zeros."""
 
-    def __init__(self, source: NoiseSource) -> None:
-        self._source = source
+    def __init__(self, source: NoiseSource, watch: Watch) -> None:
+        self._source, self._watch = source, watch
         self._step: list[Tensor] = []
+        self._least_entropy = sys.maxsize
         self.silent = True
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        draw = self._source.standard_normal(count, device)
-        self._step.append(draw.detach().cpu().double().clone())
-        return torch.zeros_like(draw) if self.silent else draw
+        return self._kept(lambda: self._source.standard_normal(count, device), 1.0)
 
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        """What it keeps is in units of the standard deviation, as standard normals are."""
-        draw = self._source.rounded_normal(deviation, count, device)
-        self._step.append(draw.detach().cpu().double() / deviation)
-        return torch.zeros_like(draw) if self.silent else draw
+        return self._kept(lambda: self._source.rounded_normal(deviation, count, device), deviation)
 
-    def take(self) -> np.ndarray:
-        """Everything drawn since the last call."""
+    def _kept(self, draw: Callable[[], Tensor], standard_deviation: float) -> Tensor:
+        """What it keeps is in units of the standard deviation."""
+        self._watch.release()
+        before = self._watch.entropy_bytes
+        drawn = draw()
+        self._least_entropy = min(self._least_entropy, self._watch.entropy_bytes - before)
+        self._step.append(drawn.detach().cpu().double() / standard_deviation)
+        return torch.zeros_like(drawn) if self.silent else drawn
+
+    def take(self) -> tuple[np.ndarray, int]:
+        """Everything drawn since the last call, and the fewest bytes of entropy that a draw took from the system."""
         drawn = torch.cat(self._step).numpy() if self._step else np.zeros(0)
-        self._step = []
-        return drawn
+        self._step, least, self._least_entropy = [], self._least_entropy, sys.maxsize
+        return drawn, least
 
 
 class _Killed:
@@ -150,48 +159,90 @@ class _Killed:
 class _Tape:
     """This rank's weights, draws and members, attempt by attempt."""
 
-    def __init__(self, engine: Engine, noise: WatchedNoise) -> None:
-        self._engine, self._noise = engine, noise
+    def __init__(self, engine: Engine, noise: WatchedNoise, watch: Watch) -> None:
+        self._engine, self._noise, self._watch = engine, noise, watch
         self._pieces = list(engine.layout.owned_by(distributed.rank()))
         self._count = sum(piece.length for piece in self._pieces)
         self._weights: list[np.ndarray] = [self._owned()]
-        self._draws: list[np.ndarray] = []
-        self._num_draws: list[int] = []
-        self._ids: list[np.ndarray] = []
-        self._digests: list[str] = []
-        self._counts: list[tuple[float, float]] = []
+        self._columns: dict[str, list[Any]] = {
+            name: []
+            for name in (
+                "steps", "draws", "num_draws", "ids", "keys", "counts", "handed", "digests", "counts_of_unclipped",
+                "released_at", "least_entropy",
+            )
+        }  # fmt: skip
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._handed = np.zeros(0)
 
-    def note(self, plan: StepPlan, released_count: float | None) -> None:
+    def watch_batches(self, batches: Iterator[Batch], present_N: np.ndarray) -> Iterator[Batch]:
+        """Notes who reaches the model, under which key; zeroes out, as the adjacency does, canaries that are not in the data."""
+        for batch in batches:
+            inputs = dict(batch.inputs)
+            canaries_B, keys_B = inputs.pop("canaries_B"), inputs.pop("keys_B")
+            self._seen.append((canaries_B[~batch.is_padding_B], keys_B[~batch.is_padding_B]))
+            yield batch._replace(
+                inputs=inputs, is_padding_B=batch.is_padding_B | ~torch.from_numpy(present_N)[canaries_B]
+            )
+
+    def watch_step(self, step: Callable[..., None]) -> Callable[..., None]:
+        """Notes, in fp64, what the optimizer gets."""
+
+        def noting(shards: Sequence[GradShard], **rates: Any) -> None:
+            self._handed = (
+                torch.cat([s.values.detach().cpu().double() for s in shards]).numpy() if shards else np.zeros(0)
+            )
+            step(shards, **rates)
+
+        return noting
+
+    def note(self, step: int, released_count: float | None) -> None:
         """After a step; `released_count` is the noised centred count of adaptive clipping."""
-        drawn = self._noise.take()
+        drawn, least_entropy = self._noise.take()
         if released_count is not None and distributed.rank() == 0:  # its noise is the last number that rank 0 draws
             drawn, count_draws = drawn[: self._count], drawn[self._count :]
-            self._counts.append((released_count, float(count_draws[0]) if len(count_draws) == 1 else np.nan))
-        self._num_draws.append(len(drawn))
-        self._draws.append(drawn if len(drawn) == self._count else np.full(self._count, np.nan))
+            self._columns["counts_of_unclipped"].append(
+                (released_count, float(count_draws[0]) if len(count_draws) == 1 else np.nan)
+            )
+        digest = ""  # of this rank's weights in compute precision
+        if holds_whole_weights(self._engine):
+            weights = [parameter.detach().cpu().float().numpy() for parameter in self._engine.module.parameters()]
+            digest = hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
+        ids, keys = (torch.cat(column) for column in zip(*self._seen, strict=True))
+        noted = {
+            "steps": step,
+            "draws": drawn if len(drawn) == self._count else np.full(self._count, np.nan),
+            "num_draws": len(drawn),
+            "ids": ids.numpy(),
+            "keys": keys.numpy(),
+            "counts": len(ids),
+            "handed": self._handed,
+            "digests": digest,
+            "released_at": self._watch.first_release(),
+            "least_entropy": least_entropy,
+        }
+        for name, value in noted.items():
+            self._columns[name].append(value)
         self._weights.append(self._owned())
-        self._ids.append(plan.example_ids)
-        whole = hashlib.sha256()  # this rank's weights in compute precision
-        for parameter in self._engine.module.parameters():
-            whole.update(parameter.detach().cpu().float().numpy().tobytes())
-        self._digests.append(whole.hexdigest() if holds_whole_weights(self._engine) else "")
+        self._seen = []
 
     def _owned(self) -> np.ndarray:
         parts = [state.tensors["param"].detach().cpu().double().numpy().copy() for state in self._engine.state()]
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, neighbours: float) -> None:
+        columns: dict[str, Any] = dict(self._columns)
+        for name in ("ids", "keys"):
+            columns[name] = np.concatenate(columns[name])
+        columns["counts_of_unclipped"] = np.array(columns["counts_of_unclipped"]).reshape(-1, 2)
         np.savez(
             folder / f"rank-{distributed.rank()}.npz",
             pieces=json.dumps(self._pieces),
             shapes=json.dumps({name: list(shape) for name, shape in self._engine.shapes.items()}),
             weights=np.stack(self._weights),
-            draws=np.stack(self._draws),
-            num_draws=np.array(self._num_draws),
-            ids=np.concatenate(self._ids),
-            counts=np.array([len(ids) for ids in self._ids]),
-            digests=np.array(self._digests),
-            counts_of_unclipped=np.array(self._counts).reshape(-1, 2),
+            neighbours=neighbours,
+            ledger_durable=self._watch.durable(folder / LEDGER),
+            folder_durable=self._watch.durable(folder),
+            **columns,
         )
 
 
@@ -203,51 +254,50 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
     # Canaries that live in all layers at once. The check precedes the engine, which shards, so the clipper below asks for none.
     spread = np.flatnonzero((canaries.gains_NG != 0).all(1) & ~canaries.hostile_N)[:3]
     check_against_autograd(model, canaries.batch(spread, np.ones_like(present_N), 3).inputs, unreached=UNREACHED)
+    table = distributed.on_main(lambda: write_shard(folder, len(canaries)))
+    loader = Loader(table, CanaryExample(canaries), micro_batch_size=MICRO_BATCH_SIZE, num_workers=0)
     # A power of two above any gradient: then w -= lr * g / (|g| + eps) is w -= g up to rounding.
     enormous = 2.0 ** (30 + max(0, math.ceil(math.log2(plan.max_grad_norm))))
     optimizer = OptimizerSection.model_construct(peak_lr=enormous, betas=(0.0, 0.0), eps=enormous)  # above any recipe's
     machine = load_machine_settings(Path(settings.ds_config))
     engine = build_engine(settings.engine, model, optimizer, machine, device, MICRO_BATCH_SIZE)
-    noise = WatchedNoise(source)
     clipped = plan.clipped_sum(engine.module, shapes=engine.shapes, mode=settings.clipping_mode, self_check=False)
-    tape = _Tape(engine, noise)
-
-    last_silent = settings.silent_steps
-    for first, last, killed_at in ((1, last_silent, last_silent), (last_silent, plan.num_steps, None)):
-        ledger = open_sandbox_ledger(folder, plan)
-        nonce = ledger.start_session()
-        batches = LogicalBatches(plan.sampler, ledger.key, nonce, ledger.attempts, MICRO_BATCH_SIZE)
-        for step_plan in batches.plans(first, last):
-            step, ids = step_plan.step, step_plan.example_ids
-            noise.silent = step <= last_silent
-            mechanism = Mechanism(
-                plan=plan,
-                clipped=clipped,
-                engine=engine,
-                ledger=_Killed(ledger) if step == killed_at else ledger,
-                noise=noise,
-                noise_variance=NoiseVariance(optimizer.betas[1]),
-                learning_rate=lambda step: optimizer.peak_lr,
-            )
-            micro_batches = (
-                canaries.batch(ids[start : start + MICRO_BATCH_SIZE], present_N, MICRO_BATCH_SIZE)
-                for start in range(0, step_plan.num_micro_batches * MICRO_BATCH_SIZE, MICRO_BATCH_SIZE)
-            )
-            ledger.note(step_plan, MICRO_BATCH_SIZE)
-            record = train_step(mechanism, step, micro_batches)
-            fraction = record.public.get("privacy/noised_unclipped_fraction")
-            tape.note(step_plan, None if fraction is None else (fraction - 0.5) * plan.expected_batch_size)
-        ledger.release()
-    tape.save(folder)
+    neighbours = sum_of_neighbours(clipped, engine, plan.max_grad_norm)
+    with watching() as watch:
+        noise = WatchedNoise(source, watch)
+        tape = _Tape(engine, noise, watch)
+        with replaced(engine, "step", tape.watch_step):
+            last_silent = settings.silent_steps
+            for first, last, killed_at in ((1, last_silent, last_silent), (last_silent, plan.num_steps, None)):
+                ledger = open_sandbox_ledger(folder, plan)
+                nonce = ledger.start_session()
+                batches = LogicalBatches(plan.sampler, ledger.key, nonce, ledger.attempts, MICRO_BATCH_SIZE)
+                for step_plan, micro_batches in loader.steps(batches.plans(first, last)):
+                    step = step_plan.step
+                    noise.silent = step <= last_silent
+                    mechanism = Mechanism(
+                        plan=plan,
+                        clipped=clipped,
+                        engine=engine,
+                        ledger=_Killed(ledger) if step == killed_at else ledger,
+                        noise=noise,
+                        noise_variance=NoiseVariance(optimizer.betas[1]),
+                        learning_rate=lambda step: optimizer.peak_lr,
+                    )
+                    ledger.note(step_plan, MICRO_BATCH_SIZE)
+                    record = train_step(mechanism, step, tape.watch_batches(micro_batches, present_N))
+                    fraction = record.public.get("privacy/noised_unclipped_fraction")
+                    tape.note(step, None if fraction is None else (fraction - 0.5) * plan.expected_batch_size)
+                ledger.release()
+        tape.save(folder, neighbours)
 
 
 def open_sandbox_ledger(folder: Path, plan: PrivacyPlan) -> RunLedger:
     """Opens the sandbox's ledger and key as a start of a run does. Collective."""
-    key, members = folder / "sampling.key", folder / "members.jsonl"
+    key, members = folder / KEY, folder / "members.jsonl"
 
     def open_on_main() -> tuple[Ledger, SamplingKey, PrivacyPlan]:
-        path = folder / "ledger.jsonl"
-        return *open_run_state(path, key, plan, data_manifest=b"canaries", members=members), plan
+        return *open_run_state(folder / LEDGER, key, plan, data_manifest=b"canaries", members=members), plan
 
     # A sandbox claims nothing, so no epsilon table is made.
     return RunLedger.open(open_on_main, key, table=folder / "epsilon-table.json", members=members)

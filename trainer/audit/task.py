@@ -8,14 +8,20 @@ contributions add up before the norm is taken), and some are hostile: NaN, infin
 Shapes: B examples, G gains (one per place in the model).
 """
 
+import io
+import tarfile
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
+from data.index.build import build_index
+from data.index.tar_index import ExampleTable
+from data.reading.reader import RawExample
 
 EMBEDDING = 64  # rows and columns
 WIDTH = 32
@@ -126,6 +132,42 @@ class Canaries:
             "columns_B": torch.from_numpy(self.columns_N[rows]),
         }
         return Batch(inputs, torch.from_numpy(is_padding))
+
+
+@dataclass(frozen=True)
+class CanaryExample:
+    """What training's loader makes of a stored canary: the task's inputs, and who it is, under which key it came."""
+
+    canaries: Canaries
+
+    def __call__(self, raw: RawExample, key: int) -> dict[str, np.ndarray]:
+        canary = int(raw.fields["txt"])
+        return self._arrays(canary, self.canaries.gains_NG[canary], np.array(key, dtype=np.uint64).view(np.int64))
+
+    def padding(self) -> dict[str, np.ndarray]:
+        return self._arrays(0, np.zeros(len(PLACES), dtype=np.float32), np.array(0))
+
+    def _arrays(self, canary: int, gains_G: np.ndarray, key: np.ndarray) -> dict[str, np.ndarray]:
+        rows, columns = self.canaries.rows_N[canary], self.canaries.columns_N[canary]
+        return {
+            "gains_G": gains_G,
+            "rows": np.asarray(rows),
+            "columns": np.asarray(columns),
+            "canaries": np.array(canary),
+            "keys": key,
+        }
+
+
+def write_shard(folder: Path, num_canaries: int) -> ExampleTable:
+    """Stores the canaries as training data are stored: one tar shard of their numbers, and its index."""
+    shard = folder / "canaries-000000.tar"
+    with tarfile.open(shard, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for canary in range(num_canaries):
+            body = str(canary).encode()
+            member = tarfile.TarInfo(f"canary-{canary:06d}.txt")
+            member.size = len(body)
+            tar.addfile(member, io.BytesIO(body))
+    return build_index([shard], folder / "index")
 
 
 def make_canaries(num_single: int, max_grad_norm: float) -> Canaries:

@@ -56,12 +56,6 @@ def test_lagged_correlation_finds_a_copy_at_any_shift(shift: int) -> None:
     assert st.lagged_correlation_p(first, noise)[1] > 1e-4
 
 
-def test_lagged_correlation_finds_a_block_that_comes_twice_in_a_row() -> None:
-    row = RNG.standard_normal((1, 4000))
-    row[:, 2000:2800] = row[:, 100:900]
-    assert st.lagged_correlation_p(row, row, skip_zero=True)[1] < 1e-12
-
-
 def test_scale_trend_finds_the_divisor() -> None:
     batch = np.log(RNG.integers(200, 300, 50))
     squares = RNG.chisquare(5000, 50)
@@ -95,6 +89,65 @@ def test_binomial_counts_find_favourites_and_a_wrong_rate() -> None:
     assert st.binomial_counts_p(favourite, 100, 0.1) < 1e-7
 
 
+KNOWN = np.arange(6000) % 10 > 0
+
+
+def rows_of(rng: np.random.Generator, count: int, size: int, q: float) -> list[np.ndarray]:
+    return [np.flatnonzero(rng.random(size) < q) for _ in range(count)]
+
+
+def test_spread_is_the_exact_law() -> None:
+    """Two batches of Binomial(4, 1/2), all 25 outcomes: their distance from the mean in squares is 0, 1 or 4."""
+    law = {0: 6 / 16, 1: 8 / 16, 4: 2 / 16}
+    for sizes in ([2, 2], [1, 2], [3, 1], [4, 2], [4, 0]):
+        observed = sum((size - 2) ** 2 for size in sizes)
+        sums = [(a + b, p * q) for a, p in law.items() for b, q in law.items()]
+        tails = [sum(p for s, p in sums if s <= observed), sum(p for s, p in sums if s >= observed)]
+        above, below = (
+            float(st.binomial_p(sum(side * size > 2 * side for size in sizes), 2, 5 / 16)) for side in (1, -1)
+        )
+        expected = min(1.0, 3 * min(2 * min(tails), above, below))
+        assert st.size_spread_p(sizes, 4, 0.5)[1] == pytest.approx(expected, rel=1e-6), sizes
+
+
+@pytest.mark.parametrize("sizes", [[300] * 12, [min(300, s) for s in range(250, 350, 3)], [200, 400] * 4])
+def test_sizes_that_vary_too_little_or_too_much_are_found(sizes: list[int]) -> None:
+    assert st.size_spread_p(sizes, 3000, 0.1)[1] < 1e-5
+
+
+@pytest.mark.parametrize("distance", [1, 2, 7, 150])
+def test_ids_that_share_coins_are_found_at_any_distance(distance: int) -> None:
+    rng = np.random.default_rng(distance)
+    rows = rng.random((10, 300)) < 0.1
+    together = rows.copy()
+    first = np.arange(0, 300 - distance)[np.arange(0, 300 - distance) // distance % 2 == 0]
+    together[:, first + distance] = rows[:, first]
+    assert st.members_at_a_distance_p(rows, 0.1)[1] > 1e-4
+    assert st.members_at_a_distance_p(together, 0.1) == (distance, pytest.approx(0, abs=1e-8))
+    following = rows.copy()
+    following[1::2] = np.roll(rows[::2], distance, axis=1)
+    assert st.members_of_the_next_p(rows, 0.1)[1] > 1e-4
+    assert st.members_of_the_next_p(following, 0.1)[1] < 1e-8
+
+
+TIES = {
+    "a block that comes twice in a row": lambda z: np.concatenate([z[:, :3000], z[:, 900:2100], z[:, 4200:]], axis=1),
+    "reversed, other sign": lambda z: np.concatenate([z[:, :3000], -z[:, 2999::-1]], axis=1),
+    "random signs": lambda z: np.concatenate(
+        [z[:, :3000], z[:, :3000] * RNG.choice([-1.0, 1.0], (len(z), 3000))], axis=1
+    ),
+    "shifted, five steps apart": lambda z: np.concatenate([z[:5], np.roll(z[:5], 700, axis=1)]),
+    "reversed, of the step before": lambda z: np.concatenate([z[:9], z[8:9, ::-1]]),
+}
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_noise_that_is_made_of_other_noise_is_found(tie: str) -> None:
+    z = RNG.standard_normal((10, 6000))
+    assert st.shifted_and_reversed_p(z, KNOWN)[2] > 1e-4
+    assert st.shifted_and_reversed_p(TIES[tie](z), KNOWN)[2] < 1e-8
+
+
 NULLS = {
     "binomial_counts_rare": lambda rng: st.binomial_counts_p(rng.binomial(4, 0.008, 3000), 4, 0.008),
     "binomial_counts": lambda rng: st.binomial_counts_p(rng.binomial(60, 0.25, 1000), 60, 0.25),
@@ -103,8 +156,14 @@ NULLS = {
     "kolmogorov": lambda rng: st.kolmogorov_p(rng.standard_normal(5000)),
     "pairs": lambda rng: st.pairwise_correlation_p(rng.standard_normal((10, 200)))[1],
     "lagged": lambda rng: st.lagged_correlation_p(rng.standard_normal((3, 500)), rng.standard_normal((3, 500)))[1],
-    "within": lambda rng: (lambda z: st.lagged_correlation_p(z, z, skip_zero=True)[1])(rng.standard_normal((3, 501))),
     "trend": lambda rng: st.scale_trend_p(rng.chisquare(1000, 30), 1000, rng.standard_normal(30))[1],
+    "spread": lambda rng: st.size_spread_p(rng.binomial(3000, 0.1, 30), 3000, 0.1)[1],
+    "spread_capped": lambda rng: st.size_spread_p(np.minimum(rng.binomial(900, 0.1, 40), 92), 900, 0.1, 92)[1],
+    "distance": lambda rng: st.members_at_a_distance_p(rng.random((12, 301)) < 0.2, 0.2)[1],
+    "next": lambda rng: st.members_of_the_next_p(rng.random((9, 300)) < 0.2, 0.2)[1],
+    "neighbours": lambda rng: st.neighbours_p(rows_of(rng, 12, 301, 0.2), 301, 0.2)[1],
+    "place": lambda rng: st.place_p(rows_of(rng, 12, 301, 0.2), 301, 0.2),
+    "places": lambda rng: st.shifted_and_reversed_p(rng.standard_normal((4, 6000)), KNOWN)[2],
     "overlap": lambda rng: float(
         st.overlap_p(((a := rng.random(2000) < 0.1) & (b := rng.random(2000) < 0.1)).sum(), 2000, a.sum(), b.sum())
     ),

@@ -1,0 +1,131 @@
+"""The sampler a second time, from the text of the contract and sharing no code with privacy/sampling/.
+
+    K = HKDF-SHA256(key, info = "poisson coins v1\\0" | session nonce | attempt)
+    example i is in step t  iff  word (i mod 2) of AES-256_K(t, i div 2) < floor(B 2^64 / n)
+    of more than `cap` members those with the smallest words stay
+    member j, in rising order, stands in the row with the j-th smallest of S words of AES-256_K''(t, i div 2),
+    K'' = HKDF-SHA256(key, info = "rows of members v1\\0" | ...), and each rank has S / W rows
+    its key for what is random about it: word 0 of AES-256_K'(t, i), K' = HKDF-SHA256(key, info = "example keys v1\\0" | ...)
+
+Blocks are written out and enciphered one by one (ECB), where the trainer takes a stream (CTR); ranks and retries are counted
+here from the ledger's lines. A mistake in one of the two shows as a difference.
+"""
+
+import hashlib
+import hmac
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+Words = NDArray[np.uint64]
+_BLOCKS = 1 << 17
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One charged attempt: what its coins depend on, and where the ledger has it."""
+
+    nonce: bytes
+    step: int
+    attempt: int
+
+
+def read_attempts(records: Sequence[Mapping[str, Any]]) -> list[Attempt]:
+    """The attempts of a ledger's records as the ledger numbers them, in order."""
+    attempts, nonce = [], b""
+    for record in records:
+        if record["type"] == "session":
+            nonce = bytes.fromhex(record["nonce"])
+        elif record["type"] == "intent":
+            attempts.append(Attempt(nonce, record["step"], record["attempt"]))
+    return attempts
+
+
+def count_attempts(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The same with each number counted: how often the step was charged before."""
+    before: Counter[int] = Counter()
+    counted = []
+    for item in attempts:
+        counted.append(Attempt(item.nonce, item.step, before[item.step]))
+        before[item.step] += 1
+    return counted
+
+
+@dataclass(frozen=True)
+class SecondSampler:
+    """Who is in which batch, from the sampling key's 32 bytes and public numbers."""
+
+    secret: bytes
+    num_examples: int
+    expected_batch_size: int
+    cap: int | None
+
+    def members(self, attempt: Attempt) -> tuple[Ids, Ids]:
+        """(chosen by their coins, kept by the cap), both in rising order."""
+        n, encryptor = self.num_examples, _cipher(self._key(b"poisson coins v1\0", attempt))
+        threshold = (self.expected_batch_size << 64) // n
+        ids: list[Ids] = []
+        words: list[Words] = []
+        for first in range(0, (n + 1) // 2, _BLOCKS):
+            number = min(_BLOCKS, (n + 1) // 2 - first)
+            blocks = np.empty((number, 2), dtype=">u8")
+            blocks[:, 0], blocks[:, 1] = attempt.step, first + np.arange(number, dtype=np.uint64)
+            drawn = np.frombuffer(encryptor.update(blocks.tobytes()), dtype="<u8")[: n - 2 * first]
+            heads = np.arange(len(drawn)) if threshold >= 2**64 else np.flatnonzero(drawn < np.uint64(threshold))
+            ids.append(heads + 2 * first)
+            words.append(drawn[heads])
+        chosen, values = np.concatenate(ids), np.concatenate(words)
+        if self.cap is None or len(chosen) <= self.cap:
+            return chosen, chosen
+        # A stable sort: of equal words the smaller id comes first.
+        return chosen, np.sort(chosen[np.argsort(values, kind="stable")[: self.cap]])
+
+    def deal(self, attempt: Attempt, members: Ids, rows_per_rank: int, world_size: int) -> list[tuple[Ids, Ids]]:
+        """For each rank its members in rising order, and where they stand among its rows."""
+        number, first = rows_per_rank * world_size, 0
+        encryptor = _cipher(self._key(b"rows of members v1\0", attempt))
+        while True:
+            at = np.arange(first, first + number)
+            blocks = np.empty((number, 2), dtype=">u8")
+            blocks[:, 0], blocks[:, 1] = attempt.step, at // 2
+            drawn = np.frombuffer(encryptor.update(blocks.tobytes()), dtype="<u8").reshape(-1, 2)
+            words = np.where(at % 2, drawn[:, 1], drawn[:, 0])
+            if len(np.unique(words)) == number:
+                break
+            first += number  # two equal words: all are drawn again
+        rows = np.argsort(words)[: len(members)]
+        on_rank = [rows // rows_per_rank == rank for rank in range(world_size)]
+        return [(members[here], rows[here] % rows_per_rank) for here in on_rank]
+
+    def keys(self, attempt: Attempt, ids: Ids) -> Words:
+        """The examples' own keys, in the order of `ids`."""
+        blocks = np.empty((len(ids), 2), dtype=">u8")
+        blocks[:, 0], blocks[:, 1] = attempt.step, ids
+        stream = _cipher(self._key(b"example keys v1\0", attempt)).update(blocks.tobytes())
+        return np.frombuffer(stream, dtype="<u8").reshape(-1, 2)[:, 0]
+
+    def digest(self, attempt: Attempt, rank: int, ids: Ids) -> str:
+        """What private/members.jsonl holds of one rank's examples."""
+        numbers = [number.to_bytes(8, "big") for number in (attempt.attempt, attempt.step, rank)]
+        message = b"".join(numbers) + ids.astype("<i8").tobytes()
+        key = _hkdf(self.secret, b"ledger hmac v1\0")
+        return hmac.new(key, b"members v1\0" + attempt.nonce + message, hashlib.sha256).hexdigest()
+
+    def _key(self, purpose: bytes, attempt: Attempt) -> bytes:
+        return _hkdf(self.secret, purpose + attempt.nonce + attempt.attempt.to_bytes(8, "big"))
+
+
+def _hkdf(secret: bytes, info: bytes) -> bytes:
+    """HKDF-SHA256 (RFC 5869) without salt, one block of output."""
+    extracted = hmac.new(bytes(32), secret, hashlib.sha256).digest()
+    return hmac.new(extracted, info + b"\x01", hashlib.sha256).digest()
+
+
+def _cipher(key: bytes) -> Any:
+    return Cipher(algorithms.AES(key), modes.ECB()).encryptor()
