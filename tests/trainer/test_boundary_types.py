@@ -13,8 +13,8 @@ from tests.test_structure import PACKAGES, ROOT, parsed, python_files, relative
 
 CLOCKS = {
     "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time", "time",
-    "time_ns", "strftime", "gmtime", "localtime", "clock_gettime", "now", "utcnow", "today", "st_mtime", "st_mtime_ns", "st_atime",
-    "st_ctime", "st_ctime_ns", "getmtime", "getrusage", "max_memory_allocated",
+    "time_ns", "strftime", "gmtime", "localtime", "clock_gettime", "now", "utcnow", "today", "st_mtime", "st_mtime_ns",
+    "st_atime", "st_ctime", "st_ctime_ns", "getmtime", "getrusage", "max_memory_allocated",
 }  # fmt: skip
 """Attributes that read a clock or a memory meter, of whatever module or object."""
 READS_A_CLOCK = {
