@@ -144,12 +144,16 @@ def train_and_publish(
 
 def inject(patched: pytest.MonkeyPatch, run: Path, neighbour: Neighbour, *, real_sums: bool) -> None:
     """Equal: coins, key, nonce, sums, the first program's start. Different: every clock, the host, the process, free memory."""
-    numbers, ticks, rng = itertools.count(), itertools.count(), random.Random(neighbour.seed)
-    patched.setattr(secrets, "token_bytes", lambda size=32: hashlib.sha256(str(next(numbers)).encode()).digest()[:size])
+    numbers, rng = itertools.count(), random.Random(neighbour.seed)
+
+    def entropy(size: int = 32) -> bytes:
+        return hashlib.sha256(str(next(numbers)).encode()).digest()[:size]
+
+    patched.setattr(secrets, "token_bytes", entropy)
+    patched.setattr(os, "urandom", entropy)
     seconds = [1e6 * neighbour.seed]
 
     def clock() -> float:
-        next(ticks)
         seconds[0] += rng.expovariate(1 / neighbour.seed)
         return seconds[0]
 

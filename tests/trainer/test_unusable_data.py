@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -148,6 +149,7 @@ def test_held_out_captions_are_looked_at_too_and_few_unknown_words_are_no_reason
     write_captions(tmp_path / "heldout.tar", ["dogs bark"])
     write_captions(tmp_path / "mine.tar", ["a pair of light trousers", "a pair of dark SECRET", "dogs"])
     assert "heldout.shards" in refused(start, tmp_path / "run", FASHION, heldout=tmp_path / "heldout.tar")
+    shutil.rmtree(tmp_path / "run")  # its index is of the other shards
     assert start(FASHION) == 0
     public = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and "private" not in p.parts]
     assert not [p.name for p in public if b"SECRET" in p.read_bytes() or b"unknown" in p.read_bytes()]
