@@ -38,7 +38,8 @@ from data.index.tar_index import ExampleTable  # noqa: E402
 from data.reading.loader import Loader, StepPlan  # noqa: E402
 from data.reading.pool import worker_pool  # noqa: E402
 from data.reading.reader import IMAGE_EXTENSIONS, RawExample, TarReader  # noqa: E402
-from privacy.sampling.poisson import PoissonSampler, assign, default_cap, example_keys, slice_bounds  # noqa: E402
+from privacy.sampling.poisson import PoissonSampler, default_cap, example_keys, slice_bounds  # noqa: E402
+from privacy.sampling.rows import deal  # noqa: E402
 
 MAKE = CaptionExample(image_size=224, num_tokens=40, tokenizer_path=EMBEDDED_TOKENIZER)
 MICRO_BATCH = 32
@@ -168,7 +169,8 @@ def schedule() -> dict[str, float]:
     slice_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     slices = [sampler.decide(COIN_KEY, 1, *slice_bounds(n, ranks, rank)) for rank in range(ranks)]
     started = time.perf_counter()
-    ids = assign(sampler.merge(slices), ranks, 5)
+    members = sampler.merge(slices)
+    ids, _ = deal(COIN_KEY, 1, members, -(-default_cap(expected) // ranks), ranks)[5]
     example_keys(COIN_KEY, 1, ids)
     merge_seconds = time.perf_counter() - started
     return {

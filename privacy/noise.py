@@ -26,8 +26,16 @@ MOST_DRAWN = 1 << 24
 """Normals of one draw: 128 MiB, however large the shard is."""
 
 
-class NoiseSource(Protocol):
-    """Draws standard normals; tests inject their own."""
+class WordSource(Protocol):
+    """Draws uniform bits; tests inject their own."""
+
+    def uniform_words(self, count: int) -> np.ndarray:
+        """(count,) uint64, uniform, independent of every other draw in any process."""
+        ...
+
+
+class NoiseSource(WordSource, Protocol):
+    """Draws standard normals and uniform bits; tests inject their own."""
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         """(count,) float64 on `device`, independent of every other draw in any process."""
@@ -42,6 +50,9 @@ class SystemNoise:
             return box_muller(philox_words(device), count, device)
         philox = np.random.Philox(key=int.from_bytes(os.urandom(16), "little"))
         return torch.from_numpy(np.random.Generator(philox).standard_normal(count)).to(device)
+
+    def uniform_words(self, count: int) -> np.ndarray:
+        return np.random.Philox(key=int.from_bytes(os.urandom(16), "little")).random_raw(count)
 
 
 def philox_words(device: torch.device) -> Callable[[int], Tensor]:
@@ -75,6 +86,10 @@ class AesCtrNoise:
             return raw.bitwise_and_(0x7FFF_FFFF_FFFF_FFFF).to(device)
 
         return box_muller(words, count, device)
+
+    def uniform_words(self, count: int) -> np.ndarray:
+        stream = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
+        return np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8")
 
 
 def noise_source(name: str) -> NoiseSource:

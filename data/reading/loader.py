@@ -6,6 +6,7 @@ ranks with equally many micro-batches pull in lockstep and pulling may communica
 of workers.
 """
 
+import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -38,19 +39,23 @@ class StepPlan(NamedTuple):
         example_ids: int64, this rank's examples; fastest when sorted.
         example_keys: uint64, one secret random key per example (augmentation, masks).
         num_micro_batches: at least 1, the same on every rank; len(example_ids) <= num_micro_batches * micro_batch_size.
+        rows: int64, where each example stands among the num_micro_batches * micro_batch_size rows; one after the other from
+            row 0 on if None.
     """
 
     step: int
     example_ids: np.ndarray
     example_keys: np.ndarray
     num_micro_batches: int
+    rows: np.ndarray | None = None
 
 
 class MicroBatchRequest(NamedTuple):
-    """Ids and keys of one micro-batch; at most micro_batch_size of them, possibly none."""
+    """Ids, keys and distinct rows of the examples of one micro-batch; at most micro_batch_size of them, possibly none."""
 
     example_ids: np.ndarray
     example_keys: np.ndarray
+    rows: np.ndarray
 
 
 class Failure(NamedTuple):
@@ -212,13 +217,20 @@ def make_batch(
         ValueError: the example maker returned arrays of differing names or shapes (a programming error).
     """
     raws = reader.read_all(request.example_ids)
-    return stack_examples(zip(raws, request.example_keys, strict=True), make_example, micro_batch_size)
+    examples = zip(raws, request.example_keys, strict=True)
+    return stack_examples(examples, make_example, micro_batch_size, request.rows.tolist())
 
 
 def stack_examples(
-    examples: Iterable[tuple[RawExample, int]], make_example: MakeExample, micro_batch_size: int
+    examples: Iterable[tuple[RawExample, int]],
+    make_example: MakeExample,
+    micro_batch_size: int,
+    rows: Iterable[int] | None = None,
 ) -> Batch:
-    """Decodes and stacks at most `micro_batch_size` examples with their keys; missing and undecodable rows are padding.
+    """Decodes at most `micro_batch_size` examples with their keys and stacks them; missing and undecodable rows are padding.
+
+    Args:
+        rows: where the examples stand; one after the other from row 0 on if None.
 
     Raises:
         ValueError: the example maker returned arrays of differing names or shapes (a programming error).
@@ -227,17 +239,15 @@ def stack_examples(
     # Filled row by row, while a row is still in the cache and before the next one takes its memory.
     stacked = {name: np.empty((micro_batch_size, *array.shape), array.dtype) for name, array in padding.items()}
     is_padding_B = torch.ones(micro_batch_size, dtype=torch.bool)
-    count = 0
-    for raw, key in examples:
+    num_undecodable = 0
+    for row, (raw, key) in zip(itertools.count() if rows is None else rows, examples, strict=False):
         try:
-            _fill(stacked, count, make_example(raw, int(key)))
-            is_padding_B[count] = False
+            _fill(stacked, row, make_example(raw, int(key)))
+            is_padding_B[row] = False
         except DecodeError:
-            _fill(stacked, count, padding)
-        count += 1
-    for row in range(count, micro_batch_size):
+            num_undecodable += 1
+    for row in is_padding_B.nonzero().flatten().tolist():
         _fill(stacked, row, padding)
-    num_undecodable = int(is_padding_B[:count].sum())
     inputs = {batched_name(name): torch.from_numpy(array) for name, array in stacked.items()}
     return Batch(inputs, is_padding_B, num_undecodable)
 
@@ -282,7 +292,7 @@ def eval_batches(
     reader = TarReader(table)
     for batch in range(math.ceil(total / (micro_batch_size * world_size))):
         part = ids[batch * micro_batch_size : (batch + 1) * micro_batch_size]
-        request = MicroBatchRequest(part, np.zeros(len(part), dtype=np.uint64))
+        request = MicroBatchRequest(part, np.zeros(len(part), dtype=np.uint64), np.arange(len(part)))
         yield make_batch(reader, make_example, request, micro_batch_size)
     reader.close()
 
@@ -306,11 +316,16 @@ class _Requests(Sampler):
                     f"step {plan.step}: {len(ids)} examples do not fit {plan.num_micro_batches} micro-batches of {size}"
                 )
             self._pulled.append(plan)
+            rows = np.arange(len(ids)) if plan.rows is None else plan.rows
             if self._bucketed is not None:
-                order = by_caption_length(self._bucketed, ids, size)
-                ids, keys = ids[order], keys[order]
-            for start in range(0, plan.num_micro_batches * size, size):
-                yield MicroBatchRequest(ids[start : start + size], keys[start : start + size])
+                order, rows = by_caption_length(self._bucketed, ids, size), np.arange(len(ids))
+            else:  # micro-batch by micro-batch, and in each as given
+                order = np.argsort(rows // size, kind="stable")
+                rows = rows[order]
+            ids, keys = ids[order], keys[order]
+            bounds = np.searchsorted(rows // size, np.arange(plan.num_micro_batches + 1))
+            for some in map(slice, bounds[:-1], bounds[1:]):
+                yield MicroBatchRequest(ids[some], keys[some], rows[some] % size)
 
 
 def worker_context() -> Any:

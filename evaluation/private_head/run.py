@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from evaluation.private_head.budget import MAX_EXAMPLES, ROUNDING_SLACK, Budget
 from evaluation.private_head.methods import METHODS, HeadMethod
 from privacy.errors import BudgetSpent, PrivacyConfigError
+from privacy.ledger.durable import make_directory
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
@@ -85,7 +86,7 @@ def train_head(
     plan = head_plan(len(features_ND), epsilon, delta)
     digest = hashlib.sha256(np.ascontiguousarray(features_ND).tobytes() + np.ascontiguousarray(labels_N).tobytes())
     private = output / "private"
-    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(private, 0o700)
     facts = {"head": {"method": method, "num_classes": num_classes, **asdict(head), "covers": covers}}  # type: ignore[call-overload]
     ledger, _ = open_run_state(
         output / "ledger.jsonl",
@@ -144,6 +145,9 @@ def without_noise(
 
 class _NoNoise:
     def standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
+        raise AssertionError("a budget without noise draws none")
+
+    def uniform_words(self, count: int) -> np.ndarray:
         raise AssertionError("a budget without noise draws none")
 
 

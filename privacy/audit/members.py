@@ -1,14 +1,15 @@
 """The private record of every attempt: who was trained on, as keyed digests, and where the ledger stood then.
 
-It is a second witness of the ledger. Each line names the ledger's last line at that moment, by number and SHA-256, and is durable
+It is the ledger's second witness. Each line names the ledger's last line at that moment, by number and SHA-256, and is durable
 before anything follows:
 
 1. the attempt, with what each rank was dealt; 2. the ledger's intent; 3. the mark that the intent is durable; 4. the noise.
 
-So a ledger that was cut or written anew no longer holds what the record names. In each session one attempt, the last, may
-lack its charge: the program ended between 1 and 2. No charge lacks its attempt, except that of a torn line, which is
-charged in case it was an intent. With the sampling key an auditor recomputes the members from the coins and compares: then
-"what was trained equals what the coins say" is checked and not only believed. Without the key a digest says nothing.
+Sessions, checkpoints and the end are marked likewise once they are durable. So a ledger that was cut or written anew no longer
+holds what the record names. In each session one attempt, the last, may lack its charge: the program ended between 1 and 2. No
+charge lacks its attempt, except that of a torn line, which is charged in case it was an intent. With the sampling key an
+auditor recomputes the members from the coins and compares: then "what was trained equals what the coins say" is checked and
+not only believed. Without the key a digest says nothing.
 """
 
 import json
@@ -46,11 +47,15 @@ class LedgerMark:
 
 @dataclass(frozen=True)
 class MembersRecord(LedgerMark):
-    """An attempt: what the ranks were dealt at one step; counts and digests in rank order. Its intent is line `seq` + 1."""
+    """An attempt: what the ranks were dealt at one step; counts and digests in rank order. Its intent is line `seq` + 1.
+
+    `rows_per_rank` is the number of rows of all micro-batches of a rank: it and the key decide who is dealt what.
+    """
 
     step: int
     attempt: int
     nonce: str
+    rows_per_rank: int
     counts: tuple[int, ...]
     digests: tuple[str, ...]
 

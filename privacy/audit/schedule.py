@@ -20,7 +20,8 @@ from privacy.audit.members import MembersRecord, members_digest
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
 from privacy.plan import PrivacyPlan
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import Ids, assign, slice_bounds
+from privacy.sampling.poisson import Ids, slice_bounds
+from privacy.sampling.rows import deal
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 MAX_COINS = 2 * 10**9
@@ -193,12 +194,16 @@ def _trained(
             missing.append(attempt.step)
             continue
         world_size = len(record.digests)
-        dealt = [assign(item.members, world_size, rank) for rank in range(world_size)]
+        if record.rows_per_rank * world_size < len(item.members):
+            wrong.append(attempt.step)
+            continue
+        row_key = key.row_key(attempt.nonce, attempt.attempt)
+        dealt = deal(row_key, attempt.step, item.members, record.rows_per_rank, world_size)
         digests = [
             members_digest(key, attempt.nonce, attempt.attempt, attempt.step, rank, ids)
-            for rank, ids in enumerate(dealt)
+            for rank, (ids, _) in enumerate(dealt)
         ]
-        if list(record.digests) != digests or list(record.counts) != [len(ids) for ids in dealt]:
+        if list(record.digests) != digests or list(record.counts) != [len(ids) for ids, _ in dealt]:
             wrong.append(attempt.step)
     sentence = f"in {len(wrong)} of {len(drawn)} attempts the ranks were dealt other examples than the coins say"
     if wrong:

@@ -17,17 +17,23 @@ whatever all other examples are. SENSITIVITY_SLACK r is spent half on norms (nor
   after the other, never meet in fp32. With A additions into a total of N examples the difference is at most 2^-53 A N C,
   which `require_resolution` keeps below 2^-13 C, an eighth of r: a million examples one by one, more in larger micro-batches.
 
-A rounding for every example is a theorem for written-out gradients, and for products over one token. For products over T tokens
-it is the one assumption, about the order of additions inside one matrix product: that its kernel rounds an entry, at the size
-that the sum of several examples has by then, at most about once an example, not at each of the T terms. (Kernels on CPU add
-blocks of some hundred terms, each of which starts at zero; matrix units of a GPU add 8 to 16 terms at a time.) The search in
-tests/privacy/clipping/test_rounding.py supports it; docs/guarantee.md states it.
+A rounding for every example is a theorem for written-out gradients, and for products over one token. Products with few rows or
+columns (NARROW) are added up token by token by some kernels: there n is so small that n^2 T u C is within the same bound. For
+other products over T tokens it is the one assumption, about the order of additions inside one matrix product: that its kernel
+rounds an entry, at the size that the sum of several examples has by then, at most about once an example, not at each of the T
+terms. (Kernels on CPU add blocks of some hundred terms, each of which starts at zero; matrix units of a GPU add 8 to 16 terms at
+a time.) The search in tests/privacy/clipping/neighbours.py supports it; docs/guarantee.md states it.
 
-All this compares x with zeros in its place. A batch in which x was not drawn differs also in that later rows close up, and
-every sum rounds anew. For what is added in fp64 the bound above covers that too. For products it does not: see the threat
-model.
+All this compares x with zeros in its place, and privacy/sampling/rows.py makes that suffice: members stand in random rows of a
+fixed number, so that all others stand alike whether x is drawn or not. Were the rows behind x to close up instead, every product
+would round anew, by n u C / 2 for each of up to a million examples at worst: no useful bound, whatever n is.
+
+Sharded sums (trainer/engines/sharded_sums.py) keep the same two rules. They have no windows, so that an fp32 sum ends with its
+product, and the reduction over ranks is one more addition in fp64.
 """
 
+import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
@@ -41,6 +47,8 @@ EXAMPLES_PER_SUM = 64
 """The most examples, padding included, whose contributions are added up in fp32."""
 EXAMPLES_PER_PART = 1024
 """A larger micro-batch is gone through in parts, which bounds its memory."""
+NARROW = 32
+"""Products with fewer rows or columns are added up token by token: MKL does so below 4 rows, and below 12 columns."""
 PRODUCT_ENTRIES = 1 << 22
 """Entries of a matrix product that wait in fp32 to be added to an fp64 total: 16 MiB."""
 
@@ -70,6 +78,9 @@ class Slot(NamedTuple):
         Args:
             g_BTp, a_BTd: of one dtype. Products of bf16 come in fp32.
         """
+        if min(g_BTp.shape[2], a_BTd.shape[2]) < NARROW:
+            self._add_narrow_product(g_BTp, a_BTd, rows)
+            return
         for g, a in zip(g_BTp.split(EXAMPLES_PER_SUM), a_BTd.split(EXAMPLES_PER_SUM), strict=True):
             x_pN, y_Nd = g.flatten(0, 1).t(), a.flatten(0, 1)
             on_matrix_units = g.dtype == torch.bfloat16 and has_fp32_products_of_bf16(g.device)
@@ -81,11 +92,25 @@ class Slot(NamedTuple):
                     window_pd.addmm_(x_pN.to(window_pd.dtype), y_Nd.to(window_pd.dtype))
                 continue
             total_pd, wide = self.total[rows], torch.promote_types(g.dtype, torch.float32)
-            for some in blocks(len(x_pN), max(1, PRODUCT_ENTRIES // y_Nd.shape[1])):
+            p = len(x_pN)
+            count = -(-p // max(NARROW, PRODUCT_ENTRIES // y_Nd.shape[1]))
+            for some in (
+                slice(p * i // count, p * (i + 1) // count) for i in range(count)
+            ):  # about equal: none is narrow
                 if on_matrix_units:
                     total_pd[some] += torch.mm(x_pN[some], y_Nd, out_dtype=torch.float32)
                 else:
                     total_pd[some] += torch.mm(x_pN[some].to(wide), y_Nd.to(wide))
+
+    def _add_narrow_product(self, g_BTp: Tensor, a_BTd: Tensor, rows: slice) -> None:
+        """Any order of additions: with n^2 T <= EXAMPLES_PER_SUM^2, a rounding for every token is within the same bound."""
+        size = max(1, math.isqrt(EXAMPLES_PER_SUM**2 // max(1, g_BTp.shape[1])))
+        wide = torch.promote_types(g_BTp.dtype, torch.float32)
+        total_pd = self.total[rows]
+        for some in blocks(len(g_BTp), EXAMPLES_PER_SUM):
+            parts = zip(g_BTp[some].to(wide).split(size), a_BTd[some].to(wide).split(size), strict=True)
+            products = (torch.mm(g.flatten(0, 1).t(), a.flatten(0, 1)).double() for g, a in parts)
+            total_pd += functools.reduce(Tensor.add_, products)
 
     def add_matrices(self, grad_Bn: Tensor, weight_B: Tensor) -> None:
         """The parameter, flattened, += sum_b weight_b grad_b, for as many numbers as matrices have: as in `add_product`."""

@@ -57,8 +57,12 @@ class ClippedSum:
     Guarantee: zeroing one example out (making it padding) changes the sum, as an L2 norm over all parameters, by at most
     `sensitivity * (1 + SENSITIVITY_SLACK)`, whatever it and the others are, how all additions round included: NaN, infinity
     and gradients whose norm overflows contribute zero. `accumulators.py` and `norms.py` derive that, from one assumption
-    about the order of additions inside one matrix product. Leaving the example out and closing the rows up also rounds the
-    matrix products of all others anew; docs/guarantee.md says what that may add.
+    about the order of additions inside one matrix product.
+
+    Amplification by sampling also compares with a batch in which the example was not drawn. This guarantee covers that where
+    the others then stand in the same rows. Training deals rows at random among a public number, at least the cap, which is as
+    good: the two placings have one distribution (privacy/sampling/rows.py has the proof, `deal` does it). Whoever samples
+    without `deal` and closes rows up has the guarantee for x zeroed in its place only.
 
     Args:
         model: every trainable parameter must be covered by a clipping rule.

@@ -14,6 +14,7 @@ Four kinds cover every layer:
 Shapes: B examples, T tokens (any flattened middle dimensions), d input width, p output width, V rows.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -50,13 +51,16 @@ class OuterProducts:
 
     @property
     def norm_terms(self) -> int:
-        """Number of products behind one entry of the norm, for the rounding bound."""
-        return self.a_BTd.shape[1] + self.a_BTd.shape[2] + self.g_BTp.shape[2]
+        """How many roundings a term of the squared norm passes through at most (norms.py)."""
+        tokens, d, p = self.a_BTd.shape[1], self.a_BTd.shape[2], self.g_BTp.shape[2]
+        if triton_norm.can_run(self.a_BTd, self.g_BTp):
+            return triton_norm.roundings(tokens, d, p)
+        return roundings(d) + roundings(p) + 2 * tokens + 3
 
     @property
     def sum_terms(self) -> int:
-        """Number of products behind one entry of an fp32 sum."""
-        return min(len(self.a_BTd), EXAMPLES_PER_SUM) * self.a_BTd.shape[1]
+        """Number of products behind one entry of an fp32 sum, those of a window's other micro-batches included."""
+        return EXAMPLES_PER_SUM * self.a_BTd.shape[1]
 
     def settled(self) -> "OuterProducts | Dense":
         """What to keep until the weighted sum: the written-out gradient where it is the smaller, and then nothing is lost.
@@ -117,7 +121,7 @@ class Rows:
 
     @property
     def norm_terms(self) -> int:
-        return self.ids_BT.shape[1] + self.g_BTp.shape[2]
+        return roundings(self.g_BTp.shape[2]) + 2 * self.ids_BT.shape[1] + 3
 
     def norm(self) -> Norm:
         squared_B = inner(self, self)
@@ -160,11 +164,18 @@ class Dense:
 
     @property
     def norm_terms(self) -> int:
-        return self.grad_B[0].numel()
+        return roundings(self.grad_B[0].numel()) + 3
 
     def norm(self) -> Norm:
-        norm_B = torch.linalg.vector_norm(self.grad_B.flatten(1), dim=1)
-        return Norm(norm_B.square(), norm_B, hidden(self.norm_terms, norm_B.dtype))
+        """The norm of blocks, added up in fp64."""
+        grad_Bn = self.grad_B.flatten(1)
+        n = grad_Bn.shape[1]
+        whole = n // TERMS_PER_SUM * TERMS_PER_SUM
+        norms_BN = [torch.linalg.vector_norm(grad_Bn[:, whole:], dim=1, keepdim=True)]
+        if whole:
+            norms_BN.append(torch.linalg.vector_norm(grad_Bn[:, :whole].unflatten(1, (-1, TERMS_PER_SUM)), dim=2))
+        norm_B = torch.cat(norms_BN, 1).double().norm(dim=1).to(grad_Bn.dtype)
+        return Norm(norm_B.square(), norm_B, hidden(n, norm_B.dtype))
 
     def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
         grad_Bn, wide_B = self.grad_B.flatten(1), weight_B.double()
@@ -198,17 +209,17 @@ class ChunkedOuterProducts:
 
     @property
     def norm_terms(self) -> int:
-        return self.a_BTd.shape[1] + self.a_BTd.shape[2] + self.num_rows
+        return roundings(self.a_BTd.shape[2]) + roundings(self.num_rows) + 2 * self.a_BTd.shape[1] + 3
 
     @property
     def sum_terms(self) -> int:
-        return min(len(self.a_BTd), EXAMPLES_PER_SUM) * self.a_BTd.shape[1]
+        return EXAMPLES_PER_SUM * self.a_BTd.shape[1]
 
     def norm(self) -> Norm:
         """The ghost norm, as in `OuterProducts.norm`."""
         a_BTd = self.a_BTd.to(self.gram_g_BTT.dtype)
-        gram_a_BTT = torch.bmm(a_BTd, a_BTd.transpose(1, 2))
-        squared_B = (gram_a_BTT * self.gram_g_BTT).flatten(1).sum(1)
+        gram_a_BTT = gram(a_BTd, a_BTd)
+        squared_B = total(gram_a_BTT * self.gram_g_BTT)
         square_a_BT, square_g_BT = gram_a_BTT.diagonal(dim1=1, dim2=2), self.gram_g_BTT.diagonal(dim1=1, dim2=2)
         return norm_of_grams(squared_B, square_a_BT, square_g_BT, self.a_BTd.shape[2], self.num_rows)
 
@@ -265,8 +276,25 @@ def _scaled(x_BTd: Tensor, weight_B: Tensor) -> Tensor:
     return torch.mul(x_BTd, weight_B[:, None, None], out=torch.empty_like(x_BTd))
 
 
-def _gram(x_BTd: Tensor, y_BSd: Tensor) -> Tensor:
-    return torch.bmm(wide(x_BTd), wide(y_BSd).transpose(1, 2))
+TERMS_PER_SUM = 1024
+"""The most terms that are added up in fp32, in an order that is not known, before a norm takes their sum."""
+
+
+def roundings(terms: int) -> int:
+    """How many roundings a term of a sum passes through at most, whatever the order in which TERMS_PER_SUM are added."""
+    return min(terms, TERMS_PER_SUM + -(-terms // TERMS_PER_SUM))
+
+
+def gram(x_BTd: Tensor, y_BSd: Tensor) -> Tensor:
+    """(B, T, S): x_t . y_s, widened, TERMS_PER_SUM products at a time."""
+    parts = zip(wide(x_BTd).split(TERMS_PER_SUM, 2), wide(y_BSd).split(TERMS_PER_SUM, 2), strict=True)
+    products = (torch.bmm(x, y.transpose(1, 2)) for x, y in parts)
+    return functools.reduce(Tensor.add_, products)  # not `baddbmm`, whose order may be that of one long sum
+
+
+def total(x_BTS: Tensor) -> Tensor:
+    """(B,): the sum over S, and of such sums in fp64."""
+    return x_BTS.sum(2).sum(1, dtype=torch.float64).to(x_BTS.dtype)
 
 
 def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
@@ -282,12 +310,12 @@ def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
     for i in range(count):
         until = tokens if i == count - 1 else (i + 1) * size
         rows = slice(i * size, until)
-        strip_a, strip_g = _gram(a_BTd[:, rows], a_BTd[:, :until]), _gram(g_BTp[:, rows], g_BTp[:, :until])
+        strip_a, strip_g = gram(a_BTd[:, rows], a_BTd[:, :until]), gram(g_BTp[:, rows], g_BTp[:, :until])
         square_a, square_g = strip_a[:, :, rows], strip_g[:, :, rows]
         square_a_BT[:, rows] = square_a.diagonal(dim1=1, dim2=2)
         square_g_BT[:, rows] = square_g.diagonal(dim1=1, dim2=2)
         square_g *= 0.5  # everything left of the square on the diagonal counts twice; halving and doubling are exact
-        squared_B += 2 * strip_a.mul_(strip_g).flatten(1).sum(1)
+        squared_B += 2 * total(strip_a.mul_(strip_g))
     return norm_of_grams(squared_B, square_a_BT, square_g_BT, a_BTd.shape[2], g_BTp.shape[2])
 
 
@@ -304,24 +332,24 @@ def inner(x: Contribution, y: Contribution) -> Tensor:
         case _, ChunkedOuterProducts():
             return inner(y, x)
         case OuterProducts(), OuterProducts():
-            return (_gram(x.a_BTd, y.a_BTd) * _gram(x.g_BTp, y.g_BTp)).flatten(1).sum(1)
+            return total(gram(x.a_BTd, y.a_BTd) * gram(x.g_BTp, y.g_BTp))
         case Rows(), Rows():
             same_BTS = x.ids_BT[:, :, None] == y.ids_BT[:, None, :]
-            return (_gram(x.g_BTp, y.g_BTp) * same_BTS).flatten(1).sum(1)
+            return total(gram(x.g_BTp, y.g_BTp) * same_BTS)
         case Rows(), OuterProducts():
             # <sum_s e_{id_s} (x) r_s, sum_t g_t (x) a_t> = sum_{s,t} g_t[id_s] (r_s . a_t): a tied embedding and head.
             picked_BTS = wide(y.g_BTp).gather(2, x.ids_BT[:, None, :].expand(-1, y.g_BTp.shape[1], -1))
-            return (picked_BTS * _gram(y.a_BTd, x.g_BTp)).flatten(1).sum(1)
+            return total(picked_BTS * gram(y.a_BTd, x.g_BTp))
         case OuterProducts(), Rows():
             return inner(y, x)
         case Dense(), Dense():
-            return (x.grad_B.flatten(1) * y.grad_B.flatten(1)).sum(1)
+            return (x.grad_B.flatten(1) * y.grad_B.flatten(1)).sum(1, dtype=torch.float64).to(x.grad_B.dtype)
         case Dense(), OuterProducts():
             return inner(x, Dense(y.instantiate()))
         case Dense(), Rows():
             # sum_t D[id_t] . g_t
             picked_BTp = x.grad_B.gather(1, y.ids_BT[:, :, None].expand(-1, -1, x.grad_B.shape[2]))
-            return (picked_BTp * wide(y.g_BTp)).flatten(1).sum(1)
+            return (picked_BTp * wide(y.g_BTp)).flatten(1).sum(1, dtype=torch.float64).to(picked_BTp.dtype)
         case OuterProducts() | Rows(), Dense():
             return inner(y, x)
         case _:

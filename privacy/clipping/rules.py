@@ -23,6 +23,7 @@ from privacy.clipping.contributions import (
     OuterProducts,
     Rows,
     dense_sum_over_tokens,
+    gram,
     sum_over_tokens,
 )
 from privacy.clipping.precision import wide
@@ -217,13 +218,15 @@ def vocabulary_head(module: nn.Module, x: Tensor, g: Tensor, *kept: Tensor) -> d
         return chunks
 
     num_rows, num_tokens = len(weight_Vd), x.shape[1]
-    gram_BTT = wide(g).new_zeros(len(x), num_tokens, num_tokens)
-    bias_BV = gram_BTT.new_empty(len(x), num_rows)
+    gram_BTT = g.new_zeros(len(x), num_tokens, num_tokens, dtype=torch.float64)
+    bias_BV = wide(g).new_empty(len(x), num_rows)
     for rows, g_BTv in gradients():
         g_BTv = wide(g_BTv)
-        gram_BTT += torch.bmm(g_BTv, g_BTv.transpose(1, 2))
+        gram_BTT += gram(g_BTv, g_BTv)
         bias_BV[:, rows] = g_BTv.sum(1)
-    out: dict[str, Contribution] = {"weight": ChunkedOuterProducts(a_BTd, gram_BTT, num_rows, gradients)}
+    out: dict[str, Contribution] = {
+        "weight": ChunkedOuterProducts(a_BTd, gram_BTT.to(bias_BV.dtype), num_rows, gradients)
+    }
     if bias_V is not None:
         out["bias"] = Dense(bias_BV)
     return out

@@ -8,7 +8,8 @@ partial sums: no atomic additions, so two passes agree to the last bit. The diag
 
 Precision: products of fp32 are plain fp32 (never TF32), those of bf16 run on the matrix units, whose accumulators truncate
 rather than round; a truncated sum of squares reads low, which is the unsafe side. So no sum in a matrix unit is longer than
-one chunk of BLOCK_K products; chunks are added in ordinary rounded fp32. That keeps the error within e(T + d + p) of norms.py.
+one chunk of BLOCK_K products; chunks are added in ordinary rounded fp32. `roundings` counts for norms.py: two for each product of
+a chunk, which cutting off is worth, one for each chunk, and the additions over a tile and over the tiles.
 """
 
 import functools
@@ -32,6 +33,13 @@ def can_run(a_BTd: Tensor, g_BTp: Tensor) -> bool:
     if not (a_BTd.is_cuda or _interpreted()) or not is_installed():
         return False
     return a_BTd.dtype in DTYPES and g_BTp.dtype in DTYPES and 0 not in (*a_BTd.shape, *g_BTp.shape)
+
+
+def roundings(tokens: int, d: int, p: int) -> int:
+    """How many roundings a term of the squared norm passes through at most."""
+    num_tiles = -(-tokens // BLOCK_T)
+    dot_products = sum(2 * BLOCK_K + -(-terms // BLOCK_K) for terms in (d, p))
+    return dot_products + 2 * BLOCK_T + num_tiles * (num_tiles + 1) // 2 + 3
 
 
 @functools.cache

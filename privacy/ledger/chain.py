@@ -8,17 +8,21 @@ Crash points, and why none loses a line that was relied on or blocks a program:
 - creating: the file appears whole, with its `open` record, or not at all (`create_chain`);
 - inside a write: only the last line can be torn, since each is durable before the next is begun. The torn line stays: the next
   `ChainFile` ends it with ` #torn` and a newline, so that it can never be read as a record, and the chain goes on over its bytes;
-- between a file and its mirror: the file is written first, so the mirror can only be a prefix, which the next `ChainFile`
-  completes. The other order could not distinguish a crash from a rollback of the file, which is what the mirror is there to find;
+- between a file and its mirror: the file is written first, so the mirror can only lack the end of the file's last line, or have
+  zeros in its place, which the next `ChainFile` mends. A mirror that lacks more was cut, or the file's end is not its own. The
+  other order could not distinguish a crash from a rollback of the file, which is what the mirror is there to find;
 - after a failed write or fsync the object refuses all further records: what reached the disk is unknown (a second fsync may
   succeed without the data), and only reading the file again can show it.
-One process writes at a time (under a lock of its own or the caller's); a file that changed behind its back is refused.
+One process writes at a time, under the file's lock; a file that changed behind its back is refused.
 """
 
 import fcntl
 import hashlib
 import json
+import math
 import os
+import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +30,8 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger.durable import fsync_directory, publish_new, torn_line_end
+from privacy.ledger import durable
+from privacy.ledger.durable import publish_new, torn_line_end
 
 TORN_MARK = b" #torn"
 NO_PREVIOUS = "0" * 64
@@ -64,8 +69,52 @@ def parse_line(line: bytes) -> dict[str, Any]:
     return fields
 
 
+def is_torn(line: bytes) -> bool:
+    """Whether a line is what a crash left of a write: its end is missing, or the file system has zeros where bytes were lost."""
+    return line.endswith(TORN_MARK) or b"\0" in line
+
+
 def hash_line(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
+
+
+def require(condition: bool, message: str) -> None:
+    """LineRefused with `message` unless the condition holds."""
+    if not condition:
+        raise LineRefused(message)
+
+
+def require_fields(record: Mapping[str, Any], *names: str, optional: tuple[str, ...] = ()) -> None:
+    """LineRefused unless the record has these fields, besides those of every record, and no others."""
+    missing = [name for name in names if name not in record]
+    unknown = sorted(record.keys() - {*_HEADER, *names, *optional})
+    require(not missing, f"`{record['type']}` lacks {', '.join(missing)}")
+    require(not unknown, f"`{record['type']}` has no field {', '.join(unknown)}")
+
+
+def is_hex(value: object, digits: int) -> bool:
+    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value) is not None
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite integer or floating-point number; a truth value is none."""
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def whole_number(record: Mapping[str, Any], name: str, low: int) -> int:
+    """The record's integer of that name; LineRefused when it is none or below `low`."""
+    value = record.get(name)
+    if type(value) is not int or value < low:
+        raise LineRefused(f"{name} must be an integer >= {low}")
+    return value
+
+
+def text(record: Mapping[str, Any], name: str) -> str:
+    """The record's string of that name; LineRefused when it is none."""
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise LineRefused(f"{name} must be a string")
+    return value
 
 
 @dataclass
@@ -75,10 +124,12 @@ class ChainState(ABC):
     Attributes:
         hashes: the SHA-256 of every line.
         opened: the `open` record.
+        mirrored: whether the lines say that a mirror of them exists.
     """
 
     hashes: list[str] = field(default_factory=list)
     opened: dict[str, Any] = field(default_factory=dict)
+    mirrored: bool = False
 
     @abstractmethod
     def check_record(self, record: dict[str, Any] | None) -> None:
@@ -94,7 +145,7 @@ class ChainState(ABC):
 
     def check(self, line: bytes) -> dict[str, Any] | None:
         """The record of the next line, or None for a torn line; LineRefused when it is not legal here."""
-        if line.endswith(TORN_MARK):
+        if is_torn(line):
             if not self.hashes:
                 raise LineRefused("a torn line where no line can be written")
             self.check_record(None)
@@ -161,8 +212,8 @@ def create_chain(path: Path, state: ChainState, time_utc: str, fields: Mapping[s
 def create_mirror(path: Path) -> None:
     """An empty file that the next `ChainFile` completes; PrivacyStateRefused when it cannot be made."""
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-        fsync_directory(path.parent)
+        os.close(durable.create_file(path, 0o644))
+        durable.fsync_directory(path.parent)
     except OSError as error:
         raise PrivacyStateRefused(f"{path}: cannot create the mirror: {error.strerror or error}") from error
 
@@ -181,12 +232,22 @@ class AppendOnly:
     def release(self) -> None:
         os.close(self._descriptor)
 
-    def lock(self) -> None:
-        """Waits until no other process holds the file's lock, and holds it until `release`."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            raise self._refused("lock", error) from error
+    def lock(self, patience: float) -> None:
+        """Waits until no other process holds the file's lock, and holds it until `release`.
+
+        Raises:
+            PrivacyStateRefused: another one has it after `patience` seconds.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB))
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise PrivacyStateRefused(f"{self.path}: another program has the {self._what} open") from error
+            except OSError as error:
+                raise self._refused("lock", error) from error
+            time.sleep(0.05)
 
     def read(self) -> bytes:
         """The whole content, which from now on is what the file must hold."""
@@ -197,8 +258,8 @@ class AppendOnly:
                 offset += len(part)
             # What we base decisions on must not vanish in a power cut: a record may have been read from the page
             # cache whose fsync never returned, in a file whose maker died before it made the file's name durable.
-            os.fsync(self._descriptor)
-            fsync_directory(self.path.parent)
+            durable.fsync(self._descriptor)
+            durable.fsync_directory(self.path.parent)
         except OSError as error:
             raise self._refused("read", error) from error
         self._size = offset
@@ -212,13 +273,19 @@ class AppendOnly:
                 raise OSError("another file has taken its name")
             if opened.st_size != self._size:
                 raise OSError(f"it has {opened.st_size} bytes where this process left {self._size}")
-            written = os.write(self._descriptor, data)
-            if written != len(data):
-                raise OSError(f"only {written} of {len(data)} bytes were written")
-            os.fsync(self._descriptor)
+            durable.write(self._descriptor, data)
+            durable.fsync(self._descriptor)
         except OSError as error:
             raise self._refused("write", error) from error
         self._size += len(data)
+
+    def cut(self, size: int) -> None:
+        """Removes what follows the first `size` bytes; the next `append` makes that durable."""
+        try:
+            durable.truncate(self._descriptor, size)
+        except OSError as error:
+            raise self._refused("write", error) from error
+        self._size = size
 
     def torn_line_end(self) -> bytes:
         """What ends the file's last line; empty unless a crash tore it."""
@@ -238,21 +305,26 @@ class ChainFile(Generic[State]):
         state: a new one, which takes in the lines.
         what: what errors call the file.
         mirror: chooses the mirror, or none, from the verified state.
-        lock: whether this object holds the file's own lock until `release`; else the caller keeps other writers away.
+        patience: seconds to wait for another program that holds the file's lock; this object holds it until `release`.
 
     Raises:
         PrivacyStateRefused: the chain breaks (the line is named), or file and mirror do not fit together.
     """
 
     def __init__(
-        self, path: Path, state: State, what: str, mirror: Callable[[State], Path | None], *, lock: bool = False
+        self,
+        path: Path,
+        state: State,
+        what: str,
+        mirror: Callable[[State], Path | None],
+        *,
+        patience: float = math.inf,
     ) -> None:
         self.path, self.state = path, state
         self._broken: str | None = None
         self._files = [AppendOnly(path, what)]
         try:
-            if lock:
-                self._files[0].lock()
+            self._files[0].lock(patience)
             data = self._files[0].read()
             tail = read_chain(data, state, str(path))
             second = mirror(state)
@@ -260,10 +332,21 @@ class ChainFile(Generic[State]):
                 copy = AppendOnly(second, "mirror")
                 self._files.append(copy)
                 copied = copy.read()
-                if not data.startswith(copied):
+                # A crash costs a mirror the end of the last line, or leaves zeros there; a mirror that is new may be all behind.
+                intact = data.rfind(b"\n", 0, -1) + 1 if state.mirrored else 0
+                if len(copied) < intact and data.startswith(copied):
+                    raise PrivacyStateRefused(
+                        f"{second}: the mirror lacks more than the last line of {path}: the mirror was cut, or the ledger's last "
+                        "lines are not its own"
+                    )
+                is_torn_copy = all(byte in (0, own) for byte, own in zip(copied[intact:], data[intact:], strict=False))
+                if len(copied) > len(data) or copied[:intact] != data[:intact] or not is_torn_copy:
                     relation = "is longer than" if copied.startswith(data) else "differs from"
                     raise PrivacyStateRefused(f"{second}: the mirror {relation} {path}: the ledger was rolled back")
-                if len(copied) < len(data):
+                if copied != data:
+                    if not data.startswith(copied):
+                        copy.cut(intact)
+                        copied = copied[:intact]
                     copy.append(data[len(copied) :])
             end = self._files[0].torn_line_end()
             if end:

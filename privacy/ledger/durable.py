@@ -1,12 +1,40 @@
-"""Files that must survive a crash: created whole or not at all, and on the disk before the call returns."""
+"""Files that must survive a crash: created whole or not at all, and on the disk before the call returns.
+
+Everything that the ledger, its mirror, the keys, the private record and the checkpoints write goes through the functions of the
+first part, one system call each: tests/crashes/ runs the real code and puts every state of the disk that a power cut may leave
+behind these calls (a write or a name that no fsync has made durable may be lost, or be there while an earlier one is not).
+"""
 
 import errno
 import os
+import secrets
 from pathlib import Path
+
+# One system call each.
+
+
+def create_file(path: Path, mode: int) -> int:
+    """A descriptor of a new, empty file; FileExistsError when the name is taken."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """One write of all of `data`; OSError when anything of it falls short."""
+    written = os.write(descriptor, data)
+    if written != len(data):
+        raise OSError(f"only {written} of {len(data)} bytes were written")
+
+
+def truncate(descriptor: int, size: int) -> None:
+    os.ftruncate(descriptor, size)
+
+
+def fsync(descriptor: int) -> None:
+    os.fsync(descriptor)
 
 
 def fsync_directory(directory: Path) -> None:
-    """Makes a creation or rename inside `directory` durable (POSIX: the name needs its own fsync)."""
+    """Makes the names inside `directory` durable (POSIX: a name needs its own fsync)."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -14,42 +42,110 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_path(path: Path) -> None:
+    """Makes the content of a file durable that another library has written."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def link(source: Path, target: Path) -> None:
+    """A second name; FileExistsError when it is taken."""
+    os.link(source, target)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Replaces what `target` names."""
+    os.rename(source, target)
+
+
+def unlink(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def make_one_directory(path: Path, mode: int) -> None:
+    path.mkdir(mode)
+
+
+def remove_one_directory(path: Path) -> None:
+    path.rmdir()
+
+
+# What is made of them.
+
+
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Makes a directory, and those above it, durably; nothing changes where it is there already."""
+    if not path.parent.is_dir():
+        make_directory(path.parent)
+    if not path.is_dir():
+        make_one_directory(path, mode)
+    fsync_directory(path.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory and everything in it; nothing relies on any part of that being durable."""
+    for child in path.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            remove_tree(child)
+        else:
+            unlink(child)
+    remove_one_directory(path)
+
+
 def write_new(path: Path, data: bytes, mode: int) -> None:
     """Creates `path` (FileExistsError when it exists) with exactly `data`; on failure nothing is left behind."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    descriptor = create_file(path, mode)
     try:
-        if os.write(descriptor, data) != len(data):
-            raise OSError(f"short write to {path}")
-        os.fsync(descriptor)
+        write(descriptor, data)
+        fsync(descriptor)
     except BaseException:
-        os.unlink(path)
+        unlink(path)
         raise
     finally:
         os.close(descriptor)
     fsync_directory(path.parent)
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Gives `path` new content: whatever the moment of the crash, a reader sees the old or the new one, whole."""
+    temporary = _temporary(path)
+    write_new(temporary, data, 0o666)
+    try:
+        rename(temporary, path)
+    except BaseException:
+        unlink(temporary)
+        raise
+    fsync_directory(path.parent)
+
+
 def publish_new(path: Path, data: bytes, mode: int) -> None:
     """Like `write_new`, but a reader never sees a partly written `path`, whatever the moment of the crash.
 
-    The bytes are made durable under a temporary name and get their name by a hard link, which fails when `path`
+    The bytes are made durable under a name of this call's own and get theirs by a hard link, which fails when `path`
     exists (a rename would replace it). A temporary file left by a crash holds nothing that was relied on.
     """
-    temporary = path.with_name(path.name + ".creating")
-    temporary.unlink(missing_ok=True)
+    temporary = _temporary(path)
     write_new(temporary, data, mode)
     try:
-        os.link(temporary, path)
+        link(temporary, path)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
         # A file system without hard links: the caller holds the run's lock, so nobody creates `path` in between.
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
-        os.rename(temporary, path)
+        rename(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        unlink(temporary)
     fsync_directory(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    """A name that no other call uses: two programs may create the same file, and one of them succeeds."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def torn_line_end(descriptor: int, mark: bytes = b"") -> bytes:

@@ -1,35 +1,50 @@
 """The privacy ledger's records, and the one order of them that is legal; the form of the lines is privacy/ledger/chain.py's.
 
 Legal order: `open` first and once; `session` starts a program; then `intent` [`done`] per step and `checkpoint`; `close` ends the
-run. A torn line is followed by a `repair` record, which is written by the next start. When the repair is torn as well, the torn
-lines follow each other and one `repair` counts them all. This module only reads; privacy/ledger/ledger.py writes.
+run. A `signature` is that of the line before it; it follows each checkpoint and the end. A torn line is followed by a `repair`
+record, which is written by the next start. When the repair is torn as well, the torn lines follow each other and one `repair`
+counts them all. This module only reads; privacy/ledger/ledger.py writes.
 """
 
+import json
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from privacy.accounting.accountants import ReleaseGroup, epsilon, joint_noise_multiplier
 from privacy.adaptive_clipping import RANGE, AdaptiveClipping
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.chain import TORN_MARK, ChainState, LineRefused, read_chain
+from privacy.ledger.chain import (
+    TORN_MARK,
+    ChainState,
+    LineRefused,
+    is_hex,
+    is_number,
+    read_chain,
+    require,
+    require_fields,
+    text,
+    whole_number,
+)
+from privacy.ledger.signature import is_signed
 from privacy.plan import PrivacyPlan
 from privacy.releases import step_releases
 
 FORMAT_VERSION = 1
 CLOSE_REASONS = ("finished", "budget_spent", "stopped")
+_PLAN = TypeAdapter(PrivacyPlan)
+_DESCRIPTIONS: dict[str, tuple[type, ...]] = {
+    "data_hmac": (str,), "commit": (str,), "accountant": (str,), "unit": (str,), "shared_ledger": (str, type(None)),
+    "max_examples_per_owner": (int, type(None)), "head": (dict,),
+}  # fmt: skip
+"""What an `open` record may say about its run besides the plan, and the types of that."""
 RESTARTED = "restarted_from_step_0"
 """A `session` with this field begins the run again at step 0, by permission: the checkpoints that the ledger knows were gone."""
-
-
-def may_be_intent(torn: bytes, seq: int) -> bool:
-    """Whether a torn line may have been an intent: everything that is not visibly the start of another type."""
-    head = b'{"seq":%d,"type":"' % seq
-    return not (torn.startswith(head) and torn[len(head) : len(head) + 1] in (b"o", b"s", b"d", b"c", b"r"))
 
 
 @dataclass(frozen=True)
@@ -51,10 +66,11 @@ class LedgerState(ChainState):
         pending: the intent whose `done` has not come.
         checkpointed_step: of the newest checkpoint since the run began, or began again at step 0.
         torn_run: whether each of the torn lines that wait for their `repair` was charged.
+        num_signed: how many lines, from the first, the newest signature covers.
+        is_final: whether nothing can follow: the run is closed, and the end signed if the ledger has a signer.
     """
 
     nonces: list[str] = field(default_factory=list)
-    mirrored: bool = False
     shared_seen: tuple[int, str] | None = None
     session_active: bool = False
     intents: list[Intent] = field(default_factory=list)
@@ -65,7 +81,26 @@ class LedgerState(ChainState):
     checkpointed_step: int | None = None
     charged_torn: int = 0
     torn_run: list[bool] = field(default_factory=list)
+    num_signed: int = 0
     closed: str | None = None
+    is_final: bool = False
+
+    @property
+    def signer(self) -> str | None:
+        """The public key (hex) whose signatures stand in this ledger; None for one that nobody signs."""
+        return self.opened.get("signer")
+
+    @property
+    def may_take_intent(self) -> bool:
+        """Whether an honest program could write an intent next, so that a torn line here is charged as one.
+
+        The bytes of a torn line do not decide this: an intent whose first letters were edited looks like another record.
+        """
+        plan = self.plan
+        has_steps = self.position_in_session is None or self.position_in_session < plan.num_steps
+        has_budget = not plan.formal_guarantee or self.num_charged < plan.max_intents
+        is_between_steps = self.session_active and self.pending is None and not self.torn_run
+        return is_between_steps and has_steps and has_budget and self.closed is None
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -105,71 +140,111 @@ class LedgerState(ChainState):
         return epsilon(self.charged_groups(), plan.accounted_delta) if plan.formal_guarantee else None
 
     def check_record(self, record: dict[str, Any] | None) -> None:
-        if self.closed:
-            raise LineRefused("a record after `close`" if record else "bytes after `close`")
+        require(not self.is_final, "a record after the end" if record else "bytes after the end")
         if record is None:
             return
         kind = record["type"]
-        _require((kind == "repair") == bool(self.torn_run), "a `repair` follows torn lines, and nothing else does")
+        require(self.closed is None or kind in ("signature", "repair"), f"`{kind}` after `close`")
+        require((kind == "repair") == bool(self.torn_run), "a `repair` follows torn lines, and nothing else does")
         match kind:
             case "open":
                 version = record.get("format")
-                _require(version == FORMAT_VERSION, f"ledger format {version!r} is not {FORMAT_VERSION}")
-                _require(_is_hex(record.get("key_commitment"), 64), "`open` needs the commitment of the sampling key")
-                _require(isinstance(record.get("plan"), dict), "`open` needs the frozen plan")
+                require(
+                    type(version) is int and version == FORMAT_VERSION,
+                    f"ledger format {version!r} is not {FORMAT_VERSION}",
+                )
+                require(is_hex(record.get("key_commitment"), 64), "`open` needs the commitment of the sampling key")
+                require(
+                    "signer" not in record or is_hex(record["signer"], 64),
+                    "a signer is a public key of 32 bytes in hex",
+                )
+                for name, kinds in _DESCRIPTIONS.items():
+                    is_known = name not in record or type(record[name]) in kinds
+                    require(is_known, f"{name} of `open` is a {kinds[0].__name__}")
+                limit = record.get("max_examples_per_owner")
+                require(limit is None or limit > 0, "max_examples_per_owner must be positive")
+                require(isinstance(record.get("plan"), dict), "`open` needs the frozen plan")
                 try:
-                    PrivacyPlan.from_frozen(record["plan"])
-                except (PrivacyConfigError, TypeError) as error:
+                    _PLAN.validate_json(json.dumps(record["plan"]), strict=True)
+                    recorded = PrivacyPlan.from_frozen(record["plan"]).frozen_fields()
+                except ValidationError as error:
+                    found = error.errors()[0]
+                    place = ".".join(str(part) for part in found["loc"])
+                    raise LineRefused(f"the frozen plan is refused: {place}: {found['msg']}") from error
+                except PrivacyConfigError as error:
                     raise LineRefused(f"the frozen plan is refused: {error}") from error
+                require(_text_of(recorded) == _text_of(record["plan"]), "a number of the frozen plan has another type")
             case "session":
-                _require(_is_hex(record.get("nonce"), 32), "a session has a nonce of 16 bytes in hex")
-                _require(record["nonce"] not in self.nonces, "the session nonce was used before: coins would repeat")
-                _require(type(record.get("mirror")) is bool, "a session says whether the ledger is mirrored")
-                _require(type(record.get(RESTARTED, False)) is bool, f"{RESTARTED} of a session is true or false")
+                require_fields(
+                    record, "nonce", "mirror", "environment", optional=(RESTARTED, "shared_seq", "shared_hash")
+                )
+                require(isinstance(record["environment"], dict), "the environment of a session is an object")
+                require(is_hex(record.get("nonce"), 32), "a session has a nonce of 16 bytes in hex")
+                require(record["nonce"] not in self.nonces, "the session nonce was used before: coins would repeat")
+                require(type(record.get("mirror")) is bool, "a session says whether the ledger is mirrored")
+                require(type(record.get(RESTARTED, False)) is bool, f"{RESTARTED} of a session is true or false")
                 seq, line_hash = record.get("shared_seq"), record.get("shared_hash")
-                is_line = type(seq) is int and seq >= 0 and _is_hex(line_hash, 64)
-                _require(is_line or seq is line_hash is None, "a line is named by number and SHA-256 in hex")
+                is_line = type(seq) is int and seq >= 0 and is_hex(line_hash, 64)
+                require(is_line or seq is line_hash is None, "a line is named by number and SHA-256 in hex")
             case "intent":
-                self._check_order(_whole(record, "step", 1), _whole(record, "attempt", 0))
+                require_fields(record, "step", "attempt", "releases")
+                self._check_order(whole_number(record, "step", 1), whole_number(record, "attempt", 0))
                 _check_releases(self.opened, record.get("releases"))
             case "done":
-                finished = (_whole(record, "step", 1), _whole(record, "attempt", 0))
+                require_fields(record, "step", "attempt", optional=("params_digest",))
+                digest = record.get("params_digest", "00")
+                require(isinstance(digest, str) and is_hex(digest, len(digest)), "params_digest is a digest in hex")
+                finished = (whole_number(record, "step", 1), whole_number(record, "attempt", 0))
                 is_pending = self.pending is not None and finished == (self.pending.step, self.pending.attempt)
-                _require(is_pending, "`done` without its intent just before")
+                require(is_pending, "`done` without its intent just before")
             case "checkpoint":
-                _require(self.session_active, "a checkpoint outside of a session")
-                _require(_whole(record, "step", 0) <= self.last_done_step, "a checkpoint of a step that is not done")
-                _require(_is_hex(record.get("digest"), 64), "a checkpoint has a SHA-256 digest in hex")
+                require_fields(record, "step", "path", "digest")
+                text(record, "path")
+                require(self.session_active, "a checkpoint outside of a session")
+                require(
+                    whole_number(record, "step", 0) <= self.last_done_step, "a checkpoint of a step that is not done"
+                )
+                require(is_hex(record.get("digest"), 64), "a checkpoint has a SHA-256 digest in hex")
+            case "signature":
+                require_fields(record, "signature")
+                require(is_hex(record["signature"], 128), "a signature has 64 bytes in hex")
+                if self.signer is None:
+                    raise LineRefused("a signature in a ledger that names no signer")
+                if not is_signed(self.signer, self.hashes[-1], record["signature"]):
+                    raise LineRefused(
+                        "the signature is not the signer's for the lines before it: they were edited after it"
+                    )
             case "repair":
-                repaired = (_whole(record, "torn_lines", 1), _whole(record, "charged", 0))
+                require_fields(record, "torn_lines", "charged")
+                repaired = (whole_number(record, "torn_lines", 1), whole_number(record, "charged", 0))
                 expected = (len(self.torn_run), sum(self.torn_run))
-                _require(repaired == expected, "the repair does not match the torn lines before it")
+                require(repaired == expected, "the repair does not match the torn lines before it")
             case "close":
+                require_fields(record, "reason", "num_charged")
                 is_known = record.get("reason") in CLOSE_REASONS
-                _require(is_known, f"`close` needs a reason out of {', '.join(CLOSE_REASONS)}")
-                charged = _whole(record, "num_charged", 0)
-                _require(charged == self.num_charged, "`close` states another number of charged intents")
+                require(is_known, f"`close` needs a reason out of {', '.join(CLOSE_REASONS)}")
+                charged = whole_number(record, "num_charged", 0)
+                require(charged == self.num_charged, "`close` states another number of charged intents")
             case _:
                 raise LineRefused(f"unknown record type {kind!r}")
 
     def _check_order(self, step: int, attempt: int) -> None:
         """An intent repeats the pending step or follows the last done one; a new session may go back, and none skips a step."""
-        _require(self.session_active, "an intent outside of a session")
+        require(self.session_active, "an intent outside of a session")
         planned = self.opened["plan"]["num_steps"]
-        _require(step <= planned, f"step {step} is beyond the planned {planned}")
+        require(step <= planned, f"step {step} is beyond the planned {planned}")
         if self.pending is not None:
-            _require(step == self.pending.step, f"step {step} while step {self.pending.step} is not done")
+            require(step == self.pending.step, f"step {step} while step {self.pending.step} is not done")
         elif self.position_in_session is not None:
-            _require(step == self.position_in_session + 1, f"step {step} does not follow {self.position_in_session}")
+            require(step == self.position_in_session + 1, f"step {step} does not follow {self.position_in_session}")
         else:
-            _require(step <= self.last_done_step + 1, f"step {step} skips step {self.last_done_step + 1}")
+            require(step <= self.last_done_step + 1, f"step {step} skips step {self.last_done_step + 1}")
         following = self.next_attempt(step)
-        _require(attempt == following, f"attempt {attempt} of step {step}: {following} is next")
+        require(attempt == following, f"attempt {attempt} of step {step}: {following} is next")
 
     def take_record(self, record: dict[str, Any] | None, line: bytes) -> None:
         if record is None:
-            # Without a session no intent can have been begun.
-            charged = bool(self.nonces) and may_be_intent(line, self.num_lines)
+            charged = self.may_take_intent
             self.torn_run.append(charged)
             self.charged_torn += charged
             return
@@ -197,8 +272,12 @@ class LedgerState(ChainState):
                 # The program that tore the line is dead: only a new session, with a new nonce, can go on.
                 self.session_active = False
                 self.pending = self.position_in_session = None
+            case "signature":
+                self.num_signed = self.num_lines
+                self.is_final = self.closed is not None
             case "close":
                 self.closed = record["reason"]
+                self.is_final = self.signer is None
 
 
 def read_state(data: bytes, name: str) -> tuple[LedgerState, bytes]:
@@ -229,45 +308,33 @@ def noise_multiplier_of(releases: object) -> float:
         if not isinstance(release, dict) or set(release) != {"name", "std", "sensitivity"}:
             raise LineRefused("a release has name, std and sensitivity")
         std, sensitivity = release["std"], release["sensitivity"]
-        numbers = all(type(number) in (int, float) and math.isfinite(number) for number in (std, sensitivity))
-        if not (numbers and std >= 0 and sensitivity > 0):
+        if not (is_number(std) and is_number(sensitivity) and std >= 0 and sensitivity > 0):
             raise LineRefused("std must be >= 0 and sensitivity > 0, both finite")
         ratios.append(std / sensitivity)
     return joint_noise_multiplier(ratios)
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise LineRefused(message)
-
-
-def _is_hex(value: object, digits: int) -> bool:
-    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value) is not None
-
-
-def _whole(record: dict[str, Any], name: str, low: int) -> int:
-    value = record.get(name)
-    if type(value) is not int or value < low:
-        raise LineRefused(f"{name} must be an integer >= {low}")
-    return value
+def _text_of(fields: Mapping[str, Any]) -> str:
+    """JSON that differs where types differ, as 1, 1.0 and true do."""
+    return json.dumps(fields, sort_keys=True)
 
 
 def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
     """A step releases what the plan says, to rounding: less noise breaks the claim, and more would lower epsilon unearned."""
     plan, sigma = opened["plan"], noise_multiplier_of(releases)
     if "head" in opened:  # statistics of other names and sensitivities; together they are worth the planned noise
-        _require(_is_equal(sigma, plan["noise_multiplier"]), f"noise multiplier {sigma:g} is not the planned one")
+        require(_is_equal(sigma, plan["noise_multiplier"]), f"noise multiplier {sigma:g} is not the planned one")
         return
     bound, adaptive = plan["max_grad_norm"], plan["adaptive_clipping"]
     if adaptive is not None:  # C moves
         low, high = bound / RANGE, bound * RANGE
         bound, adaptive = releases[0]["sensitivity"], AdaptiveClipping(**adaptive)
-        _require(low <= bound <= high, f"C = {bound:g} is outside of its range")
+        require(low <= bound <= high, f"C = {bound:g} is outside of its range")
     planned = step_releases(plan["noise_multiplier"], bound, adaptive)
     names = [release["name"] for release in planned]
-    _require([r["name"] for r in releases] == names, f"a step of this plan releases {' and '.join(names)}")
+    require([r["name"] for r in releases] == names, f"a step of this plan releases {' and '.join(names)}")
     for stated, expected in zip(releases, planned, strict=True):
-        _require(
+        require(
             _is_equal(stated["std"], expected["std"]) and _is_equal(stated["sensitivity"], expected["sensitivity"]),
             f"{stated['name']} states noise of {stated['std']:g} for a sensitivity of {stated['sensitivity']:g}, where the "
             f"plan has {expected['std']:g} for {expected['sensitivity']:g}",

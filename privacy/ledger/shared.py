@@ -7,175 +7,23 @@ A run is named by the commitment of its sampling key, so a resume finds its own 
 privacy/ledger/membership.py keeps two of them from spending it. A run's sessions remember the last line here, so lines that
 were cut off are missed at its next start.
 
-Records: `open` (total epsilon and delta, unit, adjacency; where the owner chose them the order of the RDP filter, a mirror, and
-the permission for runs without a guarantee), `reserve` (a run's releases, its reserve for crashes included), `informal` (a run
-without a guarantee reads the data: it is counted, and no total covers it), `grid` (the points of a study, fixed before any of
-them ran), and where a run's own ledger stands: `start` at a start of the program, `at` at a checkpoint, `close` at the end for
-good. The last two carry the time of their `start`: durations may be private (contract 12). A torn line was never acknowledged,
-so its run never began, and it is charged nothing.
+The records are in privacy/ledger/shared_records.py.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from privacy.accounting.accountants import ReleaseGroup
-from privacy.accounting.rdp_filter import filter_order, total_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.chain import ChainFile, ChainState, LineRefused, create_chain, create_mirror, hash_line, read_chain
+from privacy.ledger.chain import ChainFile, LineRefused, create_chain, create_mirror, read_chain
 from privacy.ledger.ledger import PROGRAM_START
 from privacy.ledger.records import LedgerState
+from privacy.ledger.shared_records import FORMAT, InformalRun, Reservation, SharedState
 from privacy.plan import ADJACENCY, PrivacyPlan
 
-FORMAT = "shared-1"
 DEFAULT_UNIT = "one example"
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """What one run may spend at most."""
-
-    run: str
-    name: str
-    time_utc: str
-    group: ReleaseGroup
-    noise_tail_delta: float
-    adaptive: bool
-
-
-@dataclass(frozen=True)
-class InformalRun:
-    """A run that nothing covers."""
-
-    run: str
-    name: str
-    reason: str
-
-
-@dataclass
-class SharedState(ChainState):
-    """What the lines of a shared ledger say.
-
-    Attributes:
-        positions: run -> (seq, hash) of the last line of its own ledger that was noted here.
-        starts: run -> (seq, hash) of its newest `start` here.
-        closed: runs that have ended for good.
-        grids: study -> point -> digest of its recipe.
-        gridded: study -> every point that any of its grids named.
-    """
-
-    reservations: dict[str, Reservation] = field(default_factory=dict)
-    informal: list[InformalRun] = field(default_factory=list)
-    positions: dict[str, tuple[int, str]] = field(default_factory=dict)
-    starts: dict[str, tuple[int, str]] = field(default_factory=dict)
-    closed: set[str] = field(default_factory=set)
-    grids: dict[str, dict[str, str]] = field(default_factory=dict)
-    gridded: dict[str, set[str]] = field(default_factory=dict)
-
-    @property
-    def identity(self) -> str:
-        """The hash of the first line: what a run's own ledger remembers."""
-        return self.hashes[0]
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all runs, with and without a guarantee."""
-        return {*(entry.name for entry in self.reservations.values()), *(entry.name for entry in self.informal)}
-
-    def knows(self, run: str) -> bool:
-        """Whether the run has reserved, or is counted as one without a guarantee."""
-        return run in self.reservations or any(entry.run == run for entry in self.informal)
-
-    def has_begun(self, study: str) -> bool:
-        """Whether outputs of a study may have been seen: any run, or for a named study any run called like one of its points."""
-        return any(not study or name in self.gridded.get(study, ()) for name in self.names)
-
-    def may_be_fixed(self, name: str) -> bool:
-        """Whether a run called so can have been fixed in advance: in a study's own ledger only the points of its grid were, and
-        a point of a grid is one run: whoever trains it anew has seen what came of it.
-        """
-        outside = "" in self.grids and name not in self.grids[""]
-        again = name in self.names and any(name in names for names in self.gridded.values())
-        return not outside and not again
-
-    def epsilon(self, extra: Reservation | None = None) -> float:
-        """Epsilon of everything reserved, and of `extra`, at the owner's delta."""
-        entries = [*self.reservations.values(), *([extra] if extra else [])]
-        delta = self.opened["delta"] - sum(entry.noise_tail_delta for entry in entries)
-        if delta <= 0:
-            return float("inf")
-        groups = [entry.group for entry in entries]
-        adaptive, ceiling = any(entry.adaptive for entry in entries), self.opened["epsilon"]
-        order = self.rdp_order(groups[0]) if adaptive else math.inf
-        return total_epsilon(groups, delta, adaptive=adaptive, order=order, ceiling=ceiling)
-
-    def rdp_order(self, first: ReleaseGroup) -> float:
-        """The filter's order: the owner's, or the best for runs like the first one, which had seen no output."""
-        given = self.opened["rdp_order"]
-        return float(given) if given is not None else filter_order(first, self.opened["epsilon"], self.opened["delta"])
-
-    def check_record(self, record: dict[str, Any] | None) -> None:
-        if record is None:
-            return
-        kind = record["type"]
-        match kind:
-            case "open":
-                if record["format"] != FORMAT or not (record["epsilon"] > 0 and 0 < record["delta"] < 1):
-                    raise LineRefused("not a shared ledger of this format")
-            case "reserve":
-                if _reservation(record).run in self.reservations:
-                    raise LineRefused("a second reservation of the same run")
-            case "informal" if self.opened.get("informal_runs"):
-                _informal_run(record)
-            case "grid":
-                if not isinstance(record["points"], dict):
-                    raise LineRefused("a grid has points by name")
-                if self.has_begun(record["study"]):
-                    raise LineRefused("a grid that was fixed after its study had begun")
-            case "start" | "at" | "close":
-                run, _ = record["run"], _position(record)
-                if not self.knows(run):
-                    raise LineRefused(f"`{kind}` of a run that has reserved nothing")
-                if run in self.closed:
-                    raise LineRefused(f"`{kind}` of a run that is closed")
-            case _:
-                raise LineRefused(f"no record of type {kind!r} belongs here")
-
-    def take_record(self, record: dict[str, Any] | None, line: bytes) -> None:
-        if record is None:
-            return
-        match record["type"]:
-            case "reserve":
-                self.reservations[record["run"]] = _reservation(record)
-            case "informal":
-                self.informal.append(_informal_run(record))
-            case "grid":
-                self.grids[record["study"]] = {name: str(digest) for name, digest in record["points"].items()}
-                self.gridded.setdefault(record["study"], set()).update(record["points"])
-            case "start" | "at" | "close" as kind:
-                self.positions[record["run"]] = _position(record)
-                if kind == "start":
-                    self.starts[record["run"]] = (record["seq"], hash_line(line))
-                elif kind == "close":
-                    self.closed.add(record["run"])
-
-
-def _reservation(record: dict[str, Any]) -> Reservation:
-    return Reservation(
-        record["run"], record["name"], record["time_utc"], ReleaseGroup(**record["group"]),
-        float(record["noise_tail_delta"]), bool(record["adaptive"]),
-    )  # fmt: skip
-
-
-def _informal_run(record: dict[str, Any]) -> InformalRun:
-    return InformalRun(str(record["run"]), str(record["name"]), str(record["reason"]))
-
-
-def _position(record: dict[str, Any]) -> tuple[int, str]:
-    return int(record["position"]), str(record["hash"])
 
 
 class SharedLedger:
@@ -395,4 +243,4 @@ class SharedLedger:
         def mirror(state: SharedState) -> Path | None:
             return Path(state.opened["mirror"]) if "mirror" in state.opened else None
 
-        return ChainFile(self.path, SharedState(), "shared ledger", mirror, lock=True)
+        return ChainFile(self.path, SharedState(), "shared ledger", mirror)

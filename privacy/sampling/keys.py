@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.durable import fsync_directory, write_new
+from privacy.ledger import durable
 
 KEY_BYTES = 32
 NONCE_BYTES = 16
@@ -43,7 +43,7 @@ class SamplingKey:
         """Draws a key from the operating system and writes it durably; PrivacyStateRefused when `path` exists."""
         key = cls(secrets.token_bytes(KEY_BYTES))
         try:
-            write_new(Path(path), key._secret, 0o600)
+            durable.write_new(Path(path), key._secret, 0o600)
         except FileExistsError as error:
             raise PrivacyStateRefused(f"{path}: exists; a sampling key is never overwritten") from error
         except OSError as error:
@@ -63,7 +63,7 @@ class SamplingKey:
                 f"{path}: a sampling key without its ledger; restore the ledger.jsonl of its run folder"
             )
         staged = _staged(path)
-        staged.unlink(missing_ok=True)
+        durable.unlink(staged)
         return cls.create(staged)
 
     @staticmethod
@@ -71,8 +71,8 @@ class SamplingKey:
         """Gives a staged key its final name; nothing to do when that has already happened."""
         path = Path(path)
         if _staged(path).exists():
-            os.rename(_staged(path), path)
-        fsync_directory(path.parent)
+            durable.rename(_staged(path), path)
+        durable.fsync_directory(path.parent)
 
     @classmethod
     def load(cls, path: Path | str, commitment: str | None = None) -> Self:
@@ -85,9 +85,9 @@ class SamplingKey:
         path = Path(path)
         staged = _staged(path)
         finishing = commitment is not None and not path.exists() and staged.exists()
-        if finishing and cls(_read_key(staged)).commitment() == commitment:
+        if finishing and cls(read_secret(staged, KEY_BYTES, "sampling key")).commitment() == commitment:
             cls.publish(path)
-        key = cls(_read_key(path))
+        key = cls(read_secret(path, KEY_BYTES, "sampling key"))
         if commitment is not None and not hmac.compare_digest(key.commitment(), commitment):
             raise PrivacyStateRefused(f"{path}: not the sampling key that the ledger committed to")
         return key
@@ -107,6 +107,10 @@ class SamplingKey:
     def example_key(self, session_nonce: bytes, attempt: int) -> bytes:
         """AES-256 key of the per-example keys (augmentation, dropout, masking) of one attempt."""
         return self._derive(b"example keys v1\0" + _context(session_nonce, attempt))
+
+    def row_key(self, session_nonce: bytes, attempt: int) -> bytes:
+        """AES-256 key of the rows in which the members of one attempt stand (privacy/sampling/rows.py)."""
+        return self._derive(b"rows of members v1\0" + _context(session_nonce, attempt))
 
     def schedule_key(self) -> bytes:
         """AES-256 key of a schedule that is the same in every session and attempt (privacy/sampling/shuffle.py)."""
@@ -128,23 +132,28 @@ def _staged(path: Path) -> Path:
     return path.with_name(path.name + ".staged")
 
 
-def _read_key(path: Path) -> bytes:
+def read_secret(path: Path, num_bytes: int, what: str) -> bytes:
+    """The bytes of a secret: a regular file of `num_bytes` that this user owns and nobody else can read.
+
+    Raises:
+        PrivacyStateRefused: anything else; `what` names the secret.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
-        raise PrivacyStateRefused(f"{path}: cannot read the sampling key: {error.strerror or error}") from error
+        raise PrivacyStateRefused(f"{path}: cannot read the {what}: {error.strerror or error}") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise PrivacyStateRefused(f"{path}: the sampling key must be a regular file")
+            raise PrivacyStateRefused(f"{path}: the {what} must be a regular file")
         if status.st_mode & 0o077:
             raise PrivacyStateRefused(
                 f"{path}: readable by others (mode {status.st_mode & 0o777:04o}); it must be 0600"
             )
         if status.st_uid != os.geteuid():
             raise PrivacyStateRefused(f"{path}: owned by user {status.st_uid}, not by the user of this process")
-        if status.st_size != KEY_BYTES:
-            raise PrivacyStateRefused(f"{path}: {status.st_size} bytes; a sampling key has {KEY_BYTES}")
-        return os.read(descriptor, KEY_BYTES + 1)
+        if status.st_size != num_bytes:
+            raise PrivacyStateRefused(f"{path}: {status.st_size} bytes; a {what} has {num_bytes}")
+        return os.read(descriptor, num_bytes + 1)
     finally:
         os.close(descriptor)

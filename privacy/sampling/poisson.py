@@ -130,13 +130,6 @@ def truncate(ids: Ids, values: Values, cap: int | None) -> Ids:
     return np.sort(ids)
 
 
-def assign(ids: Ids, world_size: int, rank: int) -> Ids:
-    """This rank's contiguous part of the sorted global list; parts differ in length by at most one."""
-    if not 0 <= rank < world_size:
-        raise PrivacyConfigError(f"rank {rank} is outside of a world of {world_size}")
-    return ids[len(ids) * rank // world_size : len(ids) * (rank + 1) // world_size]
-
-
 def slice_bounds(num_examples: int, world_size: int, rank: int) -> tuple[int, int]:
     """The (start, stop) of the examples whose coins this rank decides."""
     if not 0 <= rank < world_size:

@@ -102,7 +102,9 @@ def main() -> None:
         except DataError as error:
             outcomes["refused" if "\n" not in str(error) else "refused in several lines"] += 1
         else:
-            request = MicroBatchRequest(np.arange(len(table)), np.arange(len(table), dtype=np.uint64))
+            request = MicroBatchRequest(
+                np.arange(len(table)), np.arange(len(table), dtype=np.uint64), np.arange(len(table))
+            )
             batch = make_batch(TarReader(table), MAKE, request, len(table))
             assert all(np.isfinite(value.float().numpy()).all() for value in batch.inputs.values()), number
             outcomes["indexed"] += 1

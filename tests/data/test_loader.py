@@ -94,6 +94,21 @@ def test_shapes_padding_and_undecodable_rows(table: ExampleTable) -> None:
     assert tokenizer.decode(batches[1].inputs["tokens_BL"][0].tolist()) == "a picture 10"
 
 
+def test_examples_stand_in_the_rows_of_the_plan(table: ExampleTable) -> None:
+    """Micro-batches of any filling, an empty one among them; 5 and 8 cannot be decoded."""
+    ids, rows = np.array([0, 4, 5, 8, 10], dtype=np.int64), np.array([11, 2, 0, 9, 3])
+    plan = StepPlan(0, ids, np.arange(5, dtype=np.uint64), 4, rows)
+    loader = Loader(table, MAKE, micro_batch_size=4, num_workers=0)
+    [(_, batches)] = [(got, list(batches)) for got, batches in loader.steps(iter([plan]))]
+    assert [batch.num_undecodable for batch in batches] == [1, 0, 1, 0]
+    whole = torch.cat([batch.inputs["images_BCHW"] for batch in batches])
+    is_padding = torch.cat([batch.is_padding_B for batch in batches])
+    assert (~is_padding).nonzero().flatten().tolist() == [2, 3, 11]
+    for example, key, row in ((0, 0, 11), (4, 1, 2), (10, 4, 3)):
+        assert np.array_equal(whole[row].numpy(), MAKE(TarReader(table).read(example), key)["images_CHW"])
+    assert not whole[is_padding].any()
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_plans_are_pulled_in_step_with_consumption(table: ExampleTable, num_workers: int) -> None:
     pulls: list[int] = []

@@ -60,7 +60,7 @@ def arm(point: str, count: int) -> RecordingNoise:
         return DyingNoise(countdown)
     owner, name = {
         "before_intent": (Ledger, "intent"),
-        "before_mark": (MembersLog, "charged"),
+        "before_mark": (MembersLog, "mark"),
         "in_record": (MembersLog, "attempt"),
         "before_done": (Ledger, "done"),
         "in_ledger_write": (AppendOnly, "append"),

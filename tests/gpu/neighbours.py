@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 
-import torch
-
-from privacy.clipping.accumulators import LocalSums
 from privacy.releases import SENSITIVITY_SLACK
 from tests.gpu.checks import Check, Setting
 from tests.gpu.sums import kernel_runs, triton
-from tests.privacy.clipping import test_rounding
+from tests.privacy.clipping import neighbours, test_rounding
+from tests.privacy.clipping.magnitudes import norms
 
 LIMIT = f"at most C (1 + {SENSITIVITY_SLACK:g})"
 
@@ -18,14 +16,15 @@ def checks(setting: Setting) -> Iterator[Check]:
         for case in setting.choose(test_rounding.CASES, test_rounding.CASES[:2]):
             size = test_rounding.moved(case)
             yield Check(f"neighbours, {case}", size <= 1 + SENSITIVITY_SLACK, size, LIMIT)
-        found = test_rounding.rank_draws(setting.device, LocalSums, setting.choose(60, 2))
-    largest = max(found, key=lambda case: case[2])
-    title = f"neighbours drawn at random, {len(found)}"
-    yield Check(title, largest[2] <= 1 + SENSITIVITY_SLACK, [str(part) for part in largest], LIMIT)
+    count = setting.choose(20_000, 200)
+    for search in (neighbours.sums, neighbours.climb):
+        found = list(search(setting.device, "gpu", count))
+        worst, pairs = max(found, key=lambda one: one.size), sum(one.pairs for one in found)
+        title = f"neighbours, {search.__name__}, {pairs:,} pairs"
+        yield Check(title, worst.size <= 1 + SENSITIVITY_SLACK, [worst.size, str(worst.construction)], LIMIT)
     for kernel in [False, True] if kernel_runs(setting.device) else [False]:
-        for name in test_rounding.MODELS:
-            for dtype in (torch.float32, torch.bfloat16):
-                with triton(kernel):
-                    sizes = test_rounding.contributions_drawn(name, dtype, setting.choose(300, 5), setting.device)
-                title = f"norms at any magnitude, {name}, {dtype}{', triton' if kernel else ''}".replace("torch.", "")
-                yield Check(title, max(sizes) <= 1 + SENSITIVITY_SLACK, max(sizes), LIMIT)
+        with triton(kernel):
+            found = list(norms(setting.device, "gpu", count))
+        worst, pairs = max(found, key=lambda one: one.size), sum(one.pairs for one in found)
+        title = f"norms at any magnitude, {pairs:,} examples{', triton' if kernel else ''}"
+        yield Check(title, worst.size <= 1 + SENSITIVITY_SLACK, [worst.size, str(worst.construction)], LIMIT)

@@ -17,7 +17,7 @@ from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.selfcheck import check_against_autograd
 from tests.gpu.checks import Check, Setting
 from tests.privacy.clipping import oracle, test_waits
-from tests.privacy.clipping.test_rounding import Product
+from tests.privacy.clipping.neighbours import Product
 from trainer.engines.compilation import compile_blocks, require_compiler
 from trainer.errors import ConfigError
 

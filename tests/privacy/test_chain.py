@@ -33,7 +33,7 @@ class Words(ChainState):
 
 
 def opened(path: Path) -> ChainFile[Words]:
-    return ChainFile(path, Words(), "list of words", lambda state: path.with_suffix(".mirror"), lock=True)
+    return ChainFile(path, Words(), "list of words", lambda state: path.with_suffix(".mirror"))
 
 
 def created(folder: Path) -> Path:

@@ -4,9 +4,11 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
 
 import pytest
 
+import privacy.ledger.ledger
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
@@ -110,15 +112,30 @@ def test_unreadable_missing_or_read_only_file(tmp_path, monkeypatch):
 
 def test_file_changed_behind_our_back(tmp_path):
     path = written(tmp_path)
-    first, second = Ledger.open(path), Ledger.open(path)
-    second.start_session(ENVIRONMENT)
-    with pytest.raises(PrivacyStateRefused, match="bytes where this process"):
-        first.start_session(ENVIRONMENT)
-    copy = tmp_path / "copy"
-    shutil.copy(path, copy)
-    os.replace(copy, path)
-    with pytest.raises(PrivacyStateRefused, match="taken its name"):
-        second.intent(4, 0, [RELEASE])
+    with Ledger.open(path) as ledger:
+        path.write_bytes(path.read_bytes() + b"x")
+        with pytest.raises(PrivacyStateRefused, match="bytes where this process"):
+            ledger.start_session(ENVIRONMENT)
+    with Ledger.open(path) as ledger:
+        copy = tmp_path / "copy"
+        shutil.copy(path, copy)
+        os.replace(copy, path)
+        with pytest.raises(PrivacyStateRefused, match="taken its name"):
+            ledger.start_session(ENVIRONMENT)
+
+
+def test_a_ledger_that_another_program_has_open_is_refused_after_some_patience(tmp_path, monkeypatch):
+    path = written(tmp_path)
+    monkeypatch.setattr(privacy.ledger.ledger, "LOCK_PATIENCE", 0.1)
+    with Ledger.open(path) as ledger:
+        before = path.read_bytes()
+        refused(path, match="another program has the ledger open")
+        assert path.read_bytes() == before
+        ledger.start_session(ENVIRONMENT)
+    monkeypatch.setattr(privacy.ledger.ledger, "LOCK_PATIENCE", 30.0)
+    ending = Ledger.open(path)
+    threading.Timer(0.3, ending.release).start()
+    Ledger.open(path).release()
 
 
 # Creation and mirror
@@ -132,7 +149,6 @@ def test_create_is_all_or_nothing(tmp_path, monkeypatch):
             with pytest.raises(PrivacyStateRefused, match="cannot create"):
                 Ledger.create(path, open_fields())
         assert not path.exists()
-    (tmp_path / "ledger.jsonl.creating").write_bytes(b'{"seq":0,"ty')  # left by a crash
     Ledger.create(path, open_fields()).release()
     assert [item.name for item in tmp_path.iterdir()] == ["ledger.jsonl"]
     with pytest.raises(PrivacyStateRefused, match="never overwritten"):
@@ -154,10 +170,35 @@ def test_mirror_shorter_by_any_number_of_bytes_is_completed(tmp_path, no_fsync):
     path = written(tmp_path, steps=1, mirror=mirror)
     whole = path.read_bytes()
     assert mirror.read_bytes() == whole
-    for end in range(len(whole)):
-        mirror.write_bytes(whole[:end])
-        Ledger.open(path, mirror).release()
-        assert mirror.read_bytes() == whole
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for end in (*range(0, last, 50), *range(last, len(whole), 4), len(whole) - 1):
+        half = (len(whole) - end) // 2
+        for copied in (whole[:end], whole[:end] + bytes(half), whole[:end] + bytes(half) + whole[end + half :]):
+            mirror.write_bytes(copied)
+            if copied == whole or end >= last:  # a crash may leave zeros where the last write had come to nothing
+                Ledger.open(path, mirror).release()
+                assert mirror.read_bytes() == whole
+            else:
+                refused(path, match="lacks more than the last line|differs from", mirror=mirror)
+                assert mirror.read_bytes() == copied
+
+
+def test_lines_that_were_added_behind_the_mirror_are_refused(tmp_path):
+    """One line more is what a crash leaves; two are somebody else's."""
+    mirror = tmp_path / "mirror.jsonl"
+    path = written(tmp_path, steps=1, mirror=mirror)
+    kept = path.read_bytes()
+    with Ledger.open(path, mirror) as ledger:
+        ledger.start_session(ENVIRONMENT)
+        one = path.read_bytes()
+        take_step(ledger, 2)
+    two = path.read_bytes()
+    mirror.write_bytes(kept)
+    refused(path, match="the ledger's last lines are not its own", mirror=mirror)
+    assert mirror.read_bytes() == kept and path.read_bytes() == two
+    path.write_bytes(one)
+    Ledger.open(path, mirror).release()
+    assert mirror.read_bytes() == one
 
 
 def test_mirror_and_torn_ledger_end_equal(tmp_path):

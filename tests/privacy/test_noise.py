@@ -164,3 +164,4 @@ def test_benchmark_prints_one_json_object():
     result = json.loads(done.stdout)
     assert done.returncode == 0 and done.stdout.count("\n") == 1
     assert all(result["samples_per_second"]["cpu"][name] > 0 for name in NOISE_SOURCES)
+    assert all(result["rounded_normals_per_second_and_core"][name] > 0 for name in NOISE_SOURCES)

@@ -48,6 +48,23 @@ def test_run_state_refuses_what_does_not_fit(tmp_path):
         _state(tmp_path, has_checkpoint=True)
 
 
+def test_a_refused_state_is_left_as_it_was(tmp_path):
+    """Neither a torn line is repaired nor a mirror made before key, data, plan and record of attempts fit."""
+    _state(tmp_path, members=tmp_path / "members.jsonl")[0].release()
+    with (tmp_path / "ledger.jsonl").open("ab") as file:
+        file.write(b"torn")
+    (tmp_path / "members.jsonl").write_text('{"seq":5,"hash":"x"}\n')
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for refused in (
+        {"data": b"other"},
+        {"plan": make_plan_like(noise_multiplier=5.0)},
+        {"members": tmp_path / "members.jsonl"},
+    ):
+        with pytest.raises((PrivacyStateRefused, PrivacyConfigError)):
+            _state(tmp_path, mirror=tmp_path / "mirror.jsonl", **refused)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def make_plan_like(**changes):
     own = {name: getattr(PLAN, name) for name in ("num_examples", "expected_batch_size", "num_steps", "target_delta")}
     more = {name: getattr(PLAN, name) for name in ("reserved_attempts", "sensitivity_slack")}
@@ -63,4 +80,4 @@ def test_run_state_survives_a_crash_while_it_is_created(tmp_path, monkeypatch, c
             _state(tmp_path)
     ledger, key = _state(tmp_path)
     assert ledger.key_commitment == key.commitment()
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["ledger.jsonl", "sampling.key"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["ledger.jsonl", "sampling.key", "signing.key"]

@@ -16,7 +16,6 @@ from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import (
     Decided,
     PoissonSampler,
-    assign,
     default_cap,
     example_keys,
     slice_bounds,
@@ -68,9 +67,6 @@ def test_contract_1_members_do_not_depend_on_world_size(cap):
         parts = [sampler.decide(KEY, 11, *slice_bounds(3001, world_size, rank)) for rank in range(world_size)]
         members = sampler.merge(parts[::-1])
         assert np.array_equal(members, whole)
-        shares = [assign(members, world_size, rank) for rank in range(world_size)]
-        assert np.array_equal(np.concatenate(shares), whole)
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def _chi_square(steps):
@@ -219,7 +215,6 @@ def test_bad_requests_are_refused():
         lambda: sampler.decide(KEY, 0, 3, 11),
         lambda: sampler.decide(KEY[:16], 0),
         lambda: sampler.decide(KEY, -1),
-        lambda: assign(np.arange(3), 2, 2),
         lambda: slice_bounds(3, 2, -1),
     ):
         with pytest.raises(PrivacyConfigError):
@@ -230,7 +225,6 @@ def test_empty_slices_merge_to_an_empty_batch():
     sampler = PoissonSampler(10, 1, 4)
     empty = Decided(np.empty(0, np.int64), np.empty(0, np.uint64))
     assert sampler.merge([empty, empty]).tolist() == []
-    assert len(assign(sampler.merge([empty]), 4, 3)) == 0
 
 
 def test_one_rank_of_128_decides_in_50_ms_and_100_mb():

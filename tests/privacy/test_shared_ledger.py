@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -257,6 +258,29 @@ def test_cut_off_lines_are_missed_by_the_runs_that_saw_them_and_by_the_mirror(sh
     assert mirrored.path.read_bytes() == (tmp_path / "elsewhere.jsonl").read_bytes()
     with pytest.raises(PrivacyConfigError, match="a mirror of a new shared ledger is a new file"):
         SharedLedger.create(tmp_path / "third.jsonl", epsilon=2.0, delta=DELTA, mirror=tmp_path / "elsewhere.jsonl")
+
+
+def test_of_many_that_create_it_at_once_one_succeeds(tmp_path):
+    path, outcomes, barrier = tmp_path / "owner.jsonl", [], threading.Barrier(8)
+
+    def create(number):
+        barrier.wait()
+        try:
+            SharedLedger.create(path, epsilon=1.0 + number, delta=DELTA)
+        except PrivacyConfigError as error:
+            outcomes.append(str(error))
+
+    for _ in range(5):
+        threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(outcomes) == 7 and all("File exists" in line and "\n" not in line for line in outcomes)
+        SharedLedger(path).read()
+        assert [item.name for item in tmp_path.iterdir()] == ["owner.jsonl"]
+        path.unlink()
+        outcomes.clear()
 
 
 def test_a_grid_is_fixed_once_a_run_of_it_has_begun(shared):

@@ -22,6 +22,7 @@ from privacy.ledger.chain import hash_line
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import open_run_state
+from privacy.ledger.signature import SIGNING_KEY, SigningKey
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
@@ -30,7 +31,7 @@ from tests.privacy.ledger_files import rechained
 from trainer.run.ledger import RunLedger
 
 LEDGER, MIRROR, MEMBERS, KEY = "ledger.jsonl", "mirror.jsonl", "members.jsonl", "sampling.key"
-FILES = (LEDGER, MIRROR, MEMBERS, KEY, "sampling.key.staged")
+FILES = (LEDGER, MIRROR, MEMBERS, KEY, "sampling.key.staged", SIGNING_KEY)
 State = dict[str, bytes]
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -57,14 +58,23 @@ def opened(folder: Path, own: PrivacyPlan, *, mirrored: bool) -> tuple[Ledger, S
 def session(folder: Path, own: PrivacyPlan, steps: Iterator[int], *, mirrored: bool, dies: str = "") -> None:
     """One start of the program, which ends after its last step, or in it: `dies` names what that step does not reach."""
     ledger, key = opened(folder, own, mirrored=mirrored)
-    run = RunLedger(ledger, key, own, table=folder / "table.json", members=folder / MEMBERS)
-    numbers = list(steps)
+    with ledger:
+        _steps(
+            folder,
+            RunLedger(ledger, key, own, table=folder / "table.json", members=folder / MEMBERS),
+            list(steps),
+            dies,
+        )
+
+
+def _steps(folder: Path, run: RunLedger, numbers: list[int], dies: str) -> None:
+    own = run.plan
     with pytest.MonkeyPatch.context() as patch:  # the table of epsilons takes seconds
         patch.setattr(PrivacyPlan, "epsilon_table", lambda *_arguments, **_more: None)
         run.start_session()
     for step in numbers:
         last = step == numbers[-1]
-        run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1))
+        run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1), micro_batch_size=40)
         if last and dies == "intent":
             break
         run.intent(step, releases=step_releases(own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping))
@@ -73,7 +83,6 @@ def session(folder: Path, own: PrivacyPlan, steps: Iterator[int], *, mirrored: b
         run.done(step)
         if step % 2 == 0:
             run.checkpoint(step, f"step-{step}", "cd" * 32)
-    ledger.release()
 
 
 def snapshot(folder: Path) -> State:
@@ -181,6 +190,19 @@ def test_contract_9_a_cut_ledger_is_refused_or_charges_as_much(run: Any, tmp_pat
     assert refused > 3 * len(lines)
 
 
+def test_the_audit_finds_every_cut_that_takes_a_session_a_charge_or_a_checkpoint(run: Any, tmp_path: Path) -> None:
+    """The ledger alone is cut, so that no checkpoint contradicts it; private/ is kept."""
+    _, states = run
+    record = list(read_lines(put(tmp_path / "run", states[-1]) / MEMBERS))
+    lines = states[-1][LEDGER].splitlines(keepends=True)
+    kinds = [json.loads(line)["type"] for line in lines]
+    last = max(number for number, kind in enumerate(kinds) if kind in ("session", "intent", "checkpoint", "signature"))
+    for kept in range(2, last + 1):
+        (tmp_path / "run" / LEDGER).write_bytes(b"".join(lines[:kept]))
+        check = attempts_check(read_ledger(tmp_path / "run" / LEDGER), RecordedAttempts(record, record))
+        assert check.outcome == "violated", kept
+
+
 def test_any_line_of_the_record_that_is_lost_is_refused_where_a_charge_needs_it(
     run: Any, tmp_path: Path, no_fsync: None
 ) -> None:
@@ -247,7 +269,9 @@ def test_contract_10_a_ledger_written_anew_with_more_noise_in_plan_and_intents_i
     honest = read_ledger(tmp_path / "run" / LEDGER).epsilon()
     for stated in (records[0]["plan"], *(release for record in records for release in record.get("releases", ()))):
         stated["std" if "std" in stated else "noise_multiplier"] *= 1.5
-    (tmp_path / "run" / LEDGER).write_bytes(rechained(records))
+    (tmp_path / "run" / LEDGER).write_bytes(
+        rechained(records, SigningKey.load(tmp_path / "run" / SIGNING_KEY, records[0]["signer"]))
+    )
     forged = read_ledger(tmp_path / "run" / LEDGER)
     lower = forged.epsilon()
     assert lower is not None and honest is not None and lower < honest

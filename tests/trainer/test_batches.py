@@ -10,16 +10,18 @@ from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, default_cap, example_keys
 from trainer.ranks import distributed
 from trainer.run import batches as module
-from trainer.run.batches import LogicalBatches, pads_to_cap
+from trainer.run.batches import LogicalBatches
 
 NUM_EXAMPLES = 503
 NONCE = bytes(range(16))
 KEY = SamplingKey(bytes(32))
 
 
-def logical_batches(expected: int, cap: int | None, attempts: dict[int, int] | None = None) -> LogicalBatches:
+def logical_batches(
+    expected: int, cap: int | None, attempts: dict[int, int] | None = None, *, pads_to_cap: bool = True
+) -> LogicalBatches:
     sampler = PoissonSampler.with_expected_batch(NUM_EXAMPLES, expected, cap)
-    return LogicalBatches(sampler, expected, KEY, NONCE, attempts or {}, micro_batch_size=4)
+    return LogicalBatches(sampler, KEY, NONCE, attempts or {}, micro_batch_size=4, pads_to_cap=pads_to_cap)
 
 
 def plans_of_all(made: LogicalBatches, world_size: int, step: int, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
@@ -45,20 +47,23 @@ def plans_of_all(made: LogicalBatches, world_size: int, step: int, monkeypatch: 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize(("expected", "cap"), [(40, None), (40, default_cap(40)), (40, 35), (1, 9), (503, 503)])
+@pytest.mark.parametrize("pads_to_cap", [True, False])
 def test_members_do_not_depend_on_the_world(
-    world_size: int, expected: int, cap: int | None, monkeypatch: pytest.MonkeyPatch
+    world_size: int, expected: int, cap: int | None, pads_to_cap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = logical_batches(expected, cap)
+    made = logical_batches(expected, cap, pads_to_cap=pads_to_cap)
     for step in (1, 2, 3):
         found = plans_of_all(made, world_size, step, monkeypatch)
         members = made.sampler.members(KEY.coin_key(NONCE, 0), step)
-        assert np.array_equal(np.concatenate([plan.example_ids for plan in found]), members)
-        keys = example_keys(KEY.example_key(NONCE, 0), step, members)
-        assert np.array_equal(np.concatenate([plan.example_keys for plan in found]), keys)
-        sizes = [len(plan.example_ids) for plan in found]
-        assert max(sizes) - min(sizes) <= 1
+        assert sorted(np.concatenate([plan.example_ids for plan in found])) == members.tolist()
         (count,) = {plan.num_micro_batches for plan in found}
-        assert count >= 1 and max(sizes) <= 4 * count
+        for plan in found:
+            keys = example_keys(KEY.example_key(NONCE, 0), step, plan.example_ids)
+            assert np.array_equal(plan.example_keys, keys) and np.all(np.diff(plan.example_ids) > 0)
+            assert len(set(plan.rows.tolist())) == len(plan.rows) == len(plan.example_ids)
+            assert all(0 <= row < 4 * count for row in plan.rows)
+        if not pads_to_cap:
+            assert count == max(1, math.ceil(math.ceil(len(members) / world_size) / 4))
         assert {plan.step for plan in found} == {step}
 
 
@@ -74,49 +79,39 @@ def test_a_retry_takes_new_coins_and_keys(monkeypatch: pytest.MonkeyPatch) -> No
 def test_another_session_takes_new_coins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A restored copy of the run folder never repeats coins."""
     sampler = PoissonSampler.with_expected_batch(NUM_EXAMPLES, 40, None)
-    made = [LogicalBatches(sampler, 40, KEY, nonce, {}, 4) for nonce in (NONCE, bytes(16))]
+    made = [LogicalBatches(sampler, KEY, nonce, {}, 4) for nonce in (NONCE, bytes(16))]
     first, second = (plans_of_all(m, 1, 1, monkeypatch)[0] for m in made)
     assert not np.array_equal(first.example_ids, second.example_ids)
 
 
-@pytest.mark.parametrize(
-    ("expected", "cap", "padded"),
-    [
-        (1_310_720, default_cap(1_310_720), True),
-        (25_600, default_cap(25_600), True),  # exactly 5 %
-        (25_599, default_cap(25_599), False),
-        (256, default_cap(256), False),
-        (256, None, False),
-        (100, 105, True),
-        (100, 106, False),
-        (503, 503, True),
-    ],
-)
-def test_only_large_batches_are_padded_to_the_cap(expected: int, cap: int | None, padded: bool) -> None:
-    assert pads_to_cap(expected, cap) is padded
-
-
-def test_steps_that_are_padded_to_the_cap_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cap", [105, default_cap(100)])
+def test_contracts_4_and_12_every_step_runs_the_micro_batches_of_the_cap(
+    cap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The batch size varies; the number of micro-batches is that of the cap."""
-    made = logical_batches(100, 105)
+    made = logical_batches(100, cap)
     found = [plan for step in range(1, 13) for plan in plans_of_all(made, 2, step, monkeypatch)]
     assert len({len(plan.example_ids) for plan in found}) > 2
-    assert {plan.num_micro_batches for plan in found} == {math.ceil(math.ceil(105 / 2) / 4)}
+    assert {plan.num_micro_batches for plan in found} == {math.ceil(math.ceil(cap / 2) / 4)}
 
 
-def test_small_batches_are_not_padded_to_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contract_4_rows_are_those_of_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps never place their members alike, nor do two attempts or sessions; any rank may have any member."""
     made = logical_batches(40, default_cap(40))
-    for step in range(1, 13):
-        plan = plans_of_all(made, 1, step, monkeypatch)[0]
-        assert plan.num_micro_batches == max(1, math.ceil(len(plan.example_ids) / 4))
+    found = [plans_of_all(made, 2, step, monkeypatch) for step in range(1, 60)]
+    assert len({plan.rows[:8].tobytes() for plans in found for plan in plans}) == 2 * len(found)
+    again = plans_of_all(logical_batches(40, default_cap(40), {5: 1}), 2, 5, monkeypatch)
+    assert not np.array_equal(again[0].rows[:8], found[4][0].rows[:8])
+    ranks = [{int(i) for plans in found for i in plans[rank].example_ids} for rank in range(2)]
+    assert len(ranks[0] & ranks[1]) > 0.8 * NUM_EXAMPLES
 
 
 def test_an_empty_batch_is_one_micro_batch_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = logical_batches(1, None)
+    made = logical_batches(1, 9)
     empty = [s for s in range(1, 40) if len(made.sampler.members(KEY.coin_key(NONCE, 0), s)) == 0]
     assert empty, "with B = 1 a third of the batches are empty"
     for plan in plans_of_all(made, 3, empty[0], monkeypatch):
-        assert plan.num_micro_batches == 1 and len(plan.example_ids) == 0
+        assert plan.num_micro_batches == 1 and len(plan.example_ids) == len(plan.rows) == 0
 
 
 @pytest.mark.usefixtures("one_rank")

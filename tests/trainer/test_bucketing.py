@@ -18,9 +18,7 @@ from data.reading.reader import RawExample
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
-from privacy.sampling.poisson import default_cap
 from tests.data.conftest import picture, write_shard
-from trainer.run.batches import pads_to_cap
 
 MAKE = CaptionExample(image_size=32, num_tokens=40, tokenizer_path=EMBEDDED_TOKENIZER)
 WORDS = ["a", "red", "dog", "and", "blue", "cat", "sitting", "under", "the", "big", "tree"]
@@ -109,12 +107,6 @@ def test_no_gradient_changes(table: ExampleTable) -> None:
     assert float(norms) > 1 and torch.isclose(norms, bucketed_norms, rtol=1e-9)
     for name, value in plain.items():
         assert torch.allclose(value, bucketed_sums[name], rtol=1e-6, atol=1e-9), name
-
-
-def test_batches_are_then_not_padded_to_the_cap() -> None:
-    large = 1_310_720
-    assert pads_to_cap(large, default_cap(large))
-    assert not pads_to_cap(large, default_cap(large), bucket_captions=True)
 
 
 class ImagesOnly:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from privacy.ledger import durable
 from trainer.checkpoints import read as checkpoint
 from trainer.checkpoints import write as checkpoint_writer
 from trainer.checkpoints.read import Checkpoint, checkpoint_name, file_digest, newest_checkpoint, sealed
@@ -297,12 +298,12 @@ def test_a_crash_between_the_name_and_latest(folder: Path, saved: Path) -> None:
     assert_same(resume(folder / checkpoint_name(4)), engine)
 
 
-@pytest.mark.parametrize("failing", ["save_file", "fsync_path", "write_durably"])
+@pytest.mark.parametrize("failing", ["save_file", "fsync_path", "replace_file"])
 def test_a_crash_while_saving(folder: Path, saved: Path, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(checkpoint_writer, failing, fail)
+    monkeypatch.setattr(checkpoint_writer if failing == "save_file" else durable, failing, fail)
     with pytest.raises(OSError, match="disk full"):
         save_checkpoint(folder, new_engine(new_model()), 4, {}, keep=1)
     assert newest_checkpoint(folder) == saved and Checkpoint(saved).step == 3

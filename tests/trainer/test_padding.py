@@ -28,7 +28,7 @@ def test_padding_by_hand() -> None:
 
 def test_padding_of_a_batch_that_fluctuates() -> None:
     """Its number of micro-batches follows the sample: as in batches that are drawn."""
-    config = clip_art()
+    config = clip_art("privacy.enabled=false")
     batches = Batches.of(config, None)
     drawn = torch.poisson(torch.full((20_000,), 256.0), generator=torch.Generator().manual_seed(0)).clamp(max=384)
     for ranks, size in ((1, 32), (2, 32), (2, 24), (4, 70)):
@@ -43,4 +43,4 @@ def test_a_plan_says_when_padding_wastes_much() -> None:
     found = plan_resources(config, machine("zero1"), Cluster("local", 2), examples(config, ROOT, None), None, ROOT)
     (note,) = [note for note in found["notes"] if note.startswith("padding: ")]
     assert f"train.micro_batch_size={found['batch']['better_micro_batch_size']} leaves" in note
-    assert found["batch"]["padding_share"] > 0.2 and "\n" not in note
+    assert found["batch"]["padding_share"] > 0.15 and "\n" not in note

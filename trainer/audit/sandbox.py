@@ -120,6 +120,9 @@ class WatchedNoise:
         self._step.append(draw.detach().cpu().double().clone())
         return torch.zeros_like(draw) if self.silent else draw
 
+    def uniform_words(self, count: int) -> np.ndarray:
+        raise NotImplementedError("the audit of the mechanism watches standard normals; bits cannot be silenced")
+
     def take(self) -> np.ndarray:
         """Everything drawn since the last call."""
         drawn = torch.cat(self._step).numpy() if self._step else np.zeros(0)
@@ -207,9 +210,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
     for first, last, killed_at in ((1, last_silent, last_silent), (last_silent, plan.num_steps, None)):
         ledger = open_sandbox_ledger(folder, plan)
         nonce = ledger.start_session()
-        batches = LogicalBatches(
-            plan.sampler, plan.expected_batch_size, ledger.key, nonce, ledger.attempts, MICRO_BATCH_SIZE
-        )
+        batches = LogicalBatches(plan.sampler, ledger.key, nonce, ledger.attempts, MICRO_BATCH_SIZE)
         for step_plan in batches.plans(first, last):
             step, ids = step_plan.step, step_plan.example_ids
             noise.silent = step <= last_silent
@@ -226,7 +227,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
                 canaries.batch(ids[start : start + MICRO_BATCH_SIZE], present_N, MICRO_BATCH_SIZE)
                 for start in range(0, step_plan.num_micro_batches * MICRO_BATCH_SIZE, MICRO_BATCH_SIZE)
             )
-            ledger.note(step_plan)
+            ledger.note(step_plan, MICRO_BATCH_SIZE)
             record = train_step(mechanism, step, micro_batches)
             fraction = record.public.get("privacy/noised_unclipped_fraction")
             tape.note(step_plan, None if fraction is None else (fraction.value - 0.5) * plan.expected_batch_size)

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from data.files import fsync_path, write_durably
+from privacy.ledger import durable
 from trainer.engines.base import Engine, Piece
 from trainer.errors import ConfigError
 from trainer.ranks import distributed
@@ -279,6 +279,5 @@ def _set_aside_newer(folder: Path, kept: str) -> None:
             while target.exists():
                 number += 1
                 target = folder / f"set-aside-{path.name}-{number}"
-            path.rename(target)
-    write_durably(folder / LATEST, kept + "\n")
-    fsync_path(folder)
+            durable.rename(path, target)
+    durable.replace_file(folder / LATEST, f"{kept}\n".encode())

@@ -7,7 +7,6 @@ noise.
 
 import functools
 import json
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.files import fsync_path, write_durably
+from privacy.ledger import durable
 from trainer.checkpoints.read import FORMAT, LATEST, MANIFEST, checkpoint_name, file_digest, sealed
 from trainer.engines.base import ShardState
 from trainer.errors import RemoteError
@@ -59,7 +58,7 @@ class _InFlight:
     def write(self) -> None:
         try:
             save_file(self.tensors, self.path)
-            fsync_path(self.path)
+            durable.fsync_path(self.path)
             self.digest = file_digest(self.path)
         except Exception as error:  # also what the library makes of a full disk; raised at the next step boundary
             self.error = error
@@ -108,8 +107,8 @@ class CheckpointWriter:
 
         def make_folder() -> None:
             for leftover in self._folder.glob(".step-*"):  # of a crash
-                shutil.rmtree(leftover)
-            temporary.mkdir(parents=True)
+                durable.remove_tree(leftover)
+            durable.make_directory(temporary)
 
         distributed.on_main(lambda: _readable(step, make_folder))
         tensors = {  # a copy: the next step changes the originals
@@ -174,12 +173,12 @@ def _explained(step: int, error: Exception) -> CheckpointWriteError:
 def _publish(temporary: Path, target: Path, manifest: Mapping[str, Any], retention: Retention) -> str:
     """Gives a whole checkpoint its name, points LATEST at it and removes superseded ones; returns the manifest's digest."""
     text = json.dumps(sealed(manifest), indent=1, sort_keys=True)
-    write_durably(temporary / MANIFEST, text)
+    durable.replace_file(temporary / MANIFEST, text.encode())
     if target.exists():  # the same step, saved again after a rollback
         _remove(target)
-    temporary.rename(target)
-    fsync_path(target.parent)
-    write_durably(target.parent / LATEST, target.name + "\n")
+    durable.rename(temporary, target)
+    durable.fsync_directory(target.parent)
+    durable.replace_file(target.parent / LATEST, f"{target.name}\n".encode())
     steps = [int(path.name.removeprefix("step-")) for path in target.parent.glob("step-*")]
     for step in retention.superseded(steps):
         _remove(target.parent / checkpoint_name(step))
@@ -188,5 +187,5 @@ def _publish(temporary: Path, target: Path, manifest: Mapping[str, Any], retenti
 
 def _remove(checkpoint: Path) -> None:
     hidden = checkpoint.with_name(f".{checkpoint.name}.old")
-    checkpoint.rename(hidden)
-    shutil.rmtree(hidden)
+    durable.rename(checkpoint, hidden)
+    durable.remove_tree(hidden)

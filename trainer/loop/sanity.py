@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,6 +97,12 @@ class _WatchedNoise:
         if count > 0:
             self.hashes.append(hashlib.sha256(draw[:2].cpu().numpy().tobytes()).digest()[:16])
         return draw
+
+    def uniform_words(self, count: int) -> np.ndarray:
+        words = self._source.uniform_words(count)
+        if count > 0:
+            self.hashes.append(hashlib.sha256(words[:2].tobytes()).digest()[:16])
+        return words
 
 
 def _replica_digests(engine: Engine) -> dict[tuple[str, tuple[int, ...]], bytes]:

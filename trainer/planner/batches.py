@@ -1,8 +1,8 @@
 """How many micro-batches a logical batch takes, how many of their rows are padding, and what a step reads.
 
-Every rank runs the same number of micro-batches of the same size, so the last one is filled up with rows that cost as much as
-examples and count for nothing. Where every step runs the micro-batches of the capped batch (trainer/run/batches.py) their number
-is one; elsewhere it follows the Poisson batch, and a size that just holds B / W examples needs one more in half of the steps.
+Every rank runs the same number of micro-batches of the same size, whose rows without an example cost as much as examples and
+count for nothing. Every step of a private run takes the micro-batches of the capped batch (trainer/run/batches.py). Elsewhere
+their number follows the Poisson batch, and a size that just holds B / W examples needs one more in half of the steps.
 A step makes one random read for each example, whose mean size the index knows where there is one.
 """
 
@@ -17,7 +17,7 @@ from data.index.tar_index import MANIFEST, ExampleTable
 from privacy.plan import PrivacyPlan
 from privacy.sampling.poisson import default_cap
 from trainer.config.recipe import RunConfig
-from trainer.run.batches import num_micro_batches, pads_to_cap
+from trainer.run.batches import num_micro_batches
 
 WORTH_A_NOTE = 0.05
 """Padding is noted from this share of the rows on."""
@@ -44,7 +44,7 @@ class Batches:
         if config.data.streaming:
             return cls((expected,))
         cap = default_cap(expected) if plan is None else plan.max_batch_size
-        if pads_to_cap(expected, cap, bucket_captions=config.data.bucket_captions):
+        if config.privacy.enabled:
             return cls((cap,))
         spread = NormalDist(expected, math.sqrt(expected))
         quantiles = (spread.inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES))

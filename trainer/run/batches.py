@@ -1,8 +1,8 @@
 """Which examples this rank reads in each logical step, and how many micro-batches every rank runs.
 
-Each rank decides the coins of its own slice of the data; the decisions are gathered, the cap is applied to all of them, and the
-sorted list is dealt out evenly, so that members do not depend on the number of ranks (contract 1) and ranks differ by at most
-one example. Pulling a plan is a collective.
+Each rank decides the coins of its own slice of the data; the decisions are gathered and the cap is applied to all of them, so
+that members do not depend on the number of ranks (contract 1). They stand in random rows of the micro-batches of all ranks
+(privacy/sampling/rows.py). Pulling a plan is a collective.
 """
 
 import math
@@ -15,16 +15,9 @@ import torch.distributed as dist
 
 from data.reading.loader import StepPlan
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import Decided, Sampler, assign, example_keys, slice_bounds
+from privacy.sampling.poisson import Decided, Sampler, example_keys, slice_bounds
+from privacy.sampling.rows import deal
 from trainer.ranks import distributed
-
-LARGEST_OVERHEAD = 0.05
-"""Where the cap is further above the expected batch, steps are not padded to it. Timings are private either way (contract 12)."""
-
-
-def pads_to_cap(expected_batch_size: int, cap: int | None, *, bucket_captions: bool = False) -> bool:
-    """Whether every step runs the number and shapes of micro-batches of the capped batch."""
-    return not bucket_captions and cap is not None and cap <= (1 + LARGEST_OVERHEAD) * expected_batch_size
 
 
 def num_micro_batches(count: int, world_size: int, size: int) -> int:
@@ -37,18 +30,18 @@ class LogicalBatches:
     """The plans of one session.
 
     Attributes:
-        bucket_captions: the loader cuts micro-batches to their longest caption, so that shapes follow the sample.
-        key, nonce: these and the attempt determine every coin.
+        key, nonce: these and the attempt determine every coin and every row.
         attempts: the ledger's number of earlier attempts by step; a retry takes new coins.
+        pads_to_cap: every step runs the number and shapes of micro-batches of the capped batch (contracts 4 and 12). Runs
+            without privacy run as many as the sample fills.
     """
 
     sampler: Sampler
-    expected_batch_size: int
     key: SamplingKey
     nonce: bytes
     attempts: Mapping[int, int]
     micro_batch_size: int
-    bucket_captions: bool = False
+    pads_to_cap: bool = True
 
     def plans(self, first_step: int, last_step: int) -> Iterator[StepPlan]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""
@@ -62,12 +55,12 @@ class LogicalBatches:
         coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
         start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
         members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
-        ids = assign(members, world_size, rank)
+        most = self.sampler.num_examples if self.sampler.cap is None else self.sampler.cap
+        count = num_micro_batches(most if self.pads_to_cap else len(members), world_size, self.micro_batch_size)
+        row_key = self.key.row_key(self.nonce, attempt)
+        ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size)[rank]
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
-        count, cap = len(members), self.sampler.cap
-        if cap is not None and pads_to_cap(self.expected_batch_size, cap, bucket_captions=self.bucket_captions):
-            count = cap  # the same number of micro-batches in every step
-        return StepPlan(step, ids, keys, num_micro_batches(count, world_size, self.micro_batch_size))
+        return StepPlan(step, ids, keys, count, rows)
 
 
 def _gather(mine: Decided) -> list[Decided]:

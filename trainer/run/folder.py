@@ -14,6 +14,7 @@ from typing import Any
 
 from data.files import write_durably
 from privacy.audit.members import FILE
+from privacy.ledger.durable import make_directory
 from trainer.errors import ConfigError
 
 PACKAGES = ("torch", "deepspeed", "dp-accounting", "numpy", "cryptography", "tokenizers", "pillow", "pydantic")
@@ -40,8 +41,8 @@ class RunFolder:
         """Makes the folders; `private` is for the owner alone."""
         try:
             for folder in (self.root, self.checkpoints, self.evaluation):
-                folder.mkdir(parents=True, exist_ok=True)
-            self.private.mkdir(mode=0o700, exist_ok=True)
+                make_directory(folder)
+            make_directory(self.private, 0o700)
             self.private.chmod(0o700)
         except OSError as error:
             raise ConfigError(f"run folder {self.root}: {error.strerror}") from error

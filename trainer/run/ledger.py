@@ -14,10 +14,12 @@ from data.reading.loader import StepPlan
 from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.audit.members import LedgerMark, MembersRecord, members_digest
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger import durable
 from privacy.ledger.durable import torn_line_end
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
+from privacy.ledger.signature import fingerprint
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.releases import Release
 from privacy.sampling.keys import SamplingKey
@@ -28,7 +30,7 @@ from trainer.run.folder import RunFolder, environment
 
 
 class MembersLog:
-    """Notes, privately, every attempt before its intent and the intent once it is durable (privacy/audit/members.py).
+    """Notes, privately, every attempt before its intent, and what the ledger must not lose (privacy/audit/members.py).
 
     Appends to private/members.jsonl, durably; the file is there since the run was opened.
 
@@ -39,28 +41,30 @@ class MembersLog:
     def __init__(self, path: Path, key: SamplingKey, nonce: bytes, position: Callable[[], tuple[int, str]]) -> None:
         self._path, self._key, self._nonce, self._position = path, key, nonce, position
 
-    def attempt(self, plan: StepPlan, attempt: int) -> None:
+    def attempt(self, plan: StepPlan, attempt: int, rows_per_rank: int) -> None:
         """What the ranks were dealt; before the step's intent, so that every charge has its line. Collective."""
         rank = distributed.rank()
         digest = members_digest(self._key, self._nonce, attempt, plan.step, rank, plan.example_ids)
         counts, digests = zip(*distributed.gather_objects((len(plan.example_ids), digest)), strict=True)
+        nonce = self._nonce.hex()
         distributed.on_main(
             lambda: self._append(
-                MembersRecord(*self._position(), plan.step, attempt, self._nonce.hex(), counts, digests)
+                MembersRecord(*self._position(), plan.step, attempt, nonce, rows_per_rank, counts, digests)
             )
         )
 
-    def charged(self) -> None:
-        """The ledger's last line is this attempt's intent. On rank 0, before the others know that they may go on."""
+    def mark(self) -> None:
+        """Names the ledger's last line, which is durable; on rank 0, before the others go on."""
         self._append(LedgerMark(*self._position()))
 
     def _append(self, line: LedgerMark) -> None:
         try:
-            with self._path.open("r+b") as file:
-                file.seek(0, os.SEEK_END)
-                file.write(torn_line_end(file.fileno()) + line.line().encode())
-                file.flush()
-                os.fsync(file.fileno())
+            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND)
+            try:
+                durable.write(descriptor, torn_line_end(descriptor) + line.line().encode())
+                durable.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise PrivacyStateRefused(
                 f"{self._path}: cannot write the record of attempts: {error.strerror or error}"
@@ -133,6 +137,12 @@ class RunLedger:
         """Charged attempts; 0 on ranks other than 0, and without privacy, where nothing is claimed."""
         return self._ledger.num_charged if self._ledger is not None else 0
 
+    @property
+    def fingerprint(self) -> str | None:
+        """What recognises the signer of the ledger; on rank 0, and None where nobody signs."""
+        signer = None if self._ledger is None else self._ledger.state.signer
+        return None if signer is None else fingerprint(signer)
+
     def budget_is_spent(self, step: int) -> bool:
         """Whether an intent for `step` would pass the budget; False on ranks other than 0."""
         return self._ledger is not None and self._ledger.budget_spent(step) is not None
@@ -151,15 +161,17 @@ class RunLedger:
 
         nonce = distributed.on_main(start)
         self._members = MembersLog(self._members_path, self.key, nonce, lambda: self._on_main.position())
+        distributed.on_main(self._members.mark)
         if self._ledger is not None:
             self._table = self.plan.epsilon_table(cache=self._table_cache)
         return nonce
 
-    def note(self, plan: StepPlan) -> None:
+    def note(self, plan: StepPlan, micro_batch_size: int) -> None:
         """Records, privately, whom the next attempt is about to train on; the intent follows."""
         if self.plan.enabled:
             assert self._members is not None, "a session comes first"
-            self._members.attempt(plan, self.attempts.get(plan.step, 0))
+            rows_per_rank = plan.num_micro_batches * micro_batch_size
+            self._members.attempt(plan, self.attempts.get(plan.step, 0), rows_per_rank)
 
     def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         """Charges the attempt; see `Ledger.intent`. The private record knows of the charge before any rank goes on."""
@@ -167,7 +179,7 @@ class RunLedger:
         def charge() -> None:
             assert self._members is not None, "a session comes first"
             self._on_main.intent(step, self.attempts.get(step, 0), releases)
-            self._members.charged()
+            self._members.mark()
 
         if self.plan.enabled:
             distributed.on_main(charge)
@@ -177,12 +189,23 @@ class RunLedger:
             distributed.on_main(lambda: self._on_main.done(step, self.attempts.get(step, 0)))
 
     def checkpoint(self, step: int, name: str, digest: str) -> None:
+        def record() -> None:
+            assert self._members is not None, "a session comes first"
+            self._on_main.checkpoint(step, name, digest)
+            self._members.mark()
+
         if self.plan.enabled:
-            distributed.on_main(lambda: self._on_main.checkpoint(step, name, digest))
+            distributed.on_main(record)
 
     def close_run(self) -> None:
         """All steps are done."""
-        distributed.on_main(lambda: self._on_main.close("finished"))
+
+        def close() -> None:
+            assert self._members is not None, "a session comes first"
+            self._on_main.close("finished")
+            self._members.mark()
+
+        distributed.on_main(close)
 
     def position(self) -> dict[str, Any]:
         """Sequence number and hash of the last line, for a manifest; empty on ranks other than 0."""

@@ -250,12 +250,11 @@ def _build_run(
         sanity=sanity,
         batches=LogicalBatches(
             ledger.plan.sampler,
-            ledger.plan.expected_batch_size,
             ledger.key,
             nonce,
             ledger.attempts,
             config.train.micro_batch_size,
-            bucket_captions=config.data.bucket_captions,
+            pads_to_cap=ledger.plan.enabled,
         ),
         loader=_loader(setup, table, first_step),
         heldout=heldout,

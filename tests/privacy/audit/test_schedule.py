@@ -14,7 +14,8 @@ from privacy.audit.schedule import Attempt, audit_schedule
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import PoissonSampler, assign
+from privacy.sampling.poisson import PoissonSampler
+from privacy.sampling.rows import deal
 
 SECRET = bytes(range(32))
 KEY = SamplingKey(SECRET)
@@ -35,11 +36,13 @@ def members(own: PrivacyPlan, attempt: Attempt) -> np.ndarray:
 
 
 def record(attempt: Attempt, ids: np.ndarray, world_size: int = 2) -> MembersRecord:
-    parts = [assign(ids, world_size, rank) for rank in range(world_size)]
+    rows_per_rank = len(ids) // world_size + 5
+    row_key = KEY.row_key(attempt.nonce, attempt.attempt)
+    parts = [part for part, _ in deal(row_key, attempt.step, ids, rows_per_rank, world_size)]
     digests = [
         members_digest(KEY, attempt.nonce, attempt.attempt, attempt.step, rank, part) for rank, part in enumerate(parts)
     ]
-    named = (attempt.step, attempt.attempt, attempt.nonce.hex())
+    named = (attempt.step, attempt.attempt, attempt.nonce.hex(), rows_per_rank)
     return MembersRecord(0, "0" * 64, *named, tuple(map(len, parts)), tuple(digests))
 
 

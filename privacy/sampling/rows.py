@@ -1,0 +1,61 @@
+"""In which row of which micro-batch of which rank a member of a logical batch is computed: a secret, uniformly random one.
+
+Sums of floating-point numbers round by the places of their terms, so where the others stand must not depend on whether an
+example x was drawn. Amplification by sampling (Balle, Barthe and Gaboardi 2018) compares
+
+    (1 - q) N(M0) + q N(M1 + v)    with    (1 - q) N(M0) + q N(M1),
+
+the sums M0 without x, M1 with zeros in its place and M1 + v with x. If the rows behind x closed up when it is not drawn, M0
+and M1 would differ by how all others round anew, and by more the larger the batch.
+
+So every step has a public number of rows S, at least the cap, and its members stand in distinct rows that are drawn uniformly
+at random. Then M0 and M1 have one distribution, and can be taken to be equal:
+
+    Let W be the other members. If x is not drawn, their rows are a uniform injection of W into the S rows. If x is drawn, all
+    rows together are a uniform injection of W and x; its restriction to W is again a uniform injection, and x stands in one of
+    the rows that are left, each equally likely. Condition on W, on the rows of W, and on the row that x has if it is drawn. A
+    row without an example and the row of an example that contributes nothing hold the same padding, so M0 = M1 =: M, and the
+    pair is (1 - q) N(M) + q N(M + v) against N(M), with |v| <= C (1 + r) for every condition (contract 4: x with zeros in its
+    place). The hockey-stick divergence is jointly convex, which carries this over to the mixture of all conditions.
+
+The proof needs two things. Rows are independent of the coins and unknown to whoever sees the noised sum: they come from
+AES-256-CTR under a key of their own, anew for each step and attempt. And what an example contributes does not depend on what
+stands in the other rows, as everywhere in contract 4. A batch that would pass the cap is what the plan charges for the cap.
+"""
+
+import numpy as np
+
+from privacy.errors import PrivacyConfigError
+from privacy.sampling.poisson import Ids, coins
+
+
+def rows_of_members(row_key: bytes, step: int, count: int, num_rows: int) -> Ids:
+    """Distinct rows in [0, num_rows), uniformly random: row j of the result is that of the j-th member.
+
+    Rows in the order of one random 64-bit number each; numbers among which two are equal are passed over together, since a rule
+    that decides between equal ones would prefer some rows.
+
+    Args:
+        row_key: of the attempt (`SamplingKey.row_key`).
+        count: members, at most `num_rows`.
+
+    Raises:
+        PrivacyConfigError: more members than rows.
+    """
+    if not 0 <= count <= num_rows:
+        raise PrivacyConfigError(f"{count} members do not fit {num_rows} rows")
+    start = 0
+    while True:
+        values = np.concatenate([part for _, part in coins(row_key, step, start, start + num_rows)])
+        order = np.argsort(values)
+        in_order = values[order]
+        if not (in_order[1:] == in_order[:-1]).any():
+            return order[:count].astype(np.int64)
+        start += num_rows
+
+
+def deal(row_key: bytes, step: int, members: Ids, rows_per_rank: int, world_size: int) -> list[tuple[Ids, Ids]]:
+    """For each rank (ids, rows): its members in rising order and where they stand among its `rows_per_rank` rows."""
+    rows = rows_of_members(row_key, step, len(members), rows_per_rank * world_size)
+    ranks = rows // rows_per_rank
+    return [(members[ranks == rank], rows[ranks == rank] % rows_per_rank) for rank in range(world_size)]

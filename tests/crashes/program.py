@@ -1,0 +1,161 @@
+"""A run of three steps on the real ledger, mirror, record of attempts, shared ledger and checkpoints, without the training.
+
+Rank 0's code runs; what another rank does follows rank 0's acknowledgement, so the noise of all ranks counts as drawn in the very
+moment in which `intent` returns. Keys, nonces and temporary names follow from the number of the start, so that equal histories
+leave equal disks.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+import privacy.ledger.shared_records
+import trainer.checkpoints.write
+from data.reading.loader import StepPlan
+from privacy.ledger import durable
+from privacy.ledger.run_state import SharedTerms, open_run_state
+from privacy.ledger.shared import SharedLedger
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
+from privacy.releases import step_releases
+from trainer.checkpoints.read import Checkpoint, has_checkpoints, newest_whole
+from trainer.checkpoints.write import CheckpointWriter, Retention
+from trainer.engines.base import Piece, ShardState
+from trainer.ranks import distributed
+from trainer.run.folder import RunFolder
+from trainer.run.ledger import RunLedger
+from trainer.run.start import _begins_again
+
+STEPS = 3
+PLAN = make_plan(
+    PlanRequest(
+        num_examples=2000, expected_batch_size=100, num_steps=STEPS, noise_multiplier=4.0, target_delta=1e-5,
+        reserved_attempts=9, sensitivity_slack=1e-4,
+    )
+)  # fmt: skip
+RUN, MIRROR, OWNER = "runs/one", "elsewhere/mirror.jsonl", "owner/shared.jsonl"
+WEIGHTS = {"weight": torch.Size([2])}
+Note = Callable[[Any], None]
+
+
+def save_as_library(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """What safetensors does, through the file layer."""
+    descriptor = durable.create_file(path, 0o600)
+    with contextlib.closing(open(descriptor, "rb")):
+        durable.write(descriptor, save(tensors))
+
+
+@contextlib.contextmanager
+def quick(number: int) -> Iterator[pytest.MonkeyPatch]:
+    """One rank without a process group, no accounting, and secrets that follow from the number of the start."""
+    count = itertools.count()
+
+    def token(size: int = 32) -> bytes:
+        return hashlib.shake_256(f"{number} {next(count)}".encode()).digest(size)
+
+    def gathered(value: Any) -> list[Any]:
+        return [value]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secrets, "token_bytes", token)
+        patch.setattr(secrets, "token_hex", lambda size: token(size).hex())
+        patch.setattr(distributed, "rank", lambda: 0)
+        patch.setattr(distributed, "world_size", lambda: 1)
+        patch.setattr(distributed, "on_main", lambda function: function())
+        patch.setattr(distributed, "gather_objects", gathered)
+        patch.setattr(PrivacyPlan, "epsilon_table", lambda *_arguments, **_more: None)
+        patch.setattr("trainer.run.ledger.environment", dict)
+        patch.setattr(privacy.ledger.shared_records, "total_epsilon", lambda *_arguments, **_more: 0.1)
+        patch.setattr(trainer.checkpoints.write, "save_file", save_as_library)
+        yield patch
+
+
+def prepare(root: Path) -> None:
+    """What is there, durable, before a run begins: the places of mirror and shared ledger, and the latter."""
+    for name in ("elsewhere", "owner", "runs"):
+        (root / name).mkdir()
+    with quick(0):
+        SharedLedger.create(root / OWNER, epsilon=2.0, delta=1e-5)
+
+
+@contextlib.contextmanager
+def opened(root: Path) -> Iterator[tuple[RunLedger, Checkpoint | None]]:
+    """The privacy state and the newest checkpoint, as a start of the trainer opens them."""
+    folder = RunFolder(root / RUN)
+    folder.create()
+    ledger, key = open_run_state(
+        folder.ledger, folder.key, PLAN, data_manifest=b"data", mirror=root / MIRROR, members=folder.members,
+        shared=SharedTerms(root / OWNER, "one"), has_checkpoint=has_checkpoints(folder.checkpoints),
+    )  # fmt: skip
+    with ledger:
+        run = RunLedger(ledger, key, PLAN, table=folder.private / "table.json", members=folder.members)
+        resumed = newest_whole(folder.checkpoints, run.require_not_shorter_than)
+        if not run.is_closed:
+            _begins_again(folder, run, resumed, may_restart=False)
+        yield run, resumed
+
+
+def start(root: Path, number: int, note: Note, opening: Callable[[RunLedger], None] = lambda run: None) -> None:
+    """One start of the program, to the end of the run.
+
+    Args:
+        note: learns of noise that is drawn, as (nonce, step, attempt), and of the end.
+        opening: looks at the ledger as it was opened.
+    """
+    with quick(number), opened(root) as (run, resumed):
+        opening(run)
+        if run.is_closed:
+            return
+        nonce = run.start_session()
+        writer = CheckpointWriter(RunFolder(root / RUN).checkpoints, Retention(1), published=run.checkpoint)
+        for step in range(1 if resumed is None else resumed.step + 1, STEPS + 1):
+            run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1))
+            run.intent(step, releases=step_releases(PLAN.noise_multiplier, PLAN.max_grad_norm, None))
+            note((nonce.hex(), step, run.attempts.get(step, 0)))
+            run.done(step)
+            if step != 2:
+                state = ShardState(Piece("weight", 0, 2), {"param": torch.full((2,), float(step))})
+                facts = {"ledger": run.position(), "charged_attempts": run.num_charged}
+                writer.save(step, [state], WEIGHTS, facts)
+        run.close_run()
+        note("closed")
+
+
+def charged(root: Path) -> tuple[set[tuple[str, int, int]], int, bool]:
+    """What the ledger says to the next start: its intents by name, everything that is charged, and whether the run is closed."""
+    with quick(99), opened(root) as (run, _):
+        state = run._on_main.state
+        intents = {(intent.nonce, intent.step, intent.attempt) for intent in state.intents}
+        return intents, state.num_charged, run.is_closed
+
+
+def problem(root: Path, happened: list[Any]) -> str | None:
+    """What is wrong with opening a disk after `happened`: a refusal, a charge that is forgotten, an end that is undone."""
+    try:
+        intents, number, is_closed = charged(root)
+    except Exception as error:  # whatever ends the program
+        return f"refused: {type(error).__name__}: {error}"
+    draws = [event for event in happened if event != "closed"]
+    if len(set(draws)) != len(draws):
+        return "coins and noise were used twice"
+    if not set(draws) <= intents or number < len(draws):
+        return f"forgotten: {len(set(draws) - intents)} of {len(draws)} draws"
+    if number > PLAN.max_intents:
+        return "an honest crash went beyond the budget"
+    if "closed" in happened and not is_closed:
+        return "the end is undone"
+    mirror, ledger = (root / MIRROR).read_bytes(), (root / RUN / "ledger.jsonl").read_bytes()
+    if mirror != ledger:
+        return "the mirror differs from the ledger that was opened"
+    json.loads(ledger.splitlines()[-1])
+    return None

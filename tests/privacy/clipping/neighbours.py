@@ -1,0 +1,327 @@
+"""An adversary that looks for one example which moves the clipped sum by more than C (1 + r): contract 4 against rounding.
+
+A construction is a logical batch in which every example adds freely chosen values, token by token, to some parameter. Many
+pairs of neighbours share one forward: each coordinate (lane) of the parameter is a pair of its own, with values, magnitude and
+bound of its own, since a kernel adds up every entry by itself.
+
+The sum with x is compared with the sum without it, x zeroed in its place or left out with the rows behind it closed up. In a lane
+no example contributes more than C, which exact arithmetic on the same weights says, so neither may the two sums differ by more.
+`sums` draws values that cross a power of two at x, fall between two numbers, cancel over tokens, or are random; `climb` changes
+those of the worst lanes again and again. magnitudes.py looks for norms that read low.
+
+Both run on any device and use `ClippedSum` as its users do; the weights are read by a clipping function that keeps them.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from models.vocabulary_head import VocabularyHead
+from privacy.clipping import ClippedSum
+from privacy.clipping.functions import FUNCTIONS, ClippingFunction
+from privacy.clipping.norms import MOST_CANCELLED
+from trainer.engines.base import even_layout
+from trainer.engines.sharded_sums import ShardedSums
+
+MODES = ("bookkeeping", "two_pass")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LANES = 48
+TOKENS_OF_A_DRAW = (1 << 13,) * 7 + (1 << 16,)
+"""Examples times tokens, at random: bounds the time of one construction."""
+
+
+class Found(NamedTuple):
+    """The worst pair of a construction.
+
+    Attributes:
+        size: by how much its two sums differ, in units of C.
+        name: the rule and the precision.
+    """
+
+    size: float
+    pairs: int
+    name: tuple[str, str]
+    construction: object
+
+
+@dataclass(frozen=True)
+class Watched(ClippingFunction):
+    """A clipping function that keeps the weights it gave, zero where the norm was not finite."""
+
+    seen: tuple[list[Tensor], ...] = ()
+
+    def weight(self, norm_B: Tensor, bound: float) -> Tensor:
+        weight_B = super().weight(norm_B, bound)
+        self.seen[0].append(torch.where(norm_B.isfinite(), weight_B, 0).double().cpu())
+        return weight_B
+
+
+def watched(name: str, seen: list[Tensor]) -> Callable[[list[str], float], ClippingFunction]:
+    """The function of that name; every micro-batch appends one (B,) to `seen` (the models here have one group)."""
+
+    def make(names: list[str], bound: float) -> ClippingFunction:
+        plain = FUNCTIONS[name](names, bound)
+        return Watched(plain.group_of, plain.bounds, plain.kind, (seen,))
+
+    return make
+
+
+# Layers whose parameter receives chosen values
+
+
+class Product(nn.Module):
+    """loss_i = <layer(x_i), w_i>: the gradients of the layer's outputs are w."""
+
+    def __init__(self, layer: nn.Module, *, frozen: str = "") -> None:
+        super().__init__()
+        self.layer = layer
+        if frozen:
+            getattr(layer, frozen).requires_grad_(False)
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return (self.layer(x) * w).to(torch.promote_types(w.dtype, torch.float32)).flatten(1).sum(1)
+
+
+class Raw(nn.Module):
+    def __init__(self, lanes: int) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(lanes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.p
+
+
+class Convolved(Product):
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2), w.transpose(1, 2))
+
+
+class ByChunks(nn.Module):
+    """Cross-entropy by chunks with all scores zero: row 1 of the weight receives x w / V."""
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__()
+        self.head = VocabularyHead(lanes, 4, max_logits=4, bias=False)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        targets = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
+        return (self.head.token_losses(x, targets) * w[:, :, 0]).sum(1)
+
+
+def build(
+    rule: str, tokens: int
+) -> tuple[nn.Module, Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[Tensor], Tensor]]:
+    """A model, its inputs (x, w) for values (N, T, LANES), and the lanes among its parameter's coordinates.
+
+    A Linear takes the ghost norm where T (d + p) < d p, and writes gradients out elsewhere; its width decides.
+    """
+    size = max(LANES, 2 * tokens + 24)  # of a square matrix that takes the ghost norm
+    match rule:
+        case "ghost":
+            layer = nn.Linear(size, size, bias=False)
+            return Product(layer), partial(_constant, torch.eye(size)[0], size), lambda total: total[:LANES, 0]
+        case "written_out":
+            layer = nn.Linear(2, LANES, bias=False)
+            return Product(layer), partial(_constant, torch.eye(2)[0], LANES), lambda total: total[:, 0]
+        case "convolution":
+            convolution = nn.Conv1d(size, size, 1, bias=False)
+            return (
+                Convolved(convolution),
+                partial(_constant, torch.eye(size)[0], size),
+                lambda total: total[:LANES, 0, 0],
+            )
+        case "bias":
+            return Product(nn.Linear(2, LANES), frozen="weight"), partial(_constant, torch.ones(2), LANES), torch.clone
+        case "raw":
+            return Product(Raw(LANES)), partial(_constant, torch.zeros(LANES), LANES), torch.clone
+        case "layer_norm":
+            token = torch.arange(LANES) % 2 * 2.0 - 1
+            return Product(nn.LayerNorm(LANES), frozen="weight"), partial(_constant, token, LANES), torch.clone
+        case "group_norm":
+            token = torch.arange(LANES) % 2 * 2.0 - 1
+            return Convolved(nn.GroupNorm(1, LANES), frozen="weight"), partial(_constant, token, LANES), torch.clone
+        case "embedding":
+            return Product(nn.Embedding(3, LANES)), partial(_constant, torch.tensor(1), LANES), lambda total: total[1]
+        case "chunked":
+            return ByChunks(LANES), lambda values: (values, torch.full_like(values, 4.0)), lambda total: total[1]
+    raise AssertionError(rule)
+
+
+def _constant(token: Tensor, width: int, values_NTL: Tensor) -> tuple[Tensor, Tensor]:
+    """The same input for all tokens; output gradients that are zero behind the lanes."""
+    x = token.to(values_NTL.device, values_NTL.dtype if token.is_floating_point() else token.dtype)
+    return x.expand(*values_NTL.shape[:2], *token.shape), nn.functional.pad(values_NTL, (0, width - LANES))
+
+
+RULES = (
+    "embedding",
+    "ghost",
+    "bias",
+    "written_out",
+    "raw",
+    "convolution",
+    "layer_norm",
+    "chunked",
+    "group_norm",
+    "embedding",
+)
+
+
+# Sums
+
+
+@dataclass(frozen=True)
+class Construction:
+    """A logical batch for `sums`; x is example number `before`.
+
+    Attributes:
+        micro_batches: sizes, in turn.
+        bound: C; 1e30 clips nothing, so that every lane may have a magnitude of its own.
+    """
+
+    rule: str
+    dtype: str
+    mode: str
+    function: str
+    tokens: int
+    micro_batches: tuple[int, ...]
+    before: int
+    after: int
+    bound: float
+
+
+def draw_construction(rng: random.Random, rule: str) -> Construction:
+    """Any precision, mode and size; as many examples as TOKENS_OF_A_DRAW allows."""
+    dtype = rng.choice(["fp32", "fp32", "bf16"])
+    tokens = rng.choice([1, 1, 2, 3, 8, 24, 40, 77, 197, 512])
+    if rule == "raw" and dtype == "bf16":
+        tokens = 1  # the model itself adds up the tokens of a raw parameter, in bf16: not what is searched here
+    sizes = tuple(rng.choices([1, 2, 3, 8, 16, 31, 32, 33, 63, 64, 65, 100, 256, 1024], k=rng.choice([1, 1, 3])))
+    most = max(
+        4, min(1600, rng.choice(TOKENS_OF_A_DRAW) // tokens, rng.choice([60, 60, 600]) * sum(sizes) // len(sizes))
+    )
+    before = rng.choice([rng.randint(1, most - 2), 1 << ((most // 2).bit_length() - 1)])
+    function = rng.choice(["flat", "flat", "flat", "flat", "flat", "per_layer", "per_layer", "automatic"])
+    bound = 1.0 if function == "automatic" else rng.choice([1e30, 1e30, 1e30, 1.0])
+    return Construction(rule, dtype, rng.choice(MODES), function, tokens, sizes, before, most - before - 1, bound)
+
+
+def draw_values(of: Construction, rng: random.Random) -> Tensor:
+    """(N, T, LANES) in float64, each lane by a recipe of its own."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(63))
+    x, count = of.before, of.before + 1 + of.after
+    values = torch.zeros(count, of.tokens, LANES, dtype=torch.float64)
+    for lane in range(LANES):
+        g_NT = values[:, :, lane]
+        k = rng.choice([rng.randint(0, x.bit_length() - 1), x.bit_length() - 1])
+        below = 2.0 ** (k - 24)  # the last place below 2^k
+        match rng.choice(["binade", "binade", "binade", "cancel", "random", "halves"]):
+            case "binade":  # x decides on which side of 2^k the partial sum lies
+                first = rng.choice([0, of.tokens - 1])
+                g_NT[x - 2**k : x, first] = 1
+                g_NT[x, 0], g_NT[x - 1, first] = -1, rng.choice([1.5, 1.25, 1 + 2.0**-7, 1])
+                g_NT[x + 1 :] = (
+                    rng.choice([-0.75, -0.75, -0.5, 0.5, 0.75, -0.26, 1.5]) * below * rng.choice([1, 1, 1, 2, 4])
+                )
+            case "cancel":  # tokens carry the partial sum away and back
+                size = rng.choice([1, 2, 4, 8, 15])
+                g_NT[x + 1 :] = -rng.choice([0.5, 0.75]) * size * 2.0**-24
+                g_NT[x - 1, 0], g_NT[x, 0] = 0.5, -1
+                if of.tokens > 1:
+                    g_NT[x + 1 :, 0], g_NT[x + 1 :, -1] = size, -size
+            case "random":
+                spread = rng.choice([0, 0, 2]) * torch.randn(count, 1, generator=generator, dtype=torch.float64)
+                g_NT[:] = torch.randn(count, of.tokens, generator=generator, dtype=torch.float64) * 10.0**spread
+            case "halves":  # every addition falls between two numbers
+                g_NT[:, 0] = 1
+                g_NT[x + 1 :] = rng.choice([0.5, 1.5]) * 2.0**-24 * rng.choice([1, 2, 2.0**k])
+                g_NT[x, 0] = rng.choice([-1, 1])
+        g_NT *= 2.0 ** rng.randint(-40, 40) if of.bound > 1 else 1 / 8
+    return values.to(DTYPES[of.dtype]).double()
+
+
+def sizes_of(of: Construction, values_NTL: Tensor, device: torch.device, accumulator: type | None = None) -> Tensor:
+    """|S - S'| / C of every lane: first for x zeroed in its place, then for x left out with the rows behind it closed up.
+
+    C of a lane is the largest contribution to it by exact arithmetic, or what an example may carry away and back
+    (MOST_CANCELLED of norms.py). Where C is finite, one more pair is the whole vector.
+    """
+    model, inputs_of, lanes_of = build(of.rule, of.tokens)
+    model = model.to(device, DTYPES[of.dtype])
+    seen: list[Tensor] = []
+    more: dict[str, Any] = {"mode": of.mode, **({} if accumulator is None else {"accumulator": accumulator})}
+    clipped = ClippedSum(model, of.bound, function=watched(of.function, seen), **more)
+    values = values_NTL.to(device, DTYPES[of.dtype])
+    is_x = torch.arange(len(values), device=device) == of.before
+    sums, weights = [], []
+    for rows, is_padding in ((values, is_x & False), (values, is_x), (values[~is_x], is_x[~is_x])):
+        seen.clear()
+        clipped.zero_()
+        start, turn = 0, 0
+        while start < len(rows):
+            some = slice(start, start + of.micro_batches[turn % len(of.micro_batches)])
+            x, w = inputs_of(rows[some])
+            clipped.add_micro_batch(model, {"x": x, "w": w}, is_padding[some])
+            start, turn = some.stop, turn + 1
+        sums.append(lanes_of(whole(clipped).cpu()))
+        weights.append(torch.cat(seen))
+    clipped.detach()
+    weighted = values_NTL * weights[0][:, None, None]  # sums of few numbers of few bits: in fp64 as good as exact
+    bound_L = torch.maximum(weighted.sum(1).abs(), weighted.abs().sum(1) / MOST_CANCELLED).amax(0)
+    moved = torch.stack([sums[0] - other for other in sums[1:]]).abs()
+    sizes = torch.where(moved > 0, moved / bound_L, 0)
+    if of.bound > 1:
+        return sizes
+    return torch.cat([sizes, moved.norm(dim=1, keepdim=True) / of.bound], 1)
+
+
+def whole(clipped: ClippedSum) -> Tensor:
+    """The sum of the one trained parameter, where one process holds it."""
+    if not isinstance(clipped.accumulator, ShardedSums):
+        ((_, total),) = clipped.sums()
+        return total.double().clone()
+    (shapes,) = (bucket.shapes for bucket in clipped.accumulator._buckets)
+    (shape,) = shapes.values()
+    return torch.cat([shard.values.clone() for shard in clipped.accumulator.to_owners(even_layout(shapes, 1))]).view(
+        shape
+    )
+
+
+def sums(device: torch.device, seed: str, num_pairs: int, accumulator: type | None = None) -> Iterator[Found]:
+    """Constructions drawn at random until they hold `num_pairs` pairs."""
+    rng = random.Random(seed)
+    for rule in itertools.cycle(RULES):
+        of = draw_construction(rng, rule)
+        sizes = sizes_of(of, draw_values(of, rng), device, accumulator)
+        num_pairs -= sizes.numel()
+        yield Found(float(sizes.nan_to_num(torch.inf).max()), sizes.numel(), (of.rule, of.dtype), of)
+        if num_pairs <= 0:
+            return
+
+
+def climb(device: torch.device, seed: str, num_pairs: int, accumulator: type | None = None) -> Iterator[Found]:
+    """Hill climbing: the worst quarter of a construction's lanes is kept, and the others become changed copies of it."""
+    rng = random.Random(seed)
+    for rule in itertools.cycle(RULES):
+        of = replace(draw_construction(rng, rule), function="flat", bound=1e30)
+        generator = torch.Generator().manual_seed(rng.getrandbits(63))
+        values = draw_values(of, rng)
+        for _ in range(12):
+            sizes = sizes_of(of, values, device, accumulator)
+            num_pairs -= sizes.numel()
+            yield Found(float(sizes.nan_to_num(torch.inf).max()), sizes.numel(), (of.rule, of.dtype), of)
+            if num_pairs <= 0:
+                return
+            best = values[:, :, sizes.amax(0).argsort(descending=True)[: LANES // 4]]
+            others = best.repeat(1, 1, 3)
+            change = torch.rand(others.shape, generator=generator) < rng.choice([0.02, 0.1, 0.5])
+            factors = torch.tensor([0, -1, 0.5, 2, 1 + 2.0**-7, 1 - 2.0**-8, 1.5, 0.75], dtype=torch.float64)
+            factor = factors[torch.randint(len(factors), others.shape, generator=generator)]
+            values = torch.cat([best, torch.where(change, others * factor, others)], 2).to(DTYPES[of.dtype]).double()
