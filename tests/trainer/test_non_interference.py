@@ -4,6 +4,7 @@ Each test trains on neighbouring data with the same coins, noise, key and nonce,
 with clocks that advance differently. What `report.py --publish` makes of the two run folders is equal to the last byte.
 """
 
+import fcntl
 import hashlib
 import io
 import itertools
@@ -165,11 +166,12 @@ def inject(patched: pytest.MonkeyPatch, run: Path, neighbour: Neighbour, *, real
     patched.setattr(socket, "gethostname", lambda: f"host-{neighbour.seed}")
     patched.setattr(os, "getpid", lambda: 1000 * neighbour.seed)
     patched.setattr(clipping_mode.choose_mode, "__defaults__", (lambda device: (10 + neighbour.seed) << 30,))
+    patched.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends, and this one resumes
     starts = iter(["2030-01-01T00:00:00+00:00", f"2030-01-01T0{neighbour.seed}:00:00+00:00"])
     # The ledger has an HMAC of the data under the secret key, which tells nothing to anyone without the key.
     patched.setattr(ExampleTable, "manifest_digest", lambda self: bytes(32))
 
-    def take(self: RunFolder) -> None:  # the lock is held until the process ends, and this one resumes
+    def take(self: RunFolder) -> None:
         self.create()
         self.stop.unlink(missing_ok=True)
         patched.setattr(run_ledger, "PROGRAM_START", next(starts))
