@@ -4,6 +4,7 @@ Two runs with the same coins, noise and data publish the same bytes, though the 
 machine with other free memory.
 """
 
+import fcntl
 import hashlib
 import itertools
 import secrets
@@ -51,7 +52,7 @@ def whole_run(tmp_path: Path, name: str, device: torch.device, *overrides: str) 
     """What a run published that was stopped, resumed, finished and, where that is quick, reported."""
     run, numbers = tmp_path / "run", itertools.count()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(RunFolder, "lock", lambda self: None)  # held until the process ends, and this one resumes
+        patched.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends, and this one resumes
         patched.setattr(
             secrets, "token_bytes", lambda count=32: hashlib.sha256(str(next(numbers)).encode()).digest()[:count]
         )
