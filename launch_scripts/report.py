@@ -1,9 +1,10 @@
 """Privacy card of a run: what it guarantees, recomputed from its ledger.
 
-    python launch_scripts/report.py --run_dir runs/quickstart [--json]
+    python launch_scripts/report.py --run_dir runs/quickstart [--json] [--publish published]
 
 Writes RUN_DIR/report/privacy_card.json, .md and .html (one file with plots, nothing external). Works while the run goes
-on: it takes no lock and changes nothing else. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
+on: it takes no lock and changes nothing else. --publish copies what may be published into a new folder, the newest checkpoint
+included, without the times of files, and names what it leaves out. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
 """
 
 import argparse
@@ -29,6 +30,10 @@ class ReportOptions(Options):
 
     run_dir: Path
     """run folder that holds ledger.jsonl"""
+    publish: Path | None = None
+    """copy the public files of the run into this new folder"""
+    no_checkpoints: bool = False
+    """publish no checkpoint; otherwise the newest whole one goes with the other files"""
     as_json: bool = Field(False, alias="json")
     """print the card as one JSON object on stdout"""
 
@@ -37,10 +42,11 @@ def report(options: ReportOptions) -> "PrivacyCard":
     """Computes the card, writes its files into the run folder, and prints a summary or the card itself.
 
     Raises:
-        ConfigError: no such run, or its folder cannot be written (exit 2).
+        ConfigError: no such run, its folder cannot be written, or the folder to publish to is not new (exit 2).
         PrivacyStateRefused: the ledger is broken, or contradicts config.toml (exit 4).
     """
     from privacy.card.text import rounded_up
+    from trainer.publish import publish
     from trainer.report import build_card, write_card
 
     card = build_card(options.run_dir)
@@ -52,9 +58,12 @@ def report(options: ReportOptions) -> "PrivacyCard":
     if not card.formal_guarantee:
         claim = f"formal_guarantee: false ({'; '.join(card.reasons)}); no epsilon is claimed"
     summary = "\n".join((f"{progress}; {claim}", *(f"note: {line}" for line in card.warnings)))
+    lines = [f"privacy card: {path}" for path in paths]
+    if options.publish is not None:  # before anything is printed: a refusal is one line
+        ledger = card.provenance.ledger
+        lines += publish(options.run_dir, options.publish, ledger, checkpoints=not options.no_checkpoints)
     print(card.to_json() if options.as_json else summary)
-    for path in paths:
-        print(f"privacy card: {path}", file=sys.stderr if options.as_json else sys.stdout)
+    print(*lines, sep="\n", file=sys.stderr if options.as_json else sys.stdout)
     return card
 
 

@@ -287,7 +287,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
                     ledger.note(step_plan, MICRO_BATCH_SIZE)
                     record = train_step(mechanism, step, tape.watch_batches(micro_batches, present_N))
                     fraction = record.public.get("privacy/noised_unclipped_fraction")
-                    tape.note(step, None if fraction is None else (fraction - 0.5) * plan.expected_batch_size)
+                    tape.note(step, None if fraction is None else (fraction.value - 0.5) * plan.expected_batch_size)
                 ledger.release()
         tape.save(folder, neighbours)
 
