@@ -625,6 +625,7 @@ class Folder:
     fingerprint: str | None
     config: dict[str, Any] | None = None
     chain: list[Ledger] = field(default_factory=list)
+    chain_is_whole: bool = False
     own_epsilon: float | None = None
     epsilon: float | None = None
     delta: float = 0.0
@@ -782,6 +783,7 @@ def check_behind(folder: Folder) -> str:
         require(
             named == places[position + 1 :], f"{listed[position]['file']} names other ledgers behind it than there are"
         )
+    folder.chain_is_whole = True
     if not listed:
         return "the ledger names no private run whose weights the run started from"
     return f"the run started from weights that {len(listed)} private runs had made; their ledgers are here and whole"
@@ -812,7 +814,12 @@ def check_epsilon(folder: Folder) -> str:
     folder.delta = plan["target_delta"]
     if plan.reasons:
         return f"nothing is claimed: {shown('; '.join(plan.reasons))}"
-    folder.own_epsilon = folder.epsilon = epsilon_of(folder, None, plan["target_delta"])
+    folder.own_epsilon = epsilon_of(folder, None, plan["target_delta"])
+    if not folder.chain_is_whole:
+        raise Undecided(
+            f"this run alone spent epsilon {folder.own_epsilon:.6f}; what its initial weights had spent is unknown"
+        )
+    folder.epsilon = folder.own_epsilon
     charged = folder.ledger.charged()
     sentence = f"epsilon {folder.own_epsilon:.6f} at delta {plan['target_delta']:g} for {charged} charged attempts"
     if folder.chain:
@@ -832,6 +839,8 @@ def check_card(folder: Folder) -> str:
         compared += 2
     if not folder.has("report", "privacy_card.json"):
         return f"there is no privacy card, and {compared} numbers of head.json were compared"
+    if not plan.reasons and folder.epsilon is None:
+        raise Undecided("its first number was not computed")
     card = object_in(folder.path / "report" / "privacy_card.json")
 
     def stated(place: str) -> Any:
@@ -980,7 +989,7 @@ def check_checkpoints(folder: Folder) -> str:
             spent += bool(start.get("guarantee"))
             start = start.get("before_that")
         require(
-            bool(plan.reasons) or spent <= len(folder.chain),
+            bool(plan.reasons) or spent <= len(folder.ledger.opened.get("behind", ())),
             "the weights started from private runs that the ledger does not name",
         )
     if unknown:

@@ -92,6 +92,31 @@ class SharedSummary(Part):
     informal_runs: tuple[InformalRun, ...] = Field(description="Runs without a guarantee.")
 
 
+class CarriedRun(Part):
+    """A private run that the released weights carry the charges of."""
+
+    name: str = Field(description="Name of the run.")
+    file: str = Field(description="Its ledger, relative to the run folder.")
+    epsilon: Epsilon = Field(description="Epsilon of the run alone.")
+    delta: float = Field(description="delta of that.")
+    attempts_charged: int = Field(description="Attempts that its ledger charges.")
+    disjoint_from_those_before: bool = Field(
+        description="Whether its recipe declares that its data hold no example of the runs that it started from."
+    )
+
+
+class Composition(Part):
+    """What the released weights carry where they started from those of another private run."""
+
+    epsilon: Epsilon = Field(description="Epsilon of all runs together: the claim of this card.")
+    delta: float = Field(description="delta of that: the smallest one of the runs.")
+    disjoint_by_declaration: bool = Field(
+        description="Whether somebody declared data disjoint, and epsilon relies on it."
+    )
+    statement: str = Field(description="How the runs compose.")
+    runs: tuple[CarriedRun, ...] = Field(description="All runs, this one first.")
+
+
 class PublicData(Part):
     """What the model started from."""
 

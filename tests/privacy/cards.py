@@ -22,6 +22,8 @@ from privacy.card.model import (
 )
 from privacy.card.others import (
     AuditResult,
+    CarriedRun,
+    Composition,
     FileStatement,
     HeldoutLoss,
     InformalRun,
@@ -90,6 +92,13 @@ def full_card(
             delta_by_epsilon=((0.0, 0.1), (1.25, 1e-5)), tan=14.5,
             attack=Attack(advantage=0.1, true_positive={"0.01": 0.02}, curve=((0.01, 0.02), (1.0, 1.0))),
             attempts=Attempts(charged=4, allowed=10, done=3, repeats=1, torn_lines=1, torn_lines_charged=1),
+        ),
+        composition=Composition(
+            epsilon=1.25, delta=1e-5, disjoint_by_declaration=True, statement=statement,
+            runs=(
+                CarriedRun(name=text, file=text, epsilon=1.0, delta=1e-5, attempts_charged=4, disjoint_from_those_before=True),
+                CarriedRun(name=text, file=text, epsilon=1.25, delta=1e-4, attempts_charged=4, disjoint_from_those_before=False),
+            ),
         ),
         tuning=Tuning(
             stated=stated,

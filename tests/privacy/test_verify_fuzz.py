@@ -109,7 +109,7 @@ def disturb(folder: Path, rng: random.Random) -> None:
         else:
             try:
                 rewrite(folder, KEY, odd)
-            except (TypeError, KeyError, ValueError):
+            except (TypeError, KeyError, ValueError, OSError):
                 return
 
 

@@ -8,8 +8,19 @@ if TYPE_CHECKING:
     from trainer.config.recipe import RunConfig
 
 _DECLARED_OF = {
-    "data.shards": ("data.provenance", "data.deduplication", "privacy.max_examples_per_owner", "heldout.is_public"),
+    "data.shards": (
+        "data.provenance",
+        "data.deduplication",
+        "data.dataset_name",
+        "data.dataset_owner",
+        "data.dataset_purpose",
+        "data.dataset_licence",
+        "privacy.max_examples_per_owner",
+        "heldout.is_public",
+        "init.disjoint_data",
+    ),
     "heldout.shards": ("heldout.is_public",),
+    "init.checkpoint": ("init.disjoint_data",),
 }
 """Key that names data -> keys that declare something of them."""
 
