@@ -14,6 +14,8 @@ from functools import cached_property
 from typing import Any, Self
 
 import dp_accounting
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from dp_accounting.pld import PLDAccountant
 
 from privacy.accounting.noise_tail import noise_tail_delta
@@ -170,6 +172,7 @@ def audit_ledger(data: bytes, claims: FolderClaims) -> AuditReport:
         clock,
         fact("session_nonces", repeated == 0, repeated_nonces, statistic=repeated, threshold=0),
         _releases(reading),
+        _signatures(reading),
         fact("configuration", claims.configured is None, claims.configured or "config.toml asks for no other plan"),
         attempts_check(state, claims.attempts),
         *_bounds(reading, claims.bounds),
@@ -187,12 +190,34 @@ def _chain(reading: _Reading) -> Check:
     """Every record names its place and the SHA-256 of the line before."""
     for index, (line, record) in enumerate(zip(reading.lines, reading.records, strict=True)):
         previous = reading.hashes[index - 1] if index else "0" * 64
-        if line.endswith(TORN):
+        if line.endswith(TORN) or b"\0" in line:
             continue
         if record is None or record.get("seq") != index or record.get("previous") != previous:
             return fact("chain", False, f"line {index + 1} does not continue the chain of hashes", line=index + 1)
     torn = f"; the last {len(reading.tail)} bytes are an unfinished line" if reading.tail else ""
     return fact("chain", bool(reading.lines), f"{len(reading.lines)} lines are chained by their hashes{torn}")
+
+
+def _signatures(reading: _Reading) -> Check:
+    """Every signature is that of the key in `open`, for the line before it."""
+    signer = reading.of_type("open")[0].get("signer")
+    if signer is None:
+        return fact("signatures", True, "the ledger names no signer: nothing in it is signed")
+    key, last, seq = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer)), 0, 0
+    try:
+        for record in reading.of_type("signature"):
+            seq = record["seq"]
+            signed = b"dp-trainer ledger head v1\n" + reading.hashes[seq - 1].encode()
+            key.verify(bytes.fromhex(record["signature"]), signed)
+            last = seq
+    except (InvalidSignature, ValueError):
+        return fact("signatures", False, f"line {seq + 1}: the signature is not the signer's for the line before it")
+    fingerprint = hashlib.sha256(bytes.fromhex(signer)).hexdigest()
+    sentence = (
+        f"{last} of {len(reading.lines)} lines are signed by the key with the fingerprint {fingerprint}; who that is knows only "
+        "somebody who kept the fingerprint when the run began"
+    )
+    return fact("signatures", True, sentence, statistic=last, fingerprint=fingerprint)
 
 
 def _releases(reading: _Reading) -> Check:

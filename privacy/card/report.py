@@ -18,8 +18,9 @@ from privacy.card.model import Head, PrivacyCard
 from privacy.card.numbers import LARGEST_DETAILED_EPSILON, accounting_numbers
 from privacy.card.others import STATEMENTS, OtherFiles, Stated
 from privacy.errors import PrivacyStateRefused
-from privacy.ledger.chain import TORN_MARK, hash_line
+from privacy.ledger.chain import TORN_MARK, hash_line, is_torn
 from privacy.ledger.records import LedgerState, noise_multiplier_of, read_state
+from privacy.ledger.signature import fingerprint
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def read_snapshot(path: Path | str) -> LedgerSnapshot:
     if tail:
         state.absorb(tail + TORN_MARK)
     lines = data.split(b"\n")[:-1]
-    whole = [line for line in lines if not line.endswith(TORN_MARK)]
+    whole = [line for line in lines if not is_torn(line)]
     num_torn = len(lines) - len(whole) + bool(tail)
     return LedgerSnapshot(
         state, [json.loads(line) for line in whole], hash_line(lines[-1]), num_torn, bool(tail), Path(path).parent
@@ -204,6 +205,8 @@ def _provenance(snapshot: LedgerSnapshot) -> model.Provenance:
     ledger = model.LedgerFile(
         format=opened["format"], lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash,
         mirrored_sessions=sum(session.mirror for session in sessions),
+        signer_fingerprint=None if snapshot.state.signer is None else fingerprint(snapshot.state.signer),
+        signed_lines=snapshot.state.num_signed,
     )  # fmt: skip
     return model.Provenance(
         commit=opened.get("commit"), opened_utc=opened["time_utc"], closed=snapshot.state.closed, ledger=ledger,

@@ -64,6 +64,11 @@ def parse_line(line: bytes) -> dict[str, Any]:
     return fields
 
 
+def is_torn(line: bytes) -> bool:
+    """Whether a line is what a crash left of a write: its end is missing, or the file system has zeros where bytes were lost."""
+    return line.endswith(TORN_MARK) or b"\0" in line
+
+
 def hash_line(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
@@ -94,7 +99,7 @@ class ChainState(ABC):
 
     def check(self, line: bytes) -> dict[str, Any] | None:
         """The record of the next line, or None for a torn line; LineRefused when it is not legal here."""
-        if line.endswith(TORN_MARK):
+        if is_torn(line):
             if not self.hashes:
                 raise LineRefused("a torn line where no line can be written")
             self.check_record(None)

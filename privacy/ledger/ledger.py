@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, Self
 from privacy.errors import BudgetSpent, PrivacyStateRefused
 from privacy.ledger.chain import ChainFile, LineRefused, create_chain, create_mirror
 from privacy.ledger.records import FORMAT_VERSION, RESTARTED, LedgerState
-from privacy.plan import PrivacyPlan, require_equal
+from privacy.ledger.signature import SigningKey
 from privacy.releases import Release
 from privacy.sampling.keys import NONCE_BYTES
 
@@ -49,8 +49,8 @@ class Ledger:
         witness: a run's part in a shared ledger, if it has one.
     """
 
-    def __init__(self, path: Path, mirror: Path | None) -> None:
-        self.path, self.mirror = path, mirror
+    def __init__(self, path: Path, mirror: Path | None, signer: SigningKey | None) -> None:
+        self.path, self.mirror, self._signer = path, mirror, signer
         self.witness: Witness | None = None
         self._nonce: bytes | None = None
         self._chain = ChainFile(path, LedgerState(), "ledger", self._require_mirror)
@@ -59,6 +59,8 @@ class Ledger:
         try:
             if torn := self.state.torn_run:
                 self._append("repair", {"torn_lines": len(torn), "charged": sum(torn)})
+            if self.state.closed is not None and not self.state.is_final:
+                self._sign()  # the crash came between `close` and its signature
         except BaseException:
             self.release()
             raise
@@ -75,32 +77,43 @@ class Ledger:
         return self.mirror
 
     @classmethod
-    def create(cls, path: Path | str, open_fields: Mapping[str, Any], mirror: Path | str | None = None) -> Self:
+    def create(
+        cls,
+        path: Path | str,
+        open_fields: Mapping[str, Any],
+        mirror: Path | str | None = None,
+        signer: SigningKey | None = None,
+    ) -> Self:
         """Writes the `open` record of a new run; PrivacyStateRefused when the ledger, or a mirror of one, exists.
 
         Args:
             open_fields: `plan` (PrivacyPlan.frozen_fields), `key_commitment`, and whatever else describes the run
                 (`data_hmac`, code commit, accountant version). Private data only as HMAC under the sampling key.
+            signer: signs the ledger after each checkpoint and at its end; its public key is in the `open` record.
         """
         path, mirror_path = Path(path), None if mirror is None else Path(mirror)
         if mirror_path is not None and mirror_path.exists():
             raise PrivacyStateRefused(f"{mirror_path}: a mirror without its ledger {path}: the ledger was removed")
+        fields = {"format": FORMAT_VERSION, **open_fields} | ({} if signer is None else {"signer": signer.public})
         try:
-            create_chain(path, LedgerState(), PROGRAM_START, {"format": FORMAT_VERSION, **open_fields})
+            create_chain(path, LedgerState(), PROGRAM_START, fields)
         except FileExistsError as error:
             raise PrivacyStateRefused(f"{path}: exists; a ledger is never overwritten") from error
         except (OSError, LineRefused, ValueError, TypeError) as error:
             raise PrivacyStateRefused(f"{path}: cannot create the ledger: {error}") from error
-        return cls(path, mirror_path)
+        return cls(path, mirror_path, signer)
 
     @classmethod
-    def open(cls, path: Path | str, mirror: Path | str | None = None) -> Self:
-        """Verifies the whole chain and the mirror, completes the mirror, and repairs a torn last line.
+    def open(cls, path: Path | str, mirror: Path | str | None = None, signer: SigningKey | None = None) -> Self:
+        """Verifies the chain and the mirror, completes the mirror, repairs a torn last line, signs an end without signature.
+
+        Args:
+            signer: the key that the `open` record names.
 
         Raises:
             PrivacyStateRefused: the chain breaks (the line is named), or ledger and mirror do not fit together.
         """
-        return cls(Path(path), None if mirror is None else Path(mirror))
+        return cls(Path(path), None if mirror is None else Path(mirror), signer)
 
     def __enter__(self) -> Self:
         return self
@@ -141,10 +154,6 @@ class Ledger:
             )
         if seq < 0 or hashes[seq] != line_hash:
             raise PrivacyStateRefused(f"{self.path}: line {seq + 1} is not the one that a checkpoint remembers")
-
-    def require_plan(self, plan: PrivacyPlan) -> None:
-        """PrivacyConfigError (exit 2) when `plan` differs from the frozen one, naming the field."""
-        require_equal(self.state.opened["plan"], plan.frozen_fields(), f"{self.path}: privacy fields are frozen")
 
     # Writing
 
@@ -210,14 +219,21 @@ class Ledger:
         """A checkpoint of `step` is whole on the disk; `digest` is the SHA-256 of its manifest in hex."""
         self._require_session()
         self._append("checkpoint", {"step": step, "path": path, "digest": digest})
+        self._sign()
         if self.witness is not None:
             self.witness.note("at")
 
     def close(self, reason: str) -> None:
         """Ends the run for good: "finished", "budget_spent" or "stopped"; nothing can follow."""
         self._append("close", {"reason": reason, "num_charged": self.num_charged})
+        self._sign()
         if self.witness is not None:
             self.witness.note("close")
+
+    def _sign(self) -> None:
+        """Signs the last line, and with it the whole chain; nothing where the ledger has no signer."""
+        if self._signer is not None:
+            self._append("signature", {"signature": self._signer.sign(self.state.hashes[-1])})
 
     def _require_session(self) -> None:
         # A session of an earlier start does not count: its nonce would give the same coins once more.

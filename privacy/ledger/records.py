@@ -1,8 +1,9 @@
 """The privacy ledger's records, and the one order of them that is legal; the form of the lines is privacy/ledger/chain.py's.
 
 Legal order: `open` first and once; `session` starts a program; then `intent` [`done`] per step and `checkpoint`; `close` ends the
-run. A torn line is followed by a `repair` record, which is written by the next start. When the repair is torn as well, the torn
-lines follow each other and one `repair` counts them all. This module only reads; privacy/ledger/ledger.py writes.
+run. A `signature` is that of the line before it; it follows each checkpoint and the end. A torn line is followed by a `repair`
+record, which is written by the next start. When the repair is torn as well, the torn lines follow each other and one `repair`
+counts them all. This module only reads; privacy/ledger/ledger.py writes.
 """
 
 import math
@@ -17,6 +18,7 @@ from privacy.accounting.accountants import ReleaseGroup, epsilon, joint_noise_mu
 from privacy.adaptive_clipping import RANGE, AdaptiveClipping
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.chain import TORN_MARK, ChainState, LineRefused, read_chain
+from privacy.ledger.signature import is_signed
 from privacy.plan import PrivacyPlan
 from privacy.releases import step_releases
 
@@ -24,12 +26,6 @@ FORMAT_VERSION = 1
 CLOSE_REASONS = ("finished", "budget_spent", "stopped")
 RESTARTED = "restarted_from_step_0"
 """A `session` with this field begins the run again at step 0, by permission: the checkpoints that the ledger knows were gone."""
-
-
-def may_be_intent(torn: bytes, seq: int) -> bool:
-    """Whether a torn line may have been an intent: everything that is not visibly the start of another type."""
-    head = b'{"seq":%d,"type":"' % seq
-    return not (torn.startswith(head) and torn[len(head) : len(head) + 1] in (b"o", b"s", b"d", b"c", b"r"))
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,8 @@ class LedgerState(ChainState):
         pending: the intent whose `done` has not come.
         checkpointed_step: of the newest checkpoint since the run began, or began again at step 0.
         torn_run: whether each of the torn lines that wait for their `repair` was charged.
+        num_signed: how many lines, from the first, the newest signature covers.
+        is_final: whether nothing can follow: the run is closed, and the end signed if the ledger has a signer.
     """
 
     nonces: list[str] = field(default_factory=list)
@@ -65,7 +63,26 @@ class LedgerState(ChainState):
     checkpointed_step: int | None = None
     charged_torn: int = 0
     torn_run: list[bool] = field(default_factory=list)
+    num_signed: int = 0
     closed: str | None = None
+    is_final: bool = False
+
+    @property
+    def signer(self) -> str | None:
+        """The public key (hex) whose signatures stand in this ledger; None for one that nobody signs."""
+        return self.opened.get("signer")
+
+    @property
+    def may_take_intent(self) -> bool:
+        """Whether an honest program could write an intent next, so that a torn line here is charged as one.
+
+        The bytes of a torn line do not decide this: an intent whose first letters were edited looks like another record.
+        """
+        plan = self.plan
+        has_steps = self.position_in_session is None or self.position_in_session < plan.num_steps
+        has_budget = not plan.formal_guarantee or self.num_charged < plan.max_intents
+        is_between_steps = self.session_active and self.pending is None and not self.torn_run
+        return is_between_steps and has_steps and has_budget and self.closed is None
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -105,17 +122,21 @@ class LedgerState(ChainState):
         return epsilon(self.charged_groups(), plan.accounted_delta) if plan.formal_guarantee else None
 
     def check_record(self, record: dict[str, Any] | None) -> None:
-        if self.closed:
-            raise LineRefused("a record after `close`" if record else "bytes after `close`")
+        _require(not self.is_final, "a record after the end" if record else "bytes after the end")
         if record is None:
             return
         kind = record["type"]
+        _require(self.closed is None or kind in ("signature", "repair"), f"`{kind}` after `close`")
         _require((kind == "repair") == bool(self.torn_run), "a `repair` follows torn lines, and nothing else does")
         match kind:
             case "open":
                 version = record.get("format")
                 _require(version == FORMAT_VERSION, f"ledger format {version!r} is not {FORMAT_VERSION}")
                 _require(_is_hex(record.get("key_commitment"), 64), "`open` needs the commitment of the sampling key")
+                _require(
+                    "signer" not in record or _is_hex(record["signer"], 64),
+                    "a signer is a public key of 32 bytes in hex",
+                )
                 _require(isinstance(record.get("plan"), dict), "`open` needs the frozen plan")
                 try:
                     PrivacyPlan.from_frozen(record["plan"])
@@ -140,6 +161,14 @@ class LedgerState(ChainState):
                 _require(self.session_active, "a checkpoint outside of a session")
                 _require(_whole(record, "step", 0) <= self.last_done_step, "a checkpoint of a step that is not done")
                 _require(_is_hex(record.get("digest"), 64), "a checkpoint has a SHA-256 digest in hex")
+            case "signature":
+                signature = record.get("signature")
+                _require(self.signer is not None, "a signature in a ledger that names no signer")
+                _require(_is_hex(signature, 128), "a signature has 64 bytes in hex")
+                is_valid = is_signed(str(self.signer), self.hashes[-1], str(signature))
+                _require(
+                    is_valid, "the signature is not the signer's for the lines before it: they were edited after it"
+                )
             case "repair":
                 repaired = (_whole(record, "torn_lines", 1), _whole(record, "charged", 0))
                 expected = (len(self.torn_run), sum(self.torn_run))
@@ -168,8 +197,7 @@ class LedgerState(ChainState):
 
     def take_record(self, record: dict[str, Any] | None, line: bytes) -> None:
         if record is None:
-            # Without a session no intent can have been begun.
-            charged = bool(self.nonces) and may_be_intent(line, self.num_lines)
+            charged = self.may_take_intent
             self.torn_run.append(charged)
             self.charged_torn += charged
             return
@@ -197,8 +225,12 @@ class LedgerState(ChainState):
                 # The program that tore the line is dead: only a new session, with a new nonce, can go on.
                 self.session_active = False
                 self.pending = self.position_in_session = None
+            case "signature":
+                self.num_signed = self.num_lines
+                self.is_final = self.closed is not None
             case "close":
                 self.closed = record["reason"]
+                self.is_final = self.signer is None
 
 
 def read_state(data: bytes, name: str) -> tuple[LedgerState, bytes]:

@@ -12,8 +12,10 @@ from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.durable import fsync_directory
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.membership import Membership
+from privacy.ledger.records import read_ledger
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import PrivacyPlan
+from privacy.ledger.signature import SIGNING_KEY, SigningKey
+from privacy.plan import PrivacyPlan, require_equal
 from privacy.sampling.keys import SamplingKey
 
 
@@ -55,8 +57,9 @@ def open_run_state(
         PrivacyConfigError: the plan, the data or the shared ledger differ from the frozen ones (exit 2).
         BudgetSpent: the shared ledger has no room for the run (exit 3).
 
-    A crash at any point of the creation leaves a folder that the next call accepts: the key is staged and an empty record
-    of attempts made first, the ledger commits to the key, then the key gets its name. A run without a ledger has drawn no coin.
+    A crash at any point of the creation leaves a folder that the next call accepts: the key is staged, an empty record of
+    attempts and the signing key are made first, the ledger commits to both keys, then the staged one gets its name. A run
+    without a ledger has drawn no coin.
     """
     ledger_path, key_path = Path(ledger_path), Path(key_path)
     owner = None if shared is None else SharedLedger(shared.path)
@@ -90,25 +93,27 @@ def open_run_state(
             "shared_ledger": identity,
             **(open_fields or {}),
         }
-        ledger = Ledger.create(ledger_path, fields, mirror)
+        signer = SigningKey.create(key_path.with_name(SIGNING_KEY))
+        ledger = Ledger.create(ledger_path, fields, mirror, signer)
         SamplingKey.publish(key_path)
     else:
-        ledger = Ledger.open(ledger_path, mirror)
-    try:
-        ledger.require_plan(plan)
-        key = SamplingKey.load(key_path, ledger.key_commitment)
-        if ledger.state.opened.get("data_hmac") != key.hmac(data_manifest):
+        # Everything is compared before anything is written, so that what is refused stays as it was.
+        state = read_ledger(ledger_path)
+        require_equal(state.opened["plan"], plan.frozen_fields(), f"{ledger_path}: privacy fields are frozen")
+        key = SamplingKey.load(key_path, state.opened["key_commitment"])
+        signer = SigningKey.load(key_path.with_name(SIGNING_KEY), state.signer)
+        if state.opened.get("data_hmac") != key.hmac(data_manifest):
             raise PrivacyConfigError(f"{ledger_path}: the data are not those that the run was opened with")
-        if ledger.state.opened.get("shared_ledger") != identity:
+        if state.opened.get("shared_ledger") != identity:
             raise PrivacyConfigError(f"{ledger_path}: not the shared ledger (privacy.shared_ledger) it was opened with")
         if members is not None:
-            contradiction = not_in_ledger(read_lines(members), ledger.state) or not_recorded(
-                ledger.state, read_lines(members)
-            )
+            contradiction = not_in_ledger(read_lines(members), state) or not_recorded(state, read_lines(members))
             if contradiction:
                 raise PrivacyStateRefused(
                     f"{ledger_path} and {members} contradict each other: {contradiction}; restore both"
                 )
+        ledger = Ledger.open(ledger_path, mirror, signer)
+    try:
         if owner is not None and shared is not None:
             fixed = shared.fixed_in_advance
             owner.join(key.commitment(), shared.name, plan, ledger.state, fixed_in_advance=fixed)

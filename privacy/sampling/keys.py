@@ -85,9 +85,9 @@ class SamplingKey:
         path = Path(path)
         staged = _staged(path)
         finishing = commitment is not None and not path.exists() and staged.exists()
-        if finishing and cls(_read_key(staged)).commitment() == commitment:
+        if finishing and cls(read_secret(staged, KEY_BYTES, "sampling key")).commitment() == commitment:
             cls.publish(path)
-        key = cls(_read_key(path))
+        key = cls(read_secret(path, KEY_BYTES, "sampling key"))
         if commitment is not None and not hmac.compare_digest(key.commitment(), commitment):
             raise PrivacyStateRefused(f"{path}: not the sampling key that the ledger committed to")
         return key
@@ -128,23 +128,28 @@ def _staged(path: Path) -> Path:
     return path.with_name(path.name + ".staged")
 
 
-def _read_key(path: Path) -> bytes:
+def read_secret(path: Path, num_bytes: int, what: str) -> bytes:
+    """The bytes of a secret: a regular file of `num_bytes` that this user owns and nobody else can read.
+
+    Raises:
+        PrivacyStateRefused: anything else; `what` names the secret.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
-        raise PrivacyStateRefused(f"{path}: cannot read the sampling key: {error.strerror or error}") from error
+        raise PrivacyStateRefused(f"{path}: cannot read the {what}: {error.strerror or error}") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise PrivacyStateRefused(f"{path}: the sampling key must be a regular file")
+            raise PrivacyStateRefused(f"{path}: the {what} must be a regular file")
         if status.st_mode & 0o077:
             raise PrivacyStateRefused(
                 f"{path}: readable by others (mode {status.st_mode & 0o777:04o}); it must be 0600"
             )
         if status.st_uid != os.geteuid():
             raise PrivacyStateRefused(f"{path}: owned by user {status.st_uid}, not by the user of this process")
-        if status.st_size != KEY_BYTES:
-            raise PrivacyStateRefused(f"{path}: {status.st_size} bytes; a sampling key has {KEY_BYTES}")
-        return os.read(descriptor, KEY_BYTES + 1)
+        if status.st_size != num_bytes:
+            raise PrivacyStateRefused(f"{path}: {status.st_size} bytes; a {what} has {num_bytes}")
+        return os.read(descriptor, num_bytes + 1)
     finally:
         os.close(descriptor)

@@ -12,20 +12,21 @@ from dp_accounting.pld import PLDAccountant
 
 
 def recompute(path):
-    """(charged, epsilon): every intent and every torn line that does not plainly start as another record."""
+    """(charged, epsilon): every intent, and every torn line that stands where the next step's intent could."""
     lines = Path(path).read_bytes().split(b"\n")
     lines = lines if lines[-1] else lines[:-1]
-    sigmas, plan, session = Counter(), json.loads(lines[0])["plan"], False
+    sigmas, plan, between_steps = Counter(), json.loads(lines[0])["plan"], False
     for number, line in enumerate(lines):
         try:
             record = json.loads(line)
         except ValueError:
-            begins = b'{"seq":%d,"type":"' % number
-            other = line.startswith(begins) and line[len(begins) : len(begins) + 1] in b"osdcr"
-            sigmas[plan["noise_multiplier"]] += session and not (other and not line.startswith(begins + b" #torn"))
+            sigmas[plan["noise_multiplier"]] += between_steps
+            between_steps = False  # until a new session
             continue
         assert record["previous"] == (hashlib.sha256(lines[number - 1]).hexdigest() if number else "0" * 64)
-        session = session or record["type"] == "session"
+        between_steps = record["type"] in ("session", "done") or (
+            between_steps and record["type"] in ("checkpoint", "signature")
+        )
         if record["type"] == "intent":
             sigmas[round(sum((r["std"] / r["sensitivity"]) ** -2 for r in record["releases"]) ** -0.5, 9)] += 1
     accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL)

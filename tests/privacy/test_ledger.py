@@ -81,7 +81,7 @@ def test_contract_10_budget_refuses_the_intent_that_would_pass_it(tmp_path):
     assert error.value.exit_code == 3
     assert (tmp_path / "ledger.jsonl").stat().st_size == size
     ledger.close("budget_spent")
-    with pytest.raises(PrivacyStateRefused, match="after `close`"):
+    with pytest.raises(PrivacyStateRefused, match="after the end"):
         ledger.start_session(ENVIRONMENT)
     ledger.release()
     assert Ledger.open(tmp_path / "ledger.jsonl").state.closed == "budget_spent"
@@ -139,8 +139,10 @@ def test_contract_10_epsilon_comes_from_the_ledger_and_equals_an_independent_rec
     path = written(tmp_path)
     with Ledger.open(path) as ledger:
         ledger.start_session(ENVIRONMENT)
+    path.write_bytes(path.read_bytes() + b'{"seq":10,"type":"i')
+    with Ledger.open(path) as ledger:
+        ledger.start_session(ENVIRONMENT)
         ledger.intent(4, 0, [RELEASE])  # died before `done`
-    path.write_bytes(path.read_bytes() + b'{"seq":11,"type":"i')
     with Ledger.open(path) as ledger:
         ledger.start_session(ENVIRONMENT)
         ledger.intent(4, 1, [RELEASE])

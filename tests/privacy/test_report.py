@@ -78,6 +78,7 @@ def _crashed_run(tmp_path):
         _session(ledger, [1, 2, 3])
         _session(ledger, [3])
         _session(ledger, [4], done=False)
+        _session(ledger, [])
         torn = b'{"seq":%d,"type":"int' % ledger.state.num_lines
     path = tmp_path / "ledger.jsonl"
     with path.open("ab") as file:
@@ -134,7 +135,7 @@ def test_card_states_what_happened(tmp_path):
     assert card.accounting.attempts.model_dump() == attempts
     assert card.formal_guarantee is True and card.reasons == ()
     assert any("ends inside a line" in line for line in card.warnings)
-    assert len(card.provenance.sessions) == 3 and card.provenance.commit == "c0ffee"
+    assert len(card.provenance.sessions) == 4 and card.provenance.commit == "c0ffee"
     assert card.sampling.key_commitment_sha256 == "ab" * 32 and card.sampling.matches_accounting
     assert card.mechanism.noise_multiplier_accounted == 4 / 1.001
     assert [release.model_dump() for release in card.mechanism.releases] == [

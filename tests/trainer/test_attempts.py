@@ -22,6 +22,7 @@ from privacy.ledger.chain import hash_line
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import open_run_state
+from privacy.ledger.signature import SIGNING_KEY, SigningKey
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
@@ -30,7 +31,7 @@ from tests.privacy.ledger_files import rechained
 from trainer.run.ledger import RunLedger
 
 LEDGER, MIRROR, MEMBERS, KEY = "ledger.jsonl", "mirror.jsonl", "members.jsonl", "sampling.key"
-FILES = (LEDGER, MIRROR, MEMBERS, KEY, "sampling.key.staged")
+FILES = (LEDGER, MIRROR, MEMBERS, KEY, "sampling.key.staged", SIGNING_KEY)
 State = dict[str, bytes]
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -247,7 +248,9 @@ def test_contract_10_a_ledger_written_anew_with_more_noise_in_plan_and_intents_i
     honest = read_ledger(tmp_path / "run" / LEDGER).epsilon()
     for stated in (records[0]["plan"], *(release for record in records for release in record.get("releases", ()))):
         stated["std" if "std" in stated else "noise_multiplier"] *= 1.5
-    (tmp_path / "run" / LEDGER).write_bytes(rechained(records))
+    (tmp_path / "run" / LEDGER).write_bytes(
+        rechained(records, SigningKey.load(tmp_path / "run" / SIGNING_KEY, records[0]["signer"]))
+    )
     forged = read_ledger(tmp_path / "run" / LEDGER)
     lower = forged.epsilon()
     assert lower is not None and honest is not None and lower < honest

@@ -48,6 +48,11 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
             )
     else:
         print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
+    if run.ledger.fingerprint is not None:
+        print(
+            f"the ledger is signed by the key with the fingerprint {run.ledger.fingerprint}: keep it elsewhere, "
+            "since a signature names its signer only to those who have it"
+        )
     if run.first_step > 1:
         print(f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged")
     elif run.ledger.num_charged:

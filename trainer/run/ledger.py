@@ -19,6 +19,7 @@ from privacy.ledger.durable import torn_line_end
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
+from privacy.ledger.signature import fingerprint
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.releases import Release
 from privacy.sampling.keys import SamplingKey
@@ -134,6 +135,12 @@ class RunLedger:
     def num_charged(self) -> int:
         """Charged attempts; 0 on ranks other than 0, and without privacy, where nothing is claimed."""
         return self._ledger.num_charged if self._ledger is not None else 0
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What recognises the signer of the ledger; on rank 0, and None where nobody signs."""
+        signer = None if self._ledger is None else self._ledger.state.signer
+        return None if signer is None else fingerprint(signer)
 
     def budget_is_spent(self, step: int) -> bool:
         """Whether an intent for `step` would pass the budget; False on ranks other than 0."""
