@@ -379,11 +379,12 @@ def read_ledger(path: Path) -> Ledger:
     position: int | None = None  # the last step that this session finished
     attempts: Counter[int] = Counter()
     furthest = 0
+    ended = False  # nothing can follow `close` and its signature
     torn_run: list[bool] = []  # of the torn lines that wait for their `repair`: whether each was charged
 
     def take_torn() -> None:
         """An attempt may have been under way wherever one could stand; then the torn line is charged as one."""
-        require(bool(ledger.hashes), "a torn line where no line can be written")
+        require(bool(ledger.hashes) and not ended, "a torn line where no line can be written")
         plan = ledger.plan
         room = not plan["formal_guarantee"] or ledger.charged() < plan.most_charges
         may_be = active and pending is None and not torn_run and (position or 0) < plan["num_steps"] and room
@@ -425,6 +426,7 @@ def read_ledger(path: Path) -> Ledger:
             require(isinstance(kind, str) and isinstance(time, str), "type and time are words")
             require((kind == "open") == (seq == 0), "the first record, and no other, is `open`")
             require(not ledger.closed or kind in ("signature", "repair"), "a record after `close`")
+            require(not ended, "a record after the end")
             require((kind == "repair") == bool(torn_run), "a `repair` follows torn lines, and nothing else does")
             ledger.other_times += seq > 0 and time != ledger.opened["time_utc"]
             if kind == "open":
@@ -488,6 +490,7 @@ def read_ledger(path: Path) -> Ledger:
                     ) from error
                 ledger.signatures += 1
                 ledger.signed = seq + 1
+                ended = ledger.closed is not None
             elif kind == "repair":
                 stated = (whole(record, "torn_lines", 1), whole(record, "charged", 0))
                 require(stated == (len(torn_run), sum(torn_run)), "the repair does not match the torn lines before it")
@@ -498,7 +501,7 @@ def read_ledger(path: Path) -> Ledger:
                     whole(record, "num_charged", 0) == ledger.charged(),
                     f"`close` states other charges than {ledger.charged()}",
                 )
-                ledger.closed, active = record["reason"], False
+                ledger.closed, active, ended = record["reason"], False, key is None
             else:
                 raise Violated(f"unknown record type {shown(kind)}")
             ledger.hashes.append(hashlib.sha256(line).hexdigest())

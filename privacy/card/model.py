@@ -14,6 +14,7 @@ from privacy.card.others import (
     STATEMENTS,
     AuditResult,
     Composition,
+    DataSet,
     Epsilon,
     FileStatement,
     Part,
@@ -59,6 +60,7 @@ class UnitOfPrivacy(Part):
     num_examples: int = Field(description="n, the public number of examples.")
     statement: str = Field(description="What holds for people and pictures that occur several times.")
     deduplication: Stated = Field(description="How near-duplicates were removed.")
+    data_set: DataSet = Field(description="What is declared of the data.")
 
 
 class Adjacency(Part):
@@ -260,6 +262,7 @@ class PrivacyCard(Part):
     steps_planned: int = Field(description="Planned steps.")
     attempts_charged: int = Field(description="Attempts that epsilon is computed from.")
     warnings: tuple[str, ...] = Field(description="What a reader should not overlook.")
+    not_stated: tuple[str, ...] = Field(description="What whoever ran the training could have declared, and did not.")
     setting: Setting = Field(Setting(), description="Section 1.")
     released: Released = Field(description="Section 2.")
     unit_of_privacy: UnitOfPrivacy = Field(description="Section 3.")

@@ -54,6 +54,15 @@ class Stated(Part):
     attested: bool = Field(False, description="Whether that file is the ledger.")
 
 
+class DataSet(Part):
+    """What the recipe says of the data; nothing computes or checks it."""
+
+    name: Stated = Field(Stated(), description="The name of the data set.")
+    owner: Stated = Field(Stated(), description="Who answers for it.")
+    purpose: Stated = Field(Stated(), description="What it was collected for, or may be used for.")
+    licence: Stated = Field(Stated(), description="The licence or agreement under which it is used.")
+
+
 class SiblingRun(Part):
     """A reservation in the shared ledger of the data owner."""
 
@@ -175,6 +184,7 @@ class OtherFiles(Part):
     run_name: str | None = None
     manifest_matches: bool | None = Field(None, description="See `Checkpoint`.")
     post_processing: tuple[FileStatement, ...] = ()
+    data_set: DataSet = DataSet()
     deduplication: Stated = Stated()
     tuning: Stated = Stated()
     shared_summary: SharedSummary | None = None

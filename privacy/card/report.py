@@ -98,6 +98,10 @@ def make_card(snapshot: LedgerSnapshot, others: OtherFiles, name: str) -> Privac
             Stated(text=opened[key], file="ledger.jsonl", attested=True) if opened.get(key) else otherwise
             for key, otherwise in (("deduplication", others.deduplication), ("tuning", others.tuning))
         )
+        stated = {
+            f"{name} of the data set": getattr(others.data_set, name) for name in type(others.data_set).model_fields
+        }
+        stated |= {"removal of near-duplicates": deduplication, "choice of hyper-parameters": tuning}
         points = list(STATEMENTS["not_covered"])
         if not state.mirrored:
             points.insert(2, STATEMENTS["no_mirror"])
@@ -111,6 +115,7 @@ def make_card(snapshot: LedgerSnapshot, others: OtherFiles, name: str) -> Privac
             delta=plan.target_delta if carried is None else carried.delta, composition=carried,
             steps_done=state.last_done_step if plan.enabled else finished, steps_planned=plan.num_steps,
             attempts_charged=state.num_charged, warnings=(),
+            not_stated=tuple(what for what, words_of in stated.items() if not words_of.text),
             released=model.Released(
                 statement=STATEMENTS[words if plan.formal_guarantee else "released_without_guarantee"],
                 checkpoints_recorded=len(checkpoints), last_checkpoint=last, post_processing=others.post_processing,
@@ -118,6 +123,7 @@ def make_card(snapshot: LedgerSnapshot, others: OtherFiles, name: str) -> Privac
             unit_of_privacy=model.UnitOfPrivacy(
                 unit=opened.get("unit", "one image-text pair" if head is None else "one labelled example"),
                 num_examples=plan.num_examples, statement=STATEMENTS["unit"] + covers, deduplication=deduplication,
+                data_set=others.data_set,
             ),
             mechanism=_mechanism(snapshot, head), sampling=_sampling(snapshot, head), accounting=numbers,
             tuning=model.Tuning(

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
 from privacy.ledger.chain import encode_line, hash_line
 from privacy.ledger.ledger import Ledger
+from privacy.ledger.signature import SigningKey
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
-from privacy.verify import SIGNED
 from privacy.verify import __file__ as VERIFIER
 from trainer.checkpoints.read import sealed
 from trainer.report import build_card, write_card
@@ -27,14 +24,6 @@ PLAN = make_plan(
         reserved_attempts=4, sensitivity_slack=1e-3,
     )
 )  # fmt: skip
-
-
-def public_key(key: Ed25519PrivateKey) -> str:
-    return key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
-
-
-def fingerprint(key: Ed25519PrivateKey) -> str:
-    return hashlib.sha256(bytes.fromhex(public_key(key))).hexdigest()
 
 
 def config_of(plan: PrivacyPlan) -> str:
@@ -50,7 +39,7 @@ def config_of(plan: PrivacyPlan) -> str:
 
 
 def publish(
-    folder: Path, key: Ed25519PrivateKey, plan: PrivacyPlan = PLAN, *, steps: int | None = None, **opened: Any
+    folder: Path, key: SigningKey, plan: PrivacyPlan = PLAN, *, steps: int | None = None, **opened: Any
 ) -> Path:
     """Writes a folder with a retry of step 2 in a second session, a checkpoint and, after the last step, the end.
 
@@ -62,40 +51,42 @@ def publish(
     (folder / "config.toml").write_text(config_of(plan))
     steps = plan.num_steps if steps is None else steps
     fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee", **opened}
-    with Ledger.create(folder / "ledger.jsonl", fields) as ledger:
-        ledger.start_session({"commit": "c0ffee"})
-        for step in range(1, steps + 1):
-            if step == 2:
-                ledger.intent(step, 0, step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping))
-                ledger.start_session({"commit": "c0ffee"})
-            attempt = ledger.next_attempt(step)
-            ledger.intent(
-                step, attempt, step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping)
-            )
-            ledger.done(step, attempt)
-        ledger.checkpoint(steps, f"step-{steps:08d}", "cd" * 32)
-        if steps == plan.num_steps:
-            ledger.close("finished")
     place = folder / "checkpoints" / f"step-{steps:08d}"
     place.mkdir(parents=True)
     (place / "weights.safetensors").write_bytes(b"weights")
-    files = {"weights.safetensors": hashlib.sha256(b"weights").hexdigest()}
-    manifest = {"step": steps, "formal_guarantee": plan.formal_guarantee, "charged_attempts": steps + 1, "files": files}
-    manifest |= {"initialisation": {"kind": "random"}, "training_data": {"provenance": "private"}}
-    (place / "manifest.json").write_text(json.dumps(sealed(manifest)))
+    with Ledger.create(folder / "ledger.jsonl", fields, signer=key) as ledger:
+        ledger.start_session({"commit": "c0ffee"})
+        for step in range(1, steps + 1):
+            releases = step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping)
+            if step == 2:
+                ledger.intent(step, 0, releases)
+                ledger.start_session({"commit": "c0ffee"})
+            attempt = ledger.next_attempt(step)
+            ledger.intent(step, attempt, releases)
+            ledger.done(step, attempt)
+        seq, line_hash = ledger.position()
+        manifest = {
+            "step": steps, "formal_guarantee": plan.formal_guarantee, "charged_attempts": steps + 1,
+            "ledger": {"seq": seq, "hash": line_hash}, "initialisation": {"kind": "random"},
+            "training_data": {"provenance": "private"},
+            "files": {"weights.safetensors": hashlib.sha256(b"weights").hexdigest()},
+        }  # fmt: skip
+        (place / "manifest.json").write_text(json.dumps(sealed(manifest)))
+        ledger.checkpoint(steps, place.name, hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest())
+        if steps == plan.num_steps:
+            ledger.close("finished")
     last = {"step": steps, "privacy/charged_attempts": steps + 1, "privacy/epsilon": plan.epsilon_after(steps + 1)}
     (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
     write_card(folder, build_card(folder))
-    rewrite(folder, key, lambda records: None)
     return folder
 
 
-def rewrite(folder: Path, key: Ed25519PrivateKey, edit: Callable[[Records], object]) -> None:
+def rewrite(folder: Path, key: SigningKey, edit: Callable[[Records], object]) -> None:
     """A forger's work: an edited ledger whose numbers, hashes and signatures fit again, as do the manifests and the card."""
     path = folder / "ledger.jsonl"
     records = [json.loads(line) for line in path.read_bytes().splitlines()]
     records = [record for record in records if record["type"] != "signature"]
-    records[0]["signer"] = public_key(key)
+    records[0]["signer"] = key.public
     edit(records)
     lines: list[bytes] = []
 
@@ -114,7 +105,7 @@ def rewrite(folder: Path, key: Ed25519PrivateKey, edit: Callable[[Records], obje
             fields["digest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
         add(record["type"], fields)
         if record["type"] in ("checkpoint", "close"):
-            add("signature", {"signature": key.sign(SIGNED + hash_line(lines[-1]).encode()).hex()})
+            add("signature", {"signature": key.sign(hash_line(lines[-1]))})
     path.write_bytes(b"\n".join(lines) + b"\n")
     card = folder / "report" / "privacy_card.json"
     if card.exists():

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from privacy import verify
+from privacy.ledger.signature import SigningKey
 from tests.privacy.ledger_files import rechained
 from tests.privacy.published import publish, rewrite
 
-KEY = Ed25519PrivateKey.generate()
+KEY = SigningKey(os.urandom(32))
 DEEP = "[" * 100_000 + "]" * 100_000
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**63, 10**38, 10**400, -(10**400), 0.5, -0.0, 1e308, 1e-320, "", "x", "\x00\x1b[31m\u202e",
