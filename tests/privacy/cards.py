@@ -74,7 +74,10 @@ def full_card(
             last_checkpoint=Checkpoint(step=3, name=text, manifest_sha256=text, manifest_matches=True),
             post_processing=(FileStatement(statement=statement, file=text),),
         ),
-        unit_of_privacy=UnitOfPrivacy(unit=text, num_examples=2000, statement=statement, deduplication=stated, data_set=DataSet(name=stated, owner=stated)),
+        unit_of_privacy=UnitOfPrivacy(
+            unit=text, num_examples=2000, statement=statement, deduplication=stated,
+            data_set=DataSet(name=stated, owner=stated),
+        ),
         mechanism=Mechanism(
             name=text, head=head if with_head else None, clipping_function=text, max_grad_norm=1.0,
             adaptive_clipping=adaptive, sensitivity_slack=1e-3, noise_multiplier=4.0, noise_multiplier_accounted=3.9,
