@@ -143,7 +143,7 @@ def main() -> None:
             with WireBytes() as wire:
                 record = train_step(mechanism, step, iter(batches[: int(count)]))
             answer = {
-                "peak_mib": _peak_mib(), "rise_mib": _peak_mib() - before, "sums_bytes": record.communication_bytes,
+                "peak_mib": _peak_mib(), "rise_mib": _peak_mib() - before, "sums_bytes": record.communication_bytes.inside(),
                 "bytes": wire.bytes, "collectives": dict(distributed.traffic.collectives),
             }  # fmt: skip
             _answer(out, answer)

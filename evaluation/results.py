@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_durably
+from privacy.boundary import Private, Public, Reason
 from privacy.card.text import rounded_up
 from privacy.limits import finite
-from trainer.loop.metrics import MetricsWriter
+from trainer.loop.metrics import PrivateMetrics, PublicMetrics
 from trainer.run.folder import environment
 from trainer.weights.provenance import proof_of
 
@@ -176,17 +177,23 @@ def publish(
         digest = hashlib.sha256(json.dumps(record["arguments"]).encode()).hexdigest()[:8]
         path = folder / f"{results.name}-step-{step:08d}-{digest}.json"
         write_durably(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
-        metrics = MetricsWriter(folder, times=not data_is_public)
-        metrics.scalars(step, {f"{results.name}/{n}": v for n, v in record["scalars"].items() if v is not None})
-        metrics.close()
+        scalars = {f"{results.name}/{name}": value for name, value in record["scalars"].items() if value is not None}
+        if data_is_public:
+            public = PublicMetrics(folder)
+            public.scalars(step, {name: Public(value, Reason.DECLARED) for name, value in scalars.items()})
+            public.close()
+        else:
+            private = PrivateMetrics(folder)
+            private.scalars(step, {name: Private(value) for name, value in scalars.items()})
+            private.close()
     if as_json:
         print(json.dumps(record, allow_nan=False))
     else:
         _print_table(results)
     used = ", ".join(f"{use.num_examples} {use.role}" for use in results.data)
-    public = "declared public" if data_is_public else "not declared public (--data_is_public)"
+    declared = "declared public" if data_is_public else "not declared public (--data_is_public)"
     lines = [f"note: {note}" for note in results.notes]
-    lines.append(f"not private: {WITHOUT_NOISE} ({used}), {public}")
+    lines.append(f"not private: {WITHOUT_NOISE} ({used}), {declared}")
     for release in results.released:
         lines.append(
             f"private: {release.what}, epsilon {rounded_up(release.epsilon, 4)} at delta {release.delta:.3g} for "

@@ -1,9 +1,10 @@
 """Privacy card of a run: what it guarantees, recomputed from its ledger.
 
-    python launch_scripts/report.py --run_dir runs/quickstart [--json]
+    python launch_scripts/report.py --run_dir runs/quickstart [--json] [--publish published]
 
 Writes RUN_DIR/report/privacy_card.json, .md and .html (one file with plots, nothing external). Works while the run goes
-on: it takes no lock and changes nothing else. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
+on: it takes no lock and changes nothing else. --publish copies what may be published into a new folder, the newest checkpoint
+included, without the times of files, and names what it leaves out. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from privacy.card.model import PrivacyCard  # noqa: E402
 from privacy.card.text import rounded_up  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, add_options, parse_options  # noqa: E402
+from trainer.publish import publish  # noqa: E402
 from trainer.report import build_card, write_card  # noqa: E402
 
 
@@ -27,6 +29,10 @@ class ReportOptions(Options):
 
     run_dir: Path
     """run folder that holds ledger.jsonl"""
+    publish: Path | None = None
+    """copy the public files of the run into this new folder"""
+    no_checkpoints: bool = False
+    """publish no checkpoint; otherwise the newest whole one goes with the other files"""
     as_json: bool = Field(False, alias="json")
     """print the card as one JSON object on stdout"""
 
@@ -35,7 +41,7 @@ def report(options: ReportOptions) -> PrivacyCard:
     """Computes the card, writes its files into the run folder, and prints a summary or the card itself.
 
     Raises:
-        ConfigError: no such run, or its folder cannot be written (exit 2).
+        ConfigError: no such run, its folder cannot be written, or the folder to publish to is not new (exit 2).
         PrivacyStateRefused: the ledger is broken, or contradicts config.toml (exit 4).
     """
     card = build_card(options.run_dir)
@@ -48,8 +54,12 @@ def report(options: ReportOptions) -> PrivacyCard:
         claim = f"formal_guarantee: false ({'; '.join(card.reasons)}); no epsilon is claimed"
     summary = "\n".join((f"{progress}; {claim}", *(f"note: {line}" for line in card.warnings)))
     print(card.to_json() if options.as_json else summary)
-    for path in paths:
-        print(f"privacy card: {path}", file=sys.stderr if options.as_json else sys.stdout)
+    lines = [f"privacy card: {path}" for path in paths]
+    if options.publish is not None:
+        lines += publish(
+            options.run_dir, options.publish, card.provenance.ledger, checkpoints=not options.no_checkpoints
+        )
+    print(*lines, sep="\n", file=sys.stderr if options.as_json else sys.stdout)
     return card
 
 

@@ -1,16 +1,18 @@
 """The whole privacy card of a run folder: the attested part from the ledger, and what other public files add to it.
 
-Nothing under `private/` is opened. What does not come from the ledger names its file, and what attests it, if anything.
+Nothing under `private/` is opened: other files are read by trainer/publish.py, which follows no link. What does not come from the
+ledger names its file, and what attests it, if anything.
 """
 
 import hashlib
-import json
+import math
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from data.files import write_durably
 from privacy.card import others as parts
@@ -22,9 +24,10 @@ from privacy.configured_plan import contradiction
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.shared import SharedLedger
 from trainer.errors import ConfigError
+from trainer.publish import PUBLIC_FILES, read_public, survey
 from trainer.weights.provenance import initialisation_statement
 
-_SAMPLES = re.compile(r"samples-(\d{8})\.png")
+_SAMPLES = re.compile(r"evaluation/samples-(\d{8})\.png")
 _FACTS = TypeAdapter(dict[str, JsonValue])
 
 
@@ -67,6 +70,11 @@ def build_card(run_dir: Path) -> PrivacyCard:
     )  # fmt: skip
     others = _with_shared_ledger(_with_manifest(others, run_dir, snapshot), recipe, snapshot)
     failed = [f"The audit {a.file} says {a.verdict}." for a in others.audits if a.verdict != "consistent"]
+    failed += [
+        f"The card does not read {name}: {reason}."
+        for name, reason in survey(run_dir).left_out.items()
+        if PUBLIC_FILES.fullmatch(name)
+    ]
     return make_card(snapshot, others.updated(warnings=(*others.warnings, *failed)), str(ledger))
 
 
@@ -85,8 +93,10 @@ def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
                 f"The picture shows what the model makes of held-out examples after step {samples.step:,} "
                 f"({samples.file}). It is not attested."
             )
-            pictures = [Picture("heldout-samples", "Samples", caption, (run_dir / samples.file).read_bytes())]
+            pictures = [Picture("heldout-samples", "Samples", caption, read_public(run_dir, samples.file))]
         folder.mkdir(exist_ok=True)
+        if folder.is_symlink():
+            raise ConfigError(f"{folder} is a symbolic link, and none is followed: give the run folder one of its own")
         write_durably(paths[0], card.to_json(indent=1) + "\n")
         write_durably(paths[1], to_markdown(card))
         write_durably(paths[2], to_html(card, pictures))
@@ -96,11 +106,21 @@ def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
 
 
 def read_recipe(run_dir: Path) -> dict[str, Any]:
-    """config.toml, or nothing: a card can be made of a ledger alone."""
+    """config.toml, or nothing: a card can be made of a ledger alone.
+
+    Raises:
+        PrivacyStateRefused: it is no run's configuration.
+    """
     try:
-        return tomllib.loads((run_dir / "config.toml").read_text())
-    except (OSError, ValueError):
+        recipe = tomllib.loads(read_public(run_dir, "config.toml").decode())
+    except (OSError, ValueError, RecursionError):
         return {}
+    for section in ("data", "privacy", "train", "optimizer"):
+        if not isinstance(recipe.get(section, {}), dict):
+            raise PrivacyStateRefused(
+                f"{run_dir / 'config.toml'}: {section} is no section: the file was changed; restore it"
+            )
+    return recipe
 
 
 def read_audits(run_dir: Path) -> tuple[parts.AuditResult, ...]:
@@ -110,13 +130,14 @@ def read_audits(run_dir: Path) -> tuple[parts.AuditResult, ...]:
     for path in sorted((run_dir / "report").glob("audit*.json")):
         file = f"report/{path.name}"
         try:
-            stated = json.loads(path.read_bytes())
+            stated = from_json(read_public(run_dir, file))
             result = parts.AuditResult(
                 file=file, kind=stated["audit"], verdict=stated["verdict"], date_utc=stated.get("date_utc"),
                 of_this_ledger=stated.get("ledger_sha256") == ledger, violated_checks=stated.get("violated_checks", []),
             )  # fmt: skip
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            result = parts.AuditResult(file=file, kind="unknown", verdict="unreadable")
+            name = file.encode(errors="replace").decode()  # bytes that are no UTF-8 cannot stand in JSON
+            result = parts.AuditResult(file=name, kind="unknown", verdict="unreadable")
         results.append(result)
     return tuple(results)
 
@@ -128,22 +149,29 @@ def read_utility(run_dir: Path) -> parts.Utility:
     """
     file, losses = "evaluation/heldout.jsonl", []
     try:
-        lines = (run_dir / file).read_text(errors="replace").splitlines()
+        lines = read_public(run_dir, file).splitlines()
     except OSError:
         lines = []
     for line in lines:
         try:
-            value = json.loads(line)
+            value = from_json(line)
         except ValueError:
             continue
-        if isinstance(value, dict) and type(value.get("step")) is int:
-            found = {name: value.get(name) for name in ("loss", "blind_loss", "shuffled_loss")}
-            numbers = {name: number if type(number) in (int, float) else None for name, number in found.items()}
-            losses.append(parts.HeldoutLoss(step=value["step"], **numbers))
-    names = (path.name for path in (run_dir / "evaluation").glob("samples-*.png"))
-    steps = sorted(int(found[1]) for found in map(_SAMPLES.fullmatch, names) if found)
+        if isinstance(value, dict) and type(step := value.get("step")) is int and 0 <= step < 1 << 53:
+            numbers = {name: _number(value.get(name)) for name in ("loss", "blind_loss", "shuffled_loss")}
+            losses.append(parts.HeldoutLoss(step=step, **numbers))
+    found = (_SAMPLES.fullmatch(name) for name in survey(run_dir).public)
+    steps = sorted(int(name[1]) for name in found if name)
     newest = parts.Samples(file=f"evaluation/samples-{steps[-1]:08}.png", step=steps[-1]) if steps else None
     return parts.Utility(heldout_file=file if losses else None, heldout_loss=tuple(losses), samples=newest)
+
+
+def _number(value: object) -> float | None:
+    """A finite number as a float, None for anything else."""
+    try:
+        return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def _with_manifest(others: OtherFiles, run_dir: Path, snapshot: LedgerSnapshot) -> OtherFiles:
@@ -153,10 +181,10 @@ def _with_manifest(others: OtherFiles, run_dir: Path, snapshot: LedgerSnapshot) 
     if not isinstance(name, str):
         return others
     # The name alone: a ledger must not lead us out of the checkpoints.
-    path = run_dir / "checkpoints" / Path(name).name / "manifest.json"
+    file = f"checkpoints/{Path(name).name}/manifest.json"
     try:
-        content = path.read_bytes()
-    except OSError:
+        content = read_public(run_dir, file)
+    except (OSError, ValueError):  # ValueError: no name of a file
         return others  # deleted or moved elsewhere, which is anybody's right
     matches = hashlib.sha256(content).hexdigest() == checkpoints[-1]["digest"]
     others = others.updated(manifest_matches=matches)
@@ -171,17 +199,20 @@ def _with_manifest(others: OtherFiles, run_dir: Path, snapshot: LedgerSnapshot) 
     facts = {key: manifest[key] for key in known if key in manifest}
     if "initialisation" not in facts:
         return others
-    statement = initialisation_statement(facts)
+    try:
+        statement = initialisation_statement(facts)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        warning = f"The manifest of checkpoint {name} does not say what the model started from."
+        return others.updated(warnings=(*others.warnings, warning))
     if "tokenizer_sha256" in facts:
         statement += " The tokenizer counts as public: no private caption may have shaped it."
-    file = path.relative_to(run_dir).as_posix()
     return others.updated(public_data=parts.PublicData(statement=statement, file=file, attested=matches, facts=facts))
 
 
 def _with_shared_ledger(others: OtherFiles, recipe: dict[str, Any], snapshot: LedgerSnapshot) -> OtherFiles:
     """Budget and sibling runs of the data owner's ledger, if it is the one that the run's own ledger names."""
     identity, path = snapshot.state.opened.get("shared_ledger"), recipe.get("privacy", {}).get("shared_ledger")
-    if identity is None or not path:
+    if identity is None or not isinstance(path, str) or not path:
         return others
     warning = None
     try:
@@ -189,9 +220,9 @@ def _with_shared_ledger(others: OtherFiles, recipe: dict[str, Any], snapshot: Le
             SharedLedger(path).summary(snapshot.state.opened["key_commitment"])
         )
         if summary.identity == identity:
-            SharedLedger(path).require_remembered(snapshot.state)
+            SharedLedger(path).require_remembered(snapshot.state, SharedLedger(path).look())
             return others.updated(shared_summary=summary)
         warning = "The shared ledger that config.toml names is not the one in the run's ledger."
-    except (PrivacyStateRefused, PrivacyConfigError, ValidationError, OSError):
+    except (PrivacyStateRefused, PrivacyConfigError, ValueError, OSError):
         warning = "The shared ledger that the run belongs to cannot be read, or is broken."
     return others.updated(warnings=(*others.warnings, warning))

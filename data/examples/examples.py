@@ -93,6 +93,11 @@ class CaptionExample:
         tokens_L, mask_L = self.tokenizer.encode(" ".join(caption[: 1 << 16].split()), self.num_tokens)
         return {"images_CHW": image_CHW, "tokens_L": tokens_L, "token_mask_L": mask_L, **self.coin(key)}
 
+    def count_unknown(self, raw: RawExample) -> np.ndarray:
+        """(2,) int64: how many words of all the example's captions the vocabulary does not know, and how many they have."""
+        counts = [self.tokenizer.count_unknown(caption) for caption in raw.captions(self.caption_field)]
+        return np.array(counts, dtype=np.int64).reshape(-1, 2).sum(axis=0)
+
     def coin(self, key: int) -> dict[str, np.ndarray]:
         """is_parallel, a scalar; nothing where every example is causal, as in evaluation."""
         if not self.train or self.parallel_share == 0:

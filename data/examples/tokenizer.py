@@ -22,6 +22,7 @@ EMBEDDED_TOKENIZER = Path(__file__).parents[1] / "tokenizer" / "tokenizer.json"
 _BOS_NAMES = ("<bos>", "[BOS]", "[CLS]", "<s>", "<|startoftext|>", "<|begin_of_text|>", "<|endoftext|>")
 _EOS_NAMES = ("<eos>", "[EOS]", "[SEP]", "</s>", "<|endoftext|>", "<|end_of_text|>")
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<unk>", "<|endoftext|>", "</s>")
+_UNKNOWN_NAMES = ("<unk>", "[UNK]", "<|unk|>")
 _MAX_CHARACTERS_PER_TOKEN = 64
 
 
@@ -83,6 +84,18 @@ class CaptionTokenizer:
         tokens_L = np.full(num_tokens, self.pad_id, dtype=np.int64)
         tokens_L[: len(words) + 2] = [self.bos_id, *words, self.eos_id]
         return tokens_L, np.arange(num_tokens) < len(words) + 2
+
+    def count_unknown(self, caption: str) -> tuple[int, int]:
+        """(how many words of the caption the vocabulary does not know, how many it has); parts of words count as words.
+
+        Tokenizers that fall back to bytes or characters know everything.
+        """
+        text = caption[: 1 << 16].encode("utf-8", "replace").decode("utf-8")
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if not ids:  # some tokenizers leave out what they do not know
+            return len(text.split()), len(text.split())
+        unknown = {self._tokenizer.token_to_id(name) for name in _UNKNOWN_NAMES} - {None}
+        return sum(token in unknown for token in ids), len(ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids up to the first end token, without special tokens."""

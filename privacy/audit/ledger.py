@@ -28,6 +28,8 @@ from privacy.ledger.records import LedgerState, read_state
 TORN = b" #torn"
 TOLERANCE = 1e-3
 """Relative, between two epsilons of different discretisations. Claiming more than the truth is never a violation."""
+FP32 = 1e-6
+"""Relative: published numbers are rounded to fp32, and what follows from one of them is compared with another."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,7 @@ def _bounds(reading: _Reading, claims: Sequence[BoundClaim]) -> list[Check]:
     bad += [
         f"{claim.file}: step {claim.step} clipped to {claim.bound:g}, which no intent says"
         for claim in claims
-        if claim.bound not in stated.get(claim.step, [])
+        if not any(math.isclose(claim.bound, said, rel_tol=FP32) for said in stated.get(claim.step, []))
     ]
     rate, quantile = constants["clipbound_learning_rate"], constants["target_unclipped_quantile"]
     low, high = plan["max_grad_norm"] / RANGE, plan["max_grad_norm"] * RANGE
@@ -279,7 +281,7 @@ def _bounds(reading: _Reading, claims: Sequence[BoundClaim]) -> list[Check]:
         if after.step == before.step + 1:
             exponent = min(max(-rate * (before.noised_fraction - quantile), -50.0), 50.0)
             expected = min(max(before.bound * math.exp(exponent), low), high)
-            if not math.isclose(after.bound, expected, rel_tol=1e-9):
+            if not math.isclose(after.bound, expected, rel_tol=FP32):
                 bad.append(f"{after.file}: step {after.step} clips to {after.bound:g} where {expected:g} follows")
     sentence = f"{len(claims)} published values of C and of the noised count were compared; wrong: {'; '.join(bad[:3]) or 'none'}"
     return [fact("clipping_bound", not bad, sentence, statistic=len(bad), threshold=0)]

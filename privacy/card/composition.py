@@ -51,6 +51,8 @@ def read_copies(run_dir: Path, opened: Mapping[str, Any]) -> list[tuple[str, byt
             )
         path = run_dir / place["file"]
         try:
+            if path.is_symlink() or path.parent.is_symlink():
+                raise OSError("it is a symbolic link, and none is followed")
             data = path.read_bytes()
         except OSError as error:
             reason = error.strerror or error

@@ -137,6 +137,10 @@ class LedgerState(ChainState):
                     "signer" not in record or _is_hex(record["signer"], 64),
                     "a signer is a public key of 32 bytes in hex",
                 )
+                for place in record.get("behind", []):
+                    named = isinstance(place["file"], str) and isinstance(place["run"], str)
+                    _require(named and _whole(place, "lines", 1) > 0, "a ledger behind has file, run, lines and hash")
+                    _require(_is_hex(place["hash"], 64), "a ledger behind is named by the hash of its last line")
                 _require(isinstance(record.get("plan"), dict), "`open` needs the frozen plan")
                 try:
                     PrivacyPlan.from_frozen(record["plan"])

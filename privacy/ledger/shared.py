@@ -25,7 +25,15 @@ from typing import Any, Self
 from privacy.accounting.accountants import ReleaseGroup
 from privacy.accounting.rdp_filter import filter_order, total_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.chain import ChainFile, ChainState, LineRefused, create_chain, create_mirror, hash_line
+from privacy.ledger.chain import (
+    ChainFile,
+    ChainState,
+    LineRefused,
+    create_chain,
+    create_mirror,
+    hash_line,
+    read_chain,
+)
 from privacy.ledger.ledger import PROGRAM_START
 from privacy.ledger.records import LedgerState
 from privacy.plan import ADJACENCY, PrivacyPlan
@@ -179,7 +187,7 @@ def _position(record: dict[str, Any]) -> tuple[int, str]:
 
 
 class SharedLedger:
-    """One owner's file. Every method locks it, reads and verifies all of it, and appends at most one line."""
+    """One owner's file. What writes locks it, reads and verifies all of it, and appends at most one line; reports only look."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -225,9 +233,28 @@ class SharedLedger:
         return cls(path)
 
     def read(self) -> SharedState:
-        """The verified state; PrivacyStateRefused names a line that breaks the chain."""
+        """The verified state, durable and repaired, for a decision; PrivacyStateRefused names a line that breaks the chain."""
         with self.locked() as chain:
             return chain.state
+
+    def look(self) -> SharedState:
+        """The verified state as it lies there, for a report: without lock and repair; a line being written is left out.
+
+        Raises: PrivacyStateRefused as `read`, also where the owner's mirror does not fit.
+        """
+        try:
+            state = SharedState()
+            data = self.path.read_bytes()
+            read_chain(data, state, str(self.path))
+            if "mirror" in state.opened:
+                copied = Path(state.opened["mirror"]).read_bytes()  # it grows after the file, which is read again
+                if not self.path.read_bytes().startswith(copied):
+                    raise PrivacyStateRefused(f"{state.opened['mirror']}: the mirror differs from {self.path}")
+        except OSError as error:
+            raise PrivacyStateRefused(
+                f"{self.path}: cannot read the shared ledger: {error.strerror or error}"
+            ) from error
+        return state
 
     def join(
         self, run: str, name: str, plan: PrivacyPlan, state: LedgerState, *, fixed_in_advance: bool = False
@@ -239,15 +266,15 @@ class SharedLedger:
 
         Raises: as `reserve`; PrivacyStateRefused also when lines that the run has seen here are gone.
         """
-        self.require_remembered(state)
+        self.require_remembered(state, self.read())
         if plan.formal_guarantee or not self.read().opened.get("informal_runs"):
             self.reserve(run, name, plan, fixed_in_advance=fixed_in_advance, time_utc=state.opened["time_utc"])
         else:
             self.note_informal(run, name, plan.reasons[0], time_utc=state.opened["time_utc"])
 
-    def require_remembered(self, state: LedgerState) -> None:
-        """PrivacyStateRefused when this file no longer holds what a run with the ledger `state` has seen in it."""
-        shared, run, seen = self.read(), state.opened["key_commitment"], state.shared_seen
+    def require_remembered(self, state: LedgerState, shared: SharedState) -> None:
+        """PrivacyStateRefused when this file, read as `shared`, no longer holds what a run with the ledger `state` saw in it."""
+        run, seen = state.opened["key_commitment"], state.shared_seen
         lost = seen is not None and (seen[0] >= shared.num_lines or shared.hashes[seen[0]] != seen[1])
         if lost or (state.nonces and not shared.knows(run)):
             raise PrivacyStateRefused(
@@ -342,7 +369,7 @@ class SharedLedger:
 
     def siblings(self, run: str | None = None) -> list[dict[str, Any]]:
         """All reservations for report and card, this run's marked; public."""
-        state = self.read()  # the accounting takes seconds: nobody shall wait for the lock meanwhile
+        state = self.look()
         return [
             {
                 "run": entry.run,
@@ -357,8 +384,8 @@ class SharedLedger:
         ]
 
     def summary(self, run: str | None = None) -> dict[str, Any]:
-        """Total, reserved epsilon and siblings, for report and card."""
-        state = self.read()
+        """Total, reserved epsilon and siblings, for report and card; the file is read alone (`look`)."""
+        state = self.look()
         names = ("epsilon", "delta", "unit", "adjacency")
         first = next(iter(state.reservations.values()), None)
         adaptive = any(entry.adaptive for entry in state.reservations.values())

@@ -25,6 +25,8 @@ NAMINGS = {
     "data.shards": ["data.shards=mine/*.tar"],
     "heldout.shards": ["heldout.shards=mine/heldout.tar"],
     "both": ["data.shards=mine/*.tar", "heldout.shards=mine/heldout.tar"],
+    "another caption": ["data.caption_field=notes"],
+    "another label": ["data.label_field=diagnosis"],
     "the whole section": ['heldout={shards = "mine/heldout.tar"}'],
 }
 
@@ -76,10 +78,15 @@ def test_the_line_says_what_is_public_and_who_declared_it(recipe: Path) -> None:
         f"held-out data theirs/heldout.tar (heldout.is_public = true, declared by {recipe}); private: no data"
     )
     other = said(recipe, NAMINGS["both"])
-    assert other.startswith("public: no data; private: training data mine/*.tar, held-out data mine/heldout.tar; ")
+    assert other.startswith(
+        "public: no data; private: training data mine/*.tar (data.provenance = private, the default), "
+        "held-out data mine/heldout.tar (heldout.is_public = false, the default); "
+    )
     assert str(recipe) in other and "heldout.is_public" in other and "does not count" in other
     again = said(recipe, [*NAMINGS["both"], "heldout.is_public=true"])
     assert "held-out data mine/heldout.tar (heldout.is_public = true, declared by the command line)" in again
+    declared = said(recipe, ["heldout.is_public=false", "data.provenance=private"])
+    assert declared.count("declared by the command line") == 2 and declared.startswith("public: no data; ")
     assert again.index("held-out") < again.index("private: training data mine/*.tar")
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def shard(path: Path, good: int, bad: int) -> Path:
 
     write_shard(path, examples())
     return path
+
+
+def write_captions(path: Path, captions: list[str]) -> None:
+    """Forty pictures with these captions in turn."""
+    names = [captions[number % len(captions)] for number in range(40)]
+    write_shard(path, ((f"{n:04d}", {"png": picture(n), "txt": name.encode()}) for n, name in enumerate(names)))
 
 
 @pytest.fixture
@@ -118,6 +125,34 @@ def test_no_sample_to_show_is_no_error(tmp_path: Path, start: Callable[..., int]
     shard(tmp_path / "b.tar", 30, 0)
     assert start("heldout.num_captions=2", heldout=Path(f"{first},{tmp_path}/b.tar")) == 0
     assert not list((tmp_path / "run").rglob("samples-*.png"))
+
+
+FASHION = "data.tokenizer=data/tokenizer/fashion.json"
+
+
+@pytest.mark.parametrize(
+    "captions", [["SECRET dogs bark"], ["a pair of SECRET dogs in rain", "dogs bark"], ["a SECRET 犬が走る", "雨"]]
+)
+def test_a_vocabulary_that_does_not_know_the_captions_is_refused(
+    captions: list[str], tmp_path: Path, start: Callable[..., int]
+) -> None:
+    """As of `train.py data.shards=mine` with the default recipe, whose vocabulary is the quickstart's twenty tokens."""
+    write_captions(tmp_path / "mine.tar", captions)
+    said = refused(start, tmp_path / "run", FASHION)
+    assert "data.shards" in said and "data.tokenizer" in said and "fashion.json" in said and "SECRET" not in said
+    assert start() == 0, "the embedded vocabulary knows parts of every word"
+
+
+def test_held_out_captions_are_looked_at_too_and_few_unknown_words_are_no_reason(
+    tmp_path: Path, start: Callable[..., int]
+) -> None:
+    write_captions(tmp_path / "heldout.tar", ["dogs bark"])
+    write_captions(tmp_path / "mine.tar", ["a pair of light trousers", "a pair of dark SECRET", "dogs"])
+    assert "heldout.shards" in refused(start, tmp_path / "run", FASHION, heldout=tmp_path / "heldout.tar")
+    shutil.rmtree(tmp_path / "run")  # its index is of the other shards
+    assert start(FASHION) == 0
+    public = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and "private" not in p.parts]
+    assert not [p.name for p in public if b"SECRET" in p.read_bytes() or b"unknown" in p.read_bytes()]
 
 
 def test_a_resume_looks_again_and_charges_nothing(tmp_path: Path, start: Callable[..., int]) -> None:

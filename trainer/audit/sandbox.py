@@ -229,7 +229,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
             ledger.note(step_plan)
             record = train_step(mechanism, step, micro_batches)
             fraction = record.public.get("privacy/noised_unclipped_fraction")
-            tape.note(step_plan, None if fraction is None else (fraction - 0.5) * plan.expected_batch_size)
+            tape.note(step_plan, None if fraction is None else (fraction.value - 0.5) * plan.expected_batch_size)
         ledger.release()
     tape.save(folder)
 

@@ -7,22 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from trainer.config.recipe import RunConfig
 
+_OF_TRAINING_DATA = (
+    "data.provenance", "data.deduplication", "data.dataset_name", "data.dataset_owner", "data.dataset_purpose",
+    "data.dataset_licence", "privacy.max_examples_per_owner", "heldout.is_public", "init.disjoint_data",
+)  # fmt: skip
 _DECLARED_OF = {
-    "data.shards": (
-        "data.provenance",
-        "data.deduplication",
-        "data.dataset_name",
-        "data.dataset_owner",
-        "data.dataset_purpose",
-        "data.dataset_licence",
-        "privacy.max_examples_per_owner",
-        "heldout.is_public",
-        "init.disjoint_data",
-    ),
+    "data.shards": _OF_TRAINING_DATA,
+    "data.caption_field": _OF_TRAINING_DATA,
+    "data.label_field": _OF_TRAINING_DATA,
     "heldout.shards": ("heldout.is_public",),
     "init.checkpoint": ("init.disjoint_data",),
 }
-"""Key that names data -> keys that declare something of them."""
+"""Key that names data, or a part of them -> keys that declare something of them."""
 
 
 class Resolved(NamedTuple):
@@ -54,11 +50,11 @@ class Resolved(NamedTuple):
             named.append((what, "heldout.is_public", str(heldout.is_public).lower(), heldout.is_public))
         public, private = [], []
         for what, key, value, is_public in named:
-            who = self.recipe if _leaf(self.overrides, key) is None else "the command line"
-            if is_public:
-                public.append(f"{what} ({key} = {value}, declared by {who})")
+            if _leaf(self.overrides, key) is not None:
+                who = "declared by the command line"
             else:
-                private.append(what)
+                who = "the default" if _leaf(self.tree, key) is None else f"declared by {self.recipe}"
+            (public if is_public else private).append(f"{what} ({key} = {value}, {who})")
         line = f"public: {', '.join(public) or 'no data'}; private: {', '.join(private) or 'no data'}"
         if self.reset:
             line += f"; {self.recipe} declares {', '.join(self.reset)} of other data, which does not count for these"

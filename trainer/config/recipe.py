@@ -66,7 +66,7 @@ class DataSection(Section):
     """Where the image-text pairs are and how they become tensors."""
 
     provenance: Literal["private", "public", "synthetic"] = "private"
-    """Whether a private run may start from the weights of a run without privacy. Naming other shards resets it."""
+    """Whether a private run may start from the weights of a run without privacy. Naming other shards, or another field, resets it."""
 
     shards: str
     """Tar shards: a folder, a glob, a brace range or a comma list, relative to the project root; or URLs."""
@@ -111,7 +111,7 @@ class HeldoutSection(Section):
     shards: str
     is_public: bool = False
     """Whether losses, captions and pictures of these examples may leave `private/` (contract 12).
-    Naming other shards resets it."""
+    Naming other shards, or another field, resets it."""
     num_examples: Positive | None = None
     """How many examples are used, from the first; all by default."""
     num_captions: int = Field(5, ge=0, le=10_000)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from privacy.adaptive_clipping import RANGE
+from privacy.boundary import Public, Reason
 from privacy.clipping import ClippedSum, MicroBatchStats
 from privacy.noise import NoiseSource, add_noise
 from privacy.plan import PrivacyPlan
@@ -28,7 +29,7 @@ def adapt_bound(
     noise: NoiseSource,
     stats: Sequence[MicroBatchStats],
     releases: Sequence[Release],
-) -> dict[str, float]:
+) -> dict[str, Public[float]]:
     """Moves C for the next step; returns what may be published about this one, nothing where C is constant. Collective."""
     adaptive = clipped.adaptive
     if adaptive is None:
@@ -44,7 +45,8 @@ def adapt_bound(
 
     fraction = adaptive.noised_fraction(distributed.on_main(noised), batch_size)
     clipped.max_grad_norm = adaptive.next_bound(used, fraction, plan.max_grad_norm)
-    return {"privacy/clipping_bound": used, "privacy/noised_unclipped_fraction": fraction}
+    published = {"privacy/clipping_bound": used, "privacy/noised_unclipped_fraction": fraction}
+    return {name: Public(value, Reason.NOISED) for name, value in published.items()}
 
 
 def resumed_bound(manifest: Mapping[str, Any], initial_bound: float) -> float:

@@ -1,13 +1,13 @@
 """Repeats `train_step`, watches the budget and requests to stop, and writes metrics and checkpoints."""
 
 import itertools
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from trainer import clock
 from trainer.checkpoints.read import has_checkpoints
 from trainer.engines.base import ShardState, holds_whole_weights
 from trainer.errors import StepDropped
@@ -55,7 +55,7 @@ def fit(run: "Run") -> int:
             if stops.any():
                 outcome = BUDGET_SPENT if stops[0] else STOPPED_EARLY
                 break
-            started = time.monotonic()
+            started = clock.now()
             plan, micro_batches = next(steps)
             step = plan.step
             run.ledger.note(plan)
@@ -71,7 +71,7 @@ def fit(run: "Run") -> int:
                         run.sanity.after_step(step)
                     if run.average is not None:
                         run.average.update(step)
-                    reporter.step(step, record, time.monotonic() - started)
+                    reporter.step(step, record, clock.since(started))
             except StepDropped:
                 step, outcome = step - 1, STOPPED_EARLY
                 break

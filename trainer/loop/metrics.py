@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from privacy.boundary import Private, Public
 from privacy.ledger.durable import torn_line_end
 
 
-class MetricsWriter:
+class _Sinks:
     """JSON lines and TensorBoard in one folder.
 
     Args:
@@ -36,26 +37,64 @@ class MetricsWriter:
         self._lines.write(torn_line_end(self._lines.fileno()).decode())
         self._board = _EventFile(folder / "tensorboard")
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
+    def close(self) -> None:
+        self._lines.close()
+        self._board.close()
+
+    def _write_scalars(self, step: int, values: Mapping[str, float]) -> None:
         when = {"time_unix": round(time.time(), 3)} if self._times else {}
         self._lines.write(json.dumps({"step": step, **when, **values}) + "\n")
         self._lines.flush()
         for name, value in values.items():
             self._board.add(self._summary.scalar(name, value), step, self._walltime(step))
 
-    def text(self, step: int, name: str, markdown: str) -> None:
+    def _write_text(self, step: int, name: str, markdown: str) -> None:
         self._board.add(self._summary.text(name, markdown), step, self._walltime(step))
 
-    def picture(self, step: int, name: str, image_HWC: np.ndarray) -> None:
+    def _write_picture(self, step: int, name: str, image_HWC: np.ndarray) -> None:
         self._board.add(self._summary.image(name, image_HWC, dataformats="HWC"), step, self._walltime(step))
 
     def _walltime(self, step: int) -> float:
         return time.time() if self._times else float(step)
 
-    def close(self) -> None:
-        self._lines.close()
-        self._board.close()
+
+class PublicMetrics(_Sinks):
+    """Takes what is known to be public, rounds it to fp32 and writes no time."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, times=False)
+
+    def scalars(self, step: int, values: Mapping[str, Public[float]]) -> None:
+        """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
+        self._write_scalars(step, {name: as_fp32(value.value) for name, value in values.items()})
+
+    def text(self, step: int, name: str, markdown: Public[str]) -> None:
+        self._write_text(step, name, markdown.value)
+
+    def picture(self, step: int, name: str, image_HWC: Public[np.ndarray]) -> None:
+        self._write_picture(step, name, image_HWC.value)
+
+
+class PrivateMetrics(_Sinks):
+    """For a folder inside the trust boundary; lines and events say when they were written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, times=True)
+
+    def scalars(self, step: int, values: Mapping[str, Private[float]]) -> None:
+        """As `PublicMetrics.scalars`, in full precision."""
+        self._write_scalars(step, {name: value.inside() for name, value in values.items()})
+
+    def text(self, step: int, name: str, markdown: Private[str]) -> None:
+        self._write_text(step, name, markdown.inside())
+
+    def picture(self, step: int, name: str, image_HWC: Private[np.ndarray]) -> None:
+        self._write_picture(step, name, image_HWC.inside())
+
+
+def as_fp32(value: float) -> float:
+    """A float as published: the shortest decimal that reads as its fp32 neighbour. Whole numbers stay as they are."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 class _EventFile:

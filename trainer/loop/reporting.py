@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from data.files import write_durably
-from trainer.engines.base import holds_whole_weights
-from trainer.loop.metrics import MetricsWriter
+from privacy.boundary import Private, Public, Reason
+from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32
 from trainer.ranks import distributed
+from trainer.run.heldout import HeldoutResults
+from trainer.tasks.base import Samples
 
 if TYPE_CHECKING:
     from trainer.loop.step import StepRecord
@@ -69,8 +72,8 @@ class StepReporter:
         self._run = run
         self._is_main = distributed.rank() == 0
         if self._is_main:
-            self._public = MetricsWriter(run.folder.root, times=False)
-            self._private = MetricsWriter(run.folder.private, times=True)
+            self._public = PublicMetrics(run.folder.root)
+            self._private = PrivateMetrics(run.folder.private)
             self._progress = ProgressLine(run.first_step - 1, run.config.train.num_steps)
 
     def close(self) -> None:
@@ -79,86 +82,112 @@ class StepReporter:
             self._public.close()
             self._private.close()
 
-    def step(self, step: int, record: "StepRecord", seconds: float) -> None:
-        """Writes the metrics of a finished step, which took `seconds`."""
+    def step(self, step: int, record: "StepRecord", duration: Private[float]) -> None:
+        """Writes the metrics of a finished step, which took `duration` seconds."""
         every = self._run.config.heldout.every_steps if self._run.config.heldout else None
         if every and step % every == 0 and step < self._run.config.train.num_steps:
             self.heldout(step)
         if not self._is_main:
             return
-        epsilon, private = self._run.ledger.epsilon(), record.private
-        count = max(private["num_examples"], 1.0)
-        losses = {
-            "train/loss": private["loss_sum"] / count,
-            "train/clipped_fraction": private["num_clipped"] / count,
-            "train/mean_grad_norm": private["norm_sum"] / count,
-            "train/batch_size": private["num_examples"],
-            "train/nonfinite_examples": private["num_nonfinite"],
-            "train/undecodable_examples": private["num_undecodable"],
+        epsilon = self._run.ledger.epsilon()
+        private = self._private_values(record, duration)
+        if step % self._run.config.train.log_every == 0 or step == self._run.config.train.num_steps:
+            public = {"optimizer/lr": record.lr, "optimizer/noised_grad_norm": record.noised_grad_norm, **record.public}
+            if epsilon is not None:
+                public["privacy/epsilon"] = Public(epsilon, Reason.CHARGED)
+                public["privacy/charged_attempts"] = Public(self._run.ledger.num_charged, Reason.CHARGED)
+            self._public.scalars(step, public)
+            self._private.scalars(step, private)
+        shown = {name: value.inside() for name, value in private.items()}
+        console = {
+            "eps": f"{epsilon:.3f}" if epsilon is not None else "none (no formal guarantee)",
+            "lr": f"{record.lr.value:.1e}",
+            "loss": f"{shown['train/loss']:.3f}",
+            "ex/s": f"{shown['performance/examples_per_second']:.0f}",
+            "data": f"{shown['performance/data_wait_fraction']:.0%}",
+            "mem": f"{shown['performance/peak_memory_gib']:.1f}G",
         }
+        self._progress.update(step, console)
+
+    def _private_values(self, record: "StepRecord", duration: Private[float]) -> dict[str, Private[float]]:
+        """What the console and private/ show: sums without noise, and the time and memory that single examples take to decode."""
+        sums = {name: value.inside() for name, value in record.private.items()}
+        count, seconds = max(sums["num_examples"], 1.0), duration.inside()
         device = self._run.mechanism.engine.device
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
-        # Private too: the time and memory that single examples take to decode are in all of them. Rates come from the expected
-        # batch size, never from the realised one.
-        timings = {
+        values = {
+            "train/loss": sums["loss_sum"] / count,
+            "train/clipped_fraction": sums["num_clipped"] / count,
+            "train/mean_grad_norm": sums["norm_sum"] / count,
+            "train/batch_size": sums["num_examples"],
+            "train/nonfinite_examples": sums["num_nonfinite"],
+            "train/undecodable_examples": sums["num_undecodable"],
             "performance/step_seconds": seconds,
+            # The rate is of the expected batch size, never of the realised one.
             "performance/examples_per_second": self._run.mechanism.plan.expected_batch_size / seconds,
-            "performance/communication_bytes": record.communication_bytes,
+            "performance/communication_bytes": record.communication_bytes.inside(),
             "performance/data_wait_fraction": self._run.loader.data_wait / seconds,
             "performance/peak_memory_gib": peak / 2**30,
         }
-        if step % self._run.config.train.log_every == 0 or step == self._run.config.train.num_steps:
-            public = {"optimizer/lr": record.lr, "optimizer/noised_grad_norm": record.noised_grad_norm, **record.public}
-            if epsilon is not None:
-                public |= {"privacy/epsilon": epsilon, "privacy/charged_attempts": self._run.ledger.num_charged}
-            self._public.scalars(step, public)
-            self._private.scalars(step, losses | timings)
-        console = {
-            "eps": f"{epsilon:.3f}" if epsilon is not None else "none (no formal guarantee)",
-            "lr": f"{record.lr:.1e}",
-            "loss": f"{losses['train/loss']:.3f}",
-            "ex/s": f"{timings['performance/examples_per_second']:.0f}",
-            "data": f"{timings['performance/data_wait_fraction']:.0%}",
-            "mem": f"{timings['performance/peak_memory_gib']:.1f}G",
-        }
-        self._progress.update(step, console)
+        return {name: Private(value) for name, value in values.items()}
 
     def heldout(self, step: int) -> None:
         """Evaluates held-out examples: loss, a classifier's accuracy, samples. Public only where the recipe says the data are."""
         run = self._run
         assert run.heldout is not None and run.config.heldout is not None
-        means = run.heldout.means(run.mechanism.engine)
-        baselines = run.heldout.baselines(run.mechanism.engine)
-        scalars = {f"heldout/{name}": value for name, value in (means | baselines).items()}
-        if run.average is not None and holds_whole_weights(run.mechanism.engine):
-            with run.average.in_use():
-                scalars["heldout/loss_of_average"] = run.heldout.loss(run.mechanism.engine)
-        samples = run.heldout.samples(run.mechanism.engine, run.config.heldout.num_captions)
+        results = run.heldout.results(run.mechanism.engine, run.average, run.config.heldout.num_captions)
         if not self._is_main:
             return
-        is_public = run.config.heldout.is_public
-        writer = self._public if is_public else self._private
-        folder = run.folder.evaluation if is_public else run.folder.private
-        writer.scalars(step, scalars)
-        others = "".join(f", {name} {value:.4f}" for name, value in means.items() if name != "loss")
-        print(f"held-out {run.heldout.loss_name} after step {step}: {means['loss']:.4f}{others}", flush=True)
-        for line in learned(means, baselines):
+        found = results.inside()
+        others = "".join(f", {name} {value:.4f}" for name, value in found.means.items() if name != "loss")
+        print(f"held-out {run.heldout.loss_name} after step {step}: {found.means['loss']:.4f}{others}", flush=True)
+        for line in learned(found.means, found.baselines):
             print(f"  {line}", flush=True)
-        texts = samples.lines if samples else []
-        if samples:
-            writer.picture(step, "heldout/samples", samples.picture_HWC)
-            png = io.BytesIO()
-            Image.fromarray(samples.picture_HWC).save(png, "PNG")
-            write_durably(folder / f"samples-{step:08d}.png", png.getvalue())
-        if texts:
-            lines = [f"* {generated!r} for {reference!r}" for generated, reference in texts]
-            writer.text(step, "heldout/samples", "\n".join(lines))
-        for generated, reference in texts:
+        for generated, reference in found.samples.lines if found.samples else ():
             print(f"  model: {generated!r}   reference: {reference!r}", flush=True)
-        with (folder / "heldout.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, **means, **baselines, "captions": texts}) + "\n")
+        if run.config.heldout.is_public:
+            write_public(step, Public(found, Reason.DECLARED), self._public, run.folder.evaluation)
+        else:
+            write_private(step, results, self._private, run.folder.private)
+
+
+def write_public(step: int, results: Public[HeldoutResults], metrics: PublicMetrics, folder: Path) -> None:
+    """Held-out results where everybody may read them; numbers are rounded to fp32."""
+    found = results.value
+    metrics.scalars(step, {name: Public(value, results.because) for name, value in found.scalars().items()})
+    if found.samples is not None:
+        metrics.picture(step, "heldout/samples", Public(found.samples.picture_HWC, results.because))
+        if found.samples.lines:
+            metrics.text(step, "heldout/samples", Public(_list_of(found.samples), results.because))
+    rounded = {name: as_fp32(value) for name, value in (found.means | found.baselines).items()}
+    _write_files(step, rounded, found.samples, folder)
+
+
+def write_private(step: int, results: Private[HeldoutResults], metrics: PrivateMetrics, folder: Path) -> None:
+    """The same inside the trust boundary."""
+    found = results.inside()
+    metrics.scalars(step, {name: Private(value) for name, value in found.scalars().items()})
+    if found.samples is not None:
+        metrics.picture(step, "heldout/samples", Private(found.samples.picture_HWC))
+        if found.samples.lines:
+            metrics.text(step, "heldout/samples", Private(_list_of(found.samples)))
+    _write_files(step, found.means | found.baselines, found.samples, folder)
+
+
+def _list_of(samples: Samples) -> str:
+    return "\n".join(f"* {generated!r} for {reference!r}" for generated, reference in samples.lines)
+
+
+def _write_files(step: int, numbers: Mapping[str, float], samples: Samples | None, folder: Path) -> None:
+    """The picture of samples, and a line of heldout.jsonl."""
+    if samples is not None:
+        png = io.BytesIO()
+        Image.fromarray(samples.picture_HWC).save(png, "PNG")
+        write_durably(folder / f"samples-{step:08d}.png", png.getvalue())
+    with (folder / "heldout.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, **numbers, "captions": samples.lines if samples else []}) + "\n")
 
 
 def learned(means: dict[str, float], baselines: dict[str, float]) -> list[str]:

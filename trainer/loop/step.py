@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
+from privacy.boundary import Private, Public, Reason
 from privacy.clipping import ClippedSum, MicroBatchStats
 from privacy.noise import NoiseSource, add_noise
 from privacy.plan import PrivacyPlan
@@ -59,18 +60,18 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step leaves behind.
+    """What one step leaves behind, private and public by type.
 
     `private` holds sums over all ranks, computed without noise: MicroBatchStats' fields and the number of undecodable
     examples. `noised_grad_norm` is post-processing of the noised gradient; `public` holds what else may be published.
     `communication_bytes` is what this rank sent for the sums; it follows from the number of micro-batches.
     """
 
-    lr: float
-    noised_grad_norm: float
-    private: dict[str, float]
-    public: dict[str, float]
-    communication_bytes: int
+    lr: Public[float]
+    noised_grad_norm: Public[float]
+    private: dict[str, Private[float]]
+    public: dict[str, Public[float]]
+    communication_bytes: Private[int]
 
 
 def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) -> StepRecord:
@@ -115,7 +116,7 @@ def _record(
     shards: Sequence[GradShard],
     stats: Sequence[MicroBatchStats],
     num_undecodable: int,
-    public: dict[str, float],
+    public: dict[str, Public[float]],
 ) -> StepRecord:
     """What the step shows, summed over its micro-batches and all ranks."""
     squared = torch.stack([s.values.square().sum() for s in shards]).sum() if shards else torch.zeros(())
@@ -124,5 +125,11 @@ def _record(
         torch.stack([value.double() for value in column]).sum().cpu() for column in zip(*stats, strict=True)
     ]
     totals = distributed.all_reduce_sum(torch.stack([*mine, torch.tensor(float(num_undecodable), dtype=torch.float64)]))
-    private = dict(zip((*MicroBatchStats._fields, "num_undecodable"), totals.tolist(), strict=True))
-    return StepRecord(lr, norm, private, public, distributed.traffic.bytes.total())
+    names = (*MicroBatchStats._fields, "num_undecodable")
+    return StepRecord(
+        lr=Public(lr, Reason.SETTINGS),
+        noised_grad_norm=Public(norm, Reason.NOISED),
+        private={name: Private(total) for name, total in zip(names, totals.tolist(), strict=True)},
+        public=public,
+        communication_bytes=Private(distributed.traffic.bytes.total()),
+    )

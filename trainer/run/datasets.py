@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError, DecodeError
-from data.examples.examples import MakeExample
+from data.examples.examples import CaptionExample, MakeExample
 from data.index.build import build_index
 from data.index.shards import ShardSet, find_shards
 from data.index.tar_index import MANIFEST, ExampleTable
@@ -82,22 +82,24 @@ def require_other_bytes(heldout: ExampleTable, table: ExampleTable) -> None:
 def require_usable(
     table: ExampleTable, make_example: MakeExample, config: RunConfig, *, key: str, count: int | None = None
 ) -> None:
-    """Looks at examples spread over the data and refuses data of which most cannot be used.
+    """Looks at examples spread over the data and refuses data of which most cannot be used, or cannot be read by the model.
 
-    Such a run would spend its budget on zero gradients. What is found depends on single private examples, so it is raised as a
-    line for the console of whoever runs the job, and written nowhere (docs/guarantee.md).
+    Such a run would spend its budget on zero gradients, or learn to write that it knows no word. What is found depends on single
+    private examples, so it is raised as a line for the console of whoever runs the job, and written nowhere (docs/guarantee.md).
 
     Args:
         key: the recipe's key that names the data.
         count: how many examples, from the first, will be used; None means all.
 
     Raises:
-        DataError: most of the examples cannot be used; says why, and which fields they have.
+        DataError: most of the examples cannot be used; says why, and which fields they have. Or the vocabulary does not know
+            most words of their captions.
         ReadError: examples cannot be read.
     """
     used = min(len(table), count or len(table))
     ids = np.unique(np.linspace(0, used - 1, min(used, LOOKED_AT)).astype(np.int64))
     reader, reasons, fields = TarReader(table), Counter[str](), Counter[str]()
+    unknown_and_all = np.zeros(2, dtype=np.int64)
     for raw in reader.read_all(ids):
         fields.update(f".{extension}" for extension in raw.fields)
         fields.update(f"{name!r} of .json" for name in json_record(raw.fields.get("json", b"")))
@@ -105,6 +107,9 @@ def require_usable(
             make_example(raw, 0)
         except DecodeError as error:
             reasons[str(error)] += 1
+        else:
+            if isinstance(make_example, CaptionExample):
+                unknown_and_all += make_example.count_unknown(raw)
     reader.close()
     if 2 * reasons.total() > len(ids):
         asked = {"captioner": "caption_field", "classifier": "label_field"}.get(config.model.kind)
@@ -115,6 +120,12 @@ def require_usable(
         raise DataError(
             f"{key}: {reasons.total()} of {len(ids)} examples that were looked at cannot be used ({why}){named}; the fields that "
             f"are there: {there}"
+        )
+    if isinstance(make_example, CaptionExample) and 2 * unknown_and_all[0] > unknown_and_all[1]:
+        raise DataError(
+            f"{key}: the vocabulary {make_example.tokenizer_path} ({make_example.tokenizer.vocab_size} tokens) does not know "
+            f"{unknown_and_all[0]:,} of {unknown_and_all[1]:,} words in the captions that were looked at: choose another with "
+            "data.tokenizer, e.g. data.tokenizer=data/tokenizer/tokenizer.json"
         )
 
 

@@ -1,6 +1,7 @@
 """Held-out loss and samples, by which a run shows its progress without touching training data."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,14 +9,42 @@ from torch import Tensor
 from data.batch import Batch
 from data.index.tar_index import ExampleTable
 from data.reading.loader import eval_batches
-from trainer.engines.base import Engine
+from privacy.boundary import Private
+from trainer.engines.base import Engine, holds_whole_weights
+from trainer.loop.averaging import WeightAverage
 from trainer.ranks import distributed
 from trainer.tasks.base import Samples, TrainingTask, to_device
 from trainer.tasks.blind import LOOKED_AT, blind_baseline
 
 
+@dataclass(frozen=True)
+class HeldoutResults:
+    """What a model makes of held-out examples.
+
+    Attributes:
+        means: the loss and, for a classifier, the accuracy.
+        baselines: what to compare them with; see `Heldout.baselines`.
+        loss_of_average: the loss of the averaged weights, where a run keeps them.
+    """
+
+    means: dict[str, float]
+    baselines: dict[str, float]
+    loss_of_average: float | None
+    samples: Samples | None
+
+    def scalars(self) -> dict[str, float]:
+        """All numbers, by the names of metrics."""
+        found = {f"heldout/{name}": value for name, value in (self.means | self.baselines).items()}
+        if self.loss_of_average is not None:
+            found["heldout/loss_of_average"] = self.loss_of_average
+        return found
+
+
 class Heldout:
-    """Evaluates a model on held-out examples. Every method is collective: sharded engines gather weights in it."""
+    """Evaluates a model on held-out examples. Every method is collective: sharded engines gather weights in it.
+
+    `results` is what a run writes; the other methods are its parts.
+    """
 
     def __init__(
         self, table: ExampleTable, task: TrainingTask, *, num_examples: int | None, micro_batch_size: int
@@ -31,6 +60,15 @@ class Heldout:
         return eval_batches(
             self.table, self._make_example, self._micro_batch_size, rank, world_size, num_examples=count, shift=shift
         )
+
+    def results(self, engine: Engine, average: WeightAverage | None, num_samples: int) -> Private[HeldoutResults]:
+        """All that a run says about held-out data; private until somebody declares the data public."""
+        means, baselines = self.means(engine), self.baselines(engine)
+        loss_of_average = None
+        if average is not None and holds_whole_weights(engine):
+            with average.in_use():
+                loss_of_average = self.loss(engine)
+        return Private(HeldoutResults(means, baselines, loss_of_average, self.samples(engine, num_samples)))
 
     def loss(self, engine: Engine) -> float:
         """Mean over held-out examples of the model's own loss (captions: nats per token, averaged within a caption first)."""

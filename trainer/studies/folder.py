@@ -210,11 +210,11 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
                 f"study {study.name}: [budget] {key} is {stated}, but {path} was made with {recorded}, which nothing changes "
                 "later: set it back; another budget needs another --study_dir, and adds to what was spent in this one"
             )
-    identity = ledger.read().identity
+    shared = ledger.read()
     for state in charged:
-        if state.opened["shared_ledger"] != identity:
+        if state.opened["shared_ledger"] != shared.identity:
             raise PrivacyStateRefused(f"{path}: not the shared ledger that the runs of this study began with")
-        ledger.require_remembered(state)
+        ledger.require_remembered(state, shared)
 
 
 def fixed_in_advance(

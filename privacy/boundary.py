@@ -1,0 +1,51 @@
+"""What may leave a run, by type (contract 12).
+
+`Private[T]` and `Public[T]` are boxes without a common type. Whatever is computed from training data without noise, or read from
+a clock or a memory meter, is made as a `Private`; only writers of private/ and the console take it. Writers of public files take
+`Public` alone, which states why its value may be public. A plain number fits neither, so mypy refuses a value about which
+nobody has decided. Neither box has a JSON form: one that reaches a ledger or a manifest is a TypeError, not a leak.
+
+`git grep "Public("` lists every decision that something may be published.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+
+class Reason(Enum):
+    """Why a value may leave the run."""
+
+    NOISED = "it is computed from noised sums"
+    SETTINGS = "it is computed from public settings"
+    CHARGED = "it is computed from the ledger"
+    DECLARED = "whoever names the data declares them public"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Private(Generic[T]):
+    """A value that one example can change without noise: by what it holds, or by the time and memory that it takes."""
+
+    _value: T
+
+    def inside(self) -> T:
+        """The value, for what stays inside the trust boundary: files of private/ and the console."""
+        return self._value
+
+    def __repr__(self) -> str:
+        """Says nothing about the value, wherever it is printed."""
+        return "Private(...)"
+
+    def __bool__(self) -> NoReturn:
+        """A decision that everybody sees cannot depend on it."""
+        raise TypeError("a private value decides nothing outside of the trust boundary")
+
+
+@dataclass(frozen=True, slots=True)
+class Public(Generic[T]):
+    """A value that may leave the run, and why."""
+
+    value: T
+    because: Reason

@@ -1,0 +1,111 @@
+"""Private values and clocks do not fit writers of public files, by type (contract 12)."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_structure import PACKAGES, ROOT, parsed, python_files, relative
+
+CLOCKS = {
+    "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time", "time",
+    "time_ns", "strftime", "gmtime", "localtime", "clock_gettime", "now", "utcnow", "today", "st_mtime", "st_mtime_ns",
+    "st_atime", "st_ctime", "st_ctime_ns", "getmtime", "getrusage", "max_memory_allocated",
+}  # fmt: skip
+"""Attributes that read a clock or a memory meter, of whatever module or object."""
+READS_A_CLOCK = {
+    "data/importers/sources.py": "a fingerprint of the source files, before any run",
+    "data/index/shard.py": "whether a shard changed while it was indexed",
+    "data/reading/loader.py": "data_wait, which trainer/loop/reporting.py boxes as private",
+    "data/reading/remote.py": "the age of cached blocks, in the cache's own folder",
+    "data/reading/storage.py": "whether a shard is still the one that was indexed",
+    "evaluation/results.py": "the day of an evaluation",
+    "evaluation/sources/records.py": "a fingerprint of public files",
+    "launch_scripts/audit.py": "the day of an audit",
+    "launch_scripts/prepare.py": "the console",
+    "launch_scripts/quickstart.py": "the name of a new folder, before any data are read; the console",
+    "privacy/ledger/ledger.py": "the start of the program, before it reads data",
+    "privacy/ledger/shared.py": "the creation of a data owner's ledger, before any run",
+    "trainer/clock.py": "private by type",
+    "trainer/loop/metrics.py": "lines in private/",
+    "trainer/loop/reporting.py": "memory, boxed as private; the time left, on the console",
+    "trainer/loop/stopping.py": "deadlines",
+    "trainer/ranks/agreement.py": "deadlines",
+    "trainer/ranks/heartbeat.py": "deadlines",
+    "trainer/ranks/rendezvous.py": "deadlines",
+    "trainer/run/folder.py": "the wait for a lock",
+    "trainer/studies/executors.py": "deadlines; seconds for private/attempts.jsonl and the console",
+    "trainer/studies/folder.py": "lines of private/attempts.jsonl",
+}
+"""Every file that reads a clock, and why nothing of it reaches a public file of a run. An auditor reads these."""
+
+PLANTED = """
+import time
+
+import numpy as np
+
+from privacy.boundary import Private, Public, Reason
+from trainer import clock
+from trainer.loop.metrics import PrivateMetrics, PublicMetrics
+from trainer.loop.reporting import StepReporter, write_public
+from trainer.loop.step import StepRecord
+from trainer.run.folder import RunFolder
+from trainer.run.heldout import HeldoutResults
+
+
+def plant(
+    public: PublicMetrics, private: PrivateMetrics, record: StepRecord, reporter: StepReporter, folder: RunFolder,
+    results: Private[HeldoutResults],
+) -> None:
+    public.scalars(1, {"a": record.lr, "b": record.noised_grad_norm, **record.public})
+    private.scalars(1, {"a": record.private["loss_sum"], "b": clock.now()})
+    public.scalars(1, {"a": record.private["loss_sum"]})  # refused
+    public.scalars(1, record.private)  # refused
+    public.scalars(1, {"a": time.monotonic()})  # refused
+    public.scalars(1, {"a": clock.since(clock.now())})  # refused
+    public.scalars(1, {"a": Public(clock.now(), Reason.SETTINGS)})  # refused
+    public.scalars(1, {"a": Public(record.private["loss_sum"], Reason.NOISED)})  # refused
+    public.scalars(1, {"a": Public(record.private["loss_sum"] / 2, Reason.NOISED)})  # refused
+    public.scalars(1, {"a": float(record.communication_bytes)})  # refused
+    public.text(1, "a", Private("a caption"))  # refused
+    public.text(1, "a", "a caption")  # refused
+    public.picture(1, "a", Private(np.zeros((1, 1, 3))))  # refused
+    private.scalars(1, {"a": time.monotonic()})  # refused
+    reporter.step(1, record, time.monotonic())  # refused
+    write_public(1, results, public, folder.evaluation)  # refused
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_types_refuse_private_values_and_clocks_in_public_writers(tmp_path: Path) -> None:
+    """mypy names every line of `PLANTED` that is marked, and no other."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "planted.py"]
+    done = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    refused = {int(line.split(":")[1]) for line in done.stdout.splitlines() if line.startswith("planted.py:")}
+    marked = {number for number, line in enumerate(PLANTED.splitlines(), 1) if "# refused" in line}
+    assert done.returncode == 1 and refused == marked, done.stdout + done.stderr
+
+
+def test_clocks_are_read_where_it_is_known_why() -> None:
+    """A new clock needs a line above, which says why nothing of it is published."""
+    found, mentions = set(), re.compile(rf"\.({'|'.join(CLOCKS)})\b")
+    for path in python_files(*PACKAGES):
+        if relative(path).startswith(("benchmarks/", "tools/")) or not mentions.search(path.read_text()):
+            continue  # those two train nobody's data
+        read = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute) and node.attr in CLOCKS]
+        if any(ast.unparse(node.value) != "clock" for node in read):  # trainer/clock.py, private by type
+            found.add(relative(path))
+    assert found == set(READS_A_CLOCK)
