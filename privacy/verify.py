@@ -148,14 +148,14 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def whole(record: dict[str, Any], name: str, least: int, most: int = MOST) -> int:
-    value = record.get(name)
+    value: Any = record.get(name)
     if type(value) is not int or not least <= value <= most:
         raise Violated(f"{name} must be an integer from {least} to {most}")
     return value
 
 
 def number(record: dict[str, Any], name: str, least: float, most: float) -> float:
-    value = record.get(name)
+    value: Any = record.get(name)
     if type(value) not in (int, float) or not least <= value <= most:
         raise Violated(f"{name} must be a number from {least:g} to {most:g}")
     return float(value)
@@ -193,7 +193,7 @@ class Plan:
 
     def participations(self, last_step: int, replays: int) -> int:
         """The most releases that one example of shuffled data can be in: epochs, rounded up, and repeats."""
-        per_epoch = -(-self["num_examples"] // self["expected_batch_size"])
+        per_epoch: int = -(-self["num_examples"] // self["expected_batch_size"])
         return -(-last_step // per_epoch) + replays
 
     def releases(self, count: int) -> Group:
@@ -288,7 +288,7 @@ def check_releases(plan: Plan, head: bool, releases: Any) -> float:
             math.isclose(1 / joint if joint else math.inf, sigma, rel_tol=1e-9),
             f"the noise is not the planned {sigma:g}",
         )
-        return stated[0][2]
+        return float(stated[0][2])
     planned = [("gradient", sigma * bound, bound)]
     if (
         adaptive is not None

@@ -66,7 +66,7 @@ class DataSection(Section):
     """Where the image-text pairs are and how they become tensors."""
 
     provenance: Literal["private", "public", "synthetic"] = "private"
-    """Whether a private run may start from the weights of a run without privacy. Naming other shards, or another field, resets it."""
+    """Whether a private run may start from the weights of a run without privacy. Other shards or another field reset it."""
 
     shards: str
     """Tar shards: a folder, a glob, a brace range or a comma list, relative to the project root; or URLs."""
