@@ -305,7 +305,7 @@ def check_releases(plan: Plan, head: bool, releases: Any) -> float:
             agree,
             f"{name} states std, sensitivity = {theirs[0]:g}, {theirs[1]:g}; the plan has {ours[0]:g}, {ours[1]:g}",
         )
-    return bound
+    return float(bound)
 
 
 # ---------------------------------------------------------------- The ledger, line by line

@@ -235,14 +235,15 @@ def open_run_ledger(
     table: ExampleTable,
     unit: str,
     *,
-    behind: Sequence[LedgerBehind] | None = None,
+    behind: Callable[[], Sequence[LedgerBehind]] | None = None,
     disjoint_from_start: bool = False,
 ) -> RunLedger:
     """Opens or creates ledger and key of a run folder. Collective.
 
     Args:
         unit: what one example is, for the ledger and the card.
-        behind: the ledgers of private runs behind initial weights; None for a run without any, and for one that resumes.
+        behind: gathers the ledgers of private runs behind initial weights, on rank 0 alone, since they may be large; None for a
+            run without initial weights, and for one that resumes.
         disjoint_from_start: whether the recipe declares that no example is in their data and in this run's.
 
     Raises (on every rank):
@@ -264,10 +265,11 @@ def open_run_ledger(
                 f"{recorded.get('max_examples_per_owner')}; it is part of the claim: set it back, or start another run folder"
             )
         described: dict[str, Any] = {"commit": environment()["commit"], "unit": unit}
-        if recorded is None and behind:
-            described["behind"] = keep_copies(folder.root, behind)
-        elif behind:
-            require_kept(folder.root, recorded or {}, behind)
+        found = [] if behind is None else behind()
+        if recorded is None and found:
+            described["behind"] = keep_copies(folder.root, found)
+        elif recorded is not None and found:
+            require_kept(folder.root, recorded, found)
         if recorded is not None and "behind" in recorded:
             # The card's first number relies on the declaration, so a resume cannot state another one.
             if recorded.get("disjoint_from_start", False) != disjoint_from_start:

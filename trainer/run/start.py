@@ -1,5 +1,6 @@
 """Builds a run from its configuration, in the order in which things can be refused, and trains it."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -113,11 +114,11 @@ def train(
         on_main(lambda: require_usable(heldout_examples, make_example, config, key="heldout.shards", count=count))
         heldout = Heldout(heldout_examples, task, num_examples=count, micro_batch_size=config.train.micro_batch_size)
     start: dict[str, Any] = {"kind": "random", "seed": config.train.seed}
-    behind: list[LedgerBehind] | None = None
+    behind: Callable[[], list[LedgerBehind]] | None = None
     if init is not None and not on_main(lambda: has_checkpoints(folder.checkpoints)):
         checkpoint = first_on_main(lambda: find_checkpoint(init, root))
         start = first_on_main(lambda: initialisation_facts(config, checkpoint, table))
-        behind = on_main(lambda: _behind(config, checkpoint, start, table))
+        behind = partial(_behind, config, checkpoint, start, table)
     disjoint = init is not None and init.disjoint_data
     ledger = open_run_ledger(
         folder, config.privacy, config.train.num_steps, table, task.unit, behind=behind, disjoint_from_start=disjoint
