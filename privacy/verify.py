@@ -645,12 +645,12 @@ class Folder:
                 raise BadInput(f"{shown(path)}: is no folder")
         return (path / names[-1]).exists() or (path / names[-1]).is_symlink()
 
-    def within(self, seconds_of: str, compute: Callable[[], float]) -> float:
+    def within(self, what: str, compute: Callable[[], float]) -> float:
         """A number that takes memory; a folder that asks for too much is not judged."""
         try:
             return compute()
         except (MemoryError, OverflowError, ValueError, ArithmeticError) as error:
-            raise Undecided(f"{seconds_of} cannot be computed here: {type(error).__name__}: {shown(error)}") from error
+            raise Undecided(f"{what} cannot be computed here: {type(error).__name__}: {shown(error)}") from error
 
 
 def check_signature(folder: Folder) -> str:
@@ -680,7 +680,7 @@ def check_order(folder: Folder) -> str:
     ledger = folder.ledger
     if ledger.other_times:
         raise Undecided(f"{ledger.other_times} records state another time than the first, as no trainer writes them")
-    state = f"closed ({ledger.closed})" if ledger.closed else "open: the run may go on"
+    state = f"closed ({ledger.closed})" if ledger.closed else "open: the run may go on, or its end was cut off"
     return (
         f"{len(ledger.hashes)} lines, {len(ledger.sessions)} starts, {len(ledger.intents)} attempts, {len(ledger.done)} done, "
         f"{ledger.num_torn} torn lines; {state}"
@@ -929,8 +929,10 @@ def accountant() -> str:
 def check_checkpoints(folder: Folder) -> str:
     """Manifests against the ledger, and files against manifests; checkpoints that were removed are nobody's loss."""
     ledger, plan = folder.ledger, folder.ledger.plan
-    if not folder.has("checkpoints", "-") and not is_folder(folder.path / "checkpoints"):
+    if not folder.has("checkpoints"):
         return "there is no checkpoint here"
+    if not is_folder(folder.path / "checkpoints"):
+        raise BadInput("checkpoints: is no folder")
     names = sorted(entry.name for entry in os.scandir(folder.path / "checkpoints") if entry.name.startswith("step-"))
     require(len(names) <= 10_000, "checkpoints/ holds more than 10,000 checkpoints")
     recorded = {(step, digest) for _, step, _, digest in ledger.checkpoints}

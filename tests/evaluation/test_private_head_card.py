@@ -35,7 +35,9 @@ def test_the_card_describes_the_head(folder: Path) -> None:
         assert wrong not in page, wrong
 
 
-def test_the_published_head_is_rechecked_by_the_file_beside_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_published_head_is_rechecked_by_the_file_beside_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_card(folder, build_card(folder))
     assert (folder / "verify.py").read_bytes() == Path(verify.__file__).read_bytes()
     assert verify.main([str(folder), "--json"]) == 0

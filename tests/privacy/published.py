@@ -112,3 +112,49 @@ def rewrite(folder: Path, key: SigningKey, edit: Callable[[Records], object]) ->
         content = json.loads(card.read_text())
         content["provenance"]["ledger"] |= {"lines": len(lines), "last_line_sha256": hash_line(lines[-1])}
         card.write_text(json.dumps(content))
+
+
+# Edits by hand, after which nothing is made to fit again.
+
+
+def edited_line(number: int, before: bytes, after: bytes) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "ledger.jsonl"
+        lines = path.read_bytes().split(b"\n")
+        assert before in lines[number - 1]
+        lines[number - 1] = lines[number - 1].replace(before, after)
+        path.write_bytes(b"\n".join(lines))
+
+    return edit
+
+
+def cut_lines(count: int) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        lines = (folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+        (folder / "ledger.jsonl").write_bytes(b"".join(lines[:-count]))
+
+    return edit
+
+
+def card_says(place: str, value: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "report/privacy_card.json"
+        card = json.loads(path.read_text())
+        *parts, last = place.split(".")
+        inner = card
+        for part in parts:
+            inner = inner[part]
+        assert inner[last] != value
+        inner[last] = value
+        path.write_text(json.dumps(card))
+
+    return edit
+
+
+def text_of(place: str, before: str, after: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        text = (folder / place).read_text()
+        assert before in text
+        (folder / place).write_text(text.replace(before, after))
+
+    return edit

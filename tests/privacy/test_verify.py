@@ -18,7 +18,7 @@ from privacy.ledger.signature import SigningKey, fingerprint
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.privacy.ledger_files import rechained
-from tests.privacy.published import PLAN, Records, publish, rewrite
+from tests.privacy.published import PLAN, Records, card_says, cut_lines, edited_line, publish, rewrite, text_of
 
 KEY = SigningKey(os.urandom(32))
 FORGER = SigningKey(os.urandom(32))
@@ -217,49 +217,6 @@ def test_an_edit_that_was_chained_and_signed_again_is_found(name: str, folder: P
         assert code == 5 and any(part in sentences(found) for part in said.split("|")), sentences(found)
     code, found = judge(folder, "--fingerprint", fingerprint(KEY.public))
     assert code == 5 and found["verdict"] == "violated"
-
-
-def edited_line(number: int, before: bytes, after: bytes) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "ledger.jsonl"
-        lines = path.read_bytes().split(b"\n")
-        assert before in lines[number - 1]
-        lines[number - 1] = lines[number - 1].replace(before, after)
-        path.write_bytes(b"\n".join(lines))
-
-    return edit
-
-
-def cut_lines(count: int) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        lines = (folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-        (folder / "ledger.jsonl").write_bytes(b"".join(lines[:-count]))
-
-    return edit
-
-
-def card_says(place: str, value: Any) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "report/privacy_card.json"
-        card = json.loads(path.read_text())
-        *parts, last = place.split(".")
-        inner = card
-        for part in parts:
-            inner = inner[part]
-        assert inner[last] != value
-        inner[last] = value
-        path.write_text(json.dumps(card))
-
-    return edit
-
-
-def text_of(place: str, before: str, after: str) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        text = (folder / place).read_text()
-        assert before in text
-        (folder / place).write_text(text.replace(before, after))
-
-    return edit
 
 
 MANIFEST, WEIGHTS = "checkpoints/step-00000004/manifest.json", "checkpoints/step-00000004/weights.safetensors"
