@@ -1177,18 +1177,23 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(shown(message))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Verifies one folder, prints, and returns the exit code; whatever the folder holds, errors are one line."""
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; a bad argument is bad input."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent)
     parser.add_argument("--fingerprint", help="SHA-256 of the signer's key in hex, as the start of the run printed it")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Verifies one folder, prints, and returns the exit code; whatever the folder holds, errors are one line."""
 
     def too_long(*_: object) -> NoReturn:
         raise BadInput(f"it takes more than {MINUTES} minutes to judge this folder")
 
     try:
-        options = parser.parse_args(arguments)
+        options = parse_args(arguments)
         fingerprint = None if options.fingerprint is None else options.fingerprint.strip().lower()
         if fingerprint is not None and not is_hex(fingerprint, 64):
             raise BadInput("--fingerprint is 64 hexadecimal digits")

@@ -12,6 +12,8 @@ import torch
 from dp_accounting.pld import PLDAccountant
 
 from privacy import verify
+from privacy.accounting import accountants
+from privacy.card import numbers
 from privacy.card.composition import read_copies
 from privacy.card.model import PrivacyCard
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
@@ -19,6 +21,7 @@ from privacy.ledger.records import read_ledger
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
+from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
 from trainer.report import build_card, write_card
 from trainer.run import start as training
@@ -64,7 +67,12 @@ def chain(tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device) -> d
         patched.setattr(RunFolder, "lock", lambda self: None)  # held until the process ends
         assert run(folder / "first", "privacy.target_delta=1e-6") == 0
         assert run(folder / "second", f"init.checkpoint={folder / 'first'}", steps=3) == 0
-    write_card(folder / "second", build_card(folder / "second"))
+        # What surrounds the claims takes most of a card's time.
+        patched.setattr(numbers, "curves", lambda *_: ([], None))
+        patched.setattr(numbers, "_epsilon_group", lambda *_: None)
+        patched.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
+        patched.setattr(accountants, "epsilon_replace_one", lambda *_: None)
+        write_card(folder / "second", build_card(folder / "second"))
     return {name: folder / name for name in ("first", "second")}
 
 
@@ -130,10 +138,10 @@ def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(chain: dict
 
 def verified(run_dir: Path, tmp_path: Path, capsys: Any) -> dict[str, Any]:
     folder = tmp_path / "published"
-    shutil.copytree(run_dir, folder, ignore=shutil.ignore_patterns("private"))
+    publish(run_dir, folder, card_of(run_dir).provenance.ledger)
     code = verify.main([str(folder), "--json"])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert code in (0, 6) and not [one for one in found["checks"] if one["outcome"] == "violated"], found["checks"]
+    assert code == 0, found["checks"]
     assert (folder / "verify.py").read_bytes() == (ROOT / "privacy/verify.py").read_bytes()
     return found
 
@@ -178,6 +186,7 @@ def test_weights_whose_ledgers_are_elsewhere_are_refused(chain: dict[str, Path],
     assert not (tmp_path / "run/ledger.jsonl").exists()
 
 
+@pytest.mark.full
 def test_a_start_that_spent_more_since_the_ledger_was_opened_is_refused(
     chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
