@@ -170,7 +170,7 @@ class Plan:
 
     Attributes:
         rate: q, rounded up.
-        accounted: the noise multiplier that the accountant is charged with: sigma / (1 + r), or sigma where the arithmetic is
+        accounted: the noise multiplier that the accountant is charged with, sigma / (1 + r); r is 0 where the arithmetic is
             certified to keep every contribution within C.
         reasons: why nothing is claimed; empty where something is.
     """
@@ -209,7 +209,7 @@ class Plan:
         One coordinate moved by a / sigma passes the edge e with probability at most Q(e - a / sigma) - Q(e); over the at most
         2^36 coordinates of an example of norm 1 that is at most 2^18 g'(0) + g(1), in each step that the example is in.
         """
-        if self.reasons:
+        if self.reasons or self.fields.get("arithmetic") == "certified":  # whose noise is exact, without an edge
             return 0.0
         edge, one = math.sqrt(128 * math.log(2)), self.releases(self.most_charges)
         inclusions, shift = one.rate * one.count, 1 / self.accounted
@@ -233,8 +233,8 @@ def read_plan(fields: Any, head: bool) -> Plan:
     require(fields.get("sampling") in ("poisson", "shuffle"), "sampling must be poisson or shuffle")
     require(fields.get("adjacency") == "zero_out", "adjacency must be zero_out")
     require(fields.get("noise_source") in ("system", "aes_ctr"), "noise_source must be system or aes_ctr")
-    arithmetic = fields.get("arithmetic", "default")
-    require(isinstance(arithmetic, str), "arithmetic must be a word")
+    certified = fields.get("arithmetic") == "certified"
+    require(not certified or slack == 0, "certified arithmetic rounds nothing up, so sensitivity_slack must be 0")
     if fields.get("target_epsilon") is not None:
         number(fields, "target_epsilon", 1e-12, 1e12)
     cap = None if fields.get("cap") is None else whole(fields, "cap", 1)
@@ -262,7 +262,7 @@ def read_plan(fields: Any, head: bool) -> Plan:
         reasons.append("shuffled data are not accounted for")
     reasons += informal or []
     require(fields["formal_guarantee"] == (not reasons), "formal_guarantee does not follow from the rest of the plan")
-    accounted = sigma if arithmetic == "certified" else sigma / (1 + slack)
+    accounted = sigma / (1 + slack)
     plan = Plan({**fields, "cap": cap, "usual_cap": usual}, rate, accounted, tuple(reasons))
     require(
         steps + reserve <= MOST and plan.noise_tail() < fields["target_delta"], "delta is below the tail of the noise"

@@ -47,7 +47,7 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     assert lines[0]["blind_loss"] == lines[-1]["blind_loss"] == said["blind_loss"]
     assert said["shuffled_loss"] == lines[-1]["shuffled_loss"] > 0
     kinds = [line["type"] for line in ledger_lines(run_dir)]
-    assert kinds == ["open", "session", *["intent", "done"] * 4, "checkpoint", "close"]
+    assert kinds == ["open", "session", *["intent", "done"] * 4, "checkpoint", "signature", "close", "signature"]
     assert "without looking: " in stdout and "has not learned anything" in stdout
 
 
