@@ -24,6 +24,7 @@ from data.examples.tokenizer import CaptionTokenizer
 from data.examples.transforms import eval_image
 from evaluation.scoring import encoded_captions, own_log_probs
 from models.captioner import Captioner
+from trainer.progress import track
 
 Format = Literal["vg-relation", "vg-attribution", "order"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -161,7 +162,8 @@ def choose(
         raise DataError("there are no tests")
     credits: dict[str, list[tuple[float, int]]] = {}
     undecodable = 0
-    for start in range(0, len(tests), batch_size):
+    starts = range(0, len(tests), batch_size)
+    for start in track(starts, "batches of tests", len(starts)):
         some = tests[start : start + batch_size]
         images = [pixels_of(test, model.config.encoder.image_size) for test in some]
         kept = [(test, image) for test, image in zip(some, images, strict=True) if image is not None]

@@ -12,6 +12,7 @@ transform of training (`data.examples.transforms.eval_image`).
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from data.files import named_when_whole, write_durably
 from data.reading.loader import Failure, as_is, end_with_parent, worker_context
 from evaluation.encoder import FeatureOptions, check_options, encoder_of, features
 from evaluation.sources.records import LabelledImages
+from trainer.progress import track
 from trainer.ranks import distributed
 from trainer.weights.open_model import OpenedModel
 
@@ -269,7 +271,8 @@ def decoded_batches(
         multiprocessing_context=worker_context() if num_workers else None,
         worker_init_fn=end_with_parent,
     )
-    for batch in loader:
+    shows = not dist.is_initialized() or dist.get_rank() == 0
+    for batch in track(loader, f"batches of {source.name}", math.ceil(len(rows) / batch_size), shows=shows):
         if isinstance(batch, Failure):
             raise batch.kind(batch.message)
         yield batch

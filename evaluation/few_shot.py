@@ -30,6 +30,7 @@ from models.vit import VisionTransformer
 from trainer.config.optimizer import OptimizerSection, ScheduleSection
 from trainer.loop.schedule import learning_rate
 from trainer.optimizers import make_optimizer, parameter_groups, set_step
+from trainer.progress import track
 
 DPCAP_RIDGE = 0.0025
 
@@ -165,7 +166,7 @@ def fine_tune(
     schedule = ScheduleSection(warmup_steps=min(options.warmup_epochs, options.epochs - 1) * per_epoch)
     rng, step = np.random.default_rng(options.seed), 0
     model.train()
-    for epoch in range(options.epochs):
+    for epoch in track(range(options.epochs), "epochs of fine-tuning", options.epochs):
         order = rng.permutation(rows)
         for start in range(0, len(order), batch_size):
             step += 1

@@ -22,6 +22,7 @@ from data.errors import DataError
 from trainer.config.optimizer import OptimizerSection, ScheduleSection
 from trainer.loop.schedule import learning_rate
 from trainer.optimizers import Segment, bind_segments, make_optimizer, parameter_groups, set_step
+from trainer.progress import track
 
 RIDGES = tuple(10.0**exponent for exponent in range(0, -7, -1))
 """Large to small: each fit starts from the one before."""
@@ -127,7 +128,7 @@ def lars_probe(
     bind_segments(optimizer, {p: [Segment(n, 0, p.numel())] for n, p in named.items()}, sharded=False)
     generator = torch.Generator().manual_seed(options.seed)
     accuracies, step, moved = [], 0, 0.0
-    for _ in range(options.epochs):
+    for _ in track(range(options.epochs), "epochs of the linear probe", options.epochs):
         head.train()
         order = torch.randperm(len(x_ND), generator=generator).to(device)
         for rows in order[: per_epoch * batch_size].split(batch_size):

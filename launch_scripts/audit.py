@@ -34,6 +34,7 @@ from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, add_options, parse_options  # noqa: E402
 from trainer.config.recipe import EngineName  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
+from trainer.progress import working  # noqa: E402
 
 
 class LedgerOptions(Options):
@@ -108,18 +109,19 @@ def main() -> int:
         raise ConfigError(f"run folder {run_dir} does not exist")
     if not (run_dir / "ledger.jsonl").is_file():
         raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
-    if isinstance(options, MechanismOptions):
-        from trainer.audit.mechanism import mechanism_audit
+    with working(f"auditing {run_dir}"):
+        if isinstance(options, MechanismOptions):
+            from trainer.audit.mechanism import mechanism_audit
 
-        report = mechanism_audit(run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks)
-    elif isinstance(options, RunOptions):
-        from trainer.audit.run import run_audit
+            report = mechanism_audit(run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks)
+        elif isinstance(options, RunOptions):
+            from trainer.audit.run import run_audit
 
-        report = run_audit(run_dir, options.canaries, options.checkpoint, ROOT)
-    else:
-        from trainer.audit.folder import ledger_audit, schedule_audit
+            report = run_audit(run_dir, options.canaries, options.checkpoint, ROOT)
+        else:
+            from trainer.audit.folder import ledger_audit, schedule_audit
 
-        report = schedule_audit(run_dir) if isinstance(options, ScheduleOptions) else ledger_audit(run_dir)
+            report = schedule_audit(run_dir) if isinstance(options, ScheduleOptions) else ledger_audit(run_dir)
     # The date and the ledger that was looked at: an audit of another ledger says nothing about this one.
     digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
     today = datetime.now(UTC).date().isoformat()  # a finer clock would show how long training took before

@@ -44,17 +44,19 @@ def parse_args(arguments: list[str]) -> CommandOptions:
 
 def main() -> int:
     """Runs the command, on all ranks of a launcher or alone."""
+    arguments = sys.argv[1:]
+    options = parse_args(arguments)
     from evaluation.results import publish
     from trainer.errors import RemoteError
+    from trainer.progress import working
     from trainer.ranks.discovery import discover_ranks
     from trainer.ranks.distributed import fail, finish, quit_now, start
 
-    arguments = sys.argv[1:]
-    options = parse_args(arguments)
     command, ranks = command_of(options), discover_ranks(os.environ)
 
     def run() -> None:
-        results = command.run(options)
+        with working(f"{command.name}: {command.help}", shows=ranks.is_main):
+            results = command.run(options)
         if results is not None:
             publish(
                 results, output=output_of(options), data_is_public=options.results_are_public,

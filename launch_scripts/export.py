@@ -14,21 +14,19 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import ConfigDict, Field, model_validator
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from models.config import Activation  # noqa: E402
-from models.converters import Foreign, Unstated  # noqa: E402
+from models.config import Activation, Foreign  # noqa: E402
 from privacy.card.text import rounded_up  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, Shown, add_options, parse_options  # noqa: E402
-from trainer.weights.export import FORMATS, Format, export  # noqa: E402
-from trainer.weights.import_weights import Declared, Provenance, import_weights  # noqa: E402
-from trainer.weights.open_model import open_model  # noqa: E402
+from trainer.progress import working  # noqa: E402
+from trainer.weights.kinds import Format, Provenance  # noqa: E402
 
 
 class ExportPart(Options):
@@ -94,7 +92,7 @@ class ExchangeOptions(ExportPart, ImportPart, UnstatedPart):
     def _goes_one_way(self) -> Self:
         is_export = self.checkpoint is not None
         if is_export and self.format is None:
-            raise ValueError(f"--checkpoint needs --format, one of {', '.join(FORMATS)}")
+            raise ValueError(f"--checkpoint needs --format, one of {', '.join(get_args(Format))}")
         names, count = ("OUT",) if is_export else ("FILE", "OUT"), len(self.paths or ())
         if count != len(names):
             raise ValueError(f"{' and '.join(names)} expected, got {count} paths")
@@ -121,13 +119,17 @@ def parse_args(arguments: list[str] | None = None) -> ExchangeOptions:
 def main() -> int:
     """Exports or imports, and says what is known of the guarantee."""
     options = parse_args()
-    facts = exported(options) if options.checkpoint is not None else imported(options)
+    with working("reading and writing weights"):
+        facts = exported(options) if options.checkpoint is not None else imported(options)
     print(json.dumps(facts, allow_nan=False) if options.as_json else facts["summary"])
     return 0
 
 
 def exported(options: ExchangeOptions) -> dict[str, Any]:
     """Exports; what was written, and what the ledger proves."""
+    from trainer.weights.export import export
+    from trainer.weights.open_model import open_model
+
     assert options.checkpoint is not None and options.format is not None and options.paths
     (out,) = options.paths
     opened = open_model(options.checkpoint, use_average=options.use_average, tokenizer=options.tokenizer)
@@ -151,6 +153,9 @@ def exported(options: ExchangeOptions) -> dict[str, Any]:
 
 def imported(options: ExchangeOptions) -> dict[str, Any]:
     """Imports; what was made, and whether a private run may start from it."""
+    from models.converters import Unstated
+    from trainer.weights.import_weights import Declared, import_weights
+
     assert options.source is not None and options.paths
     source, out = options.paths
     manifest = import_weights(

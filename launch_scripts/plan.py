@@ -23,15 +23,15 @@ from pydantic import Field
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from privacy.errors import PrivacyConfigError
-from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
 from trainer.config.recipe import EngineName
 from trainer.errors import ConfigError
-from trainer.planner.privacy import summarise
+from trainer.progress import working
 
 if TYPE_CHECKING:
+    from privacy.plan import PrivacyPlan
     from trainer.config.recipe import RunConfig
     from trainer.planner.batches import Examples
 
@@ -117,6 +117,8 @@ _RECIPE_KEYS = {
 
 
 def _plan(options: PlanOptions) -> PrivacyPlan:
+    from privacy.plan import make_plan
+
     if options.overrides:
         raise PrivacyConfigError(f"{options.overrides[0]!r} changes a recipe: give --recipe")
     sizes = {name: getattr(options, name) for name in ("num_examples", "expected_batch_size", "num_steps")}
@@ -176,6 +178,8 @@ def plan(options: PlanOptions) -> dict[str, Any]:
             raise PrivacyConfigError(f"recipe {options.recipe} names no data.num_examples: add data.num_examples=N")
         planned = None
         if num_examples is not None:
+            from privacy.plan import make_plan
+
             planned = make_plan(config.privacy.request(config.train.num_steps, num_examples), progress=_report_progress)
         owned = options.max_examples_per_owner
         owned = config.privacy.max_examples_per_owner if owned is None else owned
@@ -204,6 +208,8 @@ def plan(options: PlanOptions) -> dict[str, Any]:
 
 
 def _privacy(plan: PrivacyPlan, options: PlanOptions, max_examples_per_owner: int | None) -> dict[str, Any]:
+    from trainer.planner.privacy import summarise
+
     for line in plan.warnings:
         _warn(line)
     return summarise(plan, _warn, extras=not options.no_extras, max_examples_per_owner=max_examples_per_owner)
@@ -247,7 +253,9 @@ def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
 
 def main() -> int:
     """Runs the command of the process."""
-    plan(parse_args())
+    options = parse_args()
+    with working("computing epsilon by several accountants"):
+        plan(options)
     return 0
 
 

@@ -128,6 +128,10 @@ class ImportOptions(WriterOptions):
     """keep at most K examples of an owner"""
     prefix: str = "train"
     """how the shards' names begin (default: train)"""
+    text_holds: Literal["caption", "captions"] = "caption"
+    """what a .txt next to an image holds: one caption, or one caption per line (default: caption)"""
+    heldout_share: Annotated[float, Shown("S")] = 0.0
+    """about this share of the examples goes to DIR/heldout, near copies and an owner's examples together (default: 0)"""
 
 
 class SyntheticOptions(WriterOptions):
@@ -223,12 +227,16 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     settings = Settings(
         options.source_format, conversion, None if options.keep_near_duplicates else options.duplicate_distance,
         options.owner_field, options.max_per_owner, options.seed, options.shard_examples, options.prefix,
+        options.heldout_share,
     )  # fmt: skip
     with worker_pool(options.workers) as pool:
         if not pool.is_main:
             return None
         columns = Columns(options.image_column, options.caption_column, options.owner_field, options.label_column)
-        source = open_source(options.source, options.source_format, columns, options.image_root)
+        source = open_source(
+            options.source, options.source_format, columns, options.image_root,
+            lines_are_captions=options.text_holds == "captions",
+        )  # fmt: skip
         with _progress() as bar:
             tasks: dict[str, TaskID] = {}
 
@@ -242,11 +250,15 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     table.add_column("what")
     table.add_column("items", justify="right")
     table.add_column("for example", style="dim")
+    for suffix, count in report["other_files"].items():
+        table.add_row(f"not read: files with suffix {suffix}", f"{count:,}", "")
     table.add_row("read", f"{report['read']:,}", "")
     for reason, count in report["dropped"].items():
         samples = ", ".join(report["samples"].get(reason, [])[:2])
         table.add_row(f"dropped: {report['reasons'][reason]}", f"{count:,}", escape(samples))
     table.add_row("written", f"{report['written']:,}", "")
+    if options.heldout_share:
+        table.add_row("held out of these", f"{report['held_out']:,}", "")
     Console().print(table)
     print(f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private")
     return report

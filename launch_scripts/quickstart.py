@@ -24,8 +24,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-
 from trainer.config.cli import Parser, run_command  # noqa: E402
 
 SHOWN = 24
@@ -45,6 +43,8 @@ def main() -> int:
     """Trains, reports, lets the model describe all held-out pictures, rechecks the folder, and prints one JSON line."""
     started = time.monotonic()
     options = parse_args()
+    import torch  # after the arguments, so that a wrong one is answered at once
+
     run_dir = options.run_dir or ROOT / "runs" / time.strftime("quickstart-%Y%m%d-%H%M%S")
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--master_port", str(_free_port())]
     if not torch.cuda.is_available():
@@ -130,6 +130,8 @@ def _output(command: list[str]) -> str:
 
 def _environment() -> dict[str, str]:
     import os
+
+    import torch
 
     # Two ranks share two cores: more threads per rank only get in each other's way.
     quiet = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if not torch.cuda.is_available() else {}

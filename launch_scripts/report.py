@@ -10,18 +10,19 @@ included, without the times of files, and names what it leaves out. Exit codes: 
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from privacy.card.model import PrivacyCard  # noqa: E402
-from privacy.card.text import rounded_up  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, add_options, parse_options  # noqa: E402
-from trainer.publish import publish  # noqa: E402
-from trainer.report import build_card, write_card  # noqa: E402
+from trainer.progress import working  # noqa: E402
+
+if TYPE_CHECKING:
+    from privacy.card.model import PrivacyCard
 
 
 class ReportOptions(Options):
@@ -37,13 +38,17 @@ class ReportOptions(Options):
     """print the card as one JSON object on stdout"""
 
 
-def report(options: ReportOptions) -> PrivacyCard:
+def report(options: ReportOptions) -> "PrivacyCard":
     """Computes the card, writes its files into the run folder, and prints a summary or the card itself.
 
     Raises:
         ConfigError: no such run, its folder cannot be written, or the folder to publish to is not new (exit 2).
         PrivacyStateRefused: the ledger is broken, or contradicts config.toml (exit 4).
     """
+    from privacy.card.text import rounded_up
+    from trainer.publish import publish
+    from trainer.report import build_card, write_card
+
     card = build_card(options.run_dir)
     paths = write_card(options.run_dir, card)
     steps = "an unknown number" if card.steps_done is None else card.steps_done
@@ -74,7 +79,9 @@ def parse_args(arguments: list[str] | None = None) -> ReportOptions:
 
 def main() -> int:
     """Runs the command of the process."""
-    report(parse_args())
+    options = parse_args()
+    with working(f"computing the privacy card of {options.run_dir}"):
+        report(options)
     return 0
 
 

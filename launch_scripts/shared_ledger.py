@@ -17,7 +17,6 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from privacy.ledger.shared import DEFAULT_UNIT, SharedLedger
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
 
@@ -31,7 +30,7 @@ class CreateOptions(Options):
     """the most that all runs together may spend"""
     delta: Annotated[float, Shown("D")]
     """delta of all runs together"""
-    unit: str = DEFAULT_UNIT
+    unit: str | None = None
     """unit of privacy (default 'one example')"""
     rdp_order: Annotated[float | None, Shown("A")] = None
     """order of the RDP filter; default: the best for runs like the first"""
@@ -52,11 +51,13 @@ class ShowOptions(Options):
 
 def create(options: CreateOptions) -> None:
     """Writes the first line: the total budget."""
+    from privacy.ledger.shared import DEFAULT_UNIT, SharedLedger
+
     SharedLedger.create(
         options.path,
         epsilon=options.target_epsilon,
         delta=options.delta,
-        unit=options.unit,
+        unit=DEFAULT_UNIT if options.unit is None else options.unit,
         rdp_order=options.rdp_order,
         informal_runs=options.informal_runs,
         mirror=options.mirror,
@@ -66,6 +67,8 @@ def create(options: CreateOptions) -> None:
 
 def show(options: ShowOptions) -> None:
     """Verifies the ledger and lists the runs."""
+    from privacy.ledger.shared import SharedLedger
+
     summary = SharedLedger(options.path).summary()
     if options.as_json:
         print(json.dumps(summary))

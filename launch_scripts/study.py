@@ -19,12 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
-from trainer.studies.collect import collect
-from trainer.studies.executors import LocalPool, Trainer, submit_array, write_script
-from trainer.studies.folder import StudyFolder
-from trainer.studies.grid import expand, load_study
-from trainer.studies.page import write_report
-from trainer.studies.points import plan_points
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,6 +45,11 @@ class ReportOptions(Options):
 
 def run(options: RunOptions) -> int:
     """Trains all points that are not done."""
+    from trainer.studies.executors import LocalPool, Trainer, submit_array, write_script
+    from trainer.studies.folder import StudyFolder
+    from trainer.studies.grid import expand, load_study
+    from trainer.studies.points import plan_points
+
     study = load_study(options.study)
     folder = StudyFolder(options.study_dir or ROOT / "runs" / "studies" / study.name)
     points = expand(study, f"study {options.study}")
@@ -81,6 +80,12 @@ def run(options: RunOptions) -> int:
 
 def report(options: ReportOptions) -> int:
     """Writes study_dir/report/ from what the runs left behind, finished or not."""
+    from trainer.studies.collect import collect
+    from trainer.studies.folder import StudyFolder
+    from trainer.studies.grid import expand, load_study
+    from trainer.studies.page import write_report
+    from trainer.studies.points import plan_points
+
     folder = StudyFolder(options.study_dir)
     study = load_study(folder.definition)
     points = expand(study, f"study {folder.definition}")

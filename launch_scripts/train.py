@@ -11,32 +11,52 @@ import functools
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 if __name__ == "__main__":  # not in its workers
     for stop in (signal.SIGTERM, signal.SIGUSR1):  # while modules are imported there is nothing to save
         signal.signal(stop, lambda number, frame: os._exit(7))
 
 ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER_OPTIONS = {
+    *(
+        "--num_gpus",
+        "--num_nodes",
+        "--hostfile",
+        "--include",
+        "--exclude",
+        "--master_addr",
+        "--master_port",
+        "--launcher",
+    ),
+    *("--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--node-rank"),
+}
 sys.path.insert(0, str(ROOT))
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+if (
+    not sys.warnoptions
+):  # what torch and DeepSpeed will rename is nothing that a user can mend; python -W default shows it
+    warnings.simplefilter("ignore", FutureWarning)
 
 from trainer.ranks.launcher import launcher_processes, watch  # noqa: E402
 
 LAUNCHER = launcher_processes()  # before torch is imported, which takes seconds in which a launcher may go
 
-from privacy.noise import NoiseSource  # noqa: E402
 from trainer.config.cli import Parser, explain, print_anything, require_open_files  # noqa: E402
-from trainer.config.machine import load_machine_settings  # noqa: E402
 from trainer.config.recipe import EngineName, load_config, resolved  # noqa: E402
-from trainer.engines import require_supported  # noqa: E402
-from trainer.loop.stopping import end_on_signals  # noqa: E402
-from trainer.ranks.agreement import introduction  # noqa: E402
-from trainer.ranks.discovery import Ranks, discover_ranks  # noqa: E402
-from trainer.ranks.distributed import fail, finish, quit_now, start  # noqa: E402
-from trainer.ranks.rendezvous import LONGEST_RENDEZVOUS_SECONDS, RENDEZVOUS_SECONDS  # noqa: E402
+from trainer.errors import in_one_line  # noqa: E402
+from trainer.ranks.discovery import (  # noqa: E402
+    LONGEST_RENDEZVOUS_SECONDS,
+    RENDEZVOUS_SECONDS,
+    Ranks,
+    discover_ranks,
+)
+
+if TYPE_CHECKING:
+    from privacy.noise import NoiseSource
 
 
 def parse_args(arguments: list[str]) -> argparse.Namespace:
@@ -62,6 +82,9 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     # The launcher adds this one; the environment holds it, too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single recipe keys")
+    for word in arguments:
+        if word.partition("=")[0] in LAUNCHER_OPTIONS:
+            parser.error(f"{word} is an option of the launcher: write it before launch_scripts/train.py")
     options = parser.parse_intermixed_args(arguments)
     if not 0 < options.rendezvous_seconds <= LONGEST_RENDEZVOUS_SECONDS:
         parser.error(
@@ -73,18 +96,30 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def main(arguments: list[str], noise: NoiseSource | None = None) -> None:
+def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
     """Never returns: see `trainer.ranks.distributed.finish`. Only tests pass a noise source."""
     print_anything()
-    end_on_signals()
     ranks = Ranks()
-    try:
+    try:  # torch takes seconds to import, so what needs neither it nor another rank comes first: a wrong key is answered at once
         require_open_files()
-        # Everything that needs no other rank comes first, so that a wrong key costs no rendezvous.
         ranks = discover_ranks(os.environ)
         watch(LAUNCHER, speaks=ranks.local_rank == 0)
         options = parse_args(arguments)
         config = load_config(options.recipe, options.overrides)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        explain(error, ranks.rank)
+        known = in_one_line(error)
+        sys.exit(1 if known is None else known.exit_code)
+    from trainer.config.machine import load_machine_settings
+    from trainer.engines import require_supported
+    from trainer.loop.stopping import end_on_signals
+    from trainer.ranks.agreement import introduction
+    from trainer.ranks.distributed import fail, finish, quit_now, start
+
+    end_on_signals()
+    try:
         machine = load_machine_settings(options.ds_config)
         require_supported(options.engine, machine, ranks.world_size)
         run_dir = (options.run_dir or ROOT / "runs" / config.name).resolve()

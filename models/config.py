@@ -20,6 +20,8 @@ Config = TypeVar("Config", bound=Any)
 PositionKind = Literal["sincos", "learned"]
 NormPosition = Literal["pre", "post"]
 Activation = Literal["gelu", "relu"]
+Foreign = Literal["vip", "dpcap", "hf", "safetensors"]
+"""Formats of other projects' weights that `models.converters` reads."""
 
 
 MAX_IMAGE_SIZE = 8192

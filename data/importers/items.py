@@ -1,9 +1,10 @@
 """What every source delivers: items, in parts that can be read apart from each other."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 REASONS = {
@@ -64,10 +65,12 @@ class Source(NamedTuple):
     Attributes:
         parts: in order.
         fingerprint: changes when the source does; a resumed import insists on the same.
+        other_files: how many files of a folder are neither pictures of a known format nor texts of one, by suffix.
     """
 
     parts: Sequence[Part]
     fingerprint: str
+    other_files: Mapping[str, int] = MappingProxyType({})
 
 
 def in_parts(items: Sequence[Item], size: int = 500) -> list[Part]:

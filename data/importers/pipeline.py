@@ -21,7 +21,7 @@ from data.errors import DataError
 from data.files import private_file, write_durably
 from data.importers.convert import Conversion, convert_part, load_converted, part_path
 from data.importers.items import REASONS, Source
-from data.importers.selection import MAX_DISTANCE, choose
+from data.importers.selection import ALIKE, MAX_DISTANCE, choose, held_out
 from data.index.shard import walk_shard
 from data.index.tar_writer import Example, write_shard
 from data.reading.pool import run_all
@@ -30,6 +30,8 @@ from data.reading.reader import parse_example
 IMPORTER_VERSION = 1
 PROVENANCE = "provenance.json"
 REPORT = "import-report.json"
+HELDOUT = "heldout"
+"""Folder inside of the output, so that the pattern OUTPUT names the training shards alone."""
 _WORK = ".import"
 Advance = Callable[[str, int, int], None]
 """It is called with (stage, done now, total)."""
@@ -50,6 +52,7 @@ class Settings:
         seed: the key of the choice among an owner's examples.
         shard_examples: examples per shard.
         prefix: how the shards' names begin.
+        heldout_share: the share of examples, about, that goes to the folder HELDOUT of the output instead.
     """
 
     source_format: str
@@ -60,6 +63,7 @@ class Settings:
     seed: int = 0
     shard_examples: int = 5000
     prefix: str = "train"
+    heldout_share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.duplicate_distance is not None and not 0 <= self.duplicate_distance <= MAX_DISTANCE:
@@ -68,6 +72,8 @@ class Settings:
             raise DataError(f"max_per_owner is {self.max_per_owner}; it must be at least 1")
         if (self.owner_field is None) != (self.max_per_owner is None):
             raise DataError("give both --owner_field and --max_per_owner, or neither")
+        if not 0 <= self.heldout_share <= 0.5:
+            raise DataError(f"the held-out share is {self.heldout_share:g}; it must be 0 to 0.5")
         if self.shard_examples < 1:
             raise DataError("shards must hold at least 1 example")
         if not self.prefix or not all(c.isalnum() or c in "-_" for c in self.prefix):
@@ -92,7 +98,6 @@ def import_examples(
         ReadError: something that is there cannot be read.
     """
     work = output / _WORK
-    work = output / _WORK
     source_digest = hashlib.sha256(source.fingerprint.encode("utf-8", "surrogatepass")).hexdigest()
     claim = {"version": IMPORTER_VERSION, "settings": asdict(settings), "source": source_digest}
     try:
@@ -103,14 +108,21 @@ def import_examples(
             advance("converting", 1, len(jobs))
         parts = [load_converted(work, number) for number in range(len(jobs))]
         kept, dropped = choose(parts, settings.duplicate_distance, settings.max_per_owner, settings.seed)
+        kept_out = kept & held_out(parts, settings.heldout_share, settings.seed)
         sizes = [len(part.digests_ND) for part in parts]
-        part_of = np.repeat(np.arange(len(parts)), sizes)[kept]
-        place_of = np.concatenate([np.arange(size) for size in sizes])[kept]
+        part_of = np.repeat(np.arange(len(parts)), sizes)
+        place_of = np.concatenate([np.arange(size) for size in sizes])
         shards = []
-        for number, start in enumerate(range(0, len(part_of), settings.shard_examples)):
-            rows = slice(start, start + settings.shard_examples)
-            members = [(int(n), place_of[rows][part_of[rows] == n].tolist()) for n in np.unique(part_of[rows])]
-            shards.append((work, output / f"{settings.prefix}-{number:05d}.tar", members))
+        for chosen, folder, prefix in (
+            (kept & ~kept_out, output, settings.prefix), (kept_out, output / HELDOUT, HELDOUT),
+        ):  # fmt: skip
+            rows_chosen = np.flatnonzero(chosen)
+            if len(rows_chosen):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            for number, start in enumerate(range(0, len(rows_chosen), settings.shard_examples)):
+                rows = rows_chosen[start : start + settings.shard_examples]
+                members = [(int(n), place_of[rows][part_of[rows] == n].tolist()) for n in np.unique(part_of[rows])]
+                shards.append((work, folder / f"{prefix}-{number:05d}.tar", members))
         for _ in run_all(executor, write_kept, shards):
             advance("writing", 1, len(shards))
         counts = dropped + sum((Counter(part.dropped) for part in parts), Counter[str]())
@@ -119,6 +131,8 @@ def import_examples(
             "private": "Counts of private data without noise: do not publish.",
             "read": sum(part.num_items for part in parts),
             "written": int(kept.sum()),
+            "held_out": int(kept_out.sum()),
+            "other_files": dict(sorted(source.other_files.items())),
             "dropped": {reason: counts[reason] for reason in REASONS if counts[reason]},
             "reasons": {reason: text for reason, text in REASONS.items() if counts[reason]},
             "samples": {reason: keys for reason, keys in samples.items() if keys},
@@ -128,6 +142,9 @@ def import_examples(
         write_durably(output / PROVENANCE, json.dumps(provenance(settings), indent=1, ensure_ascii=False) + "\n")
         with private_file(output / REPORT) as file:
             file.write(json.dumps(report, indent=1).encode())
+        for folder in (output, output / HELDOUT):
+            for left in folder.glob(".*.tmp"):  # by a killed import
+                left.unlink()
         shutil.rmtree(work)
     except OSError as error:
         if hasattr(error, "exit_code"):
@@ -149,7 +166,8 @@ def _is_finished(output: Path, work: Path, claim: dict[str, Any]) -> bool:
         return False
     if output.is_dir() and any(path.name != _WORK for path in output.iterdir()):
         raise DataError(f"{output} is not empty; choose an empty folder")
-    work.mkdir(parents=True, exist_ok=True, mode=0o700)
+    output.mkdir(parents=True, exist_ok=True, mode=0o700)
+    work.mkdir(exist_ok=True, mode=0o700)
     with private_file(claim_file) as file:
         file.write(json.dumps(claim).encode())
     return False
@@ -171,7 +189,7 @@ def write_kept(work: Path, path: Path, members: Members) -> None:
                     )
 
     if not path.exists():
-        write_shard(path, examples())
+        write_shard(path, examples(), mode=0o600)
 
 
 def provenance(settings: Settings) -> dict[str, Any]:
@@ -185,6 +203,11 @@ def provenance(settings: Settings) -> dict[str, Any]:
         "were dropped. The guarantee of an owner is the group epsilon of that size; removal of copies came before and is "
         "outside of it."
     )
+    split = (
+        f"About {settings.heldout_share:g} of the examples, chosen by a keyed hash of their content, are not in the training "
+        f"shards; pictures whose hashes differ in at most {ALIKE} bits, and an owner's examples, are on one side. The choice "
+        "looks across examples and is outside of the guarantee."
+    )
     return {
         "kind": "import",
         "importer_version": IMPORTER_VERSION,
@@ -196,6 +219,7 @@ def provenance(settings: Settings) -> dict[str, Any]:
         "captions": "cleaned one by one by fixed rules; the first usable caption of an image is its text",
         "labels": "kept as they are; an example needs a caption or a label",
         "deduplication": deduplication(settings.duplicate_distance),
+        "held_out": split if settings.heldout_share else None,
         "max_examples_per_owner": limit,
         "owners": None if limit is None else owners,
     }

@@ -16,12 +16,16 @@ from itertools import combinations, pairwise
 from math import comb
 
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from data.errors import DataError
-from data.importers.convert import Converted
+from data.importers.convert import Converted, owner_digest
 
 BITS = 64
 MAX_DISTANCE = 10
+ALIKE = 8
+"""A split separates more than the removal of copies removes: a held-out picture should not look like a training picture."""
 _MAX_PASSES = 100
 
 
@@ -54,6 +58,37 @@ def choose(
     return kept, dropped
 
 
+def held_out(parts: Sequence[Converted], share: float, seed: int) -> np.ndarray:
+    """Which examples are held out: about `share` of them, by a keyed hash, with everything that is alike on one side.
+
+    Equal examples, examples whose pictures' hashes differ in at most `ALIKE` bits, and those of the same known owner are in one
+    group, also through others. A group goes by the smallest keyed hash of its contents.
+
+    Returns:
+        bool over all parts in order.
+    """
+    digests, hashes, has_hash, owners = (np.concatenate([part[k] for part in parts]) for k in range(4))
+    if share == 0:
+        return np.zeros(len(digests), dtype=bool)
+    edges = []
+    known = np.flatnonzero((owners != np.frombuffer(owner_digest(""), np.uint8)).any(axis=1))
+    for rows, values in ((np.arange(len(digests)), _as_scalars(digests)), (known, _as_scalars(owners[known]))):
+        _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+        edges.append(np.stack([rows, rows[first][inverse]], axis=1))
+    rows = np.flatnonzero(has_hash)
+    unique_U, first_U, inverse_N = np.unique(hashes[rows], return_index=True, return_inverse=True)
+    edges += [np.stack([rows, rows[first_U][inverse_N]], axis=1), rows[first_U][near_pairs(unique_U, ALIKE)]]
+    ends = np.concatenate(edges)
+    graph = coo_array((np.ones(len(ends), dtype=bool), (ends[:, 0], ends[:, 1])), shape=(len(digests),) * 2)
+    _, group_N = connected_components(graph, directed=False)
+    ranks_N = keyed_ranks(digests, seed, b"held out")
+    smallest = np.full(group_N.max() + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
+    np.minimum.at(smallest, group_N, ranks_N)
+    # The smallest of k hashes is below the share more often than one hash is, so a group takes a hash of its smallest.
+    again = keyed_ranks(smallest.view(np.uint8).reshape(-1, 8), seed, b"group")
+    return (again < np.uint64(share * 2**64))[group_N]
+
+
 def exact_duplicates(digests_ND: np.ndarray) -> np.ndarray:
     """True where an earlier row is equal.
 
@@ -82,23 +117,29 @@ def near_duplicates(hashes_N: np.ndarray, distance: int) -> np.ndarray:
     unique_U, first_U, inverse_N = np.unique(hashes_N, return_index=True, return_inverse=True)
     order = np.argsort(first_U)  # by first appearance
     dropped_U = np.zeros(len(unique_U), dtype=bool)
-    if distance > 0 and len(unique_U) > 1:
-        bands = distance + 1
-        while BITS * (bands - distance) / bands < np.log2(len(unique_U)) and comb(bands + 1, distance) <= _MAX_PASSES:
-            bands += 1
-        edges = [round(BITS * band / bands) for band in range(bands + 1)]
-        masks = [((1 << (high - low)) - 1) << low for low, high in pairwise(edges)]
-        agreed = [np.uint64(sum(chosen)) for chosen in combinations(masks, bands - distance)]
-        pairs = np.unique(np.concatenate([_close_pairs(unique_U[order], bits, distance) for bits in agreed]), axis=0)
-        # They are sorted by the later one, so that the earlier one's fate is known.
-        for earlier, later in pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))]:
-            if not dropped_U[earlier]:
-                dropped_U[later] = True
+    pairs = near_pairs(unique_U[order], distance)
+    # They are sorted by the later one, so that the earlier one's fate is known.
+    for earlier, later in pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))]:
+        if not dropped_U[earlier]:
+            dropped_U[later] = True
     dropped = np.empty_like(dropped_U)
     dropped[order] = dropped_U
     copies = np.ones(len(hashes_N), dtype=bool)
     copies[first_U] = False
     return copies | dropped[inverse_N]
+
+
+def near_pairs(hashes_U: np.ndarray, distance: int) -> np.ndarray:
+    """Places (earlier, later) of all pairs of different hashes within `distance` bits, each once, int64 (P, 2)."""
+    if distance == 0 or len(hashes_U) < 2:
+        return np.zeros((0, 2), dtype=np.int64)
+    bands = distance + 1
+    while BITS * (bands - distance) / bands < np.log2(len(hashes_U)) and comb(bands + 1, distance) <= _MAX_PASSES:
+        bands += 1
+    edges = [round(BITS * band / bands) for band in range(bands + 1)]
+    masks = [((1 << (high - low)) - 1) << low for low, high in pairwise(edges)]
+    agreed = [np.uint64(sum(chosen)) for chosen in combinations(masks, bands - distance)]
+    return np.unique(np.concatenate([_close_pairs(hashes_U, bits, distance) for bits in agreed]), axis=0)
 
 
 def _close_pairs(hashes_U: np.ndarray, mask: np.uint64, distance: int) -> np.ndarray:
@@ -132,9 +173,7 @@ def over_limit(owners_ND: np.ndarray, digests_ND: np.ndarray, limit: int, seed: 
     Returns:
         bool (N,).
     """
-    key = seed.to_bytes(8, "little", signed=True)
-    ranks = [hashlib.blake2b(row.tobytes(), key=key, digest_size=8).digest() for row in digests_ND]
-    ranks_N = np.frombuffer(b"".join(ranks), dtype=">u8").astype(np.uint64)
+    ranks_N = keyed_ranks(digests_ND, seed, b"")
     _, owner_N = np.unique(_as_scalars(owners_ND), return_inverse=True)
     order = np.lexsort((np.arange(len(ranks_N)), ranks_N, owner_N))
     starts = np.flatnonzero(np.diff(owner_N[order], prepend=-1))
@@ -142,6 +181,13 @@ def over_limit(owners_ND: np.ndarray, digests_ND: np.ndarray, limit: int, seed: 
     over = np.empty(len(order), dtype=bool)
     over[order] = place_in_owner >= limit
     return over
+
+
+def keyed_ranks(digests_ND: np.ndarray, seed: int, purpose: bytes) -> np.ndarray:
+    """A hash of each row, uint64 (N,): uniform, and independent between seeds and purposes."""
+    key = seed.to_bytes(8, "little", signed=True)
+    ranks = [hashlib.blake2b(row.tobytes(), key=key, person=purpose, digest_size=8).digest() for row in digests_ND]
+    return np.frombuffer(b"".join(ranks), dtype=">u8").astype(np.uint64)
 
 
 def _as_scalars(values_ND: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ import csv
 import hashlib
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ from data.reading.reader import MAX_EXAMPLE_BYTES, json_record, parse_example
 
 FORMATS = ("folder", "csv", "jsonl", "coco", "parquet", "webdataset")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+TEXT_SUFFIXES = (".txt", ".json", ".cls")
+"""What stands next to an image of the same name: its caption, its fields, its label."""
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")
 _MAX_FIELD = 1 << 20
 _BATCH_ROWS = 64
@@ -52,7 +54,9 @@ class Columns(NamedTuple):
         return None if self.label is None else label_of(record.get(self.label))
 
 
-def open_source(name: str, source_format: str, columns: Columns, image_root: Path | None = None) -> Source:
+def open_source(
+    name: str, source_format: str, columns: Columns, image_root: Path | None = None, *, lines_are_captions: bool = False
+) -> Source:
     """The items of a folder, of a file, or of shards.
 
     Args:
@@ -60,6 +64,7 @@ def open_source(name: str, source_format: str, columns: Columns, image_root: Pat
         source_format: one of FORMATS.
         columns: which columns or fields are used.
         image_root: folder that image paths start from; that of the file by default.
+        lines_are_captions: each line of a text next to an image is a caption; otherwise the whole text is one.
 
     Raises:
         DataError: there is no such source, or it is malformed.
@@ -72,7 +77,7 @@ def open_source(name: str, source_format: str, columns: Columns, image_root: Pat
     if not path.exists():
         raise DataError(f"there is no {path}")
     if source_format == "folder":
-        return folder_source(path, columns)
+        return folder_source(path, columns, lines_are_captions=lines_are_captions)
     if source_format in ("parquet", "coco"):
         return (parquet_source if source_format == "parquet" else coco_source)(path, columns, image_root)
     suffixes = {"csv": (".csv", ".tsv"), "jsonl": (".jsonl", ".ndjson")}[source_format]
@@ -217,11 +222,11 @@ def coco_source(path: Path, columns: Columns, image_root: Path | None) -> Source
     return Source(in_parts(items), file_fingerprint(path))
 
 
-def folder_source(folder: Path, columns: Columns) -> Source:
+def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = False) -> Source:
     """All images below a folder; where it has one of TABLES, that table says which.
 
-    Symbolic links are never followed: linked images are counted as unsafe, linked folders passed over. Of several images
-    of one name (a.jpg, a.png) the first counts.
+    Files that are neither pictures nor texts of one are counted by their suffix. Symbolic links are never followed: linked images
+    are counted as unsafe, linked folders passed over. Of several images of one name (a.jpg, a.png) the first counts.
 
     Raises:
         DataError: no such folder, or no image in it.
@@ -232,15 +237,16 @@ def folder_source(folder: Path, columns: Columns) -> Source:
         if (folder / name).is_file():
             return table_source(folder / name, columns, folder)
     root = folder.resolve()
-    items, digest, seen = [], hashlib.sha256(), set[Path]()
-    images = []
-    for parent, folders, files in os.walk(root, followlinks=False):
-        folders.sort()
-        images += [Path(parent, name) for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES]
-    for path in sorted(images):
+    items, digest, seen, others = [], hashlib.sha256(), set[Path](), Counter[str]()
+    files = [Path(parent, name) for parent, _, names in os.walk(root, followlinks=False) for name in names]
+    pictured = {path.with_suffix("") for path in files if path.suffix.lower() in IMAGE_SUFFIXES}
+    for path in sorted(files):
         name = path.relative_to(root).as_posix()
         digest.update(f"{name} {path.lstat().st_size} {path.lstat().st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
-        if path.is_symlink():
+        if path.suffix.lower() not in IMAGE_SUFFIXES:
+            if path.suffix not in TEXT_SUFFIXES or path.with_suffix("") not in pictured:
+                others[path.suffix.lower() or "none"] += 1
+        elif path.is_symlink():
             items.append(Item(name, None, (), None, "unsafe_path"))
         elif path.with_suffix("") in seen:
             items.append(Item(name, None, (), None, "duplicate_key"))
@@ -248,12 +254,14 @@ def folder_source(folder: Path, columns: Columns) -> Source:
             seen.add(path.with_suffix(""))
             text = _text(path.with_suffix(".txt"))
             record = json_record((_text(path.with_suffix(".json")) or "").encode())
-            captions = (text,) if text else columns.captions_in(record)
+            captions = (
+                tuple(text.splitlines() if lines_are_captions else [text]) if text else columns.captions_in(record)
+            )
             label = columns.label_in(record) if columns.label else label_of(_text(path.with_suffix(".cls")))
             items.append(Item(name, path, captions, columns.owner_in(record), label=label))
-    if not items:
+    if not pictured:
         raise DataError(f"{folder} holds no images ({', '.join(IMAGE_SUFFIXES)}) and none of {', '.join(TABLES)}")
-    return Source(in_parts(items), digest.hexdigest())
+    return Source(in_parts(items), digest.hexdigest(), others)
 
 
 def _text(path: Path) -> str | None:

@@ -212,7 +212,9 @@ def _expand_items(pattern: str, root: Path) -> list[Path]:
             unpack_fashion(root)
         if path.is_dir():
             if not any(path.glob("*.tar")):
-                raise DataError(f"the folder {path} holds no *.tar files")
+                raise DataError(
+                    f"the folder {path} holds no *.tar files; prepare.py import makes shards of a folder of pictures"
+                )
             shards.update(path.glob("*.tar"))
         elif not path.exists() and glob.has_magic(item):
             matches = glob.glob(str(path))

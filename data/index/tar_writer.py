@@ -11,12 +11,13 @@ Example = tuple[str, Mapping[str, bytes]]
 """Key and its members, extension -> bytes."""
 
 
-def write_shard(path: Path, examples: Iterable[Example]) -> int:
+def write_shard(path: Path, examples: Iterable[Example], mode: int = 0o666) -> int:
     """Writes one shard; it gets its name when it is whole and on the disk.
 
     Args:
         path: the shard's; an older file is replaced.
         examples: written one by one, so that memory holds one.
+        mode: permissions of the file, less the umask.
 
     Returns:
         The number of examples.
@@ -25,7 +26,7 @@ def write_shard(path: Path, examples: Iterable[Example]) -> int:
         OSError: it cannot be written.
     """
     count = 0
-    with named_when_whole(path) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
+    with named_when_whole(path, mode) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
         for key, members in examples:
             count += 1
             for extension, payload in members.items():

@@ -21,6 +21,7 @@ from data.reading.reader import TarReader
 from evaluation.sources.hugging_face import HuggingFaceCaptions
 from evaluation.sources.labelled import shard_table
 from evaluation.sources.records import FOLDER_EXTENSIONS, CaptionedImage, CaptionedImages, bytes_of
+from trainer.progress import track
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ def decoded(
 ) -> Iterator[Decoded]:
     """Batches of the first `count` images in order (all by default); a batch may be empty."""
     total = min(len(source), count or len(source))
-    for start in range(0, total, batch_size):
+    starts = range(0, total, batch_size)
+    for start in track(starts, "batches of held-out pictures", len(starts)):
         ids = range(start, min(start + batch_size, total))
         images, kept = [], []
         for example in source.read(ids):

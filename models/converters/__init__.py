@@ -2,19 +2,16 @@
 
     >>> config, parameters = read_foreign("vip", Path("ckpt-vip-syn-base.pth"))
 
-`FOREIGN` lists the formats; a new one is a module here and a line in `read_foreign`.
+`models.config.Foreign` lists the formats; a new one is a module here and a line in `read_foreign`.
 """
 
 from pathlib import Path
-from typing import Literal, get_args
 
 from torch import Tensor
 
+from models.config import Foreign
 from models.converters.native import AnyConfig, read_folder
 from models.converters.weights import Unstated, read_weights
-
-Foreign = Literal["vip", "dpcap", "hf", "safetensors"]
-FOREIGN: tuple[Foreign, ...] = get_args(Foreign)
 
 
 def read_foreign(kind: Foreign, path: Path, unstated: Unstated = Unstated()) -> tuple[AnyConfig, dict[str, Tensor]]:  # noqa: B008  (immutable)

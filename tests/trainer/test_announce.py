@@ -34,5 +34,6 @@ def test_the_affinity_counts(tmp_path: Path) -> None:
         check=False, preexec_fn=lambda: os.sched_setaffinity(0, {first}),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "warning: the warm-up takes 2 steps and the run 1" in done.stdout
     warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: rank")]
     assert len(warnings) == 1 and "may use 1 CPU for its 2 data workers:" in warnings[0], done.stdout

@@ -134,7 +134,7 @@ def test_activation_checkpointing(file: Path) -> None:
         return load(file, {**ZERO2, "activation_checkpointing": section})
 
     assert not load(file, ZERO2).activation_checkpointing
-    assert not read({}).activation_checkpointing
+    assert "needs the key enabled" in refusal(file, {**ZERO2, "activation_checkpointing": {}})
     assert not read({"enabled": False, "cpu_checkpointing": True}).activation_checkpointing
     assert read({"enabled": True}).activation_checkpointing and not read({"enabled": True}).checkpoint_on_cpu
     assert read({"enabled": True, "cpu_checkpointing": True}).checkpoint_on_cpu

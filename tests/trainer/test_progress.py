@@ -1,38 +1,53 @@
+"""Commands that take longer than two seconds say what they do, on stderr alone."""
+
+import time
+
 import pytest
 
-from trainer.loop import reporting
-from trainer.loop.reporting import ProgressLine
+from trainer import progress
+from trainer.progress import track, working
 
 
-class Clock:
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(reporting, "time", clock)
-    return clock
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.1)
 
 
-def test_plain_lines(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    """At most one every ten seconds, and the last step always."""
-    line = ProgressLine(0, 100)
-    for step in range(1, 101):
-        clock.now += 1
-        line.update(step, {"eps": f"{step / 10:.1f}", "lr": "1e-3"})
-    line.close()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 11
-    assert lines[0] == "step 1/100  1.0%  eps 0.1  lr 1e-3  eta 0:01:39"
-    assert lines[-1] == "step 100/100  100.0%  eps 10.0  lr 1e-3  eta 0:00:00"
+def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with working("counting"):
+        assert list(track(range(5), "numbers", 5)) == [0, 1, 2, 3, 4]
+    time.sleep(0.1)
+    assert capsys.readouterr() == ("", "")
 
 
-def test_the_time_left_counts_this_start_only(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ProgressLine(90, 100)
-    clock.now += 3600
-    line.update(91, {})
-    assert capsys.readouterr().out.strip().endswith("eta 9:00:00")
+def test_what_is_slow_says_once_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with working("counting"):
+        time.sleep(0.2)
+    assert capsys.readouterr() == ("", "counting ...\n")
+
+
+def test_a_slow_loop_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    for number in track(range(30), "numbers", 30):
+        seen.append(number)
+        time.sleep(0.02)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and seen == list(range(30)) and 2 <= len(lines) <= 7
+    done = [int(line.removeprefix("numbers: ").removesuffix(" of 30 done")) for line in lines]
+    assert done == sorted(done) and 0 < done[0] < 30
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with working("counting", shows=False):
+        for _ in track(range(3), "numbers", 3, shows=False):
+            time.sleep(0.1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_error_ends_the_announcement(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="bad"), working("counting"):
+        raise ValueError("bad")
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""

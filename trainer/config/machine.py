@@ -178,7 +178,7 @@ def load_machine_settings(path: Path) -> MachineSettings:
     _check_values(path, bf16, {"enabled": _SWITCH}, "bf16.")
     checkpointing = _section(path, raw, "activation_checkpointing")
     _check_values(path, checkpointing, CHECKPOINTING_KEYS, "activation_checkpointing.")
-    if checkpointing and "enabled" not in checkpointing:
+    if "activation_checkpointing" in raw and "enabled" not in checkpointing:
         raise ConfigError(f"ds_config {path}: activation_checkpointing needs the key enabled, true or false")
     return MachineSettings(
         path=str(path),

@@ -36,6 +36,12 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
         print(initialisation_statement(run.model_facts))
     for warning in plan.warnings:
         print(f"warning: {warning}")
+    warmup = run.config.schedule.warmup_steps
+    if warmup > plan.num_steps:
+        print(
+            f"warning: the warm-up takes {warmup} steps and the run {plan.num_steps}: the learning rate never reaches its peak "
+            "(schedule.warmup_steps)"
+        )
     if plan.formal_guarantee:
         print(
             f"epsilon planned {run.ledger.epsilon(plan.num_steps):.3f}, with the whole reserve "

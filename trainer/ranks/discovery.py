@@ -12,6 +12,9 @@ from typing import NamedTuple
 from trainer.errors import ConfigError
 
 DEFAULT_PORT = 29500
+RENDEZVOUS_SECONDS = 45.0
+"""A rank that has not come is missed after so long: an unreachable rendezvous ends all ranks within a minute."""
+LONGEST_RENDEZVOUS_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.errors import ConfigError, HostError, RemoteError, Said, StepDropped, in_one_line
-from trainer.ranks.discovery import Ranks
+from trainer.ranks.discovery import RENDEZVOUS_SECONDS, Ranks
 from trainer.ranks.heartbeat import Heartbeat, end_process
-from trainer.ranks.rendezvous import RENDEZVOUS_SECONDS, Introduction, connect, find_store, meet
+from trainer.ranks.rendezvous import Introduction, connect, find_store, meet
 
 T = TypeVar("T")
 

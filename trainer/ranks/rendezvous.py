@@ -13,9 +13,6 @@ import torch.distributed as dist
 
 from trainer.errors import RemoteError
 
-RENDEZVOUS_SECONDS = 45.0
-"""A rank that has not come is missed after so long: an unreachable rendezvous ends all ranks within a minute."""
-LONGEST_RENDEZVOUS_SECONDS = 86_400.0
 _POLL = 0.1
 
 

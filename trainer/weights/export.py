@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -29,13 +29,12 @@ from trainer.checkpoints.read import file_digest
 from trainer.errors import ConfigError
 from trainer.report import build_card
 from trainer.tasks.captioning import CaptioningTask
+from trainer.weights.kinds import Format
 from trainer.weights.model_card import model_card
 from trainer.weights.new_folder import new_folder
 from trainer.weights.open_model import ROOT, TOKENIZER, OpenedModel
 from trainer.weights.provenance import proof_of
 
-Format = Literal["hf", "safetensors", "timm"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 CARD, README = "privacy_card.json", "README.md"
 _MODELLING = "modeling_captioner.py"
 _AUTOMATIC = {

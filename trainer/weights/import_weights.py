@@ -11,22 +11,22 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from safetensors.torch import save_file
 
 from data.examples.tokenizer import CaptionTokenizer
-from models.config import CaptionerConfig
-from models.converters import Foreign, Unstated, read_foreign
+from models.config import CaptionerConfig, Foreign
+from models.converters import Unstated, read_foreign
 from models.converters.native import CONFIG, model_facts, parameter_shapes, size_name
 from models.converters.weights import WeightsError
 from trainer.checkpoints.read import FORMAT, MANIFEST, file_digest, sealed
 from trainer.errors import ConfigError
+from trainer.weights.kinds import Provenance
 from trainer.weights.new_folder import new_folder
 from trainer.weights.open_model import TOKENIZER
 from trainer.weights.provenance import IMPORTED, Start
 
-Provenance = Literal["private", "public", "synthetic"]
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 UNATTESTED = "imported: what its authors claim of its privacy is not attested by a ledger"
 

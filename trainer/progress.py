@@ -1,0 +1,64 @@
+"""What a command says while it works: nothing in the first two seconds, then on stderr what it does and how far it is."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+QUIET_SECONDS = 2.0
+LINE_SECONDS = 10.0
+"""Where stderr is no terminal, a line appears this often."""
+
+
+@contextmanager
+def working(what: str, *, shows: bool = True) -> Iterator[None]:
+    """Says `what` ("computing the privacy card") once, where it takes longer than `QUIET_SECONDS`.
+
+    Args:
+        shows: False on ranks that leave the console to rank 0.
+    """
+    timer = threading.Timer(QUIET_SECONDS, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    if shows:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def track(items: Iterable[T], what: str, total: int, *, shows: bool = True) -> Iterator[T]:
+    """Yields the items, and shows how many of them are done: a bar on a terminal, elsewhere a line each `LINE_SECONDS`.
+
+    Args:
+        what: what they are ("batches of held-out pictures").
+        total: how many there are.
+        shows: as in `working`.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+    console = Console(stderr=True)
+    bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
+    task = bar.add_task(what, total=total)
+    started = time.monotonic()
+    printed = started + QUIET_SECONDS - LINE_SECONDS
+    is_bar = shows and console.is_terminal
+    try:
+        for done, item in enumerate(items):
+            now = time.monotonic()
+            if is_bar and now - started > QUIET_SECONDS:
+                bar.start()
+                bar.update(task, completed=done)
+            elif shows and not is_bar and now - printed >= LINE_SECONDS:
+                printed = now
+                print(f"{what}: {done} of {total} done", file=sys.stderr, flush=True)
+            yield item
+    finally:
+        if bar.live.is_started:
+            bar.stop()
