@@ -58,12 +58,11 @@ def report(options: ReportOptions) -> "PrivacyCard":
     if not card.formal_guarantee:
         claim = f"formal_guarantee: false ({'; '.join(card.reasons)}); no epsilon is claimed"
     summary = "\n".join((f"{progress}; {claim}", *(f"note: {line}" for line in card.warnings)))
-    print(card.to_json() if options.as_json else summary)
     lines = [f"privacy card: {path}" for path in paths]
-    if options.publish is not None:
-        lines += publish(
-            options.run_dir, options.publish, card.provenance.ledger, checkpoints=not options.no_checkpoints
-        )
+    if options.publish is not None:  # before anything is printed: a refusal is one line
+        ledger = card.provenance.ledger
+        lines += publish(options.run_dir, options.publish, ledger, checkpoints=not options.no_checkpoints)
+    print(card.to_json() if options.as_json else summary)
     print(*lines, sep="\n", file=sys.stderr if options.as_json else sys.stdout)
     return card
 

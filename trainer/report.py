@@ -168,9 +168,11 @@ def read_utility(run_dir: Path) -> parts.Utility:
 
 def _number(value: object) -> float | None:
     """A finite number as a float, None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
     try:
-        return float(value) if type(value) in (int, float) and math.isfinite(value) else None
-    except OverflowError:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number of hundreds of digits
         return None
 
 

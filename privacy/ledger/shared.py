@@ -25,15 +25,7 @@ from typing import Any, Self
 from privacy.accounting.accountants import ReleaseGroup
 from privacy.accounting.rdp_filter import filter_order, total_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.chain import (
-    ChainFile,
-    ChainState,
-    LineRefused,
-    create_chain,
-    create_mirror,
-    hash_line,
-    read_chain,
-)
+from privacy.ledger.chain import ChainFile, ChainState, LineRefused, create_chain, create_mirror, hash_line, read_chain
 from privacy.ledger.ledger import PROGRAM_START
 from privacy.ledger.records import LedgerState
 from privacy.plan import ADJACENCY, PrivacyPlan
@@ -244,16 +236,14 @@ class SharedLedger:
         """
         try:
             state = SharedState()
-            data = self.path.read_bytes()
-            read_chain(data, state, str(self.path))
+            read_chain(self.path.read_bytes(), state, str(self.path))
             if "mirror" in state.opened:
                 copied = Path(state.opened["mirror"]).read_bytes()  # it grows after the file, which is read again
                 if not self.path.read_bytes().startswith(copied):
                     raise PrivacyStateRefused(f"{state.opened['mirror']}: the mirror differs from {self.path}")
         except OSError as error:
-            raise PrivacyStateRefused(
-                f"{self.path}: cannot read the shared ledger: {error.strerror or error}"
-            ) from error
+            reason = error.strerror or error
+            raise PrivacyStateRefused(f"{self.path}: cannot read the shared ledger: {reason}") from error
         return state
 
     def join(

@@ -34,6 +34,7 @@ READS_A_CLOCK = {
     "trainer/loop/metrics.py": "lines in private/",
     "trainer/loop/reporting.py": "memory, boxed as private; the time left, on the console",
     "trainer/loop/stopping.py": "deadlines",
+    "trainer/progress.py": "the console",
     "trainer/ranks/agreement.py": "deadlines",
     "trainer/ranks/heartbeat.py": "deadlines",
     "trainer/ranks/rendezvous.py": "deadlines",

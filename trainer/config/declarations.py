@@ -48,7 +48,7 @@ class Resolved(NamedTuple):
         if heldout is not None:
             what = f"held-out data {heldout.shards}"
             named.append((what, "heldout.is_public", str(heldout.is_public).lower(), heldout.is_public))
-        public, private = [], []
+        public, private = list[str](), list[str]()
         for what, key, value, is_public in named:
             if _leaf(self.overrides, key) is not None:
                 who = "declared by the command line"

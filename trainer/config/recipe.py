@@ -111,7 +111,7 @@ class HeldoutSection(Section):
     shards: str
     is_public: bool = False
     """Whether losses, captions and pictures of these examples may leave `private/` (contract 12).
-    Naming other shards, or another field, resets it."""
+    Naming other shards or another field resets it."""
     num_examples: Positive | None = None
     """How many examples are used, from the first; all by default."""
     num_captions: int = Field(5, ge=0, le=10_000)
