@@ -40,7 +40,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Trains, reports, lets the model describe all held-out pictures, and prints one JSON line."""
+    """Trains, reports, lets the model describe all held-out pictures, rechecks the folder, and prints one JSON line."""
     started = time.monotonic()
     options = parse_args()
     import torch  # after the arguments, so that a wrong one is answered at once
@@ -64,6 +64,11 @@ def main() -> int:
     card = json.loads(_output([sys.executable, "launch_scripts/report.py", "--run_dir", str(run_dir), "--json"]))
     print(f"privacy card: {run_dir / 'report' / 'privacy_card.md'}")
     captions_right = _captions_right(run_dir)
+    # As somebody would who has only the published folder: without this project.
+    code = _run([sys.executable, "-I", str(run_dir / "verify.py"), str(run_dir)])
+    if code != 0:
+        print(f"error: verify.py does not find {run_dir} consistent (exit code {code})", file=sys.stderr)
+        return code
     public = run_dir / "evaluation" / "heldout.jsonl"  # not there where held-out data are private
     last = json.loads(public.read_text().splitlines()[-1]) if public.exists() else {}
     summary = {

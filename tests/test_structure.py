@@ -42,6 +42,8 @@ ONLY_IN = {
 }
 """Where a package may be imported in what runs; tests are free."""
 MAX_LINES = 400
+ONE_FILE = ROOT / "privacy/verify.py"
+"""Lies alone in published folders, so it cannot be split."""
 MAX_MODULES = 12
 CARRIED = ROOT / "models/converters/modeling_captioner.py"
 """Goes with exported captioners to users of transformers; nothing of the project imports it."""
@@ -226,6 +228,8 @@ def test_every_package_has_an_init() -> None:
 
 def test_files_stay_readable_in_one_sitting() -> None:
     for path in python_files(*PACKAGES, TESTS):
+        if path == ONE_FILE:
+            continue
         lines = path.read_text().count("\n")
         assert lines <= MAX_LINES, f"{relative(path)} has {lines} lines"
 

@@ -20,6 +20,7 @@ from trainer.weights.new_folder import new_folder
 _EVENTS = r"tensorboard/events\.out\.tfevents\.\d{10}"
 PUBLIC_FILES = re.compile(
     r"config\.toml|ds_config\.json|environment\.json|ledger\.jsonl|metrics\.jsonl|verify\.py|head\.json|head\.safetensors"
+    r"|behind/ledger-\d{1,3}\.jsonl"
     rf"|{_EVENTS}|evaluation/{_EVENTS}|evaluation/(heldout|metrics)\.jsonl|evaluation/(samples-\d{{8}}|answers)\.png"
     r"|evaluation/[a-z_-]+-step-\d{8,}-[0-9a-f]{8}\.json"
     r"|report/privacy_card\.(json|md|html)|report/audit[\w-]{0,60}\.json"
@@ -176,7 +177,7 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, "os.DirEntry[str]"]]
             name = prefix + entry.name
             if name in ("private", "checkpoints") and entry.is_dir(follow_symlinks=False):
                 continue
-            opened = ("evaluation", "report", "tensorboard", "evaluation/tensorboard")
+            opened = ("behind", "evaluation", "report", "tensorboard", "evaluation/tensorboard")
             if name in opened and entry.is_dir(follow_symlinks=False):
                 yield from _walk(folder / entry.name, f"{name}/")
             else:

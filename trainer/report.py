@@ -49,10 +49,13 @@ def build_card(run_dir: Path) -> PrivacyCard:
         raise PrivacyStateRefused(f"{run_dir}: {found}: one of the two was changed; restore it")
     # A name of bytes that are no UTF-8 cannot stand in JSON.
     folder, name = (str(path).encode(errors="replace").decode() for path in (run_dir, run_dir.resolve().name))
-    deduplication, tuning = (
-        Stated(text=str(text), file="config.toml") if text else Stated()
-        for text in (recipe.get("data", {}).get("deduplication"), recipe.get("privacy", {}).get("tuning"))
-    )
+    data, words = recipe.get("data", {}), {"tuning": recipe.get("privacy", {}).get("tuning")}
+    words |= {
+        name: data.get(name)
+        for name in ("deduplication", *(f"dataset_{field}" for field in parts.DataSet.model_fields))
+    }
+    stated = {name: Stated(text=str(text), file="config.toml") if text else Stated() for name, text in words.items()}
+    data_set = parts.DataSet(**{field: stated[f"dataset_{field}"] for field in parts.DataSet.model_fields})
     # What the recipe does with noised gradients apart from stepping an optimizer needs no budget.
     post_processing, decay = [], recipe.get("train", {}).get("ema_decay")
     if recipe.get("optimizer", {}).get("noise_bias_correction"):
@@ -60,7 +63,8 @@ def build_card(run_dir: Path) -> PrivacyCard:
     if decay:
         post_processing.append(STATEMENTS["ema_decay"].format(decay=decay))
     others = OtherFiles(
-        run_dir=folder, run_name=name, deduplication=deduplication, tuning=tuning, audits=read_audits(run_dir),
+        run_dir=folder, run_name=name, data_set=data_set, deduplication=stated["deduplication"],
+        tuning=stated["tuning"], audits=read_audits(run_dir),
         post_processing=tuple(parts.FileStatement(statement=text, file="config.toml") for text in post_processing),
         utility=read_utility(run_dir),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 
 from evaluation.private_head.budget import MAX_EXAMPLES, ROUNDING_SLACK, Budget
 from evaluation.private_head.methods import METHODS, HeadMethod
+from privacy import verify
 from privacy.errors import BudgetSpent, PrivacyConfigError
 from privacy.ledger.durable import make_directory
 from privacy.ledger.run_state import SharedTerms, open_run_state
@@ -117,6 +119,7 @@ def train_head(
         **facts["head"], "epsilon": claimed, "delta": plan.target_delta, "num_examples": plan.num_examples,
     }  # fmt: skip
     (output / "head.json").write_text(json.dumps(statement, indent=1) + "\n")
+    shutil.copy(verify.__file__, output / "verify.py")
     return result
 
 

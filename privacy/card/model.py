@@ -13,6 +13,8 @@ from pydantic import ConfigDict, Field, model_validator
 from privacy.card.others import (
     STATEMENTS,
     AuditResult,
+    Composition,
+    DataSet,
     Epsilon,
     FileStatement,
     Part,
@@ -58,6 +60,7 @@ class UnitOfPrivacy(Part):
     num_examples: int = Field(description="n, the public number of examples.")
     statement: str = Field(description="What holds for people and pictures that occur several times.")
     deduplication: Stated = Field(description="How near-duplicates were removed.")
+    data_set: DataSet = Field(description="What is declared of the data.")
 
 
 class Adjacency(Part):
@@ -255,19 +258,26 @@ class PrivacyCard(Part):
     run_name: str | None = Field(None, description="Name of that folder.")
     formal_guarantee: bool = Field(description="Whether the run makes a formal claim.")
     reasons: tuple[str, ...] = Field(description="Why it makes none.")
-    epsilon: Epsilon = Field(description="The claim; null without one, and where none is finite.")
+    epsilon: Epsilon = Field(
+        description="The claim for what is released, earlier private runs included; null without one, and where none is finite."
+    )
     delta: float = Field(description="delta of the claim.")
     steps_done: int | None = Field(description="The highest step that is done; null where it is unknown.")
     steps_planned: int = Field(description="Planned steps.")
     attempts_charged: int = Field(description="Attempts that epsilon is computed from.")
     warnings: tuple[str, ...] = Field(description="What a reader should not overlook.")
+    not_stated: tuple[str, ...] = Field(description="What whoever ran the training could have declared, and did not.")
     setting: Setting = Field(Setting(), description="Section 1.")
     released: Released = Field(description="Section 2.")
     unit_of_privacy: UnitOfPrivacy = Field(description="Section 3.")
     adjacency: Adjacency = Field(Adjacency(), description="Section 4.")
     mechanism: Mechanism = Field(description="Section 5.")
     sampling: Sampling = Field(description="Section 6.")
-    accounting: Accounting = Field(description="Section 7.")
+    accounting: Accounting = Field(description="Section 7: this run alone.")
+    composition: Composition | None = Field(
+        None,
+        description="What the weights carry with the private runs that they started from; null where there is none.",
+    )
     tuning: Tuning = Field(description="Section 8.")
     public_data: PublicData = Field(PublicData(), description="Section 9.")
     logged_without_noise: LoggedWithoutNoise = Field(LoggedWithoutNoise(), description="Section 10.")
@@ -281,6 +291,7 @@ class PrivacyCard(Part):
         numbers = self.accounting
         claims = [value for name, value in numbers if "epsilon" in name or name in ("attack", "tan")]
         claims = [self.epsilon, *numbers.epsilon_group.values(), *(v for v in claims if not isinstance(v, dict))]
+        claims += [self.composition]
         if not self.formal_guarantee and any(value not in (None, ()) for value in claims):
             raise ValueError("a card without a formal guarantee holds no epsilon")
         return self

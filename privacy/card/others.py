@@ -54,6 +54,15 @@ class Stated(Part):
     attested: bool = Field(False, description="Whether that file is the ledger.")
 
 
+class DataSet(Part):
+    """What the recipe says of the data; nothing computes or checks it."""
+
+    name: Stated = Field(Stated(), description="The name of the data set.")
+    owner: Stated = Field(Stated(), description="Who answers for it.")
+    purpose: Stated = Field(Stated(), description="What it was collected for, or may be used for.")
+    licence: Stated = Field(Stated(), description="The licence or agreement under which it is used.")
+
+
 class SiblingRun(Part):
     """A reservation in the shared ledger of the data owner."""
 
@@ -90,6 +99,31 @@ class SharedSummary(Part):
     epsilon_reserved: Epsilon = Field(description="Epsilon that all runs reserved together.")
     runs: tuple[SiblingRun, ...] = Field(description="All reservations.")
     informal_runs: tuple[InformalRun, ...] = Field(description="Runs without a guarantee.")
+
+
+class CarriedRun(Part):
+    """A private run that the released weights carry the charges of."""
+
+    name: str = Field(description="Name of the run.")
+    file: str = Field(description="Its ledger, relative to the run folder.")
+    epsilon: Epsilon = Field(description="Epsilon of the run alone.")
+    delta: float = Field(description="delta of that.")
+    attempts_charged: int = Field(description="Attempts that its ledger charges.")
+    disjoint_from_those_before: bool = Field(
+        description="Whether its recipe declares that its data hold no example of the runs that it started from."
+    )
+
+
+class Composition(Part):
+    """What the released weights carry where they started from those of another private run."""
+
+    epsilon: Epsilon = Field(description="Epsilon of all runs together: the claim of this card.")
+    delta: float = Field(description="delta of that: the smallest one of the runs.")
+    disjoint_by_declaration: bool = Field(
+        description="Whether somebody declared data disjoint, and epsilon relies on it."
+    )
+    statement: str = Field(description="How the runs compose.")
+    runs: tuple[CarriedRun, ...] = Field(description="All runs, this one first.")
 
 
 class PublicData(Part):
@@ -150,6 +184,7 @@ class OtherFiles(Part):
     run_name: str | None = None
     manifest_matches: bool | None = Field(None, description="See `Checkpoint`.")
     post_processing: tuple[FileStatement, ...] = ()
+    data_set: DataSet = DataSet()
     deduplication: Stated = Stated()
     tuning: Stated = Stated()
     shared_summary: SharedSummary | None = None

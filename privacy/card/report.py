@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from privacy.card import model
+from privacy.card.composition import composition
 from privacy.card.model import Head, PrivacyCard
 from privacy.card.numbers import LARGEST_DETAILED_EPSILON, accounting_numbers
 from privacy.card.others import STATEMENTS, OtherFiles, Stated
@@ -32,6 +33,7 @@ class LedgerSnapshot:
         last_hash: SHA-256 of the last whole line.
         num_torn: torn lines, the unterminated one included.
         unterminated: the file ends inside a line: a crash, or a write that is under way right now.
+        run_dir: the folder of the ledger.
     """
 
     state: LedgerState
@@ -39,6 +41,7 @@ class LedgerSnapshot:
     last_hash: str
     num_torn: int
     unterminated: bool
+    run_dir: Path
 
     def of_type(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in self.records if record["type"] == kind]
@@ -56,7 +59,9 @@ def read_snapshot(path: Path | str) -> LedgerSnapshot:
     lines = data.split(b"\n")[:-1]
     whole = [line for line in lines if not is_torn(line)]
     num_torn = len(lines) - len(whole) + bool(tail)
-    return LedgerSnapshot(state, [json.loads(line) for line in whole], hash_line(lines[-1]), num_torn, bool(tail))
+    return LedgerSnapshot(
+        state, [json.loads(line) for line in whole], hash_line(lines[-1]), num_torn, bool(tail), Path(path).parent
+    )
 
 
 def privacy_card(path: Path | str) -> PrivacyCard:
@@ -93,17 +98,24 @@ def make_card(snapshot: LedgerSnapshot, others: OtherFiles, name: str) -> Privac
             Stated(text=opened[key], file="ledger.jsonl", attested=True) if opened.get(key) else otherwise
             for key, otherwise in (("deduplication", others.deduplication), ("tuning", others.tuning))
         )
+        stated = {
+            f"{name} of the data set": getattr(others.data_set, name) for name in type(others.data_set).model_fields
+        }
+        stated |= {"removal of near-duplicates": deduplication, "choice of hyper-parameters": tuning}
         points = list(STATEMENTS["not_covered"])
         if not state.mirrored:
             points.insert(2, STATEMENTS["no_mirror"])
+        carried = composition(snapshot.run_dir, state)
         numbers = accounting_numbers(state, snapshot.num_torn, len(snapshot.of_type("done")))
         # Without privacy the ledger records no steps, only that the run has finished.
         finished = plan.num_steps if state.closed == "finished" else None
         card = PrivacyCard(
             run_dir=others.run_dir, run_name=others.run_name, formal_guarantee=plan.formal_guarantee,
-            reasons=plan.reasons, epsilon=numbers.epsilon, delta=plan.target_delta,
+            reasons=plan.reasons, epsilon=numbers.epsilon if carried is None else carried.epsilon,
+            delta=plan.target_delta if carried is None else carried.delta, composition=carried,
             steps_done=state.last_done_step if plan.enabled else finished, steps_planned=plan.num_steps,
             attempts_charged=state.num_charged, warnings=(),
+            not_stated=tuple(what for what, words_of in stated.items() if not words_of.text),
             released=model.Released(
                 statement=STATEMENTS[words if plan.formal_guarantee else "released_without_guarantee"],
                 checkpoints_recorded=len(checkpoints), last_checkpoint=last, post_processing=others.post_processing,
@@ -111,6 +123,7 @@ def make_card(snapshot: LedgerSnapshot, others: OtherFiles, name: str) -> Privac
             unit_of_privacy=model.UnitOfPrivacy(
                 unit=opened.get("unit", "one image-text pair" if head is None else "one labelled example"),
                 num_examples=plan.num_examples, statement=STATEMENTS["unit"] + covers, deduplication=deduplication,
+                data_set=others.data_set,
             ),
             mechanism=_mechanism(snapshot, head), sampling=_sampling(snapshot, head), accounting=numbers,
             tuning=model.Tuning(
@@ -219,10 +232,12 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
         found.append("The accountant finds no finite epsilon at this delta.")
     if (card.epsilon or 0.0) > LARGEST_DETAILED_EPSILON:
         found.append("So large an epsilon protects nothing in practice; the card omits curves and other neighbours.")
-    if card.epsilon is not None:
+    if numbers.epsilon is not None:
         # RDP >= claim >= PRV lower, with the slack of RDP's finite list of orders (a thousandth).
         rdp, lower = numbers.epsilon_rdp, numbers.epsilon_prv[0] if numbers.epsilon_prv else None
-        if (rdp is not None and card.epsilon > rdp * (1 + 1e-3) + 1e-3) or (lower is not None and lower > card.epsilon):
+        if (rdp is not None and numbers.epsilon > rdp * (1 + 1e-3) + 1e-3) or (
+            lower is not None and lower > numbers.epsilon
+        ):
             found.append("The claim is not between the PRV lower and the RDP upper bound, which both omit the cap.")
     if numbers.epsilon_by_delta and numbers.epsilon_prv is None:
         found.append("The PRV accountant fails at these numbers: RDP alone cross-checks the claim.")

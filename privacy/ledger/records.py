@@ -40,7 +40,7 @@ CLOSE_REASONS = ("finished", "budget_spent", "stopped")
 _PLAN = TypeAdapter(PrivacyPlan)
 _DESCRIPTIONS: dict[str, tuple[type, ...]] = {
     "data_hmac": (str,), "commit": (str,), "accountant": (str,), "unit": (str,), "shared_ledger": (str, type(None)),
-    "max_examples_per_owner": (int, type(None)), "head": (dict,),
+    "max_examples_per_owner": (int, type(None)), "head": (dict,), "behind": (list,),
 }  # fmt: skip
 """What an `open` record may say about its run besides the plan, and the types of that."""
 RESTARTED = "restarted_from_step_0"
@@ -163,6 +163,13 @@ class LedgerState(ChainState):
                     require(is_known, f"{name} of `open` is a {kinds[0].__name__}")
                 limit = record.get("max_examples_per_owner")
                 require(limit is None or limit > 0, "max_examples_per_owner must be positive")
+                for place in record.get("behind", []):
+                    is_named = isinstance(place, dict) and place.keys() == {"file", "run", "lines", "hash"}
+                    require(is_named, "a ledger behind has file, run, lines and hash, and nothing else")
+                    text(place, "file")
+                    text(place, "run")
+                    whole_number(place, "lines", 1)
+                    require(is_hex(place["hash"], 64), "a ledger behind is named by the hash of its last line")
                 require(isinstance(record.get("plan"), dict), "`open` needs the frozen plan")
                 try:
                     _PLAN.validate_json(json.dumps(record["plan"]), strict=True)

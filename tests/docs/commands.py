@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from privacy import verify
 from tests.docs.pages import ROOT, Command
 
 PLACEHOLDERS = {
@@ -71,6 +72,8 @@ def _check(words: list[str]) -> None:
         _check_requirements(words[2:])
     elif Path(words[0]).name == "python" and words[1] == "-m":
         importlib.import_module(words[2])
+    elif words[0] == "python" and Path(words[1]).name == "verify.py":  # it lies in run folders
+        verify.parse_args(words[2:])
     elif words[0] == "python" and words[1] == "-c":
         ast.parse(words[2])
     elif words[0] not in ORDINARY:

@@ -30,6 +30,7 @@ def quickstart(run_dir: Path, *overrides: str) -> tuple[dict, str]:
     sheet = np.asarray(Image.open(run_dir / "evaluation" / "answers.png"))
     assert sheet.shape[1] > 1000 and sheet.std() > 20
     assert "answers.png" in result.stdout and "privacy_card.md" in result.stdout
+    assert result.stdout.splitlines()[-2].startswith("verify: consistent: epsilon ")
     assert "terminate called" not in result.stdout + result.stderr, "a crash at exit"
     return said, result.stdout
 
@@ -46,7 +47,7 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     assert lines[0]["blind_loss"] == lines[-1]["blind_loss"] == said["blind_loss"]
     assert said["shuffled_loss"] == lines[-1]["shuffled_loss"] > 0
     kinds = [line["type"] for line in ledger_lines(run_dir)]
-    assert kinds == ["open", "session", *["intent", "done"] * 4, "checkpoint", "close"]
+    assert kinds == ["open", "session", *["intent", "done"] * 4, "checkpoint", "signature", "close", "signature"]
     assert "without looking: " in stdout and "has not learned anything" in stdout
 
 

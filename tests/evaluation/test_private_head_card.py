@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from evaluation.private_head.run import train_head
+from privacy import verify
 from privacy.audit.ledger import audit_ledger
 from privacy.audit.report import AuditReport
 from privacy.card.render import to_markdown
 from trainer.audit.folder import folder_claims
-from trainer.report import build_card
+from trainer.report import build_card, write_card
 
 GIVEN = "the examples of shards:a.tar, given the encoder, whose epsilon is to be added where it has seen them"
 
@@ -32,6 +33,19 @@ def test_the_card_describes_the_head(folder: Path) -> None:
         assert said.casefold() in page.casefold(), said
     for wrong in ("DP-SGD", "AES-256", "image-text pair", "optimizer", "divisor", "Poisson", "Whole batches"):
         assert wrong not in page, wrong
+
+
+def test_the_published_head_is_rechecked_by_the_file_beside_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_card(folder, build_card(folder))
+    assert (folder / "verify.py").read_bytes() == Path(verify.__file__).read_bytes()
+    assert verify.main([str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["epsilon"] == pytest.approx(build_card(folder).epsilon, abs=1e-6)
+    stated = json.loads((folder / "head.json").read_text())
+    (folder / "head.json").write_text(json.dumps(stated | {"epsilon": 0.001}))
+    assert verify.main([str(folder)]) == 5 and "head.json: epsilon is 0.001" in capsys.readouterr().out
 
 
 def test_the_audit_reads_head_json(folder: Path) -> None:

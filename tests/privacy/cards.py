@@ -22,6 +22,9 @@ from privacy.card.model import (
 )
 from privacy.card.others import (
     AuditResult,
+    CarriedRun,
+    Composition,
+    DataSet,
     FileStatement,
     HeldoutLoss,
     InformalRun,
@@ -64,13 +67,17 @@ def full_card(
         steps_planned=6,
         attempts_charged=4,
         warnings=(statement,),
+        not_stated=(text,),
         released=Released(
             statement=statement,
             checkpoints_recorded=2,
             last_checkpoint=Checkpoint(step=3, name=text, manifest_sha256=text, manifest_matches=True),
             post_processing=(FileStatement(statement=statement, file=text),),
         ),
-        unit_of_privacy=UnitOfPrivacy(unit=text, num_examples=2000, statement=statement, deduplication=stated),
+        unit_of_privacy=UnitOfPrivacy(
+            unit=text, num_examples=2000, statement=statement, deduplication=stated,
+            data_set=DataSet(name=stated, owner=stated),
+        ),
         mechanism=Mechanism(
             name=text, head=head if with_head else None, clipping_function=text, max_grad_norm=1.0,
             adaptive_clipping=adaptive, arithmetic=text, lattice_exponent=31, sensitivity_slack=1e-3,
@@ -90,6 +97,13 @@ def full_card(
             delta_by_epsilon=((0.0, 0.1), (1.25, 1e-5)), tan=14.5,
             attack=Attack(advantage=0.1, true_positive={"0.01": 0.02}, curve=((0.01, 0.02), (1.0, 1.0))),
             attempts=Attempts(charged=4, allowed=10, done=3, repeats=1, torn_lines=1, torn_lines_charged=1),
+        ),
+        composition=Composition(
+            epsilon=1.25, delta=1e-5, disjoint_by_declaration=True, statement=statement,
+            runs=(
+                CarriedRun(name=text, file=text, epsilon=1.0, delta=1e-5, attempts_charged=4, disjoint_from_those_before=True),
+                CarriedRun(name=text, file=text, epsilon=1.25, delta=1e-4, attempts_charged=4, disjoint_from_those_before=False),
+            ),
         ),
         tuning=Tuning(
             stated=stated,

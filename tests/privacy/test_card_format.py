@@ -62,11 +62,15 @@ def test_contract_11_a_card_without_a_guarantee_cannot_hold_what_is_computed_fro
         **numbers, accountant_python="3", max_examples_per_owner=None,
         attempts=Attempts(charged=1, allowed=2, done=1, repeats=0, torn_lines=0, torn_lines_charged=0),
     )  # fmt: skip
-    informal = formal.updated(formal_guarantee=False, reasons=("why",), epsilon=None, accounting=nothing)
+    informal = formal.updated(
+        formal_guarantee=False, reasons=("why",), epsilon=None, accounting=nothing, composition=None
+    )
     with pytest.raises(ValidationError, match="holds no epsilon"):
         informal.updated(accounting=nothing.updated(**{field: value}))
     with pytest.raises(ValidationError, match="holds no epsilon"):
         informal.updated(epsilon=1.0)
+    with pytest.raises(ValidationError, match="holds no epsilon"):
+        informal.updated(composition=formal.composition)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

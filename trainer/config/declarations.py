@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from trainer.config.recipe import RunConfig
 
-_OF_TRAINING_DATA = ("data.provenance", "data.deduplication", "privacy.max_examples_per_owner", "heldout.is_public")
+_OF_TRAINING_DATA = (
+    "data.provenance", "data.deduplication", "data.dataset_name", "data.dataset_owner", "data.dataset_purpose",
+    "data.dataset_licence", "privacy.max_examples_per_owner", "heldout.is_public", "init.disjoint_data",
+)  # fmt: skip
 _DECLARED_OF = {
     "data.shards": _OF_TRAINING_DATA,
     "data.caption_field": _OF_TRAINING_DATA,
     "data.label_field": _OF_TRAINING_DATA,
     "heldout.shards": ("heldout.is_public",),
+    "init.checkpoint": ("init.disjoint_data",),
 }
 """Key that names data, or a part of them -> keys that declare something of them."""
 

@@ -57,6 +57,9 @@ class InitSection(Section):
     """A checkpoint's folder, or a run folder, of which the newest is taken; relative to the project root."""
     parts: Literal["all", "encoder", "none"] = "all"
     """What is taken; the rest starts at random. None: the run has no [init], whatever its recipe says."""
+    disjoint_data: bool = False
+    """Declares that no example of this run is in the data of any private run behind the checkpoint (other shards are not enough):
+    then the larger of the epsilons counts instead of their composition. Naming other data or another checkpoint resets it."""
 
 
 class DataSection(Section):
@@ -90,6 +93,14 @@ class DataSection(Section):
     remote: RemoteSection = RemoteSection()
     streaming: bool = False
     """Reads the shards in order through webdataset: for public data in runs without privacy only (data/reading/streaming.py)."""
+    dataset_name: str | None = None
+    """The name of the data, in words for the privacy card; public, like the next three."""
+    dataset_owner: str | None = None
+    """Who answers for the data."""
+    dataset_purpose: str | None = None
+    """What they were collected for, or may be used for."""
+    dataset_licence: str | None = None
+    """The licence or agreement under which they are used."""
     deduplication: str | None = None
     """How duplicates were removed, in words for the privacy card; the guarantee does not cover it."""
 

@@ -52,6 +52,11 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
             f"epsilon planned {run.ledger.epsilon(plan.num_steps):.3f}, with the whole reserve "
             f"{run.ledger.epsilon(plan.max_intents):.3f}, at delta {plan.target_delta:.3g}"
         )
+        carried = run.ledger.carried(plan.max_intents)
+        if carried is not None:
+            print(
+                f"with what the initial weights had spent, at most epsilon {carried[0]:.3f} at delta {carried[1]:.3g}"
+            )
     else:
         print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
     if run.ledger.fingerprint is not None:
@@ -104,6 +109,9 @@ def conclude(run: Run, outcome: int) -> None:
         if epsilon is not None
         else "no formal guarantee"
     )
+    carried = run.ledger.carried()
+    if carried is not None:
+        claim += f", and {carried[0]:.4f} at delta {carried[1]:g} with what the initial weights had spent"
     ending = {
         DONE: f"done: {run.mechanism.plan.num_steps} steps, {claim}",
         BUDGET_SPENT: f"stopped: the budget of {run.mechanism.plan.max_intents} attempts is spent and steps remain; {claim}",

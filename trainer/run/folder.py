@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_durably
+from privacy import verify
 from privacy.audit.members import FILE
 from privacy.ledger.durable import make_directory
 from trainer.errors import ConfigError
 
 PACKAGES = ("torch", "deepspeed", "dp-accounting", "numpy", "cryptography", "tokenizers", "pillow", "pydantic")
+VERIFIER = Path(verify.__file__)
+"""Rechecks a published folder without the rest of the project, so every folder holds it."""
 LOCK_PATIENCE = 5.0
 """Seconds that a start waits for a trainer that is just ending."""
 
@@ -83,6 +86,7 @@ class RunFolder:
         Args:
             chosen: what the program decided by itself, with its reasons. Private, since free memory is among them.
         """
+        write_durably(self.root / VERIFIER.name, VERIFIER.read_text())
         write_durably(self.root / "config.toml", config_toml)
         write_durably(self.root / "ds_config.json", json.dumps(ds_config, indent=1) + "\n")
         write_durably(self.root / "environment.json", json.dumps(environment(), indent=1) + "\n")

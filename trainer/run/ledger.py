@@ -13,6 +13,7 @@ from data.index.tar_index import ExampleTable
 from data.reading.loader import StepPlan
 from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.audit.members import LedgerMark, MembersRecord, members_digest
+from privacy.card.composition import composed_epsilon, states_behind
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger import durable
 from privacy.ledger.durable import torn_line_end
@@ -27,6 +28,7 @@ from trainer.checkpoints.read import has_checkpoints
 from trainer.config.recipe import PrivacySection
 from trainer.ranks import distributed
 from trainer.run.folder import RunFolder, environment
+from trainer.weights.behind import LedgerBehind, keep_copies, require_kept
 
 
 class MembersLog:
@@ -226,14 +228,39 @@ class RunLedger:
             return self._ledger.state.epsilon() if num_charged is None else self.plan.epsilon_after(num_charged)
         return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
 
+    def carried(self, num_charged: int | None = None) -> tuple[float, float] | None:
+        """(epsilon, delta) of this run composed with the private runs behind its initial weights; on rank 0.
+
+        None where there are none, and without a guarantee.
+
+        Args:
+            num_charged: as for `epsilon`.
+        """
+        if self._ledger is None or not self.plan.formal_guarantee or not self._ledger.state.opened.get("behind"):
+            return None
+        states = [self._ledger.state, *states_behind(self._ledger.path.parent, self._ledger.state.opened)]
+        delta = min(state.plan.target_delta for state in states)
+        own = None if num_charged is None else [self.plan.release_group(num_charged)]
+        return composed_epsilon(states, delta, own), delta
+
 
 def open_run_ledger(
-    folder: RunFolder, privacy: PrivacySection, num_steps: int, table: ExampleTable, unit: str
+    folder: RunFolder,
+    privacy: PrivacySection,
+    num_steps: int,
+    table: ExampleTable,
+    unit: str,
+    *,
+    behind: Callable[[], Sequence[LedgerBehind]] | None = None,
+    disjoint_from_start: bool = False,
 ) -> RunLedger:
     """Opens or creates ledger and key of a run folder. Collective.
 
     Args:
         unit: what one example is, for the ledger and the card.
+        behind: gathers the ledgers of private runs behind initial weights, on rank 0 alone, since they may be large; None for a
+            run without initial weights, and for one that resumes.
+        disjoint_from_start: whether the recipe declares that no example is in their data and in this run's.
 
     Raises (on every rank):
         PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
@@ -253,7 +280,21 @@ def open_run_ledger(
                 f"privacy.max_examples_per_owner is {limit}, but {folder.ledger} was opened with "
                 f"{recorded.get('max_examples_per_owner')}; it is part of the claim: set it back, or start another run folder"
             )
-        described = {"commit": environment()["commit"], "unit": unit}
+        described: dict[str, Any] = {"commit": environment()["commit"], "unit": unit}
+        found = [] if behind is None else behind()
+        if recorded is None and found:
+            described["behind"] = keep_copies(folder.root, found)
+        elif recorded is not None and found:
+            require_kept(folder.root, recorded, found)
+        if recorded is not None and "behind" in recorded:
+            # The card's first number relies on the declaration, so a resume cannot state another one.
+            if recorded.get("disjoint_from_start", False) != disjoint_from_start:
+                raise PrivacyConfigError(
+                    f"init.disjoint_data is {disjoint_from_start}, and {folder.ledger} was opened with the opposite; it is part "
+                    "of the claim: set it back, or start another run folder"
+                )
+        elif "behind" in described and disjoint_from_start:
+            described["disjoint_from_start"] = True
         ledger, key = open_run_state(
             folder.ledger,
             folder.key,

@@ -1,5 +1,6 @@
 """Builds a run from its configuration, in the order in which things can be refused, and trains it."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,8 @@ from trainer.run.memory_estimate import total_memory
 from trainer.run.run import Run
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.base import to_device
+from trainer.weights.behind import LedgerBehind, ledgers_behind, require_disjoint
+from trainer.weights.provenance import Start
 from trainer.weights.start import find_checkpoint, initialisation_facts, load_start, training_data_facts
 
 
@@ -114,7 +117,16 @@ def train(
         make_example, count = task.make_example(train=False), section.num_examples
         on_main(lambda: require_usable(heldout_examples, make_example, config, key="heldout.shards", count=count))
         heldout = Heldout(heldout_examples, task, num_examples=count, micro_batch_size=config.train.micro_batch_size)
-    ledger = open_run_ledger(folder, config.privacy, config.train.num_steps, table, task.unit)
+    start: dict[str, Any] = {"kind": "random", "seed": config.train.seed}
+    behind: Callable[[], list[LedgerBehind]] | None = None
+    if init is not None and not on_main(lambda: has_checkpoints(folder.checkpoints)):
+        checkpoint = first_on_main(lambda: find_checkpoint(init, root))
+        start = first_on_main(lambda: initialisation_facts(config, checkpoint, table))
+        behind = partial(_behind, config, checkpoint, start, table)
+    disjoint = init is not None and init.disjoint_data
+    ledger = open_run_ledger(
+        folder, config.privacy, config.train.num_steps, table, task.unit, behind=behind, disjoint_from_start=disjoint
+    )
     resumed = load_newest(folder, ledger, None if machine.zero_init else model)
     if ledger.is_closed:
         last, num_steps = resumed.step if resumed is not None else 0, config.train.num_steps
@@ -129,11 +141,7 @@ def train(
     restarted = on_main(lambda: _begins_again(folder, ledger, resumed, may_restart=may_restart))
     if resumed is not None:
         start = resumed.manifest["initialisation"]
-    elif init is None:
-        start = {"kind": "random", "seed": config.train.seed}
-    else:
-        checkpoint = first_on_main(lambda: find_checkpoint(init, root))
-        start = first_on_main(lambda: initialisation_facts(config, checkpoint, table))
+    elif init is not None:
         start["at_random"] = load_start(checkpoint, init, model, task.facts().get("tokenizer_sha256"))
     facts = {**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table, resumed)}
     run, choice = _build_run(setup, model, table, ledger, resumed, heldout, facts, noise, restarted=restarted)
@@ -148,6 +156,17 @@ def train(
     if ranks.is_main:
         conclude(run, outcome)
     return outcome
+
+
+def _behind(
+    config: RunConfig, checkpoint: Checkpoint, start: dict[str, Any], table: ExampleTable
+) -> list[LedgerBehind]:
+    """The ledgers behind the initial weights, and a declaration about them held against the shards; on one rank."""
+    assert config.init is not None
+    behind = ledgers_behind(checkpoint, Start.of({"initialisation": start}), is_private=config.privacy.enabled)
+    if config.init.disjoint_data and behind:
+        require_disjoint(checkpoint, table)
+    return behind
 
 
 def _checked_model(setup: _Setup) -> nn.Module:

@@ -141,10 +141,13 @@ def _privacy(manifest: dict[str, Any], card: PrivacyCard | None, reason: str) ->
         reasons = bullets(cell(why) for why in card.reasons)
         return f"**formal_guarantee: false. No epsilon is claimed.** Reasons:\n\n{reasons}"
     epsilon = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
+    carried = (
+        "" if card.composition is None else ", composed with what the private runs behind its initial weights had spent"
+    )
     return (
         f"**formal_guarantee: true, {epsilon} at delta {card.delta:.6g}**, of every attempt that the run's ledger holds (so "
-        "at least that of this checkpoint). The card below says what that means and how to recheck it; `privacy_card.json` "
-        "holds it for programs."
+        f"at least that of this checkpoint){carried}. The card below says what that means and how to recheck it; "
+        "`privacy_card.json` holds it for programs."
     )
 
 

@@ -93,8 +93,8 @@ def _statement(start: Start) -> str:
         return f"{origin}, trained on private data without a guarantee that a ledger proves.{behind}"
     return (
         f"{origin}, trained on private data with epsilon {start.guarantee.get('epsilon')} at delta "
-        f"{start.guarantee.get('delta')} of its own. Where its data and this run's overlap, the two compose: this card's "
-        f"epsilon alone is not the total.{behind}"
+        f"{start.guarantee.get('delta')} of its own. The two compose: the card's first number holds what "
+        f"both spent.{behind}"
     )
 
 

@@ -1,0 +1,148 @@
+"""What released weights carry: a run's own charges, composed with those of the private runs whose weights it started from.
+
+A run that starts from such weights keeps a copy of each ledger behind them in `behind/`, the newest first, and names the copies
+in its own first line (`behind`: file, run, lines, hash of the last line). An example may have been in all of these runs, so by
+default all charges compose: the composition of their privacy loss distributions is that of the union of their releases, for
+one and the same neighbouring relation (one example, zeroed out in all of them). Where the recipe declares that a run's data hold
+no example of those behind its start (`disjoint_from_start`), no example bears both, and the larger of the two counts.
+
+Epsilon is stated at the smallest delta of all runs. That is a valid and the strictest choice: no delta has to be added, since
+nothing but releases is composed, and it protects the examples of the largest data set as its own run promised.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from privacy.accounting.accountants import ReleaseGroup
+from privacy.card.numbers import claimed_epsilon
+from privacy.card.others import STATEMENTS, CarriedRun, Composition
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger.chain import hash_line
+from privacy.ledger.records import LedgerState, read_state
+
+FOLDER = "behind"
+
+
+def copy_name(number: int) -> str:
+    """Name of the copy of the ledger that is `number` starts back, from 1, relative to the run folder."""
+    return f"{FOLDER}/ledger-{number}.jsonl"
+
+
+def record_of(number: int, run: str, copy: bytes) -> dict[str, Any]:
+    """What the `open` record says of a copy, whose bytes end with a whole line."""
+    lines = copy.split(b"\n")[:-1]
+    return {"file": copy_name(number), "run": run, "lines": len(lines), "hash": hash_line(lines[-1])}
+
+
+def read_copies(run_dir: Path, opened: Mapping[str, Any]) -> list[tuple[str, bytes]]:
+    """(run, bytes) of the copies that a run's `open` record names, the newest first.
+
+    Raises:
+        PrivacyStateRefused: a copy is missing, or is not the one that the ledger names.
+    """
+    copies = []
+    for place in opened.get("behind", ()):
+        if not re.fullmatch(rf"{FOLDER}/ledger-[0-9]{{1,3}}\.jsonl", str(place["file"])):
+            raise PrivacyStateRefused(
+                f"{run_dir}: the ledger names {str(place['file'])[:80]!r}, which is no copy of a ledger"
+            )
+        path = run_dir / place["file"]
+        try:
+            if path.is_symlink() or path.parent.is_symlink():
+                raise OSError("it is a symbolic link, and none is followed")
+            data = path.read_bytes()
+        except OSError as error:
+            reason = error.strerror or error
+            raise PrivacyStateRefused(
+                f"{path}: the ledger behind the initial weights cannot be read: {reason}"
+            ) from error
+        lines = data.split(b"\n")
+        if lines[-1] or len(lines) - 1 != place["lines"] or hash_line(lines[-2]) != place["hash"]:
+            raise PrivacyStateRefused(
+                f"{path}: is not the ledger that the run's own ledger names; restore it from a copy"
+            )
+        copies.append((str(place["run"]), data))
+    return copies
+
+
+def states_behind(run_dir: Path, opened: Mapping[str, Any]) -> list[LedgerState]:
+    """The verified copies, the newest first.
+
+    Raises:
+        PrivacyStateRefused: a copy is missing, broken, of a run without a guarantee, or another than the ledgers name.
+    """
+    states = []
+    for number, (_, data) in enumerate(read_copies(run_dir, opened), start=1):
+        state, _ = read_state(data, str(run_dir / copy_name(number)))
+        if not state.plan.formal_guarantee:
+            raise PrivacyStateRefused(f"{run_dir / copy_name(number)}: is of a run without a guarantee")
+        states.append(state)
+    places = [(place["lines"], place["hash"]) for place in opened.get("behind", ())]
+    for number, state in enumerate(states, start=1):
+        if [(place["lines"], place["hash"]) for place in state.opened.get("behind", ())] != places[number:]:
+            raise PrivacyStateRefused(f"{run_dir / copy_name(number)}: started from other runs than this ledger names")
+    return states
+
+
+def composition(run_dir: Path, state: LedgerState) -> Composition | None:
+    """What the weights of a run carry; None where no private run is behind them, or nothing is claimed.
+
+    Args:
+        run_dir: holds the copies.
+        state: of the run's own ledger.
+
+    Raises:
+        PrivacyStateRefused: a copy is missing, broken, or makes no claim.
+    """
+    behind = state.opened.get("behind", ())
+    if not behind or not state.plan.formal_guarantee:
+        return None
+    states = [state, *states_behind(run_dir, state.opened)]
+    names = [("this run", "ledger.jsonl"), *((str(place["run"]), str(place["file"])) for place in behind)]
+    delta = min(before.plan.target_delta for before in states)
+    disjoint = [before.opened.get("disjoint_from_start") is True for before in states]
+    return Composition(
+        epsilon=composed_epsilon(states, delta),
+        delta=delta,
+        disjoint_by_declaration=any(disjoint[:-1]),
+        statement=STATEMENTS["composed"] + (f" {STATEMENTS['composed_disjoint']}" if any(disjoint[:-1]) else ""),
+        runs=tuple(
+            CarriedRun(
+                name=name, file=file, delta=before.plan.target_delta, attempts_charged=before.num_charged,
+                epsilon=claimed_epsilon(before.charged_groups(), before.plan.accounted_delta)[0],
+                disjoint_from_those_before=disjoint[number],
+            )
+            for number, ((name, file), before) in enumerate(zip(names, states, strict=True))
+        ),
+    )  # fmt: skip
+
+
+def composed_epsilon(states: Sequence[LedgerState], delta: float, own: Sequence[ReleaseGroup] | None = None) -> float:
+    """The epsilon at `delta` that any example bears of a chain of runs, the newest first.
+
+    Args:
+        own: releases of the newest run; by default what its ledger charges.
+    """
+    values = []
+    for runs in _alternatives(list(states)):
+        groups = [
+            group
+            for state in runs
+            for group in (state.charged_groups() if own is None or state is not states[0] else own)
+        ]
+        left = delta - math.fsum(state.plan.noise_tail_delta for state in runs)
+        values.append(claimed_epsilon(groups, left)[0] if left > 0 else math.inf)
+    return max(values)
+
+
+def _alternatives(states: list[LedgerState]) -> list[list[LedgerState]]:
+    """The sets of runs that one example can be in, as far as declarations say."""
+    newest, *before = states
+    if not before:
+        return [[newest]]
+    if newest.opened.get("disjoint_from_start") is True:
+        return [[newest], *_alternatives(before)]
+    return [[newest, *runs] for runs in _alternatives(before)]

@@ -1,0 +1,160 @@
+"""A published run folder as training and report leave it, without the training; and what a forger does to one."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from privacy.ledger.chain import encode_line, hash_line
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.signature import SigningKey
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
+from privacy.releases import step_releases
+from privacy.verify import __file__ as VERIFIER
+from trainer.checkpoints.read import sealed
+from trainer.report import build_card, write_card
+
+Records = list[dict[str, Any]]
+PLAN = make_plan(
+    PlanRequest(
+        num_examples=2000, expected_batch_size=100, num_steps=4, noise_multiplier=4.0, target_delta=1e-5,
+        reserved_attempts=4, sensitivity_slack=1e-3,
+    )
+)  # fmt: skip
+
+
+def config_of(plan: PrivacyPlan) -> str:
+    """The recipe that asks for a plan, as far as the verifier reads it."""
+    noise = "noise_multiplier" if plan.target_epsilon is None else "target_epsilon"
+    asked: dict[str, Any] = {noise: getattr(plan, noise)}
+    for name in ("expected_batch_size", "target_delta", "max_grad_norm", "reserved_attempts", "sampling"):
+        asked[name] = getattr(plan, name)
+    lines = [f"{name} = {json.dumps(value)}" for name, value in asked.items()]
+    return "\n".join(
+        ["[privacy]", *lines, "[train]", f"num_steps = {plan.num_steps}", "[data]", 'provenance = "private"']
+    )
+
+
+def publish(
+    folder: Path, key: SigningKey, plan: PrivacyPlan = PLAN, *, steps: int | None = None, **opened: Any
+) -> Path:
+    """Writes a folder with a retry of step 2 in a second session, a checkpoint and, after the last step, the end.
+
+    Args:
+        opened: further fields of the `open` record.
+    """
+    folder.mkdir(parents=True)
+    shutil.copy(VERIFIER, folder / "verify.py")
+    (folder / "config.toml").write_text(config_of(plan))
+    steps = plan.num_steps if steps is None else steps
+    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee", **opened}
+    place = folder / "checkpoints" / f"step-{steps:08d}"
+    place.mkdir(parents=True)
+    (place / "weights.safetensors").write_bytes(b"weights")
+    with Ledger.create(folder / "ledger.jsonl", fields, signer=key) as ledger:
+        ledger.start_session({"commit": "c0ffee"})
+        for step in range(1, steps + 1):
+            releases = step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping)
+            if step == 2:
+                ledger.intent(step, 0, releases)
+                ledger.start_session({"commit": "c0ffee"})
+            attempt = ledger.next_attempt(step)
+            ledger.intent(step, attempt, releases)
+            ledger.done(step, attempt)
+        seq, line_hash = ledger.position()
+        manifest = {
+            "step": steps, "formal_guarantee": plan.formal_guarantee, "charged_attempts": steps + 1,
+            "ledger": {"seq": seq, "hash": line_hash}, "initialisation": {"kind": "random"},
+            "training_data": {"provenance": "private"},
+            "files": {"weights.safetensors": hashlib.sha256(b"weights").hexdigest()},
+        }  # fmt: skip
+        (place / "manifest.json").write_text(json.dumps(sealed(manifest)))
+        ledger.checkpoint(steps, place.name, hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest())
+        if steps == plan.num_steps:
+            ledger.close("finished")
+    last = {"step": steps, "privacy/charged_attempts": steps + 1, "privacy/epsilon": plan.epsilon_after(steps + 1)}
+    (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
+    write_card(folder, build_card(folder))
+    return folder
+
+
+def rewrite(folder: Path, key: SigningKey, edit: Callable[[Records], object]) -> None:
+    """A forger's work: an edited ledger whose numbers, hashes and signatures fit again, as do the manifests and the card."""
+    path = folder / "ledger.jsonl"
+    records = [json.loads(line) for line in path.read_bytes().splitlines()]
+    records = [record for record in records if record["type"] != "signature"]
+    records[0]["signer"] = key.public
+    edit(records)
+    lines: list[bytes] = []
+
+    def add(kind: str, fields: dict[str, Any]) -> None:
+        previous = hash_line(lines[-1]) if lines else "0" * 64
+        lines.append(encode_line(len(lines), kind, records[0]["time_utc"], previous, fields))
+
+    for record in records:
+        fields = {name: value for name, value in record.items() if name not in ("seq", "type", "time_utc", "previous")}
+        manifest = folder / "checkpoints" / str(record.get("path")) / "manifest.json"
+        if record["type"] == "checkpoint" and manifest.exists():
+            content = json.loads(manifest.read_text()) | {
+                "ledger": {"seq": len(lines) - 1, "hash": hash_line(lines[-1])}
+            }
+            manifest.write_text(json.dumps(sealed(content)))
+            fields["digest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+        add(record["type"], fields)
+        if record["type"] in ("checkpoint", "close"):
+            add("signature", {"signature": key.sign(hash_line(lines[-1]))})
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    card = folder / "report" / "privacy_card.json"
+    if card.exists():
+        content = json.loads(card.read_text())
+        content["provenance"]["ledger"] |= {"lines": len(lines), "last_line_sha256": hash_line(lines[-1])}
+        card.write_text(json.dumps(content))
+
+
+# Edits by hand, after which nothing is made to fit again.
+
+
+def edited_line(number: int, before: bytes, after: bytes) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "ledger.jsonl"
+        lines = path.read_bytes().split(b"\n")
+        assert before in lines[number - 1]
+        lines[number - 1] = lines[number - 1].replace(before, after)
+        path.write_bytes(b"\n".join(lines))
+
+    return edit
+
+
+def cut_lines(count: int) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        lines = (folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+        (folder / "ledger.jsonl").write_bytes(b"".join(lines[:-count]))
+
+    return edit
+
+
+def card_says(place: str, value: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "report/privacy_card.json"
+        card = json.loads(path.read_text())
+        *parts, last = place.split(".")
+        inner = card
+        for part in parts:
+            inner = inner[part]
+        assert inner[last] != value
+        inner[last] = value
+        path.write_text(json.dumps(card))
+
+    return edit
+
+
+def text_of(place: str, before: str, after: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        text = (folder / place).read_text()
+        assert before in text
+        (folder / place).write_text(text.replace(before, after))
+
+    return edit

@@ -1,0 +1,163 @@
+"""Whatever a folder from a stranger holds, verify.py ends in a verdict or in one line."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from privacy import verify
+from privacy.ledger.signature import SigningKey
+from tests.privacy.ledger_files import rechained
+from tests.privacy.published import publish, rewrite
+
+KEY = SigningKey(os.urandom(32))
+DEEP = "[" * 100_000 + "]" * 100_000
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2**63, 10**38, 10**400, -(10**400), 0.5, -0.0, 1e308, 1e-320, "", "x", "\x00\x1b[31m\u202e",
+    "9" * 5000, [], [[]], {}, {"a": 1}, [None] * 50, "ab" * 32, ["gradient"], {"name": 1}, "../../etc/passwd", "\ud800",
+]  # fmt: skip
+PLACES = [
+    "ledger.jsonl", "config.toml", "metrics.jsonl", "report/privacy_card.json", "checkpoints/step-00000004/manifest.json",
+    "head.json", "behind/ledger-1.jsonl",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = publish(tmp_path_factory.mktemp("published") / "run", KEY)
+    (folder / "head.json").write_text((folder / "report/privacy_card.json").read_text())
+    (folder / "behind").mkdir()
+    shutil.copy(folder / "ledger.jsonl", folder / "behind/ledger-1.jsonl")
+    return folder
+
+
+def judged(folder: Path, capsys: pytest.CaptureFixture[str]) -> int:
+    for arguments in (["--json"], []):
+        code = verify.main([str(folder), *arguments])
+        said = capsys.readouterr()
+        assert code in (0, 2, 5, 6) and "Traceback" not in said.err
+        if code == 2:
+            assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1, said.err
+        else:
+            assert said.err == "" and len(said.out) < 100_000
+            assert all(letter.isprintable() or letter == "\n" for letter in said.out)
+    return code
+
+
+def odd_value(tree: Any, rng: random.Random) -> Any:
+    """The tree with one of its values, somewhere, replaced by an odd one, left out, or put under another name."""
+    if isinstance(tree, dict) and tree and rng.random() < 0.9:
+        name = rng.choice(list(tree))
+        choice = rng.random()
+        if choice < 0.1:
+            return {key: value for key, value in tree.items() if key != name}
+        return {**tree, name: odd_value(tree[name], rng) if choice < 0.7 else rng.choice(ODD)}
+    if isinstance(tree, list) and tree and rng.random() < 0.9:
+        place = rng.randrange(len(tree))
+        return [*tree[:place], odd_value(tree[place], rng), *tree[place + 1 :]]
+    return rng.choice(ODD)
+
+
+def disturb(folder: Path, rng: random.Random) -> None:
+    place = folder / rng.choice(PLACES)
+    kind = rng.randrange(8)
+    if kind == 0:  # bytes
+        data = bytearray(place.read_bytes())
+        for _ in range(rng.randrange(1, 6)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        place.write_bytes(bytes(data[: rng.randrange(1, len(data))] if rng.random() < 0.3 else data))
+    elif kind == 1:  # another thing than a file
+        place.unlink()
+        rng.choice([
+            lambda: place.symlink_to("/dev/zero"), lambda: place.symlink_to(folder / "verify.py"), lambda: os.mkfifo(place),
+            place.mkdir, lambda: place.symlink_to(place), lambda: place.touch(),
+        ])()  # fmt: skip
+    elif kind == 2:  # far too large, deep or long
+        what = rng.randrange(3)
+        if what == 0:
+            os.truncate(place, 1 << 40)
+        else:
+            place.write_text(DEEP if what == 1 else '{"a":' * 20_000 + "1" + "}" * 20_000 + "\n")
+    elif kind == 3 and place.suffix == ".json":
+        place.write_text(json.dumps(odd_value(json.loads(place.read_text()), rng)))
+    elif kind == 4 and place.suffix == ".toml":
+        lines = place.read_text().splitlines()
+        name = rng.choice(lines).partition(" = ")[0]
+        value = rng.choice(["nan", "inf", "9" * 400, "[[[[]]]]", "1979-05-27", '"x"', "true", "{ a = 1 }", DEEP[:2000]])
+        place.write_text("\n".join(f"{name} = {value}" if line.startswith(name) else line for line in lines))
+    else:  # records that are chained and signed again
+
+        def odd(records: list[dict[str, Any]]) -> None:
+            number = rng.randrange(len(records))
+            record = odd_value(records[number], rng)
+            if (
+                isinstance(record, dict)
+                and isinstance(record.get("type"), str)
+                and isinstance(record.get("time_utc"), str)
+            ):
+                records[number] = record
+
+        if rng.random() < 0.5:
+            lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
+            odd(lines)
+            (folder / "ledger.jsonl").write_bytes(rechained(lines))
+        else:
+            try:
+                rewrite(folder, KEY, odd)
+            except (TypeError, KeyError, ValueError, OSError):
+                return
+
+
+def search(
+    original: Path, tmp_path: Path, capsys: Any, seeds: range, disturb: Callable[[Path, random.Random], None]
+) -> None:
+    codes = set()
+    for seed in seeds:
+        folder = tmp_path / str(seed)
+        shutil.copytree(original, folder)
+        disturb(folder, random.Random(seed))
+        try:
+            codes.add(judged(folder, capsys))
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {folder}") from error
+        shutil.rmtree(folder)
+    assert {2, 5} <= codes
+
+
+def test_a_disturbed_folder_ends_in_a_verdict_or_in_one_line(original: Path, tmp_path: Path, capsys: Any) -> None:
+    search(original, tmp_path, capsys, range(30), disturb)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_many_disturbed_folders(original: Path, tmp_path: Path, capsys: Any) -> None:
+    search(original, tmp_path, capsys, range(1000, 2500), disturb)
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "report", "behind", "checkpoints/step-00000004"])
+def test_a_link_in_place_of_a_folder_is_refused(place: str, original: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(original, folder)
+    (folder / place).rename(tmp_path / "elsewhere")
+    (folder / place).symlink_to(tmp_path / "elsewhere")
+    assert judged(folder, capsys) == (0 if place == "behind" else 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["/nowhere"], "/nowhere: is no folder"),
+        (["--fingerprint", "12"], "--fingerprint is 64 hexadecimal digits"),
+        (["a", "b"], "unrecognized arguments"),
+        (["\x00"], "is no folder"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], said: str, capsys: Any) -> None:
+    assert verify.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""

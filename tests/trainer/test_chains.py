@@ -1,0 +1,208 @@
+"""What weights carry that started from those of a private run: the charges of both, in card, export and verify.py."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import pytest
+import torch
+from dp_accounting.pld import PLDAccountant
+
+from privacy import verify
+from privacy.accounting import accountants
+from privacy.card import numbers
+from privacy.card.composition import read_copies
+from privacy.card.model import PrivacyCard
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger.records import read_ledger
+from trainer.config.machine import load_machine_settings
+from trainer.config.recipe import load_config
+from trainer.errors import ConfigError
+from trainer.publish import publish
+from trainer.ranks.discovery import Ranks
+from trainer.report import build_card, write_card
+from trainer.run import start as training
+from trainer.run.folder import RunFolder
+from trainer.weights.export import export
+from trainer.weights.open_model import open_model
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("one_rank")
+SAME, OTHER = "data/demo/train-00000.tar", "data/demo/train-00001.tar"
+
+
+def run(folder: Path, *changes: str, shards: str = SAME, steps: int = 2) -> int:
+    config = load_config(
+        ROOT / "recipes/tiny.toml",
+        [f"data.shards={shards}", "heldout.num_examples=2", "heldout.num_captions=0", "heldout.is_public=true",
+         f"train.num_steps={steps}", f"name={folder.name}", *changes],
+    )  # fmt: skip
+    machine = load_machine_settings(ROOT / "ds_configs/zero1.json")
+    return training.train(config, machine, "local", folder, ROOT, Ranks(), torch.device("cpu"))
+
+
+def pld(*runs: tuple[Path, int], delta: float) -> float:
+    """The composition of so many charges of each run, from the plans in the ledgers and dp-accounting alone."""
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+    for folder, count in runs:
+        plan = json.loads((folder / "ledger.jsonl").read_bytes().split(b"\n")[0])["plan"]
+        event = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(
+            plan["num_examples"],
+            plan["sample_rate"],
+            plan["cap"],
+            plan["noise_multiplier"] / (1 + plan["sensitivity_slack"]),
+        )
+        accountant.compose(dp_accounting.SelfComposedDpEvent(event, count))
+    return float(accountant.get_epsilon(delta))
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device) -> dict[str, Path]:
+    """A run, and one from its weights on the same shard."""
+    folder = tmp_path_factory.mktemp("chain")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RunFolder, "lock", lambda self: None)  # held until the process ends
+        assert run(folder / "first", "privacy.target_delta=1e-6") == 0
+        assert run(folder / "second", f"init.checkpoint={folder / 'first'}", steps=3) == 0
+        # What surrounds the claims takes most of a card's time.
+        patched.setattr(numbers, "curves", lambda *_: ([], None))
+        patched.setattr(numbers, "_epsilon_group", lambda *_: None)
+        patched.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
+        patched.setattr(accountants, "epsilon_replace_one", lambda *_: None)
+        write_card(folder / "second", build_card(folder / "second"))
+    return {name: folder / name for name in ("first", "second")}
+
+
+@pytest.fixture(scope="module")
+def third(chain: dict[str, Path]) -> Path:
+    """A run from the second one's weights on another shard, whose recipe declares that disjoint."""
+    folder = chain["second"].parent / "third"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RunFolder, "lock", lambda self: None)
+        disjoint = (f"init.checkpoint={chain['second']}", "init.disjoint_data=true")
+        assert run(folder, *disjoint, shards=OTHER, steps=1) == 0
+    write_card(folder, build_card(folder))
+    return folder
+
+
+def card_of(folder: Path) -> PrivacyCard:
+    return PrivacyCard.model_validate_json((folder / "report/privacy_card.json").read_text())
+
+
+def test_the_headline_is_what_the_released_weights_carry(chain: dict[str, Path]) -> None:
+    second = card_of(chain["second"])
+    both = pld((chain["first"], 2), (chain["second"], 3), delta=1e-6)
+    assert second.composition is not None and second.delta == 1e-6, "the smaller delta protects the examples of both"
+    assert second.epsilon == second.composition.epsilon == pytest.approx(both, abs=1e-6)
+    assert second.accounting.epsilon == pytest.approx(pld((chain["second"], 3), delta=1e-5), abs=1e-6)
+    assert second.epsilon > second.accounting.epsilon, "the run's own epsilon alone is no headline"
+    assert [(entry.name, entry.attempts_charged) for entry in second.composition.runs] == [
+        ("this run", 3),
+        ("first", 2),
+    ]
+    page = (chain["second"] / "report/privacy_card.md").read_text()
+    head = page.partition("## 1.")[0]
+    assert f"epsilon = {math.ceil(second.epsilon * 1000) / 1000:.3f}" in head and "behind the initial weights" in head
+
+
+@pytest.mark.full
+def test_declared_disjoint_the_larger_side_counts_and_the_declaration_is_named(
+    chain: dict[str, Path], third: Path, tmp_path: Path, capsys: Any
+) -> None:
+    folder, card, second = third, card_of(third), card_of(chain["second"])
+    assert card.composition is not None and card.composition.disjoint_by_declaration
+    assert card.epsilon == pytest.approx(second.epsilon, abs=1e-9) and card.delta == 1e-6
+    assert card.accounting.epsilon is not None and card.epsilon > card.accounting.epsilon
+    assert [entry.disjoint_from_those_before for entry in card.composition.runs] == [True, False, False]
+    page = (folder / "report/privacy_card.md").read_text()
+    assert "declared disjoint" in page and "Declared, not attested" in page
+    found = verified(folder, tmp_path, capsys)
+    assert found["epsilon"] == pytest.approx(card.epsilon, abs=1e-6)
+
+
+@pytest.mark.full
+def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(chain: dict[str, Path], third: Path) -> None:
+    """Whether two private data sets have a shard in common depends on single examples, so only declarations are published."""
+    opened = read_ledger(third / "ledger.jsonl").opened
+    assert set(opened["behind"][0]) == {"file", "run", "lines", "hash"} and opened["disjoint_from_start"] is True
+    assert "disjoint_from_start" not in read_ledger(chain["second"] / "ledger.jsonl").opened
+    hashes = {
+        entry["sha256"] for entry in json.loads((chain["first"] / "private/index/manifest.json").read_text())["shards"]
+    }
+    public = b"".join(path.read_bytes() for path in third.rglob("*.json*") if "private" not in path.parts)
+    assert hashes and not [digest for digest in hashes if digest.encode() in public]
+
+
+def verified(run_dir: Path, tmp_path: Path, capsys: Any) -> dict[str, Any]:
+    folder = tmp_path / "published"
+    publish(run_dir, folder, card_of(run_dir).provenance.ledger)
+    code = verify.main([str(folder), "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == 0, found["checks"]
+    assert (folder / "verify.py").read_bytes() == (ROOT / "privacy/verify.py").read_bytes()
+    return found
+
+
+def test_the_verifier_composes_the_same(chain: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    found = verified(chain["second"], tmp_path, capsys)
+    assert found["epsilon"] == pytest.approx(card_of(chain["second"]).epsilon, abs=1e-6) and found["delta"] == 1e-6
+
+
+def test_the_verifier_misses_what_is_left_out(chain: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "published"
+    shutil.copytree(chain["second"], folder, ignore=shutil.ignore_patterns("private"))
+    copy = folder / "behind/ledger-1.jsonl"
+    content = copy.read_bytes()
+    copy.write_bytes(b"\n".join(content.split(b"\n")[:-3]) + b"\n")
+    assert verify.main([str(folder)]) == 5 and "is not the one that the ledger names" in capsys.readouterr().out
+    copy.unlink()
+    assert verify.main([str(folder)]) == 6 and "behind/ledger-1.jsonl is missing" in capsys.readouterr().out
+    with pytest.raises(PrivacyStateRefused, match="behind the initial weights cannot be read"):
+        build_card(folder)
+
+
+def test_exports_carry_the_composed_number(chain: dict[str, Path], tmp_path: Path) -> None:
+    attestation = export(open_model(chain["second"]), "safetensors", tmp_path / "out")
+    assert attestation.epsilon == card_of(chain["second"]).epsilon
+    about = json.loads((tmp_path / "out/config.json").read_text())["about"]
+    assert (about["epsilon"], about["delta"]) == (attestation.epsilon, 1e-6)
+    assert "composed with what the private runs behind" in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_false_declaration_is_refused_by_the_shards(chain: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is also one of the run behind"):
+        run(tmp_path / "run", f"init.checkpoint={chain['first']}", "init.disjoint_data=true")
+    assert not (tmp_path / "run/ledger.jsonl").exists()
+
+
+def test_weights_whose_ledgers_are_elsewhere_are_refused(chain: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(chain["second"], tmp_path / "start")
+    shutil.rmtree(tmp_path / "start/behind")
+    with pytest.raises(PrivacyStateRefused, match="cannot be read"):
+        run(tmp_path / "run", f"init.checkpoint={tmp_path / 'start'}")
+    assert not (tmp_path / "run/ledger.jsonl").exists()
+
+
+@pytest.mark.full
+def test_a_start_that_spent_more_since_the_ledger_was_opened_is_refused(
+    chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash before the first checkpoint: the run starts again from the same weights, or from newer ones."""
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    shutil.copytree(chain["first"], tmp_path / "start")
+    assert run(tmp_path / "run", f"init.checkpoint={tmp_path / 'start'}", "train.max_minutes=1e-9") == 7
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    ledger = tmp_path / "run/ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(b"".join(lines[:2]))  # as after a crash before the checkpoint
+    for record in (tmp_path / "run/private").glob("members.jsonl"):
+        record.write_bytes(b"")
+    assert run(tmp_path / "run", f"init.checkpoint={tmp_path / 'start'}", "train.max_minutes=1e-9") == 7
+    assert len(read_copies(tmp_path / "run", read_ledger(ledger).opened)) == 1
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    ledger.write_bytes(b"".join(lines[:2]))
+    with pytest.raises(PrivacyConfigError, match="had spent what it has spent now"):
+        run(tmp_path / "run", f"init.checkpoint={chain['second']}", "train.max_minutes=1e-9")
