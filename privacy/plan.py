@@ -17,7 +17,7 @@ from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveCli
 from privacy.errors import PrivacyConfigError
 from privacy.lattice import Lattice
 from privacy.limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
-from privacy.plan_request import ARITHMETICS, CLIPPING_FUNCTIONS, SAMPLING, PlanChoices, PlanRequest
+from privacy.plan_request import ARITHMETIC_MODES, CLIPPING_FUNCTIONS, SAMPLING, PlanChoices, PlanRequest
 from privacy.sampling.poisson import PoissonSampler, Sampler, default_cap
 from privacy.sampling.shuffle import ShuffleSampler, shuffle_participations
 
@@ -82,7 +82,7 @@ class PrivacyPlan(PlanChoices):
         if self.cap is not None and self.cap < 1:
             raise PrivacyConfigError(f"cap must be positive, not {self.cap}")
         choices = {
-            "arithmetic": ARITHMETICS,
+            "arithmetic": ARITHMETIC_MODES,
             "clipping_function": CLIPPING_FUNCTIONS,
             "sampling": SAMPLING,
             "noise_source": NOISE_SOURCES,

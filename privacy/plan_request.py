@@ -6,7 +6,7 @@ from typing import Literal
 from privacy.adaptive_clipping import AdaptiveClipping
 
 SAMPLING = ("poisson", "shuffle")
-ARITHMETICS = ("floating", "certified")
+ARITHMETIC_MODES = ("floating", "certified")
 CLIPPING_FUNCTIONS = ("flat", "automatic", "per_layer", "grouped")
 
 

@@ -106,8 +106,8 @@ def _keep(deviation: float, words: np.ndarray, source: WordSource) -> np.ndarray
     rest = np.flatnonzero(~told)
     values[rest] = _look_closer(deviation, first[rest] >> 64 - _U_BITS, t[rest], v[rest], source)
     negative = -(first >> _V_BITS & 1).view(np.int64)
-    signed: np.ndarray = (values ^ negative) - negative
-    return signed[values != REJECTED]
+    accepted: np.ndarray = ((values ^ negative) - negative)[values != REJECTED]
+    return accepted
 
 
 def _look_closer(deviation: float, u: np.ndarray, t: np.ndarray, v: np.ndarray, source: WordSource) -> np.ndarray:
