@@ -393,6 +393,6 @@ def test_a_witness_that_is_ignored_is_found(root: Path, monkeypatch: pytest.Monk
 def test_an_owner_s_ledger_that_is_ignored_is_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the whole run folder and its mirror, started again, spends the reservation twice."""
     monkeypatch.setattr(Membership, "_require_no_fork", lambda self, state: None)
-    monkeypatch.setattr(SharedLedger, "require_remembered", lambda self, state: None)
+    monkeypatch.setattr(SharedLedger, "require_remembered", lambda self, state, shared: None)
     found = explore_rollbacks(root, share=0.05, enough=1)
     assert [line for line in found.problems if "forgotten" in line], found

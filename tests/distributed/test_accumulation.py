@@ -236,7 +236,7 @@ def _bf16(device: torch.device, name: str, stage: int) -> dict[str, tuple[Sums, 
     generator = torch.Generator().manual_seed(distributed.rank())
     found = {}
     for way, accumulator in [("local", LocalSums), ("sharded", sharded())]:
-        clipped = WithExactSum(engine.module, 0.7, shapes=engine.shapes, accumulator=accumulator)
+        clipped = WithExactSum(engine.module, 0.7, shapes=engine.shapes, accumulator=accumulator, self_check=False)
         clipped._shapes = engine.shapes
         for _ in range(8):
             inputs = {n: v[:MICRO_BATCH].clone() for n, v in pairs().items()}

@@ -107,8 +107,8 @@ def rank_steps(
             run, ledger, noise = adaptive_run(device, name, stage, DRAWS[step - 1 :], manifest)
             run.engine.module.load_state_dict(module.state_dict())
         record: StepRecord = train_step(run, step, iter(micro_batches(pairs(), counts)))
-        published.append(record.public)
-        assert ledger.intents[-1][0]["sensitivity"] == record.public[BOUND]
+        published.append({name: value.value for name, value in record.public.items()})
+        assert ledger.intents[-1][0]["sensitivity"] == published[-1][BOUND]
     return published, run.clipped.max_grad_norm, draws + noise.num_count_draws, ledger.intents
 
 
@@ -165,7 +165,7 @@ def rank_released_counts(device: torch.device, steps: int) -> Any:
     run, _, _ = adaptive_run(device, "local", 1, [])
     run.noise = RecordedNoise()
     batches = micro_batches(pairs(), (0,) * distributed.world_size())[:1]
-    return [train_step(run, step, iter(batches)).public[FRACTION] for step in range(1, steps + 1)]
+    return [train_step(run, step, iter(batches)).public[FRACTION].value for step in range(1, steps + 1)]
 
 
 def test_contract_7_the_released_count_has_the_stated_noise() -> None:

@@ -58,6 +58,7 @@ def test_ledger_and_schedule_of_a_true_run(finished: tuple[Path, Path]) -> None:
     )
 
 
+@pytest.mark.full
 def test_mechanism_with_the_parameters_of_a_run(finished: tuple[Path, Path]) -> None:
     found = report("mechanism", finished[0], 0, "--engine", "local")
     names = {check["name"] for check in found["checks"]}

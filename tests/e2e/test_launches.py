@@ -39,7 +39,7 @@ def launch_and_check(run_dir: Path, engine: str, stage: int, launcher: Any = "de
     assert "terminate called" not in said
     assert "done: 4 steps, epsilon" in result.stdout
     kinds = [line["type"] for line in ledger_lines(run_dir)]
-    assert kinds == ["open", "session", *["intent", "done", "checkpoint"] * 4, "close"]
+    assert kinds == ["open", "session", *["intent", "done", "checkpoint", "signature"] * 4, "close", "signature"]
 
 
 LAUNCHES = [(launcher, engine) for launcher in ("deepspeed", "torchrun", "mpirun") for engine in ENGINES]

@@ -35,7 +35,8 @@ def check(run_dir: Path, said: str, code: int, num_hosts: int = 2) -> None:
     assert f"done: {STEPS} steps, epsilon" in said and "terminate called" not in said
     assert num_hosts == 1 or "2 ranks on 2 hosts (node1, node2)" in said, said[-5000:]
     kinds = [line["type"] for line in ledger_lines(run_dir)]
-    assert kinds == ["open", "session", *["intent", "done", "checkpoint"] * STEPS, "close"]
+    each = ["intent", "done", "checkpoint", "signature"]
+    assert kinds == ["open", "session", *each * STEPS, "close", "signature"]
     shutil.rmtree(run_dir)
 
 

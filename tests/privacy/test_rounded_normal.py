@@ -17,6 +17,7 @@ from privacy import noise, rounded_normal
 from privacy.accounting.noise_tail import NOISE_SOURCES
 from privacy.noise import noise_source
 from privacy.rounded_normal import REJECTED, UNDECIDED, decide, draw_rounded_normal
+from tests.privacy.word_sources import Repeated, Words
 
 MP = mpmath.MPContext()
 MP.prec = 400
@@ -28,31 +29,6 @@ FIRST_OF_CELL = [MP.fsum(_WEIGHTS[:j]) / _TOTAL for j in range(700)]
 """F_j of the module's docstring."""
 DEVIATIONS = (1e-3, 0.3, 1.0, 3.0, 1000.7, 2.0**30 / 3, 2.0**44, math.nextafter(2.0**50, 0), 2.0**50)
 MASK_64 = (1 << 64) - 1
-
-
-class Words:
-    """The bits of a fixed Philox stream."""
-
-    def __init__(self, seed: int) -> None:
-        self._philox = np.random.Philox(seed)
-        self.asked: list[int] = []
-
-    def uniform_words(self, count: int) -> np.ndarray:
-        self.asked.append(count)
-        return self._philox.random_raw(count)
-
-
-class Repeated:
-    """The same word again and again, but not forever."""
-
-    def __init__(self, word: int) -> None:
-        self._word = word
-        self._calls = 0
-
-    def uniform_words(self, count: int) -> np.ndarray:
-        self._calls += 1
-        assert self._calls < 10_000
-        return np.full(count, self._word, np.uint64)
 
 
 def true_cell(u):
@@ -380,7 +356,7 @@ def test_a_source_that_is_stuck_is_found(word):
 
 @pytest.mark.parametrize("word", [0x5555555555555555, 0xAAAAAAAAAAAAAAAA, 1, 1 << 63 | 1 << 30, MASK_64 - 1])
 def test_other_repeated_words_give_what_they_stand_for(word):
-    """In 992 bits: V, which begins within a word, is the shifted one."""
+    """V begins within a word, so in 992 bits it is the shifted one."""
     [value] = set(draw_rounded_normal(2.0**50, 10, Repeated(word)).tolist())
     repeated = int.from_bytes(word.to_bytes(8, "big") * 6, "big")
     u, v = ((first << 384 | repeated, size) for first, size in ((word >> 32, 416), (word & (1 << 31) - 1, 415)))

@@ -25,6 +25,7 @@ def test_too_few_name_the_worst_rank_and_both_numbers() -> None:
     assert "--cpus-per-task=8" in found
 
 
+@pytest.mark.full
 def test_the_affinity_counts(tmp_path: Path) -> None:
     """What Slurm sets with one CPU for each task."""
     command = [sys.executable, TRAIN, *train_arguments(tmp_path / "run", "data.num_workers=2", "train.num_steps=1")]

@@ -1,5 +1,6 @@
 """What weights carry that started from those of a private run: the charges of both, in card, export and verify.py."""
 
+import fcntl
 import json
 import math
 import shutil
@@ -25,7 +26,6 @@ from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
 from trainer.report import build_card, write_card
 from trainer.run import start as training
-from trainer.run.folder import RunFolder
 from trainer.weights.export import export
 from trainer.weights.open_model import open_model
 
@@ -64,7 +64,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device) -> d
     """A run, and one from its weights on the same shard."""
     folder = tmp_path_factory.mktemp("chain")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(RunFolder, "lock", lambda self: None)  # held until the process ends
+        patched.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends
         assert run(folder / "first", "privacy.target_delta=1e-6") == 0
         assert run(folder / "second", f"init.checkpoint={folder / 'first'}", steps=3) == 0
         # What surrounds the claims takes most of a card's time.
@@ -81,7 +81,7 @@ def third(chain: dict[str, Path]) -> Path:
     """A run from the second one's weights on another shard, whose recipe declares that disjoint."""
     folder = chain["second"].parent / "third"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(RunFolder, "lock", lambda self: None)
+        patched.setattr(fcntl, "flock", lambda *arguments: None)
         disjoint = (f"init.checkpoint={chain['second']}", "init.disjoint_data=true")
         assert run(folder, *disjoint, shards=OTHER, steps=1) == 0
     write_card(folder, build_card(folder))
@@ -164,6 +164,7 @@ def test_the_verifier_misses_what_is_left_out(chain: dict[str, Path], tmp_path: 
         build_card(folder)
 
 
+@pytest.mark.full
 def test_exports_carry_the_composed_number(chain: dict[str, Path], tmp_path: Path) -> None:
     attestation = export(open_model(chain["second"]), "safetensors", tmp_path / "out")
     assert attestation.epsilon == card_of(chain["second"]).epsilon
@@ -191,7 +192,7 @@ def test_a_start_that_spent_more_since_the_ledger_was_opened_is_refused(
     chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash before the first checkpoint: the run starts again from the same weights, or from newer ones."""
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
     shutil.copytree(chain["first"], tmp_path / "start")
     assert run(tmp_path / "run", f"init.checkpoint={tmp_path / 'start'}", "train.max_minutes=1e-9") == 7
     shutil.rmtree(tmp_path / "run/checkpoints")

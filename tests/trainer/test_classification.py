@@ -1,5 +1,6 @@
 """Fine-tuning from labelled shards to a held-out accuracy, and starting from a captioner's or a masked autoencoder's encoder."""
 
+import fcntl
 import io
 import json
 import re
@@ -30,7 +31,6 @@ from trainer.config.recipe import InitSection, OptimizerSection, load_config
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
 from trainer.ranks.distributed import Ranks
-from trainer.run.folder import RunFolder
 from trainer.run.start import train
 from trainer.weights.open_model import open_model
 from trainer.weights.provenance import initialisation_statement
@@ -132,7 +132,7 @@ def accuracy_of(run: Path, digits: Path) -> tuple[float, nn.Module]:
 
 @pytest.fixture
 def in_this_process(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, list[str]], int]:
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)  # held until the process ends, and this one resumes
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends, and this one resumes
 
     def run(run_dir: Path, overrides: list[str]) -> int:
         return train(load_config(RECIPE, overrides), MACHINE, "local", run_dir, ROOT, Ranks(), one_rank)

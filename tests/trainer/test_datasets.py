@@ -41,7 +41,7 @@ def test_a_run_keeps_the_data_that_it_started_with(folder: RunFolder, tmp_path: 
     build_index(shards[:2], tmp_path / "index")
     chosen = config(f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..1}}.tar")
     table = training_table(chosen, folder, ROOT)
-    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image")
+    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image").release()
     build_index(shards, tmp_path / "index")
     with pytest.raises(DataError, match="is of other shards"):
         training_table(chosen, folder, ROOT)
@@ -51,7 +51,8 @@ def test_a_run_keeps_the_data_that_it_started_with(folder: RunFolder, tmp_path: 
     assert caught.value.exit_code == 2
     # The same number of examples in files of the same name and size, with other bytes.
     build_index(shards[:2], tmp_path / "index")
-    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, training_table(chosen, folder, ROOT), "one image")
+    table = training_table(chosen, folder, ROOT)
+    open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image").release()
     data = bytearray(shards[1].read_bytes())
     data[700] ^= 1
     shards[1].write_bytes(data)
@@ -71,7 +72,7 @@ def test_a_resume_cannot_state_another_owner_limit(folder: RunFolder, tmp_path: 
     def start(*overrides: str) -> None:
         chosen = config(shards, *overrides)
         table = training_table(chosen, folder, ROOT)
-        open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image")
+        open_run_ledger(folder, chosen.privacy, chosen.train.num_steps, table, "one image").release()
 
     start("privacy.max_examples_per_owner=3")
     start("privacy.max_examples_per_owner=3")

@@ -1,5 +1,6 @@
 """Both stages of a shipped pair of recipes at tiny size: without stage one a clear line, then one, two, and two resumed."""
 
+import fcntl
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +15,6 @@ from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.ranks.discovery import Ranks
 from trainer.run import start as training
-from trainer.run.folder import RunFolder
 
 ONE, TWO = "synthetic_vip_nano", "vip_nano"
 SHRUNK = [
@@ -39,7 +39,7 @@ def last(folder: Path) -> Checkpoint:
 
 @pytest.mark.usefixtures("one_rank")
 def test_two_stages_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)  # held until the process ends, and this one resumes
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends, and this one resumes
     start = f"init.checkpoint={tmp_path / ONE}"
     with monkeypatch.context() as patched:
         patched.setattr(training, "training_table", lambda *_: pytest.fail("data were looked at"))
