@@ -12,7 +12,8 @@ whatever all other examples are. SENSITIVITY_SLACK r is spent half on norms (nor
 * **fp32 sums are short.** Results of matrix products, and of the rules that write out what such products give, are added up
   in fp32 over at most n = EXAMPLES_PER_SUM examples, then in fp64. With a rounding for every example the difference is at most
   2 u C (1 + ... + n), about n^2 u C = 2.4e-4 C, below r/4. Only the one fp32 sum that x belongs to counts: all others have the
-  same bits without it. Padding counts as examples, so when a sum ends depends on public sizes alone.
+  same bits without it. A parameter that several calls contribute to has no window, and shorter sums (`Slot.of_uses`). Padding
+  counts as examples, so when a sum ends depends on public sizes alone.
 * **Everything else is fp64.** Embedding rows, biases, norm layers and raw parameters, where values of examples are added one
   after the other, never meet in fp32. With A additions into a total of N examples the difference is at most 2^-53 A N C,
   which `require_resolution` keeps below 2^-13 C, an eighth of r: a million examples one by one, more in larger micro-batches.
@@ -60,20 +61,31 @@ class Slot(NamedTuple):
         total: fp64, of the parameter's shape.
         window: fp32, for products of at most EXAMPLES_PER_SUM examples of several micro-batches; None where the products
             of this micro-batch go straight to `total`.
+        examples: the most examples, padding included, in one fp32 sum.
     """
 
     total: Tensor
     window: Tensor | None = None
+    examples: int = EXAMPLES_PER_SUM
+
+    def of_uses(self, count: int) -> "Slot":
+        """For a parameter that `count` calls contribute to, each by a product of its own, and none by a window.
+
+        Parts of one example that do not cancel are C / sqrt(count) long on average. With count products of n / sqrt(count)
+        examples the roundings are within the bound of one product of n.
+        """
+        return self._replace(examples=max(1, math.isqrt(self.examples**2 // count)))
 
     def matrix(self) -> "Slot":
         """(first dimension, all others); a vector stays one."""
         if self.total.dim() <= 1:
             return self
         shape = (self.total.shape[0], -1)
-        return Slot(self.total.view(shape), None if self.window is None else self.window.view(shape))
+        window = None if self.window is None else self.window.view(shape)
+        return self._replace(total=self.total.view(shape), window=window)
 
     def add_product(self, g_BTp: Tensor, a_BTd: Tensor, rows: slice = slice(None)) -> None:
-        """The given rows (p, d) of the matrix += sum_{b,t} g_bt (x) a_bt, with no more than EXAMPLES_PER_SUM examples in fp32.
+        """The given rows (p, d) of the matrix += sum_{b,t} g_bt (x) a_bt, with no more than `examples` of them in one fp32 sum.
 
         Args:
             g_BTp, a_BTd: of one dtype. Products of bf16 come in fp32.
@@ -81,7 +93,7 @@ class Slot(NamedTuple):
         if min(g_BTp.shape[2], a_BTd.shape[2]) < NARROW:
             self._add_narrow_product(g_BTp, a_BTd, rows)
             return
-        for g, a in zip(g_BTp.split(EXAMPLES_PER_SUM), a_BTd.split(EXAMPLES_PER_SUM), strict=True):
+        for g, a in zip(g_BTp.split(self.examples), a_BTd.split(self.examples), strict=True):
             x_pN, y_Nd = g.flatten(0, 1).t(), a.flatten(0, 1)
             on_matrix_units = g.dtype == torch.bfloat16 and has_fp32_products_of_bf16(g.device)
             if self.window is not None:  # the micro-batch has so few examples that there is one product
@@ -103,8 +115,8 @@ class Slot(NamedTuple):
                     total_pd[some] += torch.mm(x_pN[some].to(wide), y_Nd.to(wide))
 
     def _add_narrow_product(self, g_BTp: Tensor, a_BTd: Tensor, rows: slice) -> None:
-        """Any order of additions: with n^2 T <= EXAMPLES_PER_SUM^2, a rounding for every token is within the same bound."""
-        size = max(1, math.isqrt(EXAMPLES_PER_SUM**2 // max(1, g_BTp.shape[1])))
+        """Any order of additions: with n^2 T <= examples^2, a rounding for every token is within the same bound."""
+        size = max(1, math.isqrt(self.examples**2 // max(1, g_BTp.shape[1])))
         wide = torch.promote_types(g_BTp.dtype, torch.float32)
         total_pd = self.total[rows]
         for some in blocks(len(g_BTp), EXAMPLES_PER_SUM):
@@ -114,7 +126,7 @@ class Slot(NamedTuple):
 
     def add_matrices(self, grad_Bn: Tensor, weight_B: Tensor) -> None:
         """The parameter, flattened, += sum_b weight_b grad_b, for as many numbers as matrices have: as in `add_product`."""
-        for grad, weight in zip(grad_Bn.split(EXAMPLES_PER_SUM), weight_B.split(EXAMPLES_PER_SUM), strict=True):
+        for grad, weight in zip(grad_Bn.split(self.examples), weight_B.split(self.examples), strict=True):
             if self.window is not None:
                 self.window.view(-1).addmv_(grad.t(), weight)
             else:

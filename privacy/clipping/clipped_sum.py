@@ -252,7 +252,10 @@ class ClippedSum:
         return Factors(norms, weights, is_finite_B, needs_blanking(is_finite_B), bound=self._function.sensitivity)
 
     def _accumulate(self, name: str, parts: Parts, factors: "Factors") -> None:
-        slot = self.accumulator.slot(name, of_products=any(part.is_product for part in parts)).matrix()
+        is_alone = len(parts) == 1
+        slot = self.accumulator.slot(name, of_products=is_alone and parts[0].is_product).matrix()
+        if not is_alone:
+            slot = slot.of_uses(len(parts))
         weight_B = factors.weights[self._function.group_of[name]]
         for part in parts:
             (part.without(~factors.is_finite_B) if factors.blank else part).add_weighted(weight_B, slot)

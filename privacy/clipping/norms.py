@@ -71,32 +71,38 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 class NormTally:
     """Running sums over parameters, all (B,): squared norm N^2, its error bound E, squared gross norm S^2, F^2.
 
-    `sum_terms` is the length of the longest fp32 sum over tokens and examples.
+    They are in fp64, because no bound counts how many parameters there are, or how often a layer is called.
+
+    Attributes:
+        dtype: of the norms and sums that are computed, whose rounding the bounds allow for.
+        sum_terms: the length of the longest fp32 sum over tokens and examples.
     """
 
     squared_B: Tensor
     error_B: Tensor
     gross_squared_B: Tensor
     fold_squared_B: Tensor
+    dtype: torch.dtype
     sum_terms: int = 1
 
     @classmethod
     def zeros(cls, batch_size: int, device: torch.device, dtype: torch.dtype) -> "NormTally":
-        return cls(*torch.zeros(4, batch_size, device=device, dtype=dtype))
+        squared_B, error_B, gross_B, fold_B = torch.zeros(4, batch_size, device=device, dtype=torch.float64)
+        return cls(squared_B, error_B, gross_B, fold_B, dtype)
 
     def add(self, contributions: list[Contribution]) -> None:
         """Adds one parameter: the norm of the sum of its contributions."""
         squared_B, gross_B, hidden_B = contributions[0].norm()
-        for i, x in enumerate(
-            contributions[1:], 1
-        ):  # of the sum: gross norms and what underflow hides add up to bounds
+        if len(contributions) > 1:  # of the sum: gross norms and what underflow hides add up to bounds
+            squared_B, gross_B = squared_B.double(), gross_B.double()
+        for i, x in enumerate(contributions[1:], 1):
             norm = x.norm()
             squared_B, gross_B, hidden_B = squared_B + norm.squared_B, gross_B + norm.gross_B, hidden_B + norm.hidden_B
             for y in contributions[:i]:
                 squared_B = squared_B + 2 * inner(x, y)
         terms = max(c.norm_terms for c in contributions)
         self.squared_B += squared_B
-        self.error_B += terms * unit_roundoff(squared_B.dtype) * gross_B.square() + hidden_B**2
+        self.error_B += terms * unit_roundoff(self.dtype) * gross_B.square() + hidden_B**2
         self.gross_squared_B += gross_B.square()
         fold = max(fold_error(c) for c in contributions)
         if fold > 0:
@@ -107,6 +113,6 @@ class NormTally:
         """(B,) upper bound on norm / (1 + r / 2); infinite or NaN where something overflowed."""
         squared_B = torch.where(self.squared_B.isfinite(), self.squared_B.clamp_min(0), torch.inf)
         gross_B = self.gross_squared_B.sqrt()
-        bound_B = (squared_B + self.error_B).sqrt() + rounding(self.sum_terms, squared_B.dtype) * gross_B
+        bound_B = (squared_B + self.error_B).sqrt() + rounding(self.sum_terms, self.dtype) * gross_B
         bound_B = torch.maximum(bound_B + self.fold_squared_B.sqrt(), gross_B / MOST_CANCELLED)
-        return torch.maximum(squared_B.sqrt(), bound_B / (1 + SENSITIVITY_SLACK / 2))
+        return torch.maximum(squared_B.sqrt(), bound_B / (1 + SENSITIVITY_SLACK / 2)).to(self.dtype)

@@ -225,10 +225,10 @@ def _is_small(p: Tensor) -> bool:
 
 @contextmanager
 def _buffers_stay(model: nn.Module) -> Iterator[None]:
-    """Refuses a forward that writes into a buffer, which would leave the run in checkpoints, without noise."""
-    before = {name: (x, x.detach().clone()) for name, x in model.named_buffers() if x.is_floating_point()}
+    """Refuses a forward that writes into a buffer or a frozen weight, which would leave the run in checkpoints, without noise."""
+    before = {name: (x, x.detach().clone()) for name, x in _not_trained(model).items()}
     yield
-    after = dict(model.named_buffers())
+    after = _not_trained(model)
     for name, (buffer, value) in before.items():
         if name in after and not torch.equal(after[name], value):
             buffer.copy_(value)
@@ -236,6 +236,11 @@ def _buffers_stay(model: nn.Module) -> Iterator[None]:
                 f"the forward changes the buffer {name}: what it keeps of one micro-batch would reach others and leave the run "
                 "without noise; keep no state in the forward"
             )
+
+
+def _not_trained(model: nn.Module) -> dict[str, Tensor]:
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return {**dict(model.named_buffers()), **frozen}
 
 
 @contextmanager

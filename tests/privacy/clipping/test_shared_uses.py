@@ -81,3 +81,46 @@ def test_every_pair_of_kinds_against_the_written_out_gradients() -> None:
     for x, y in itertools.product(kinds, repeat=2):
         expected = (written_out(x) * written_out(y)).sum((1, 2))
         torch.testing.assert_close(inner(x, y), expected, rtol=1e-12, atol=1e-12)
+
+
+class Steps(nn.Module):
+    """One layer that is called once a step, as in a recurrent cell."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, 1, bias=False)
+
+    def forward(self, x_BKD: Tensor) -> Tensor:
+        return sum((self.layer(x_BKD[:, k])[:, 0] for k in range(x_BKD.shape[1])), torch.zeros(len(x_BKD)))
+
+
+def clipped_steps(x_NKD: Tensor, mode: str) -> Tensor:
+    """The clipped sum of examples that come one by one, with C = 1."""
+    model = Steps(x_NKD.shape[2])
+    total = ClippedSum(model, 1.0, mode=mode, self_check=False)  # type: ignore[arg-type]
+    for x_KD in x_NKD:
+        total.add_micro_batch(model, {"x_BKD": x_KD[None]}, torch.zeros(1, dtype=torch.bool))
+    (result,) = (value.double().flatten().clone() for _, value in total.sums())
+    return result
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+@pytest.mark.parametrize(("count", "cancels"), [(270, False), (400, False), (450, True), (700, True)])
+def test_contract_4_a_norm_counts_every_use(count: int, cancels: bool, mode: str) -> None:
+    """Each of K small uses is below the rounding of a large one; together they are not."""
+    x_KD = torch.tensor([0.0, 1.72e-4]).repeat(count, 1)
+    x_KD[-1] = torch.tensor([1.0, 0.0])
+    if cancels:
+        x_KD[0] = torch.tensor([-1.0, 0.0])
+    assert clipped_steps(128 * x_KD[None], mode).norm() <= 1.001
+
+
+@pytest.mark.parametrize("count", [24, 48, 300])
+def test_contract_4_sums_of_many_uses_do_not_round_with_those_of_other_examples(count: int) -> None:
+    """The others hover at a power of two, where x decides how each of their uses rounds."""
+    others = [1.0] * 16 + [0.5, -1.0] + [0.75 * 2.0**-20] * 46
+    sums = []
+    for present in (True, False):
+        amounts = torch.tensor([a if present or a != -1.0 else 0.0 for a in others])
+        sums.append(clipped_steps((amounts[:, None, None] / count).expand(-1, count, 1), "bookkeeping"))
+    assert (sums[0] - sums[1]).norm() <= 1.001
