@@ -1,6 +1,7 @@
 """One parameter used in two ways: the cross term of its norm is exact, whatever the two ways are."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def clipped_steps(x_NKD: Tensor, mode: str) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
-@pytest.mark.parametrize(("count", "cancels"), [(270, False), (400, False), (450, True), (700, True)])
+@pytest.mark.parametrize(("count", "cancels"), [(270, False), (450, True)])
 def test_contract_4_a_norm_counts_every_use(count: int, cancels: bool, mode: str) -> None:
     """Each of K small uses is below the rounding of a large one; together they are not."""
     x_KD = torch.tensor([0.0, 1.72e-4]).repeat(count, 1)
@@ -115,12 +116,16 @@ def test_contract_4_a_norm_counts_every_use(count: int, cancels: bool, mode: str
     assert clipped_steps(128 * x_KD[None], mode).norm() <= 1.001
 
 
-@pytest.mark.parametrize("count", [24, 48, 300])
+@pytest.mark.parametrize("count", [24, 48])
 def test_contract_4_sums_of_many_uses_do_not_round_with_those_of_other_examples(count: int) -> None:
-    """The others hover at a power of two, where x decides how each of their uses rounds."""
-    others = [1.0] * 16 + [0.5, -1.0] + [0.75 * 2.0**-20] * 46
+    """The others hover at 16: half of their uses round up there, and half round down, unless x is missing below it."""
+    unit = 2.0**-23 * 16
+    whole = math.floor(0.95 / count / unit)
+    hovering = torch.full((count, 1), (whole + 0.52) * unit)
+    hovering[1::2] = -(whole + 0.48) * unit
+    filling = [torch.full((count, 1), amount / count) for amount in [0.999] * 15 + [0.5 - 15 * 0.999 + 15]]
     sums = []
-    for present in (True, False):
-        amounts = torch.tensor([a if present or a != -1.0 else 0.0 for a in others])
-        sums.append(clipped_steps((amounts[:, None, None] / count).expand(-1, count, 1), "bookkeeping"))
+    for amount in (1.0, 0.0):
+        rows = [torch.full((count, 1), amount / count), *filling, *[hovering] * (64 - 17)]
+        sums.append(clipped_steps(torch.stack(rows), "bookkeeping"))
     assert (sums[0] - sums[1]).norm() <= 1.001
