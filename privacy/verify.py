@@ -101,11 +101,19 @@ def is_folder(path: Path) -> bool:
 
 
 def parsed(text: bytes) -> Any:
-    """JSON whose numbers are finite and of sensible length; ValueError for anything else."""
+    """JSON whose numbers are finite and of sensible length, and whose keys differ; ValueError for anything else."""
+    rules: dict[str, Any] = {"parse_constant": _refuse, "parse_int": _whole, "parse_float": _finite}
     try:
-        return json.loads(text.decode(), parse_constant=_refuse, parse_int=_whole, parse_float=_finite)
+        return json.loads(text.decode(), object_pairs_hook=_unique, **rules)
     except (RecursionError, UnicodeDecodeError) as error:
         raise ValueError("it is nested too deeply, or no UTF-8") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in an object, so readers may see different values")
+    return found
 
 
 def _refuse(text: str) -> NoReturn:

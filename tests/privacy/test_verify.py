@@ -240,7 +240,11 @@ BY_HAND: dict[str, tuple[Callable[[Path], None], int, str]] = {
         "line 14: a signature has 64 bytes",
     ),
     "a space": (edited_line(3, b'"step":1', b'"step": 1'), 5, "line 3: it is not in canonical form"),
-    "a key twice": (edited_line(3, b'"step":1', b'"step":1,"step":1'), 5, "line 3: it is not in canonical form"),
+    "a key twice": (
+        edited_line(3, b'"step":1', b'"step":1,"step":1'),
+        5,
+        "line 3: it is no ledger record: a key stands twice",
+    ),
     "the last line cut": (cut_lines(1), 5, "card is of a line that the ledger lacks"),
     "the end cut": (cut_lines(2), 5, "card is of a line that the ledger lacks"),
     "the checkpoint cut": (cut_lines(4), 5, "checkpoints: step-00000004: manifest.json|card is of a line"),
@@ -357,3 +361,11 @@ def test_a_run_without_a_guarantee_claims_nothing(tmp_path: Path, judge: Judge) 
     path = folder / "metrics.jsonl"
     path.write_text(path.read_text().replace("null", "0.5"))
     assert judge(folder)[0] == 5
+
+
+def test_a_card_that_states_a_number_twice_is_violated(folder: Path, judge: Judge) -> None:
+    """Readers differ in which of two equal keys they take."""
+    card = folder / "report/privacy_card.json"
+    card.write_text(card.read_text().replace("{", '{"epsilon": 0.01,', 1))
+    code, found = judge(folder)
+    assert code == 5 and "stands twice" in sentences(found, "violated")

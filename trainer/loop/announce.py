@@ -111,7 +111,8 @@ def conclude(run: Run, outcome: int) -> None:
     )
     carried = run.ledger.carried()
     if carried is not None:
-        claim += f", and {carried[0]:.4f} at delta {carried[1]:g} with what the initial weights had spent"
+        alone = f"{claim} for this run alone"
+        claim = f"epsilon {carried[0]:.4f} at delta {carried[1]:g} with what the initial weights had spent ({alone})"
     ending = {
         DONE: f"done: {run.mechanism.plan.num_steps} steps, {claim}",
         BUDGET_SPENT: f"stopped: the budget of {run.mechanism.plan.max_intents} attempts is spent and steps remain; {claim}",
