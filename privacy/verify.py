@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import io
 import json
 import logging
 import math
@@ -50,6 +51,10 @@ SIGNED = b"dp-trainer ledger head v1\n"
 TORN = b" #torn"
 HEADER = ("seq", "type", "time_utc", "previous")
 TOLERANCE = 1e-6
+
+
+OPEN = "open"
+"""The state of a run that no `close` has ended."""
 
 
 class BadInput(Exception):
@@ -142,8 +147,16 @@ def object_in(path: Path) -> dict[str, Any]:
 
 def shown(value: object) -> str:
     """Text from a file on one line of printable characters, cut to a length that can be read."""
-    text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(value)[:300])
+    try:
+        text = printable(str(value)[:300])
+    except ValueError:  # Python writes out no integer of more than 4,300 digits
+        return "a number of thousands of digits"
     return text if len(text) <= 200 else f"{text[:160]}..."
+
+
+def printable(text: str) -> str:
+    """The text on one line; no name of a file can add a line of its own to what is printed."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def is_hex(value: object, digits: int) -> bool:
@@ -688,7 +701,7 @@ def check_order(folder: Folder) -> str:
     ledger = folder.ledger
     if ledger.other_times:
         raise Undecided(f"{ledger.other_times} records state another time than the first, as no trainer writes them")
-    state = f"closed ({ledger.closed})" if ledger.closed else "open: the run may go on, or its end was cut off"
+    state = f"closed ({ledger.closed})" if ledger.closed else f"{OPEN}: the run may go on, or its end was cut off"
     return (
         f"{len(ledger.hashes)} lines, {len(ledger.sessions)} starts, {len(ledger.intents)} attempts, {len(ledger.done)} done, "
         f"{ledger.num_torn} torn lines; {state}"
@@ -954,6 +967,7 @@ def check_checkpoints(folder: Folder) -> str:
         digest = hashlib.sha256(read_file(place / "manifest.json")).hexdigest()
         manifest = object_in(place / "manifest.json")
         step, position = whole(manifest, "step", 0), manifest.get("ledger")
+        require(name == f"step-{step:08d}", f"{name} is of step {step}")
         require(isinstance(position, dict), f"{name} remembers no line of the ledger")
         assert isinstance(position, dict)
         line = whole(position, "seq", 0)
@@ -980,6 +994,10 @@ def check_checkpoints(folder: Folder) -> str:
             unknown += [] if (step, digest) in recorded else [name]
         files = manifest.get("files", {})
         require(isinstance(files, dict) and len(files) <= 100_000, f"{name} lists its files")
+        unlisted = {entry.name for entry in os.scandir(place)} - {"manifest.json", *files}
+        require(
+            not unlisted, f"{name} holds {', '.join(map(shown, sorted(unlisted)))}, which its manifest does not list"
+        )
         for file, stated in files.items():
             require(
                 re.fullmatch(r"[A-Za-z0-9._-]{1,200}", file) is not None and file not in (".", ".."),
@@ -1028,11 +1046,12 @@ def check_metrics(folder: Folder) -> str:
             f"line {lines} shows step {shown(step)}, which the ledger never finished",
         )
         require(
-            type(charged) in (int, float) and charged <= ledger.charged(),
-            f"line {lines} shows more charges than the ledger",
+            type(charged) in (int, float) and 0 <= charged <= ledger.charged(),
+            f"line {lines} shows other charges than the ledger",
         )
         if entry.get("privacy/epsilon") is not None:
             require(not plan.reasons, f"line {lines} states an epsilon, and nothing is claimed")
+            require("privacy/charged_attempts" in entry, f"line {lines} states an epsilon of no number of charges")
             last = entry
     if last and not plan.shuffled:
         count, claimed = int(last.get("privacy/charged_attempts", 0)), last["privacy/epsilon"]
@@ -1086,6 +1105,13 @@ def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
     if ledger.opened.get("behind"):
         disjoint = "yes, so one example bears one of them" if ledger.opened.get("disjoint_from_start") is True else None
         words.append(("that the data are disjoint from those behind the initial weights", disjoint, operator))
+    words.append(
+        (
+            "privacy_card.md and .html, audits, and what privacy_card.json says next to its claim, plan and schedule",
+            "make them again from the ledger with report.py and audit.py of the project",
+            "whoever publishes the folder",
+        )
+    )
     if folder.has("evaluation"):
         words.append(("utility: losses, captions and pictures", "evaluation/", "whoever publishes the folder"))
     return words
@@ -1131,6 +1157,7 @@ def verify(path: Path, fingerprint: str | None) -> tuple[int, dict[str, Any]]:
         "cap": plan["cap"], "sampling": plan["sampling"], "noise multiplier": plan["noise_multiplier"],
         "noise multiplier as accounted": plan.accounted, "clipping bound": plan["max_grad_norm"],
         "planned steps": plan["num_steps"], "last step done": ledger.last_done(), "charged attempts": ledger.charged(),
+        "state of the run": ledger.closed or OPEN,
         "commitment of the sampling key": ledger.opened["key_commitment"], "last line": ledger.hashes[-1],
     }  # fmt: skip
     finite = folder.epsilon is not None and math.isfinite(folder.epsilon)
@@ -1151,7 +1178,7 @@ def verify(path: Path, fingerprint: str | None) -> tuple[int, dict[str, Any]]:
 
 
 def _named(check: tuple[str, str, str]) -> dict[str, str]:
-    return dict(zip(("name", "outcome", "sentence"), check, strict=True))
+    return dict(zip(("name", "outcome", "sentence"), map(printable, check), strict=True))
 
 
 def to_text(found: dict[str, Any]) -> str:
@@ -1172,6 +1199,11 @@ def to_text(found: dict[str, Any]) -> str:
                 "without the signer's fingerprint from elsewhere (--fingerprint), a folder that was forged as a whole, with "
                 "another key, cannot be told from a true one"
             )
+    if found.get("attested", {}).get("state of the run") == OPEN:
+        lines.append(
+            "the ledger is open: the run may go on, or lines after a signature were cut off; only the hash of its last line, "
+            "kept elsewhere, can tell"
+        )
     claim = ""
     if found.get("epsilon") is not None:
         claim = f": epsilon {math.ceil(found['epsilon'] * 1e4 - 1e-9) / 1e4:.4f} at delta {found['delta']:g}"
@@ -1200,6 +1232,8 @@ def main(arguments: list[str] | None = None) -> int:
     def too_long(*_: object) -> NoReturn:
         raise BadInput(f"it takes more than {MINUTES} minutes to judge this folder")
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = parse_args(arguments)
         fingerprint = None if options.fingerprint is None else options.fingerprint.strip().lower()
@@ -1209,6 +1243,12 @@ def main(arguments: list[str] | None = None) -> int:
             signal.signal(signal.SIGALRM, too_long)
             signal.alarm(60 * MINUTES)
         code, found = verify(options.folder, fingerprint)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:  # of what the folder holds
+        print(
+            f"error: a record lacks a field or has one of another type ({type(error).__name__}: {shown(error)})",
+            file=sys.stderr,
+        )
+        return VIOLATED
     except ImportError as error:
         print(f"error: {error}: install numpy, dp-accounting and cryptography", file=sys.stderr)
         return BAD_INPUT

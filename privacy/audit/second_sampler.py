@@ -87,7 +87,7 @@ class SecondSampler:
         return chosen, np.sort(chosen[np.argsort(values, kind="stable")[: self.cap]])
 
     def deal(self, attempt: Attempt, members: Ids, rows_per_rank: int, world_size: int) -> list[tuple[Ids, Ids]]:
-        """For each rank its members in rising order, and where they stand among its rows."""
+        """Gives each rank its members in rising order, and where they stand among its rows."""
         number, first = rows_per_rank * world_size, 0
         encryptor = _cipher(self._key(b"rows of members v1\0", attempt))
         while True:

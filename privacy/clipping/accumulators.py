@@ -69,7 +69,7 @@ class Slot(NamedTuple):
     examples: int = EXAMPLES_PER_SUM
 
     def of_uses(self, count: int) -> "Slot":
-        """For a parameter that `count` calls contribute to, each by a product of its own, and none by a window.
+        """The slot of a parameter that `count` calls contribute to, each by a product of its own, and none by a window.
 
         Parts of one example that do not cancel are C / sqrt(count) long on average. With count products of n / sqrt(count)
         examples the roundings are within the bound of one product of n.

@@ -104,6 +104,12 @@ class ClippedSum:
         self._recorder = Recorder(claims(model, shapes), compiled_weights(model))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         first = next(iter(trained.values()))
+        wide = {wide_dtype(p.dtype): name for name, p in trained.items()}
+        if len(wide) > 1:  # a product of fp64 layers may overflow a sum in fp32
+            raise PrivacyConfigError(
+                f"{' and '.join(sorted(wide.values()))} are of dtypes whose sums have different precision: train a model in "
+                "float64 as a whole, or none of it"
+            )
         self._keeps_graph = not compiled_weights(model) and all(
             type(p) is nn.Parameter and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
             for name, p in model.named_parameters()

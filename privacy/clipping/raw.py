@@ -64,8 +64,8 @@ class PerExample(Tensor):
 
     scope: Scope
     as_layer: Callable[[Tensor, Tensor], Tensor] | None
-    """Of the parameter itself, None of what is computed from it: taps the output of a function that uses it as a layer would,
-    (input, output) -> output (raw_layers.py)."""
+    """It taps the output of a function that uses the parameter as a layer would: (input, output) -> output (raw_layers.py).
+    None stands for values that are computed from a parameter."""
     _full: Callable[[], Tensor]
     _diagonal: Tensor | None
 

@@ -55,7 +55,7 @@ def rows_of_members(row_key: bytes, step: int, count: int, num_rows: int) -> Ids
 
 
 def deal(row_key: bytes, step: int, members: Ids, rows_per_rank: int, world_size: int) -> list[tuple[Ids, Ids]]:
-    """For each rank (ids, rows): its members in rising order and where they stand among its `rows_per_rank` rows."""
+    """Gives each rank (ids, rows): its members in rising order and where they stand among its `rows_per_rank` rows."""
     rows = rows_of_members(row_key, step, len(members), rows_per_rank * world_size)
     ranks = rows // rows_per_rank
     return [(members[ranks == rank], rows[ranks == rank] % rows_per_rank) for rank in range(world_size)]

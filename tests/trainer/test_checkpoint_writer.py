@@ -131,6 +131,15 @@ class TestDamage:
         find(folder, positions)
         assert [position["seq"] for position in positions] == [4, 2]
 
+    def test_the_ledger_must_know_what_newer_ones_and_those_set_aside_remember(self, folder: Path) -> None:
+        """Pointing LATEST at an older one, or renaming newer ones, hides no rollback either."""
+        save_steps(folder, 2, 4, 6)
+        (folder / checkpoint_name(6)).rename(folder / f"set-aside-{checkpoint_name(6)}")
+        (folder / "LATEST").write_text("step-00000002\n")
+        positions: list[Mapping[str, Any]] = []
+        find(folder, positions)
+        assert sorted(position["seq"] for position in positions) == [2, 4, 6]
+
     def test_no_checkpoint(self, folder: Path) -> None:
         assert find(folder) is None
 

@@ -225,7 +225,7 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
         ConfigError: there are checkpoints, but none is whole.
     """
     names = distributed.on_main(lambda: usable_names(folder))
-    for manifest in distributed.on_main(lambda: _readable_manifests(folder, names)):
+    for manifest in distributed.on_main(lambda: _readable_manifests(folder)):
         if manifest.get("ledger"):
             remembered(manifest["ledger"])
     damaged: list[str] = []
@@ -262,11 +262,12 @@ def usable_names(folder: Path) -> list[str]:
     return [latest, *(name for name in names if name < latest)]
 
 
-def _readable_manifests(folder: Path, names: list[str]) -> list[dict[str, Any]]:
+def _readable_manifests(folder: Path) -> list[dict[str, Any]]:
+    """Those of all checkpoints that are there, newer than LATEST or set aside: none of them remembers what never was."""
     manifests = []
-    for name in names:
+    for path in sorted([*folder.glob("step-*"), *folder.glob("set-aside-step-*")], reverse=True):
         with contextlib.suppress(ConfigError):  # reported where the checkpoint is opened
-            manifests.append(read_manifest(folder / name))
+            manifests.append(read_manifest(path))
     return manifests
 
 

@@ -9,16 +9,26 @@ from typing import Any
 from trainer.errors import ConfigError
 
 
+def _refuse_huge(value: Any) -> None:
+    """ValueError for an integer that Python cannot write out: hexadecimal ones pass the limit of its own parser."""
+    if isinstance(value, int) and value.bit_length() > 1000:
+        raise ValueError("a number has hundreds of digits")
+    for one in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else []:
+        _refuse_huge(one)
+
+
 def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
     """The tree of a TOML file; ConfigError says `what` cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        _refuse_huge(tree)
     except OSError as error:
         raise ConfigError(f"{what} {path}: {error.strerror}; {hint}") from error
     except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
         raise ConfigError(f"{what} {path} is not TOML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{what} {path} is nested too deeply; no key lies deeper than three sections") from error
+    return tree
 
 
 def refuse_nul(value: Any, where: str) -> None:
@@ -33,11 +43,13 @@ def refuse_nul(value: Any, where: str) -> None:
 def toml_value(text: str) -> Any:
     """A TOML value; anything that is none is a string, so that paths need no quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
+        _refuse_huge(value)
     except ValueError:
         return text
     except RecursionError as error:
         raise ConfigError(f"override {text[:40]}... is nested too deeply") from error
+    return value
 
 
 def written(value: Any) -> str:

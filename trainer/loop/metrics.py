@@ -76,7 +76,7 @@ class PublicMetrics(_Sinks):
 
 
 class PrivateMetrics(_Sinks):
-    """For a folder inside the trust boundary; lines and events say when they were written."""
+    """Writes into a folder inside the trust boundary; lines and events say when they were written."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, times=True)

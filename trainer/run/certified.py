@@ -21,7 +21,7 @@ from trainer.tasks.base import to_device
 
 
 def use_deterministic_kernels() -> None:
-    """For the whole process, before the first kernel runs: no atomics, and no choice of kernels by trying them out."""
+    """Forbids atomics and kernels chosen by trial, in the whole process; call it before the first kernel runs."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # new tensors are written once
@@ -42,7 +42,7 @@ def require_same_integers(
     inputs = to_device(synthetic_inputs(micro_batch_size), engine)
     problem, digests = None, dict[str, str]()
     try:
-        # Weights near zero would hide the gradients before it. Shards are left as they are.
+        # Weights near zero would hide the gradients before them. Shards are left as they are.
         with nothing_is_small(engine.module) if holds_whole_weights(engine) else nullcontext():
             found = clipped.check_rows(engine.module, inputs)
         digests = {name: hashlib.sha256(z.cpu().numpy().tobytes()).hexdigest() for name, z in found.items()}

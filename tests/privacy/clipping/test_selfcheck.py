@@ -268,3 +268,10 @@ def test_the_check_leaves_everything_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
     assert torch.equal(inputs["x"], x) and all(p.grad is None for p in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_in_float32_and_float64_is_refused() -> None:
+    """A product of the float64 layer may overflow a sum in fp32."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(PrivacyConfigError, match="dtypes whose sums have different precision"):
+        ClippedSum(model, 1.0, self_check=False)

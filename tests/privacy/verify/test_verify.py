@@ -19,41 +19,9 @@ from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.privacy.ledger_files import rechained
 from tests.privacy.published import PLAN, Records, card_says, cut_lines, edited_line, publish, rewrite, text_of
+from tests.privacy.verify.judging import KEY, Judge, sentences
 
-KEY = SigningKey(os.urandom(32))
 FORGER = SigningKey(os.urandom(32))
-Judge = Callable[..., tuple[int, dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return publish(tmp_path_factory.mktemp("published") / "run", KEY)
-
-
-@pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    shutil.copytree(original, tmp_path / "copy")
-    return tmp_path / "copy"
-
-
-@pytest.fixture
-def judge(capsys: pytest.CaptureFixture[str]) -> Judge:
-    def judged(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-        code = verify.main([str(folder), "--json", *arguments])
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err and said.err.count("\n") <= 1
-        if code == 2:
-            assert said.out == "" and said.err.startswith("error: ")
-            return code, {"error": said.err}
-        found = json.loads(said.out)
-        assert found["exit_code"] == code and said.out.count("\n") == 1
-        return code, found
-
-    return judged
-
-
-def sentences(found: dict[str, Any], outcome: str = "violated") -> str:
-    return "\n".join(f"{one['name']}: {one['sentence']}" for one in found["checks"] if one["outcome"] == outcome)
 
 
 def test_an_honest_folder_is_consistent_and_its_epsilon_is_the_report_s(folder: Path, judge: Judge) -> None:

@@ -1,0 +1,14 @@
+"""What the tests of verify.py judge by."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from privacy.ledger.signature import SigningKey
+
+KEY = SigningKey(os.urandom(32))
+Judge = Callable[..., tuple[int, dict[str, Any]]]
+
+
+def sentences(found: dict[str, Any], outcome: str = "violated") -> str:
+    return "\n".join(f"{one['name']}: {one['sentence']}" for one in found["checks"] if one["outcome"] == outcome)
