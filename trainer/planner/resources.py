@@ -127,6 +127,7 @@ def plan_resources(
         accumulation=config.train.accumulation,
         world_size=cluster.world_size,
         average=config.train.ema_decay is not None,
+        bands=1 if plan is None else plan.bands,
     )
     available = free = None
     if cluster.gpu is not None:

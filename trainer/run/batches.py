@@ -45,17 +45,19 @@ class LogicalBatches:
 
     def plans(self, first_step: int, last_step: int) -> Iterator[StepPlan]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""
+        earlier = sum(self.attempts.values())
         for step in range(first_step, last_step + 1):
-            yield self.plan(step)
+            # In a session every step is attempted once, and one follows the other.
+            yield self.plan(step, self.sampler.of_attempt(earlier + step - first_step))
 
-    def plan(self, step: int) -> StepPlan:
-        """The plan of one step. Collective."""
+    def plan(self, step: int, sampler: Sampler) -> StepPlan:
+        """The plan of one step, drawn by the sampler of its attempt. Collective."""
         rank, world_size = distributed.rank(), distributed.world_size()
         attempt = self.attempts.get(step, 0)
-        coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
-        start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
-        members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
-        most = self.sampler.num_examples if self.sampler.cap is None else self.sampler.cap
+        coin_key = sampler.coin_key(self.key, self.nonce, attempt)
+        start, stop = slice_bounds(sampler.num_examples, world_size, rank)
+        members = sampler.merge(_gather(sampler.decide(coin_key, step, start, stop)))
+        most = sampler.num_examples if sampler.cap is None else sampler.cap
         count = num_micro_batches(most if self.pads_to_cap else len(members), world_size, self.micro_batch_size)
         row_key = self.key.row_key(self.nonce, attempt)
         ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size)[rank]

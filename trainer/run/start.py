@@ -18,6 +18,8 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.selfcheck import check_against_autograd
+from privacy.correlated.segment import Segment
+from privacy.correlated.strategy import Strategy
 from privacy.errors import PrivacyStateRefused
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
@@ -266,6 +268,10 @@ def _build_run(
                 num_steps=config.train.num_steps,
                 peak_lr=config.optimizer.peak_lr,
                 schedule=config.schedule,
+            ),
+            segment=Segment(
+                Strategy.square_root(ledger.plan.bands),
+                keep_on=torch.device("cpu") if setup.machine.offload_optimizer else None,
             ),
         ),
         ledger=ledger,
