@@ -243,6 +243,8 @@ def _privacy(
     planned = make_plan(request, progress=_report_progress)
     for line in planned.warnings:
         _warn(line)
+    if planned.bands > 1:
+        _warn("correlated noise can be planned, but training with it is not supported yet (docs/correlated_noise.md)")
     result = summarise(planned, _warn, extras=not options.no_extras, max_examples_per_owner=max_examples_per_owner)
     return planned, result | compare(planned, request, config) | {"by_bands": rows}
 

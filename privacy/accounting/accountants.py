@@ -207,17 +207,19 @@ def epsilon_any_group(groups: Groups, delta: float, k: int) -> float:
     different groups, whose columns share rows. Zeroing one record after the other, (eps, d)-DP of one gives k records
     (k eps, d (1 + e^eps + ... + e^((k-1) eps)))-DP (Dwork and Roth 2014, theorem 2.2); by RDP, since d becomes tiny.
     """
-    low, high = math.log(delta) - 700.0, math.log(delta)  # of d; the larger d is, the smaller is its epsilon
-    for _ in range(30):
+    # Logarithms of d: the larger d is, the smaller is its epsilon.
+    low, high, best = math.log(delta) - 700.0, math.log(delta), math.inf
+    for _ in range(20):
         middle = (low + high) / 2
         one = epsilon_rdp(groups, math.exp(middle))
-        total = (
-            middle + (k - 1) * one + math.log(-math.expm1(-k * one) / -math.expm1(-one))
-            if 0 < one < math.inf
-            else math.inf
-        )
-        low, high = (middle, high) if total <= math.log(delta) else (low, middle)
-    return k * epsilon_rdp(groups, math.exp(low))
+        if one == math.inf:
+            break
+        growth = (k - 1) * one + math.log(math.expm1(-k * one) / math.expm1(-one)) if one > 0 else math.log(k)
+        if middle + growth <= math.log(delta):
+            low, best = middle, k * one
+        else:
+            high = middle
+    return best
 
 
 def epsilon_rdp(groups: Groups, delta: float) -> float:

@@ -23,6 +23,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
     NUM_EXAMPLES,
+    OPTIMIZER,
     RecordedNoise,
     a_mechanism,
     machine_settings,
@@ -175,12 +176,18 @@ def test_every_engine_takes_the_steps_of_local(cases: Any) -> None:
 BANDS, ROWS = 3, 7
 
 
-def rank_correlated(device: torch.device, engines: Sequence[str]) -> list[list[tuple[Piece, np.ndarray]]]:
+def rank_correlated(
+    device: torch.device, engines: Sequence[str]
+) -> list[tuple[list[tuple[Piece, np.ndarray]], list[float]]]:
     return [_correlated(device, name) for name in engines]
 
 
-def _correlated(device: torch.device, name: str) -> list[tuple[Piece, np.ndarray]]:
-    """(rows, length) by owned piece: what seven steps without any example hand to the optimizer, which is noise alone."""
+def _correlated(device: torch.device, name: str) -> tuple[list[tuple[Piece, np.ndarray]], list[float]]:
+    """What seven steps without any example, which are noise alone, hand to the optimizer.
+
+    Returns:
+        (rows, length) by owned piece, and the variance that DP-AdamBC would subtract in each row.
+    """
     engine = build(device, name)
     run = a_mechanism(
         engine,
@@ -190,16 +197,18 @@ def _correlated(device: torch.device, name: str) -> list[tuple[Piece, np.ndarray
         NUM_EXAMPLES,
     )
     run.segment = Segment(Strategy.square_root(BANDS), torch.device("cpu") if "offload" in name else None)
-    owned, rows, take = engine.layout.owned_by(distributed.rank()), list[list[np.ndarray]](), engine.step
+    owned, rows, variances = engine.layout.owned_by(distributed.rank()), list[list[np.ndarray]](), list[float]()
+    take = engine.step
 
     def watched(shards: Sequence[Any], **rates: float) -> None:
         rows.append([shard.values.numpy(force=True).copy() for shard in shards])
+        variances.append(rates["noise_variance"])
         take(shards, **rates)
 
     engine.step = watched
     for step in range(1, ROWS + 1):
         train_step(run, step, iter(micro_batches(pairs(), (0,) * distributed.world_size())[:1]))
-    return [(piece, np.stack(column)) for piece, column in zip(owned, zip(*rows, strict=True), strict=True)]
+    return [(piece, np.stack(column)) for piece, column in zip(owned, zip(*rows, strict=True), strict=True)], variances
 
 
 @pytest.mark.timeout(1200)
@@ -217,14 +226,23 @@ def _correlated(device: torch.device, name: str) -> list[tuple[Piece, np.ndarray
 def test_contract_7_correlated_noise_is_that_of_dense_matrices_on_every_engine(
     engines: list[str], world_size: int
 ) -> None:
-    """C W = Z in float64 for every coordinate, whoever owns it: W is what optimizers get, Z the fresh normals by name."""
+    """C W = Z in float64 for every coordinate, whoever owns it: W is what optimizers get, Z the fresh normals by name.
+
+    And the variance that is subtracted is the moving average of that of W.
+    """
     shapes = {name: p.shape for name, p in tiny_captioner().named_parameters()}
     c = Strategy.square_root(BANDS).coefficients
     dense = sum((x * np.eye(ROWS, k=-k) for k, x in enumerate(c)), start=np.zeros((ROWS, ROWS)))
     ranks = run_ranks(f"{__name__}:rank_correlated", world_size, timeout=900, engines=engines)
+    row_variances = (MAX_GRAD_NORM * SIGMA / NUM_EXAMPLES) ** 2 * (np.linalg.inv(dense) ** 2).sum(1)
+    beta, average, subtracted = OPTIMIZER.betas[1], 0.0, []
+    for step, variance in enumerate(row_variances, start=1):
+        average = beta * average + (1 - beta) * variance
+        subtracted.append(average / (1 - beta**step))
     for number, engine in enumerate(engines):
-        ShardLayout(tuple(tuple(piece for piece, _ in rank[number]) for rank in ranks)).check(shapes)
-        for piece, noise in (found for rank in ranks for found in rank[number]):
+        ShardLayout(tuple(tuple(piece for piece, _ in rank[number][0]) for rank in ranks)).check(shapes)
+        assert all(rank[number][1] == pytest.approx(subtracted, rel=1e-12) for rank in ranks)
+        for piece, noise in (found for rank in ranks for found in rank[number][0]):
             fresh = np.stack([normals(step, piece, shapes[piece.name]) for step in range(1, ROWS + 1)])
             expected = MAX_GRAD_NORM * SIGMA * fresh / NUM_EXAMPLES
             np.testing.assert_allclose(dense @ noise, expected, atol=1e-14, err_msg=f"{engine} {piece}")

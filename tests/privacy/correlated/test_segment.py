@@ -106,6 +106,22 @@ def test_no_two_segments_share_noise() -> None:
                 torch.testing.assert_close(values, source.draws[-1] / strategy.coefficients[0])
 
 
+def test_what_remains_in_a_second_moment_that_subtracts_the_variance() -> None:
+    """Weights remember noise that w_t is correlated with: at curvature x rate 0.1 nine percent of the variance remain."""
+    strategy, count, rate, rows = Strategy.square_root(16), 100_000, 0.1, 80
+    run, weights = Segment(strategy), torch.zeros(count, dtype=torch.float64)
+    for _ in range(rows):
+        noise = torch.zeros(count, dtype=torch.float64)
+        run.add_row([noise], 1.0, SystemNoise())
+        gradient = weights.clone()
+        weights -= rate * (gradient + noise)
+    remains = float((2 * gradient * noise).mean()) / run.spread**2
+    a = strategy.inverse(2000)
+    correlation = np.array([a[: 2000 - k] @ a[k:] for k in range(1, 500)]) / (a @ a)
+    expected = -2 * rate * float(sum((1 - rate) ** k * rho for k, rho in enumerate(correlation)))
+    assert expected == pytest.approx(0.09, abs=0.002) and remains == pytest.approx(expected, abs=0.015)
+
+
 def row(size: int = 3) -> list[Tensor]:
     return [torch.zeros(size, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
 
