@@ -7,7 +7,7 @@ that members do not depend on the number of ranks (contract 1). They stand in ra
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -48,16 +48,16 @@ class LogicalBatches:
         earlier = sum(self.attempts.values())
         for step in range(first_step, last_step + 1):
             # In a session every step is attempted once, and one follows the other.
-            yield self.plan(step, self.sampler.of_attempt(earlier + step - first_step))
+            yield replace(self, sampler=self.sampler.of_attempt(earlier + step - first_step)).plan(step)
 
-    def plan(self, step: int, sampler: Sampler) -> StepPlan:
-        """The plan of one step, drawn by the sampler of its attempt. Collective."""
+    def plan(self, step: int) -> StepPlan:
+        """The plan of one step. Collective."""
         rank, world_size = distributed.rank(), distributed.world_size()
         attempt = self.attempts.get(step, 0)
-        coin_key = sampler.coin_key(self.key, self.nonce, attempt)
-        start, stop = slice_bounds(sampler.num_examples, world_size, rank)
-        members = sampler.merge(_gather(sampler.decide(coin_key, step, start, stop)))
-        most = sampler.num_examples if sampler.cap is None else sampler.cap
+        coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
+        start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
+        members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
+        most = self.sampler.num_examples if self.sampler.cap is None else self.sampler.cap
         count = num_micro_batches(most if self.pads_to_cap else len(members), world_size, self.micro_batch_size)
         row_key = self.key.row_key(self.nonce, attempt)
         ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size)[rank]
