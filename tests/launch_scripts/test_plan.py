@@ -142,6 +142,7 @@ def test_bands_of_a_recipe_keep_its_epsilon_and_take_memory(capsys):
     assert alone["noise_multiplier"] == four["independent_noise_multiplier"] == pytest.approx(3.0, rel=1e-3)
     assert four["epsilon_with_reserve"] == pytest.approx(alone["epsilon_with_reserve"], abs=1e-3)
     assert four["optimised_error_ratio"] <= four["workload_error_ratio"] < 1
+    assert len(four["optimised_coefficients"]) == 4 and alone["optimised_coefficients"] is None
     before, after = (result["resources"]["memory"] for result in (alone, four))
     owned = -(-four["resources"]["parameters"] // 8)
     assert before["noise_history"] == 0 and after["noise_history"] == pytest.approx(8 * 3 * owned, rel=0.01)

@@ -72,8 +72,8 @@ def best_bands(rows: list[dict[str, Any]]) -> int:
 def compare(plan: PrivacyPlan, request: PlanRequest, config: RunConfig | None) -> dict[str, Any]:
     """What correlated noise of this plan is worth against independent noise of the same epsilon.
 
-    `error_ratio` is for running sums and square-root coefficients; the other two are for the recipe's workload, with square-root
-    and with optimised coefficients, and None without a recipe or where it has more steps than a workload may have.
+    `error_ratio` is for running sums and square-root coefficients. The others are for the recipe's workload, with square-root and
+    with optimised coefficients, and None without a recipe or where it has more steps than a workload may have.
 
     Args:
         request: what the plan was made from.
@@ -87,6 +87,7 @@ def compare(plan: PrivacyPlan, request: PlanRequest, config: RunConfig | None) -
         "error_ratio": 1.0,
         "workload_error_ratio": None,
         "optimised_error_ratio": None,
+        "optimised_coefficients": None,
         "history_bytes_per_coordinate": HISTORY_BYTES * (plan.bands - 1),
     }
     if plan.bands > 1:
@@ -99,9 +100,10 @@ def compare(plan: PrivacyPlan, request: PlanRequest, config: RunConfig | None) -
         result["error_ratio"] = ratio * running_sums_error(root, steps) / running_sums_error(independent, steps)
         if config is not None and steps <= MOST_STEPS_OF_WORKLOAD:
             workload = workload_of(config)
-            error = workload.error(independent)
+            error, best = workload.error(independent), optimised(workload, plan.bands)
             result["workload_error_ratio"] = ratio * workload.error(root) / error
-            result["optimised_error_ratio"] = ratio * workload.error(optimised(workload, plan.bands)) / error
+            result["optimised_error_ratio"] = ratio * workload.error(best) / error
+            result["optimised_coefficients"] = list(best.coefficients)
     return result
 
 
