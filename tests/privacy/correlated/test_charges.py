@@ -10,6 +10,7 @@ import pytest
 from privacy.accounting import accountants as accounting
 from privacy.accounting import noise_tail
 from privacy.accounting.accountants import ReleaseGroup
+from privacy.correlated.workload import Workload, optimised
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
@@ -29,9 +30,11 @@ SMALL = PlanRequest(
 )  # fmt: skip
 TABLE = {
     "dpcap": (DPCAP, [0.708, 0.813, 0.970, 1.206, 1.559, 2.079, 2.819, 3.805],
-              [1, 0.857, 0.764, 0.712, 0.689, 0.687, 0.700, 0.717]),
-    "vip": (VIP, [0.451, 0.475, 0.503, 0.536, 0.577, 0.628, 0.694, 0.781], [1, 0.784, 0.622, 0.496, 0.400, 0.325, 0.270, 0.231]),
+              [1, 0.857, 0.764, 0.712, 0.689, 0.687, 0.700, 0.717], [1, 0.814, 0.690, 0.614, 0.574, 0.565, 0.582, 0.618]),
+    "vip": (VIP, [0.451, 0.475, 0.503, 0.536, 0.577, 0.628, 0.694, 0.781],
+            [1, 0.784, 0.622, 0.496, 0.400, 0.325, 0.270, 0.231], [1, 0.746, 0.562, 0.428, 0.333, 0.267, 0.224, 0.198]),
 }  # fmt: skip
+"""The request, and at 1, 2, 4, ... bands sigma, the error ratio, and the error ratio with optimised coefficients."""
 WITHIN = 5e-3
 
 
@@ -42,7 +45,7 @@ def fixed(request: PlanRequest, sigma: float, **changes: object) -> PrivacyPlan:
 @pytest.mark.parametrize(("name", "index"), [("dpcap", 5), ("vip", 7)])
 def test_points_of_the_table(name: str, index: int) -> None:
     """Half a percent more noise than the table's is enough for epsilon 8, and half a percent less is not."""
-    request, sigmas, _ = TABLE[name]
+    request, sigmas, *_ = TABLE[name]
     for factor, enough in ((1 + WITHIN, True), (1 - WITHIN, False)):
         plan = fixed(request, factor * sigmas[index], bands=2**index)
         assert (accounting.epsilon_pld([plan.release_group(plan.num_steps)], plan.accounted_delta) <= 8) is enough
@@ -51,11 +54,14 @@ def test_points_of_the_table(name: str, index: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", TABLE)
 def test_the_whole_table(name: str) -> None:
-    request, sigmas, ratios = TABLE[name]
+    request, sigmas, ratios, optimised_ratios = TABLE[name]
     rows = by_bands(request)[:8]
     assert [row["bands"] for row in rows] == [1, 2, 4, 8, 16, 32, 64, 128]
     assert [row["noise_multiplier"] for row in rows] == pytest.approx(sigmas, rel=WITHIN)
     assert [row["error_ratio"] for row in rows] == pytest.approx(ratios, rel=WITHIN)
+    workload = Workload([1.0] * request.num_steps)
+    errors = [row["noise_multiplier"] * workload.error(optimised(workload, row["bands"])) for row in rows]
+    assert [error / errors[0] for error in errors] == pytest.approx(optimised_ratios, rel=WITHIN)
 
 
 @pytest.mark.full
