@@ -235,7 +235,7 @@ def test_an_array_of_runs(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_a_study_as_an_array(slurm: Slurm, tmp_path: Path) -> None:
-    """`study.py` writes the points, submits the array, and reports what it trained; the same command submits nothing more."""
+    """Points on two nodes each. What is queued is not submitted again, and neither is what is done."""
     study, folder = tmp_path / "two.toml", tmp_path / "study"
     study.write_text(
         'name = "two"\nrecipe = "recipes/tiny.toml"\nengine = "deepspeed"\nseeds = [0]\n'
@@ -244,13 +244,17 @@ def test_a_study_as_an_array(slurm: Slurm, tmp_path: Path) -> None:
     )
     command = [sys.executable, "launch_scripts/study.py"]
     run = [*command, "run", str(study), "--study_dir", str(folder), "--executor", "slurm-array", "--workers", "2"]
+    run += ["--nodes", "2"]
     said = slurm.run(*run)
     found = re.search(r"Submitted batch job (\d+)", said)
     assert found is not None, said
     points = ("rate-0.001_seed-0", "rate-0.002_seed-0")
+    again = slurm.run(*run)
+    assert "Submitted" not in again and f"queued or running already: {', '.join(points)}" in again
     for task, point in enumerate(points, 1):
         log = folder / "private" / "logs" / f"slurm-{found[1]}_{task}.log"
         assert ends(slurm, f"{found[1]}_{task}", log) == "COMPLETED", text(log)
+        assert "2 ranks on 2 hosts" in text(log)
         is_whole(folder / "runs" / point, 4)
     assert "2 of 2 points are done" in slurm.run(*command, "report", "--study_dir", str(folder))
-    assert "Submitted" not in slurm.run(*run)
+    assert "all points are done; nothing to submit" in slurm.run(*run)
