@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from trainer.planner.batches import Examples
 
 ROOT = Path(__file__).resolve().parents[1]
-_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "efficiency", "gpus_per_node", "network_gbits", "bytes_per_example")
+_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "efficiency", "gpus_per_node", "network_gbits", "bytes_per_example",
+                     "decoded_per_second")  # fmt: skip
 
 
 class PrivacyPart(Options):
@@ -95,6 +96,8 @@ class PlanOptions(PrivacyPart):
     """Gb/s per GPU to other nodes; default likewise"""
     bytes_per_example: Annotated[float | None, Shown("N")] = None
     """default: the index's mean, else 50,000"""
+    decoded_per_second: Annotated[float | None, Shown("N")] = None
+    """examples that one core decodes; default 366"""
 
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
@@ -226,9 +229,9 @@ def _warn(line: str) -> None:
 def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan: PrivacyPlan | None) -> dict[str, Any]:
     from trainer.config.machine import load_machine_settings
     from trainer.planner.hardware import find_gpu
-    from trainer.planner.resources import EFFICIENCY, Cluster, plan_resources
+    from trainer.planner.resources import DECODED_PER_SECOND, EFFICIENCY, Cluster, plan_resources
 
-    for name in ("gpus_per_node", "network_gbits", "bytes_per_example"):
+    for name in ("gpus_per_node", "network_gbits", "bytes_per_example", "decoded_per_second"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}; it must be positive")
@@ -245,6 +248,7 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
         efficiency=efficiency,
         gpus_per_node=options.gpus_per_node,
         network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
+        decoded_per_second=options.decoded_per_second or DECODED_PER_SECOND,
     )
     assert options.ds_config is not None
     return plan_resources(config, load_machine_settings(options.ds_config), cluster, examples, plan, ROOT)

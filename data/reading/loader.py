@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +66,10 @@ class Failure(NamedTuple):
     message: str
 
 
+LOOK_AFTER = 5.0
+"""Seconds without a micro-batch after which the workers are looked at."""
+
+
 class Prefetched:
     """Takes micro-batches from workers, and the time that this takes.
 
@@ -81,18 +86,24 @@ class Prefetched:
         """The next micro-batch, None after the last; adds the time it took to `data_wait`.
 
         Raises:
-            ReadError: promised bytes could not be read, or a worker died.
+            ReadError: promised bytes could not be read, or a worker died or was stopped.
             DataError: what a worker refused.
+            MemoryError: a worker had too little memory.
         """
         start = time.perf_counter()
-        try:
-            result = next(results, None)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
-        finally:
-            self.data_wait += time.perf_counter() - start
+        while True:
+            try:
+                result = next(results, None)
+                break
+            except RuntimeError as error:
+                if "DataLoader worker" in str(error):
+                    raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
+                if "DataLoader timed out" not in str(error):
+                    raise
+                end_stopped_workers()  # and otherwise it is only slow
+            finally:
+                self.data_wait += time.perf_counter() - start
+                start = time.perf_counter()
         if isinstance(result, Failure):
             raise result.kind(result.message)
         return result
@@ -205,6 +216,8 @@ class MicroBatches(Dataset):
             return cut_to_longest(batch) if self._cut_captions else batch
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
+        except MemoryError:
+            return Failure(MemoryError, "in a data worker")
 
 
 def make_batch(
@@ -369,7 +382,24 @@ def data_loader(
         multiprocessing_context=worker_context() if num_workers else None,
         pin_memory=pin_memory,
         worker_init_fn=end_with_parent,
+        timeout=LOOK_AFTER if num_workers else 0,
     )
+
+
+def end_stopped_workers() -> None:
+    """Ends workers that were stopped by a signal (SIGSTOP): they would answer never, and outlive their trainer.
+
+    Raises:
+        ReadError: there was one.
+    """
+    for worker in multiprocessing.active_children():
+        try:
+            state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # it has ended, or this system has no /proc
+            continue
+        if state in "Tt":
+            worker.kill()
+            raise ReadError(f"a data worker was stopped (SIGSTOP to process {worker.pid}); the same command goes on")
 
 
 def as_is(batch: Any) -> Any:

@@ -1,5 +1,8 @@
-"""The planner's sharding against real engines on two ranks: owned coordinates, bytes held and bytes sent, to the byte."""
+"""The planner's sharding against real engines: owned coordinates, bytes held and bytes sent, to the byte; and what TCP sent."""
 
+import contextlib
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,6 @@ CASES = [
     ("fsdp", "zero3"),
     ("fairscale", "zero1_bf16"),
 ]
-WORLD_SIZE = 2
 Found = dict[str, Any]
 
 
@@ -50,7 +52,9 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
     held = [*sums._totals.values()] if accumulator is LocalSums else sums._kept
     found = {"sums": sum(t.nbytes for t in held), "sent_each": distributed.traffic.bytes.total()}
     distributed.traffic.reset()
+    before = bytes_on_the_wire()
     reduced = reduce_to_owners(clipped, engine.layout)
+    found["wire_step"] = bytes_on_the_wire() - before
     found["sent_step"] = distributed.traffic.bytes.total()
     zeros = torch.zeros(engine.layout.count(distributed.rank()), dtype=torch.float64)
     engine.step(
@@ -61,6 +65,18 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
     found["states"] = _states(engine)
     clipped.detach()
     return found
+
+
+def bytes_on_the_wire() -> int:
+    """What this process's TCP connections have sent so far: gloo's, and a heartbeat's some dozen bytes a second."""
+    total = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket, or closed meanwhile
+            connection = socket.socket(fileno=os.dup(int(descriptor)))
+            with connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+            total += int.from_bytes(info[200:208], "little")  # tcpi_bytes_sent, Linux 4.19
+    return total
 
 
 def _states(engine: Any) -> int:
@@ -78,25 +94,25 @@ def _states(engine: Any) -> int:
     raise AssertionError
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[list[Found]]:
-    return run_ranks("tests.distributed.test_planner:on_rank", WORLD_SIZE)
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
+def ranks(request: pytest.FixtureRequest) -> list[list[Found]]:
+    return run_ranks("tests.distributed.test_planner:on_rank", request.param)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: "-".join(CASES[i]))
 @pytest.mark.parametrize("accumulation", ["local", pytest.param("sharded", marks=pytest.mark.full)])
 def test_planned_is_what_engines_do(ranks: list[list[Found]], index: int, accumulation: str) -> None:
     engine, name = CASES[index]
-    machine = settings(name)
+    machine, world_size = settings(name), len(ranks)
     trainable = Trainable.of(fresh_captioner())
-    busiest = shares(trainable, engine, machine, OPTIMIZER, WORLD_SIZE)  # type: ignore[arg-type]
+    busiest = shares(trainable, engine, machine, OPTIMIZER, world_size)  # type: ignore[arg-type]
     memory: RankMemory = rank_memory(
         trainable, busiest, engine, machine, OPTIMIZER,  # type: ignore[arg-type]
-        accumulation=accumulation, world_size=WORLD_SIZE, average=False,
+        accumulation=accumulation, world_size=world_size, average=False,
     )  # fmt: skip
     sent = traffic(
         trainable, busiest, engine, machine,  # type: ignore[arg-type]
-        mode="bookkeeping", accumulation=accumulation, world_size=WORLD_SIZE,
+        mode="bookkeeping", accumulation=accumulation, world_size=world_size,
     )  # fmt: skip
     real = [rank[2 * index + (accumulation == "sharded")] for rank in ranks]
     assert max(found["owned"] for found in real) == busiest.owned
@@ -106,5 +122,8 @@ def test_planned_is_what_engines_do(ranks: list[list[Found]], index: int, accumu
     assert {found["sent_each"] for found in real} == {sent.sums_per_micro_batch}
     if accumulation == "local":
         assert {found["sent_with_optimizer"] for found in real} == {sent.sums_per_step}
+        for found in real:
+            print(engine, name, world_size, found["wire_step"], found["sent_step"])
+            assert found["sent_step"] <= found["wire_step"] <= 1.05 * found["sent_step"] + 2000
     else:
         assert all(found["sent_with_optimizer"] <= sent.sums_per_step for found in real)

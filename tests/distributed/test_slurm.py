@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from privacy.ledger.records import read_ledger
-from tests.e2e.launch import TRAIN, count, ledger_lines, train_arguments
+from tests.e2e import test_lost_launcher as lost
+from tests.e2e.launch import TRAIN, count, kill_group, ledger_lines, train_arguments
 from tests.hosts.hosts import network, wait_until, why_not
 from tests.hosts.slurm import PROGRAMS, Slurm
 from tests.privacy.ledger_epsilon import recompute
@@ -220,6 +221,25 @@ def ranks_of(run_dir: Path) -> list[int]:
         if is_rank and b"\0SLURM_PROCID=1\0" in environment and str(run_dir).encode() in command:
             found.append(int(folder.name))
     return found
+
+
+def test_a_lost_srun(slurm: Slurm, tmp_path: Path) -> None:
+    """An interactive srun that is killed: its ranks save, and nobody is left behind."""
+    log, run_dir = tmp_path / "srun.log", tmp_path / "run"
+    settings = arguments(run_dir, 4000, "train.checkpoint_every=1000", "train.log_every=1")
+    command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", sys.executable, "-u", TRAIN, *settings]
+    srun = slurm.popen(*command, output=log, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+    try:
+        wait_until(lambda: count(run_dir, "done") >= 2 or srun.poll() is not None, "two steps", within=WITHIN)
+        for pid, words in lost.processes(run_dir).items():
+            if words[0] == "srun":
+                os.kill(pid, 9)
+        wait_until(lambda: not lost.ranks_of(run_dir), f"the end of all ranks\n{text(log)[-3000:]}", within=60)
+    finally:
+        kill_group(srun)
+    done = count(run_dir, "done")
+    assert count(run_dir, "intent") == done, "the running step was finished"
+    assert (run_dir / "checkpoints" / "LATEST").read_text() == f"step-{done:08d}\n", "and saved"
 
 
 def test_an_array_of_runs(slurm: Slurm, tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ def fit(run: "Run") -> int:
     reporter = StepReporter(run)
     grace = run.config.train.grace_seconds
     words = (
-        f"stopped: a step did not end within {grace:g} s of SIGTERM; it is abandoned, what the ledger charged for it stays "
-        "charged, and the same command resumes from the newest checkpoint"
+        f"stopped: a step did not end within {grace:g} s of SIGTERM or SIGINT; it is abandoned, what the ledger charged for it "
+        "stays charged, and the same command resumes from the newest checkpoint"
     )
     requests = StopRequests(
         run.folder.stop,

@@ -150,6 +150,8 @@ def resource_table(plan: dict[str, Any]) -> Table:
         decoded = f"each rank decodes {time['reads_per_second_and_rank']:,.1f} examples/s"
         note = f"{_size(time['read_bytes_per_second'])}/s; {decoded}"
         row("random reads", f"{time['reads_per_second']:,.0f} /s", note)
+        note = f"to decode, at {given['decoded_per_second_and_core']:,.0f} examples/s a core; Slurm: --cpus-per-task"
+        row("cores per rank", f"{time['decoding_cores_per_rank']:,.2f}", note)
     for note in plan["notes"]:
         row("note", "", note)
     return table
