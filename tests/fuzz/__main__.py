@@ -118,7 +118,7 @@ def main(seed: int, end: int, folder: Path, first: int = 0) -> int:
 def described(number: int | str, case: Case, ended: Ended) -> dict[str, object]:
     """For a person: how to see it again, and its ends."""
     said = {
-        name: value if isinstance(value, list | dict | str) else value.decode(errors="replace")[:1500]
+        name: value.decode(errors="replace")[:1500] if isinstance(value, bytes) else value
         for name, value in asdict(case).items()
     }
     said["arguments"] = [
