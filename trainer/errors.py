@@ -17,6 +17,12 @@ class HostError(RuntimeError):
     exit_code = 2
 
 
+class WeightsNotFinite(RuntimeError):
+    """The weights hold NaN or infinity: nothing that is trained from here on is of use, and every step would be charged."""
+
+    exit_code = 1
+
+
 class StepDropped(RuntimeError):
     """All ranks agreed to drop a step before its intent: nothing of it left its process, and it costs nothing."""
 

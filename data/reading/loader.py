@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -66,8 +67,10 @@ class Failure(NamedTuple):
     message: str
 
 
-LOOK_AFTER = 5.0
-"""Seconds without a micro-batch after which the workers are looked at."""
+LOOK_EVERY = 5.0
+"""Seconds between two looks at the workers."""
+_stopped: list[int] = []
+"""Workers that were stopped, and were ended for that."""
 
 
 class Prefetched:
@@ -91,19 +94,16 @@ class Prefetched:
             MemoryError: a worker had too little memory.
         """
         start = time.perf_counter()
-        while True:
-            try:
-                result = next(results, None)
-                break
-            except RuntimeError as error:
-                if "DataLoader worker" in str(error):
-                    raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
-                if "DataLoader timed out" not in str(error):
-                    raise
-                end_stopped_workers()  # and otherwise it is only slow
-            finally:
-                self.data_wait += time.perf_counter() - start
-                start = time.perf_counter()
+        try:
+            result = next(results, None)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            if _stopped:
+                raise ReadError(f"a data worker was stopped (SIGSTOP to process {_stopped[0]})") from error
+            raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
+        finally:
+            self.data_wait += time.perf_counter() - start
         if isinstance(result, Failure):
             raise result.kind(result.message)
         return result
@@ -372,6 +372,8 @@ def data_loader(
     dataset: Dataset, sampler: Sampler | None, num_workers: int, prefetch_factor: int | None, pin_memory: bool
 ) -> DataLoader:
     """torch's loader of what is batched already, with workers that end with their trainer."""
+    if num_workers and not any(thread.name == "workers" for thread in threading.enumerate()):
+        threading.Thread(target=end_stopped_workers, name="workers", daemon=True).start()
     return DataLoader(
         dataset,
         sampler=sampler,
@@ -382,24 +384,29 @@ def data_loader(
         multiprocessing_context=worker_context() if num_workers else None,
         pin_memory=pin_memory,
         worker_init_fn=end_with_parent,
-        timeout=LOOK_AFTER if num_workers else 0,
     )
 
 
 def end_stopped_workers() -> None:
-    """Ends workers that were stopped by a signal (SIGSTOP): they would answer never, and outlive their trainer.
+    """Ends workers of this process that a signal has stopped (SIGSTOP), for ever; to be run by a thread.
 
-    Raises:
-        ReadError: there was one.
+    The trainer may wait for such a worker in more than one way, and none of them would end; and the worker would outlive it.
     """
-    for worker in multiprocessing.active_children():
-        try:
-            state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:  # it has ended, or this system has no /proc
-            continue
-        if state in "Tt":
-            worker.kill()
-            raise ReadError(f"a data worker was stopped (SIGSTOP to process {worker.pid}); the same command goes on")
+    before: set[int] = set()
+    while True:
+        time.sleep(LOOK_EVERY)
+        now = {worker.pid for worker in multiprocessing.active_children() if worker.pid and _is_stopped(worker.pid)}
+        for pid in now & before:  # with the whole job, by Ctrl-Z, it goes on as soon as this process does
+            _stopped.append(pid)
+            os.kill(pid, signal.SIGKILL)
+        before = now
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended, or this system has no /proc
+        return False
 
 
 def as_is(batch: Any) -> Any:

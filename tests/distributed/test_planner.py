@@ -22,6 +22,7 @@ from trainer.engines.sharded_sums import ShardedSums
 from trainer.planner.hardware import traffic
 from trainer.planner.memory import RankMemory, Trainable, rank_memory, shares
 from trainer.ranks import distributed
+from trainer.run.memory_estimate import MemoryTimeline
 
 CASES = [
     ("local", "zero1"),
@@ -52,14 +53,16 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
     held = [*sums._totals.values()] if accumulator is LocalSums else sums._kept
     found = {"sums": sum(t.nbytes for t in held), "sent_each": distributed.traffic.bytes.total()}
     distributed.traffic.reset()
-    before = bytes_on_the_wire()
-    reduced = reduce_to_owners(clipped, engine.layout)
-    found["wire_step"] = bytes_on_the_wire() - before
-    found["sent_step"] = distributed.traffic.bytes.total()
     zeros = torch.zeros(engine.layout.count(distributed.rank()), dtype=torch.float64)
-    engine.step(
-        reduced if accumulator is LocalSums else split(zeros, engine.layout.owned_by(distributed.rank())), lr=0.0
-    )
+    before = bytes_on_the_wire()
+    with MemoryTimeline() as timeline:
+        reduced = reduce_to_owners(clipped, engine.layout)
+        found["wire_step"] = bytes_on_the_wire() - before
+        found["sent_step"] = distributed.traffic.bytes.total()
+        engine.step(
+            reduced if accumulator is LocalSums else split(zeros, engine.layout.owned_by(distributed.rank())), lr=0.0
+        )
+    found["peak_of_step"] = max(timeline.live_bytes)
     found["sent_with_optimizer"] = distributed.traffic.bytes.total()
     found["owned"] = engine.layout.count(distributed.rank())
     found["states"] = _states(engine)
@@ -70,12 +73,12 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
 def bytes_on_the_wire() -> int:
     """What this process's TCP connections have sent so far: gloo's, and a heartbeat's some dozen bytes a second."""
     total = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # no socket, or closed meanwhile
-            connection = socket.socket(fileno=os.dup(int(descriptor)))
-            with connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
-            total += int.from_bytes(info[200:208], "little")  # tcpi_bytes_sent, Linux 4.19
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, or no TCP
+            if os.readlink(descriptor).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+                total += int.from_bytes(info[200:208], "little")  # tcpi_bytes_sent, Linux 4.19
     return total
 
 
@@ -109,6 +112,7 @@ def test_planned_is_what_engines_do(ranks: list[list[Found]], index: int, accumu
     memory: RankMemory = rank_memory(
         trainable, busiest, engine, machine, OPTIMIZER,  # type: ignore[arg-type]
         accumulation=accumulation, world_size=world_size, average=False,
+        on_cpu=True,
     )  # fmt: skip
     sent = traffic(
         trainable, busiest, engine, machine,  # type: ignore[arg-type]
@@ -123,7 +127,7 @@ def test_planned_is_what_engines_do(ranks: list[list[Found]], index: int, accumu
     if accumulation == "local":
         assert {found["sent_with_optimizer"] for found in real} == {sent.sums_per_step}
         for found in real:
-            print(engine, name, world_size, found["wire_step"], found["sent_step"])
+            print(engine, name, world_size, found["wire_step"], found["sent_step"], found["peak_of_step"], memory.step)
             assert found["sent_step"] <= found["wire_step"] <= 1.05 * found["sent_step"] + 2000
     else:
         assert all(found["sent_with_optimizer"] <= sent.sums_per_step for found in real)

@@ -131,6 +131,7 @@ def plan_resources(
         accumulation=config.train.accumulation,
         world_size=cluster.world_size,
         average=config.train.ema_decay is not None,
+        on_cpu=cluster.gpu is not None and cluster.gpu.name == "cpu",
     )
     available = free = None
     if cluster.gpu is not None:
