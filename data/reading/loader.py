@@ -96,8 +96,8 @@ class Prefetched:
         start = time.perf_counter()
         try:
             result = next(results, None)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, ConnectionError, EOFError) as error:  # torch's own, or from taking a tensor from a worker
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             if _stopped:
                 raise ReadError(f"a data worker was stopped (SIGSTOP to process {_stopped[0]})") from error

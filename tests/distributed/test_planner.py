@@ -127,7 +127,8 @@ def test_planned_is_what_engines_do(ranks: list[list[Found]], index: int, accumu
     if accumulation == "local":
         assert {found["sent_with_optimizer"] for found in real} == {sent.sums_per_step}
         for found in real:
-            print(engine, name, world_size, found["wire_step"], found["sent_step"], found["peak_of_step"], memory.step)
             assert found["sent_step"] <= found["wire_step"] <= 1.05 * found["sent_step"] + 2000
+        # gloo's threads now and then let go of a buffer late, on one rank or another.
+        assert memory.step <= min(found["peak_of_step"] for found in real) <= 1.35 * memory.step
     else:
         assert all(found["sent_with_optimizer"] <= sent.sums_per_step for found in real)
