@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main
 
-STOPPED_EARLY = 7
+STOPPED_EARLY = 7  # as in trainer/loop/stopping.py
 
 
 def run(arguments: list[str]) -> int:

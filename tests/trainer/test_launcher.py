@@ -142,11 +142,9 @@ def test_what_pdsh_started_over_ssh(tmp_path: Path, module: str, world: str, exp
 
 def test_a_reader_that_ends_is_noticed_and_printing_goes_on() -> None:
     script = (
-        "import os, time\n"
+        "import os, threading, time\n"
         "from trainer.ranks.launcher import watch\n"
-        "from trainer.loop.stopping import end_on_signals\n"
-        "end_on_signals(lambda: os._exit(7))\n"
-        "watch((), speaks=True)\n"
+        "watch((), speaks=True, stop=threading.Timer(0.3, os._exit, (7,)).start)\n"
         "print('ready', flush=True)\n"
         "while True:\n"
         "    print('step', flush=True)\n"

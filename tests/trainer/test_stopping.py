@@ -143,7 +143,9 @@ lock.acquire()  # blocked where no handler runs
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 7
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+    @pytest.mark.parametrize(
+        "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
+    )
     def test_a_signal_ends_it(self, number: signal.Signals) -> None:
         process = self.start("setup")
         time.sleep(0.2)

@@ -56,12 +56,11 @@ def launcher_processes() -> tuple[Process, ...]:
     """
     launchers, top = _above(os.getppid(), launcher_name)
     if launchers and launchers[-1].name == DEEPSPEED_ON_HOST:
-        carriers, _ = _above(top, _carrier_name)
-        world = next(word for word in _command(launchers[-1].pid) if word.startswith("--world_info="))
-        launchers += carriers
-        pdsh = min(_with_argument("pdsh", world), default=None, key=lambda process: process.started)
-        if pdsh is not None:  # its children look the same for a moment
-            launchers += _above(pdsh.pid, launcher_name)[0]
+        hosts = [word for word in _command(launchers[-1].pid) if word.startswith("--world_info=")]
+        launchers += _above(top, _carrier_name)[0]
+        found = [process for argument in hosts for process in _with_argument("pdsh", argument)]
+        if found:  # the oldest: its children look the same for a moment
+            launchers += _above(min(found, key=lambda process: process.started).pid, launcher_name)[0]
     return tuple(launchers)
 
 
