@@ -86,6 +86,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
         and (
             type(error).__name__ == "OutOfMemoryError"
             or any(words in said for words in ("allocate memory", "bad_alloc", "can't start new thread"))
+            or said.strip() == "could not create a primitive"  # oneDNN's words for it
         )
     )
 

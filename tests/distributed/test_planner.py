@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from privacy.clipping import ClippedSum
@@ -54,9 +55,11 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
     found = {"sums": sum(t.nbytes for t in held), "sent_each": distributed.traffic.bytes.total()}
     distributed.traffic.reset()
     zeros = torch.zeros(engine.layout.count(distributed.rank()), dtype=torch.float64)
+    dist.barrier()  # what is on its way has come to its end
     before = bytes_on_the_wire()
     with MemoryTimeline() as timeline:
         reduced = reduce_to_owners(clipped, engine.layout)
+        dist.barrier()
         found["wire_step"] = bytes_on_the_wire() - before
         found["sent_step"] = distributed.traffic.bytes.total()
         engine.step(
