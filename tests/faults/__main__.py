@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from tests.faults.faults import FAULTS
-from tests.faults.runs import Ended, NotHere, inflict
+from tests.faults.runs import Ended, Fault, NotHere, inflict
 
 HEADER = (
     "| fault | launcher | exit code | seconds to the end | lines that say why | tracebacks | audit of the ledger | resumed |\n"
@@ -16,12 +16,13 @@ HEADER = (
 )
 
 
-def row(name: str, launcher: str, ended: Ended) -> str:
+def row(fault: Fault, ended: Ended) -> str:
     problem = f" **{ended.problem}**" if ended.problem else ""
+    resumed = "yes" if fault.resume_code == 7 else f"refused, exit code {fault.resume_code}"
     said = "<br>".join(line.replace("|", "/") for line in ended.lines) or "none"
     return (
-        f"| {name}{problem} | {launcher} | {ended.code} | {ended.seconds:.1f} | {said} | {ended.tracebacks} | "
-        f"{'passes' if ended.audit == 0 else f'exit code {ended.audit}'} | {'yes' if ended.resumed else 'NO'} |"
+        f"| {fault.name}{problem} | {fault.launcher} | {ended.code} | {ended.seconds:.1f} | {said} | {ended.tracebacks} | "
+        f"{'passes' if ended.audit == 0 else f'exit code {ended.audit}'} | {resumed if ended.resumed else 'NO'} |"
     )
 
 
@@ -39,7 +40,7 @@ def main(names: list[str]) -> int:
                 print(f"| {fault.name} | {fault.launcher} | not here: {error} | | | | | |", flush=True)
                 continue
         bad += ended.problem is not None
-        print(row(fault.name, fault.launcher, ended), flush=True)
+        print(row(fault, ended), flush=True)
     return bad
 
 

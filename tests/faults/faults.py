@@ -1,8 +1,10 @@
 """The faults, each under one of the launchers."""
 
+import contextlib
 import os
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,14 +54,22 @@ def no_cgroup(run: Run) -> None:
     CGROUP.rmdir()
 
 
-def full_mirror(run: Run) -> None:
+def small_disk(run: Run) -> None:
+    """A disk of its own for the mirror of the ledger."""
     disk = run.folder / "disk"
-    with (disk / "filler").open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
-            return
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False).returncode:
+        raise NotHere("no file system can be mounted")
+
+
+def without_disk(run: Run) -> None:
+    subprocess.run(["umount", "--lazy", str(run.folder / "disk")], check=False)
+
+
+def fill_disk(run: Run) -> None:
+    with (run.folder / "disk" / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(512))
 
 
 def room_again(run: Run) -> None:
@@ -91,5 +101,13 @@ FAULTS = [
     Fault("SIGINT to mpirun", "mpirun", signals_launcher(signal.SIGINT), (7, 130, -2, 2), ""),
     Fault("SIGTERM to torchrun.py", "torchrun.py", signals_launcher(signal.SIGTERM), (7,), "stopped on request"),
     Fault("SIGTERM to deepspeed", "deepspeed", signals_launcher(signal.SIGTERM), (-15,), "the launcher is gone"),
+    Fault(
+        "mirror of the ledger on a full disk", "deepspeed", fill_disk, FAILED, "No space left",
+        settings=("privacy.ledger_mirror={folder}/disk/mirror.jsonl",), prepare=small_disk, undo=room_again, clean=without_disk,
+    ),
+    Fault(
+        "another bound at the resume", "torchrun.py", signals(signal.SIGUSR1, "rank"), (7,), "stopped on request",
+        resumed_with=("privacy.max_grad_norm=2.0",), resume_code=2,
+    ),
     Fault("a rank that never comes", "rank 0 of 2 alone", None, (2,), "rank 1 of 2 did not come"),
 ]  # fmt: skip

@@ -30,6 +30,8 @@ class Fault:
         inflict: called once two steps are done; None where `failure` does it.
         failure: the first arguments of failing_train.py.
         undo: called after the end, before the same command starts again.
+        prepare, clean: called before the first start and after the last.
+        resume_code: how the same command, with `resumed_with`, ends when it has one step boundary to stop at.
         codes: exit codes of the launcher that are right.
         says: words that one line must hold.
     """
@@ -42,7 +44,10 @@ class Fault:
     failure: tuple[str, ...] = ("none", "-1", "0", "0")
     settings: tuple[str, ...] = ()
     resumed_with: tuple[str, ...] = ()
+    resume_code: int = 7
+    prepare: "Callable[[Run], None]" = lambda run: None
     undo: "Callable[[Run], None]" = lambda run: None
+    clean: "Callable[[Run], None]" = lambda run: None
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,12 @@ class Run:
 
     def __init__(self, fault: Fault, folder: Path) -> None:
         self.fault, self.folder, self.run_dir, self.log = fault, folder, folder / "run", folder / "log"
-        self.mirror = folder / "mirror"
 
     def arguments(self, *more: str) -> list[str]:
+        settings = [text.format(folder=self.folder) for text in self.fault.settings]
         return train_arguments(
             self.run_dir, "--engine", "local", "train.num_steps=4000", "heldout.num_captions=0", "train.checkpoint_every=2",
-            "train.grace_seconds=5", *self.fault.settings, *more, ds_config="ds_configs/zero1.json",
+            "train.grace_seconds=5", *settings, *more, ds_config="ds_configs/zero1.json",
         )  # fmt: skip
 
     def start(self) -> None:
@@ -130,37 +135,46 @@ def children(pid: int) -> list[int]:
 def inflict(fault: Fault, folder: Path) -> Ended:
     """Starts a run, waits for two steps, inflicts the fault, and looks at what is left."""
     run = Run(fault, folder)
-    run.start()
+    fault.prepare(run)
     try:
-        deadline = time.monotonic() + 180
-        needs_steps = fault.inflict is not None or fault.failure[0] != "none"
-        while needs_steps and count(run.run_dir, "done") < 2 and run.launcher.poll() is None:
-            assert time.monotonic() < deadline, run.log.read_text()[-3000:]
-            time.sleep(0.05)
-        begun = time.monotonic()
-        if fault.inflict is not None:
-            fault.inflict(run)
-        while run.processes() and time.monotonic() < begun + PATIENCE:
-            run.launcher.poll()
-            time.sleep(0.05)
-        seconds, left = time.monotonic() - begun, run.processes()
-    finally:
-        for pid in run.processes():
-            os.kill(pid, signal.SIGKILL)
-        run.launcher.wait()
+        seconds, left = _ended(run)
         fault.undo(run)
-    said = run.log.read_text(errors="replace")
-    lines = [line for line in said.splitlines() if line.startswith(WORDS)]
-    audit = alone(["ledger", "--run_dir", str(run.run_dir)], script="launch_scripts/audit.py").returncode
-    again = alone([*run.arguments(*fault.resumed_with), "train.max_minutes=1e-6"])
-    resumed = again.returncode == 7
+        said = run.log.read_text(errors="replace")
+        lines = [line for line in said.splitlines() if line.startswith(WORDS)]
+        audit = alone(["ledger", "--run_dir", str(run.run_dir)], script="launch_scripts/audit.py").returncode
+        again = alone([*run.arguments(*fault.resumed_with), "train.max_minutes=1e-6"])
+    finally:
+        fault.clean(run)
+    resumed = again.returncode == fault.resume_code
     problems = [
-        (bool(left), f"{len(left)} processes were left"),
+        (left > 0, f"{left} processes were left"),
         (run.launcher.returncode not in fault.codes, "another exit code was expected"),
-        (not any(fault.says in line for line in lines), f"no line says {fault.says!r}"),
+        (not any(fault.says in line for line in [*lines, ""]), f"no line says {fault.says!r}"),
         (len(lines) > 3, "more than three lines"),
         (audit != 0 and (run.run_dir / "ledger.jsonl").exists(), "the ledger fails its audit"),
         (not resumed, f"not resumed: {again.stderr[-300:]}"),
     ]
     problem = "; ".join(words for is_so, words in problems if is_so) or None
     return Ended(run.launcher.returncode, seconds, lines, said.count("Traceback"), audit, resumed, problem)
+
+
+def _ended(run: Run) -> tuple[float, int]:
+    """Seconds from the fault to the end of the last process, and how many were still there after PATIENCE."""
+    run.start()
+    try:
+        deadline = time.monotonic() + 300
+        needs_steps = run.fault.inflict is not None or run.fault.failure[0] != "none"
+        while needs_steps and count(run.run_dir, "done") < 2 and run.launcher.poll() is None:
+            assert time.monotonic() < deadline, run.log.read_text()[-3000:]
+            time.sleep(0.05)
+        begun = time.monotonic()
+        if run.fault.inflict is not None:
+            run.fault.inflict(run)
+        while run.processes() and time.monotonic() < begun + PATIENCE:
+            run.launcher.poll()
+            time.sleep(0.05)
+        return time.monotonic() - begun, len(run.processes())
+    finally:
+        for pid in run.processes():
+            os.kill(pid, signal.SIGKILL)
+        run.launcher.wait()
