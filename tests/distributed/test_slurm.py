@@ -224,22 +224,19 @@ def ranks_of(run_dir: Path) -> list[int]:
 
 
 def test_a_lost_srun(slurm: Slurm, tmp_path: Path) -> None:
-    """An interactive srun that is killed: its ranks save, and nobody is left behind."""
+    """An interactive srun that is killed: its own watchdog kills the ranks, as any crash does, and nobody is left behind."""
     log, run_dir = tmp_path / "srun.log", tmp_path / "run"
-    settings = arguments(run_dir, 4000, "train.checkpoint_every=1000", "train.log_every=1")
+    settings = arguments(run_dir, 4000, "train.checkpoint_every=1")
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", sys.executable, "-u", TRAIN, *settings]
     srun = slurm.popen(*command, output=log, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
     try:
         wait_until(lambda: count(run_dir, "done") >= 2 or srun.poll() is not None, "two steps", within=WITHIN)
-        for pid, words in lost.processes(run_dir).items():
-            if words[0] == "srun":
-                os.kill(pid, 9)
+        os.kill(min(pid for pid, words in lost.processes(run_dir).items() if words[0] == "srun"), 9)
         wait_until(lambda: not lost.ranks_of(run_dir), f"the end of all ranks\n{text(log)[-3000:]}", within=60)
     finally:
         kill_group(srun)
-    done = count(run_dir, "done")
-    assert count(run_dir, "intent") == done, "the running step was finished"
-    assert (run_dir / "checkpoints" / "LATEST").read_text() == f"step-{done:08d}\n", "and saved"
+    state = read_ledger(run_dir / "ledger.jsonl")
+    assert state.num_charged == count(run_dir, "intent") <= count(run_dir, "done") + 1
 
 
 def test_an_array_of_runs(slurm: Slurm, tmp_path: Path) -> None:

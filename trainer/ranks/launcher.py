@@ -5,7 +5,7 @@ on for hours, charge every step, and be in the way of the next start. So each ra
 and asks for a stop, like a scheduler with SIGUSR1, when one of them ends. Shells, terminals, `nohup` and whatever else stands
 above a launcher may end: only an unbroken line of launchers counts, from the rank upwards.
 
-A launcher on another host (pdsh, srun) is no process that a rank can see, but it carries what ranks print. So a rank also looks
+A launcher on another host (pdsh) is no process that a rank can see, but it carries what ranks print. So a rank also looks
 whether anybody can still read its console, where that is a pipe.
 
 Processes are found in Linux' /proc; elsewhere none is found, and none is watched.
