@@ -19,6 +19,9 @@ class ShardEntry:
         keys_sha256: SHA-256 of the list of its keys, in hex.
         repeated_keys: examples whose key came before in the same shard (copies count as a group in privacy).
         skipped: members that belong to no example: links, devices, folders, hidden or nameless files.
+        other_bytes: those of members between examples that belong to none.
+        padding_bytes: the end marker and the padding; with `other_bytes` and the extents of the examples the whole size.
+        first_key, last_key: hash of the first and the last key, a colon, and the extensions of that example.
         version: its state when it was indexed, KIND:VALUE: `mtime_ns` of a file, `etag` or `modified` of an
             object; empty when there is nothing.
     """
@@ -30,6 +33,10 @@ class ShardEntry:
     keys_sha256: str
     repeated_keys: int
     skipped: int
+    other_bytes: int
+    padding_bytes: int
+    first_key: str
+    last_key: str
     version: str
 
 
