@@ -36,7 +36,17 @@ if TYPE_CHECKING:
     from trainer.planner.batches import Examples
 
 ROOT = Path(__file__).resolve().parents[1]
-_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "efficiency", "gpus_per_node", "network_gbits", "bytes_per_example")
+_RESOURCE_OPTIONS = (
+    "world_size",
+    "gpu",
+    "engine",
+    "efficiency",
+    "gpus_per_node",
+    "network_gbits",
+    "bytes_per_example",
+    "store_gbits",
+    "request_price",
+)
 
 
 class PrivacyPart(Options):
@@ -95,6 +105,10 @@ class PlanOptions(PrivacyPart):
     """Gb/s per GPU to other nodes; default likewise"""
     bytes_per_example: Annotated[float | None, Shown("N")] = None
     """default: the index's mean, else 50,000"""
+    store_gbits: Annotated[float | None, Shown("X")] = None
+    """Gb/s per node from the place of the shards; default 10"""
+    request_price: Annotated[float | None, Shown("P")] = None
+    """dollars for 1,000 requests to it; default 0.0004"""
 
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
@@ -227,8 +241,9 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
     from trainer.config.machine import load_machine_settings
     from trainer.planner.hardware import find_gpu
     from trainer.planner.resources import EFFICIENCY, Cluster, plan_resources
+    from trainer.planner.staging import REQUEST_PRICE, STORE_GBITS
 
-    for name in ("gpus_per_node", "network_gbits", "bytes_per_example"):
+    for name in ("gpus_per_node", "network_gbits", "bytes_per_example", "store_gbits", "request_price"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}; it must be positive")
@@ -244,6 +259,8 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
         gpu=None if options.gpu is None else find_gpu(options.gpu),
         efficiency=efficiency,
         gpus_per_node=options.gpus_per_node,
+        store_gbits=STORE_GBITS if options.store_gbits is None else options.store_gbits,
+        request_price=REQUEST_PRICE if options.request_price is None else options.request_price,
         network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
     )
     assert options.ds_config is not None

@@ -76,8 +76,6 @@ class RemoteOptions:
         tries: how often one request is tried, with doubling pauses between the tries.
         backoff_seconds: the first pause.
         connections: requests at the same time, per process.
-        cache_dir: local folder for examples that were read; private. None keeps nothing.
-        cache_mib: the largest size of that folder.
         allow_plain_http: permit http:// to hosts other than this one. Whoever sees the requests knows who was sampled.
     """
 
@@ -85,8 +83,6 @@ class RemoteOptions:
     tries: int = 6
     backoff_seconds: float = 0.5
     connections: int = 16
-    cache_dir: str | None = None
-    cache_mib: int = 1024
     allow_plain_http: bool = False
 
 

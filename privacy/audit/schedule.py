@@ -245,7 +245,7 @@ def _trained(
         if record.rows_per_rank * world_size < len(members):
             wrong.append(attempt.step)
             continue
-        dealt = [ids for ids, _ in second.deal(attempt, members, record.rows_per_rank, world_size)]
+        dealt = [ids for ids, _ in second.deal(attempt, members, record.rows_per_rank, world_size, record.nodes)]
         digests = [second.digest(attempt, rank, ids) for rank, ids in enumerate(dealt)]
         if list(record.digests) != digests or list(record.counts) != [len(ids) for ids in dealt]:
             wrong.append(attempt.step)
