@@ -68,13 +68,13 @@ class Example(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What one shard holds; the numbers are those of `Repacked`."""
+    """What one shard holds; its examples next to lost bytes are `unsure`. The numbers are those of `Repacked`."""
 
     examples: list[Example]
+    unsure: list[Example]
     skipped: int
     joints: int
     lost_bytes: int
-    left_out: int
 
 
 @dataclass
@@ -185,6 +185,7 @@ def _find(shards: Sequence[Path], number: int, accept_loss: bool) -> Found:
         for item in walk_leniently(read_window(file.fileno()), os.fstat(file.fileno()).st_size):
             if isinstance(item, Gap) and item.reason == _JOINED:
                 joints += 1
+                last = None  # What follows is another example, whatever its key.
                 continue
             if isinstance(item, Gap):
                 if not accept_loss:
@@ -219,14 +220,15 @@ def _find(shards: Sequence[Path], number: int, accept_loss: bool) -> Found:
             examples += [Example(key, [run]) for run in places]
         else:
             raise DataError(_ambiguous(key, [path]))
-    return Found(examples, skipped, joints, lost_bytes, len(unsure))
+    return Found(examples, [Example(key, runs[key]) for key in unsure], skipped, joints, lost_bytes)
 
 
 def _split_over_shards(shards: Sequence[Path], accept_loss: bool) -> dict[bytes, list[Run]]:
-    """The members of all examples that lie in several shards, by their keys."""
+    """The members of all examples that lie in several shards, by their keys; none of one that is next to lost bytes somewhere."""
     hashes, sets, counts, numbers = [], [], [], {}
     for number in range(len(shards)):
-        examples = _find(shards, number, accept_loss).examples
+        found = _find(shards, number, accept_loss)
+        examples = found.examples + found.unsure
         hashes.append(np.array([_hash(example.key) for example in examples], dtype=np.uint64))
         sets.append(
             np.array([numbers.setdefault(example.extensions, len(numbers)) for example in examples], dtype=np.int32)
@@ -243,15 +245,18 @@ def _split_over_shards(shards: Sequence[Path], accept_loss: bool) -> dict[bytes,
         int(hash_N[at]): None for at in repeats.tolist() if not extensions[set_N[at]] & extensions[set_N[at + 1]]
     }
     apart: dict[bytes, list[Run]] = {}
+    unsure: set[bytes] = set()
     concerned = np.unique(shard_N[np.isin(hash_N, np.array(list(suspects), dtype=np.uint64))]).tolist()
     for number in concerned:
-        for example in _find(shards, number, accept_loss).examples:
+        found = _find(shards, number, accept_loss)
+        unsure |= {example.key for example in found.unsure}
+        for example in found.examples + found.unsure:
             if _hash(example.key) in suspects:
                 apart.setdefault(example.key, []).extend(example.runs)
     for key, runs in apart.items():
         if sum(len(run.extensions) for run in runs) != len(Example(key, runs).extensions):
             raise DataError(_ambiguous(key, [shards[run.shard] for run in runs]))
-    return apart
+    return {key: [] if key in unsure else runs for key, runs in apart.items()}
 
 
 def _ambiguous(key: bytes, paths: Sequence[Path]) -> str:
@@ -284,13 +289,16 @@ def _write(
             report.skipped += found.skipped
             report.joints += found.joints
             report.lost_bytes += found.lost_bytes
-            report.left_out += found.left_out
+            report.left_out += len([example for example in found.unsure if example.key not in apart])
             for example in found.examples:
                 if example.key not in apart:
                     yield example
                 elif example.key not in written:
                     written.add(example.key)
-                    yield Example(example.key, apart[example.key])
+                    if apart[example.key]:
+                        yield Example(example.key, apart[example.key])
+                    else:
+                        report.left_out += 1
 
     examples = planned()
     waiting = next(examples, None)

@@ -69,12 +69,15 @@ def require_room(folder: Path, shards: Sequence[ShardEntry]) -> None:
     Raises:
         DataError: it cannot; says how much is missing and how much lies there that these shards do not need.
     """
-    with suppress(BlockingIOError), _locked(folder):  # who copies right now has thrown it away
-        _throw_away(folder)
-    wanted = {_staged_name(shard) for shard in shards}
-    there = {path.name: path.stat().st_size for path in folder.glob("*.tar")}
-    missing = sum(shard.size for shard in shards if _staged_name(shard) not in there)
-    free = shutil.disk_usage(folder).free
+    wanted = {_staged_name(shard): shard.size for shard in shards}
+    try:
+        with suppress(BlockingIOError), _locked(folder):  # who copies right now has thrown it away
+            _throw_away(folder)
+        there = {path.name: path.stat().st_size for path in folder.glob("*.tar")}
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise DataError(f"data.staging: cannot use the folder {folder}: {error.strerror or error}") from error
+    missing = sum(size for name, size in wanted.items() if name not in there)
     if missing + _MARGIN_BYTES > free:
         others = sum(size for name, size in there.items() if name not in wanted)
         more = f"; {others / 1e9:.3g} GB there are of shards that this start does not need" if others else ""
@@ -118,11 +121,14 @@ class StagedStorage:
             for data in self._local.read_all(staged):
                 done += 1
                 yield data
-        except ReadError:
+        except ReadError as error:
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+                raise  # The disk does not answer; nobody knows that the copy is bad.
             # A copy that rotted is made once more; what fails again is an error of the step.
             shard = requests[done].shard
             self._local.close()
-            (self._folder / _staged_name(shard)).unlink(missing_ok=True)
+            with suppress(OSError):
+                (self._folder / _staged_name(shard)).unlink()
             self._known.discard(shard.sha256)
             self._wait_for(shard)
             yield from self._local.read_all(staged[done:])
@@ -144,7 +150,7 @@ class StagedStorage:
         path = self._folder / _staged_name(shard)
         if shard.sha256 in self._known:
             return
-        while not path.exists():
+        while not os.path.exists(path):
             try:
                 with _locked(self._folder):
                     self._stage(shard)
@@ -160,9 +166,9 @@ class StagedStorage:
         _throw_away(self._folder)
         # A shard of another node, which a batch far beyond its cap may ask for, comes alone.
         shards = self._shards if shard in self._shards else [shard]
-        missing = [shard for shard in shards if not (self._folder / _staged_name(shard)).exists()]
+        missing = {_staged_name(shard): shard for shard in shards if not (self._folder / _staged_name(shard)).exists()}
         with ThreadPoolExecutor(self._connections, "staging") as threads:
-            for _ in threads.map(self._copy, missing):
+            for _ in threads.map(self._copy, missing.values()):  # shards of equal bytes are one
                 pass
 
     def _copy(self, shard: ShardEntry) -> None:
@@ -199,9 +205,16 @@ def _staged_name(shard: ShardEntry) -> str:
 
 
 def _throw_away(folder: Path) -> None:
-    """Removes what a kill left; whoever holds the lock may."""
-    for path in folder.glob("*.part"):
-        path.unlink(missing_ok=True)
+    """Removes what a kill left; whoever holds the lock may.
+
+    Raises:
+        ReadError: it cannot.
+    """
+    try:
+        for path in folder.glob("*.part"):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ReadError(f"data.staging: cannot write {folder}: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -89,6 +89,30 @@ def test_joined_archives_are_whole(tmp_path: Path) -> None:
         assert as_sets(examples) == as_sets(by_key(expected) * (1 if two != one else 2))
 
 
+def test_copies_that_follow_each_other_stay_two(tmp_path: Path) -> None:
+    """An index takes neighbours of one key for one example, so they go into shards of their own."""
+    content = members(1, np.random.default_rng(0))
+    path = tmp_path / "s.tar"
+    path.write_bytes(archive(content) + archive(content))
+    report, examples = repacked([path], tmp_path / "out")
+    assert examples == by_key(content) * 2 and report.joints == 1 and report.shards == 2
+
+
+def test_the_rest_of_an_example_that_lost_members_is_left_out_too(tmp_path: Path) -> None:
+    """Its other members lie in another shard, where nothing is damaged."""
+    content = members(6, np.random.default_rng(0))
+    damaged = bytearray(archive([("d/x.jpg", b"x"), *content]))
+    with tarfile.open(fileobj=io.BytesIO(damaged)) as tar:
+        start = tar.getmembers()[1].offset
+    damaged[start : start + BLOCK] = bytes(BLOCK)
+    one, two = tmp_path / "1.tar", tmp_path / "2.tar"
+    one.write_bytes(damaged)
+    two.write_bytes(archive([("d/x.txt", b"y"), ("d/y.jpg", b"a"), ("d/y.txt", b"b")]))
+    report, examples = repacked([one, two], tmp_path / "out", accept_loss=True)
+    assert report.left_out == 2 and {"txt": b"y"} not in examples and {"jpg": b"x"} not in examples
+    assert {"jpg": b"a", "txt": b"b"} in examples
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_what_is_damaged_is_never_lost_in_silence(seed: int, tmp_path: Path) -> None:
     """Zeros, noise and cuts over headers: refused, or what comes out went in, and the rest is counted."""

@@ -37,7 +37,7 @@ def test_two_nodes_a_kill_and_another_number_of_ranks(tmp_path: Path) -> None:
             )  # fmt: skip
             ranks = start_ranks(arguments, 2, tmp_path / f"log{number}")
             deadline = time.monotonic() + 240
-            while count(run_dir, "done") < 3 or len(list(stores.glob("*/*.tar"))) < written.shards:
+            while count(run_dir, "done") < 3 or len(list(stores.glob("*/*/*.tar"))) < written.shards:
                 assert time.monotonic() < deadline, (tmp_path / f"log{number}").read_text()[-3000:]
                 time.sleep(0.1)
             for rank in ranks:

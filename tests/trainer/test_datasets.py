@@ -154,7 +154,10 @@ def test_staging_reads_from_the_folder_that_this_rank_names(
     monkeypatch.setenv("STORE_OF_THE_TEST", str(tmp_path))
     assert datasets.stage(table, chosen, ROOT) == (0,)
     assert list(TarReader(table).read_all([0, 1000, 2999])) == expected
-    assert len(list((tmp_path / "shards").glob("*.tar"))) == len(table.entries)
+    assert len(list((tmp_path / "shards" / "staged-shards").glob("*.tar"))) == len(table.entries)
+    assert (tmp_path / "shards").stat().st_mode & 0o7 and not (
+        tmp_path / "shards" / "staged-shards"
+    ).stat().st_mode & 0o77
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STORE_OF_THE_TEST", str(tmp_path / "file"))
     with pytest.raises(DataError, match="cannot use the folder"):

@@ -26,6 +26,8 @@ from trainer.run.folder import RunFolder
 
 T = TypeVar("T")
 
+STAGED = "staged-shards"
+"""Folder in data.staging, which may be a place for everybody; it is private."""
 LOOKED_AT = 64
 """The number of examples that a start decodes before it spends anything."""
 
@@ -71,7 +73,7 @@ def stage(table: ExampleTable, config: RunConfig, root: Path) -> tuple[int, ...]
     if config.data.staging is None:
         return ()
     text = os.path.expandvars(config.data.staging)
-    folder = root / Path(text).expanduser()
+    folder = root / Path(text).expanduser() / STAGED
 
     def open_store() -> str:
         if "$" in text:
