@@ -1,5 +1,6 @@
 """Opens the run's data: tar indexes, made once where the recipe names none, of exactly the shards that were asked for."""
 
+import atexit
 import os
 import time
 from collections import Counter
@@ -92,6 +93,7 @@ def stage(table: ExampleTable, config: RunConfig, root: Path) -> tuple[int, ...]
     if is_first:
         copying = worker_context().Process(target=copy_shards, args=(table,), daemon=True)
         copying.start()
+        atexit.register(copying.kill)  # It ignores SIGTERM, and multiprocessing would wait for it at the end.
         while copying.is_alive() and not is_at_work(folder):  # before any reader could take the work over
             time.sleep(0.05)
     if rank() == 0:
@@ -110,10 +112,10 @@ def _on_every_rank(function: Callable[[], T]) -> list[T]:
     except (DataError, ReadError) as error:
         mine = None, str(error)
     every = gather_objects(mine)
-    failed = [number for number, (_, problem) in enumerate(every) if problem is not None]
-    if failed:
-        problem = every[failed[0]][1]
-        raise DataError(problem) if rank() == failed[0] else RemoteError(problem, DataError.exit_code)
+    problems = {number: problem for number, (_, problem) in enumerate(every) if problem is not None}
+    if problems:
+        first = min(problems)
+        raise DataError(problems[first]) if rank() == first else RemoteError(problems[first], DataError.exit_code)
     return [result for result, _ in every]  # type: ignore[misc]
 
 
