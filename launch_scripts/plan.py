@@ -36,8 +36,18 @@ if TYPE_CHECKING:
     from trainer.planner.batches import Examples
 
 ROOT = Path(__file__).resolve().parents[1]
-_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "efficiency", "gpus_per_node", "network_gbits", "bytes_per_example",
-                     "decoded_per_second")  # fmt: skip
+_RESOURCE_OPTIONS = (
+    "world_size",
+    "gpu",
+    "engine",
+    "efficiency",
+    "gpus_per_node",
+    "network_gbits",
+    "bytes_per_example",
+    "decoded_per_second",
+    "store_gbits",
+    "request_price",
+)
 
 
 class PrivacyPart(Options):
@@ -98,6 +108,10 @@ class PlanOptions(PrivacyPart):
     """default: the index's mean, else 50,000"""
     decoded_per_second: Annotated[float | None, Shown("N")] = None
     """examples that one core decodes; default 366"""
+    store_gbits: Annotated[float | None, Shown("X")] = None
+    """Gb/s per node from the place of the shards; default 10"""
+    request_price: Annotated[float | None, Shown("P")] = None
+    """dollars for 1,000 requests to it; default 0.0004"""
 
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
@@ -230,8 +244,9 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
     from trainer.config.machine import load_machine_settings
     from trainer.planner.hardware import find_gpu
     from trainer.planner.resources import DECODED_PER_SECOND, EFFICIENCY, Cluster, plan_resources
+    from trainer.planner.staging import REQUEST_PRICE, STORE_GBITS
 
-    for name in ("gpus_per_node", "network_gbits", "bytes_per_example", "decoded_per_second"):
+    for name in _RESOURCE_OPTIONS[4:]:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}; it must be positive")
@@ -247,6 +262,8 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
         gpu=None if options.gpu is None else find_gpu(options.gpu),
         efficiency=efficiency,
         gpus_per_node=options.gpus_per_node,
+        store_gbits=STORE_GBITS if options.store_gbits is None else options.store_gbits,
+        request_price=REQUEST_PRICE if options.request_price is None else options.request_price,
         network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
         decoded_per_second=options.decoded_per_second or DECODED_PER_SECOND,
     )

@@ -6,6 +6,7 @@ ranks with equally many micro-batches pull in lockstep and pulling may communica
 of workers.
 """
 
+import contextlib
 import itertools
 import math
 import multiprocessing
@@ -29,6 +30,7 @@ from data.examples.examples import MakeExample
 from data.index.tar_index import ExampleTable
 from data.reading.bucketing import by_caption_length, cut_to_longest, require_captions
 from data.reading.reader import RawExample, TarReader
+from data.reading.staging import StagedStorage
 
 _PRELOAD = ["data.reading.worker_signals", "torch", "PIL.Image", "tokenizers", "data.reading.loader"]
 
@@ -366,6 +368,15 @@ def end_with_parent(_worker: int) -> None:
         os._exit(1)
 
     threading.Thread(target=wait_and_exit, daemon=True).start()
+
+
+def copy_shards(table: ExampleTable) -> None:
+    """Copies the shards of this node, in a process of its own. What fails is reported by the reader that needs it."""
+    end_with_parent(0)
+    storage = table.storage()
+    assert isinstance(storage, StagedStorage)
+    with contextlib.suppress(ReadError):
+        storage.stage_all()
 
 
 def data_loader(

@@ -58,7 +58,7 @@ def fit(run: "Run") -> int:
             started = clock.now()
             plan, micro_batches = next(steps)
             step = plan.step
-            run.ledger.note(plan, run.batches.micro_batch_size)
+            run.ledger.note(plan, run.batches.micro_batch_size, run.batches.nodes)
             distributed.note_progress(step)
             if run.sanity is not None:
                 micro_batches = run.sanity.before_step(step, micro_batches, plan.num_micro_batches)

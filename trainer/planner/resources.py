@@ -24,6 +24,7 @@ from trainer.planner.memory import (
     shares,
 )
 from trainer.planner.probe import Probe
+from trainer.planner.staging import REQUEST_PRICE, STORE_GBITS, micro_batches_of_shares, staging_costs
 from trainer.run.clipping_mode import better_mode
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.captioning import CaptioningTask
@@ -49,6 +50,7 @@ class Cluster:
         efficiency: share of the peak, see EFFICIENCY.
         gpus_per_node, network_bandwidth: in place of the reference system's; bytes/s per GPU and direction.
         decoded_per_second: examples that one core decodes.
+        store_gbits, request_price: see `trainer.planner.staging`.
     """
 
     engine: EngineName
@@ -58,6 +60,14 @@ class Cluster:
     gpus_per_node: int | None = None
     network_bandwidth: float | None = None
     decoded_per_second: float = DECODED_PER_SECOND
+    store_gbits: float = STORE_GBITS
+    request_price: float = REQUEST_PRICE
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Without a GPU or a number, all ranks are on one node."""
+        of_gpu = self.gpu.gpus_per_node if self.gpu is not None else self.world_size
+        return min(self.world_size, self.gpus_per_node or of_gpu)
 
 
 def planning_task(config: RunConfig, root: Path) -> tuple[TrainingTask, list[str]]:
@@ -109,7 +119,14 @@ def plan_resources(
     trainable = Trainable.of(probe.model)
     busiest = shares(trainable, cluster.engine, machine, config.optimizer, cluster.world_size)
     batches, size = Batches.of(config, plan), config.train.micro_batch_size
-    micro_batches, expected = batches.micro_batches(cluster.world_size, size), config.privacy.expected_batch_size
+    expected = config.privacy.expected_batch_size
+    micro_batches = micro_batches_of_shares(
+        config,
+        batches.micro_batches(cluster.world_size, size),
+        max(batches.counts),
+        cluster.world_size,
+        cluster.ranks_per_node,
+    )
     rows = micro_batches * size * cluster.world_size
     batch = {  # on average over steps where the number of micro-batches follows the sample
         "expected_batch_size": expected,
@@ -135,8 +152,7 @@ def plan_resources(
     )
     available = free = None
     if cluster.gpu is not None:
-        ranks_on_node = min(cluster.world_size, cluster.gpus_per_node or cluster.gpu.gpus_per_node)
-        available = cluster.gpu.memory_per_rank(ranks_on_node)
+        available = cluster.gpu.memory_per_rank(cluster.ranks_per_node)
         free = room(memory, available)
     mode, peaks = _choose(config, probe, memory, free)
     memory = replace(memory, activations=peaks[mode])
@@ -178,6 +194,9 @@ def plan_resources(
             "bytes_per_step": read,
             "bytes_of_run": read * config.train.num_steps,
             "bytes_of_data_set": None if examples.count is None else examples.mean_bytes * examples.count,
+            "staging": staging_costs(
+                config, examples, cluster.world_size, cluster.ranks_per_node, cluster.store_gbits, cluster.request_price
+            ),
         },
         "notes": notes,
     }

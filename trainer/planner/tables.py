@@ -134,6 +134,23 @@ def resource_table(plan: dict[str, Any]) -> Table:
         _size(reading["bytes_per_step"]),
         f"{reading['bytes_per_example']:,.0f} bytes an example ({reading['source']})",
     )
+    staging = reading["staging"]
+    if "staged" in staging:
+        staged, note = (
+            staging["staged"],
+            f"at {staging['store_gbits']:g} Gb/s: {staging['staged']['seconds'] / 60:,.3g} minutes",
+        )
+        row("staged per node", _size(staged["bytes_per_node"]), f"{note}; {staging['nodes']} nodes (data.staging)")
+        row(
+            "requests, staged",
+            f"{staged['requests']:,}",
+            f"whole shards, for the whole run: {staged['price']:,.2f} dollars",
+        )
+    one_by_one = staging["one_by_one"]
+    note = (
+        f"one by one, for the whole run: {one_by_one['price']:,.2f} dollars at {staging['request_price']:g} for 1,000"
+    )
+    row("requests, examples", f"{one_by_one['requests']:,}", note)
     if "time" in plan:
         time = plan["time"]
         given = time["assumptions"]
