@@ -12,10 +12,7 @@ from PIL import Image
 from tests.distributed.ranks import ROOT, quiet_environment
 from tests.e2e.launch import ledger_lines
 
-KEYS = {
-    "captions_right", "heldout_loss", "blind_loss", "shuffled_loss", "epsilon", "delta", "steps", "seconds",
-    "formal_guarantee", "run_dir",
-}  # fmt: skip
+KEYS = {"captions_right", "heldout_loss", "blind_loss", "shuffled_loss", "epsilon", "seconds"}
 MOST_FREQUENT = 0.093
 """The share of the test pictures whose caption is the most frequent one."""
 
@@ -26,11 +23,14 @@ def quickstart(run_dir: Path, *overrides: str) -> tuple[dict, str]:
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     said = json.loads(result.stdout.strip().splitlines()[-1])
     assert set(said) == KEYS
-    assert said["formal_guarantee"] is True and 0 < said["epsilon"] <= 8 and said["delta"] == 1e-5
+    assert 0 < said["epsilon"] <= 8 and "epsilon is at delta 1e-05" in result.stdout
+    card = json.loads((run_dir / "report" / "privacy_card.json").read_text())
+    assert card["formal_guarantee"] is True and card["delta"] == 1e-5 and card["epsilon"] == said["epsilon"]
     sheet = np.asarray(Image.open(run_dir / "evaluation" / "answers.png"))
     assert sheet.shape[1] > 1000 and sheet.std() > 20
     assert "answers.png" in result.stdout and "privacy_card.md" in result.stdout
-    assert result.stdout.splitlines()[-2].startswith("verify: consistent: epsilon ")
+    assert any(line.startswith("verify: consistent: epsilon ") for line in result.stdout.splitlines())
+    assert len((result.stdout + result.stderr).splitlines()) <= 30, result.stdout + result.stderr
     assert "terminate called" not in result.stdout + result.stderr, "a crash at exit"
     return said, result.stdout
 
@@ -39,10 +39,9 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     """Few steps change the loss, and everything is said."""
     run_dir = tmp_path / "run"
     small = ("privacy.expected_batch_size=400", "heldout.num_examples=64", "heldout.num_captions=1")
-    said, stdout = quickstart(run_dir, "train.num_steps=4", *small)
-    assert said["steps"] == 4 and said["run_dir"] == str(run_dir)
+    said, stdout = quickstart(run_dir, "train.num_steps=4", "heldout.every_steps=2", *small)
     lines = [json.loads(line) for line in (run_dir / "evaluation" / "heldout.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 4]
+    assert [line["step"] for line in lines] == [0, 2, 4]
     assert lines[-1]["loss"] == said["heldout_loss"] < lines[0]["loss"]
     assert lines[0]["blind_loss"] == lines[-1]["blind_loss"] == said["blind_loss"]
     assert said["shuffled_loss"] == lines[-1]["shuffled_loss"] > 0
