@@ -62,14 +62,21 @@ def main() -> int:
     if code != 0:
         print(f"error: training ended with exit code {code}; run folder {run_dir}", file=sys.stderr)
         return code
-    card = json.loads(_output([sys.executable, "launch_scripts/report.py", "--run_dir", str(run_dir), "--json"]))
+    reported = _captured([sys.executable, "launch_scripts/report.py", "--run_dir", str(run_dir), "--json"])
+    if reported.returncode != 0:
+        print(reported.stderr.strip(), file=sys.stderr)
+        return reported.returncode
+    card = json.loads(reported.stdout)
     print(f"privacy card: {run_dir / 'report' / 'privacy_card.md'}")
     captions_right = _captions_right(run_dir)
     # As somebody would who has only the published folder: without this project.
-    code = _run([sys.executable, "-I", str(run_dir / "verify.py"), str(run_dir)])
-    if code != 0:
+    verified = _captured([sys.executable, "-I", str(run_dir / "verify.py"), str(run_dir)])
+    if verified.returncode != 0:
+        print(verified.stdout, verified.stderr, sep="")
+        code = verified.returncode
         print(f"error: verify.py does not find {run_dir} consistent (exit code {code})", file=sys.stderr)
         return code
+    print(verified.stdout.splitlines()[-1])
     public = run_dir / "evaluation" / "heldout.jsonl"  # not there where held-out data are private
     last = json.loads(public.read_text().splitlines()[-1]) if public.exists() else {}
     print(f"run folder {run_dir}; epsilon is at delta {card['delta']:g}")
@@ -122,8 +129,8 @@ def _run(command: list[str]) -> int:
     return subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
 
 
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, cwd=ROOT, env=_environment(), check=True, stdout=subprocess.PIPE, text=True).stdout
+def _captured(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=_environment(), check=False, capture_output=True, text=True)
 
 
 def _environment() -> dict[str, str]:

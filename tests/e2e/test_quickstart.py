@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.distributed.ranks import ROOT, quiet_environment
-from tests.e2e.launch import ledger_lines
+from tests.e2e.launch import alone, ledger_lines, train_arguments
 
 KEYS = {"captions_right", "heldout_loss", "blind_loss", "shuffled_loss", "epsilon", "seconds"}
 MOST_FREQUENT = 0.093
@@ -61,3 +61,20 @@ def test_quickstart_whole(tmp_path: Path) -> None:
     assert said["shuffled_loss"] >= 1.2 * said["heldout_loss"]
     assert said["seconds"] <= 360
     assert "the model knows more" in stdout and "the model looks at its pictures" in stdout
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_clip_art_teaches_which_words_are_frequent(tmp_path: Path) -> None:
+    """The quickstart of old, and what it ended with: above the word frequencies (5.782), and other pictures change 0.002."""
+    run_dir = tmp_path / "run"
+    arguments = train_arguments(
+        run_dir, "--engine", "local", ds_config="ds_configs/zero1.json", recipe="tests/trainer/clip_art.toml"
+    )
+    done = alone(arguments, timeout=1700)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    last = json.loads((run_dir / "evaluation" / "heldout.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 120 and 5.9 < last["loss"] < 6.4
+    assert last["blind_loss"] < 5.782 < last["blind_unigram_loss"] + 0.1
+    assert last["shuffled_loss"] - last["loss"] == pytest.approx(0.002, abs=0.006)
+    assert "has not learned anything" in done.stdout and "hardly looks at its pictures" in done.stdout
