@@ -129,13 +129,14 @@ def is_reddish(picture_HWC: np.ndarray) -> bool:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """The page's commands on 40 made-up pictures, each in one process, at an epsilon that is quicker to account for; what they said."""
+    """The page's commands on 40 made-up pictures, at an epsilon that is quicker to account for; what they said."""
     place = tmp_path_factory.mktemp("own")
     made_up_pictures(place / "pictures", 40)
     said = {}
     changes = {
         str(STAMPS): str(place / "pictures"), "data.num_examples=691": "data.num_examples=36",
-        "privacy.expected_batch_size=256": "privacy.expected_batch_size=8", "train.num_steps=60": "train.num_steps=2 privacy.target_epsilon=0.5",
+        "privacy.expected_batch_size=256": "privacy.expected_batch_size=8",
+        "train.num_steps=60": "train.num_steps=2 privacy.target_epsilon=0.5",
         "--num_gpus": "", "-q": "",
     }  # fmt: skip
     for words in lines_of_the_page():
@@ -202,7 +203,8 @@ def test_public_held_out_pictures_leave_alone(small: tuple[Path, dict[str, str]]
     arguments = [
         "--engine", "local", "--ds_config", "ds_configs/zero1.json", "--recipe", "recipes/own_pictures.toml", "--run_dir",
         str(run_dir), f"data.shards={place / 'mine'}", f"heldout.shards={tmp_path / 'public.tar'}", "heldout.is_public=true",
-        "data.num_workers=0", "privacy.expected_batch_size=8", "train.num_steps=1", "privacy.target_epsilon=0.5", "train.micro_batch_size=16",
+        "data.num_workers=0", "privacy.expected_batch_size=8", "train.num_steps=1",
+        "privacy.target_epsilon=0.5", "train.micro_batch_size=16",
     ]  # fmt: skip
     for command in (["train.py", *arguments], ["report.py", "--run_dir", run_dir, "--publish", tmp_path / "published"]):
         done = run_python([f"launch_scripts/{command[0]}", *command[1:]], env=quiet_environment())
