@@ -1,4 +1,4 @@
-"""What a command says while it works: nothing in the first two seconds, then on stderr what it does and how far it is."""
+"""What a command says while it works: from its second second on, on stderr, what it does and how far it is."""
 
 import sys
 import threading
@@ -9,7 +9,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-QUIET_SECONDS = 2.0
+QUIET_SECONDS = 1.5
+"""A command takes up to half a second to come here."""
 LINE_SECONDS = 10.0
 """Where stderr is no terminal, a line appears this often."""
 

@@ -154,7 +154,7 @@ class StepReporter:
             "loss": "",
             "accuracy": ", accuracy",
             "blind_loss": "; without looking",
-            "shuffled_loss": ", beside another picture",
+            "shuffled_loss": ", with another picture",
         }
         numbers = "".join(f"{word} {values[name]:.4f}" for name, word in shown.items() if name in values)
         print(f"held-out {run.heldout.loss_name} after step {step}:{numbers}", flush=True)
