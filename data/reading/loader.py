@@ -289,7 +289,7 @@ def eval_batches(
     world_size: int = 1,
     *,
     num_examples: int | None = None,
-    shift: int = 0,
+    paired: bool = False,
 ) -> Iterator[Batch]:
     """Held-out examples in order, split over ranks; every rank gets equally many batches, padded at the end.
 
@@ -300,12 +300,19 @@ def eval_batches(
         rank: takes the examples rank, rank + world_size, ...
         world_size: number of ranks.
         num_examples: how many of the first examples count; all by default.
-        shift: begins with this example and goes on with the first after the last, so that every example takes another's place.
+        paired: rows 2k and 2k + 1 hold examples that lie half of the data set apart, so that each can take the other's picture;
+            of an odd number of examples one stands next to padding. B is then rounded down to an even number, at least 2.
     """
     total = len(table) if num_examples is None else min(num_examples, len(table))
-    ids = np.roll(np.arange(total, dtype=np.int64), -shift)[rank::world_size]
+    width = 2 if paired else 1
+    rows = math.ceil(total / width)
+    # Row k holds k, and with pairs k + rows.
+    ids_RW = np.arange(rows)[:, None] + rows * np.arange(width)
+    ids = ids_RW[rank::world_size].ravel()
+    ids = ids[ids < total]  # where the number is odd, the very last is none
+    micro_batch_size = max(micro_batch_size // width, 1) * width
     reader = TarReader(table)
-    for batch in range(math.ceil(total / (micro_batch_size * world_size))):
+    for batch in range(math.ceil(rows * width / (micro_batch_size * world_size))):
         part = ids[batch * micro_batch_size : (batch + 1) * micro_batch_size]
         request = MicroBatchRequest(part, np.zeros(len(part), dtype=np.uint64), np.arange(len(part)))
         yield make_batch(reader, make_example, request, micro_batch_size)

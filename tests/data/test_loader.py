@@ -1,5 +1,6 @@
 """Plans in, micro-batches out: order, padding, workers, failures."""
 
+import itertools
 import os
 import pickle
 import re
@@ -251,6 +252,24 @@ def test_eval_batches_cover_everything_equally(table: ExampleTable) -> None:
     assert sum(int((~batch.is_padding_B).sum()) + batch.num_undecodable for batch in rows) == 12
     assert sum(batch.num_undecodable for batch in rows) == 3
     assert len(list(eval_batches(table, make, 2, num_examples=3))) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 12])
+def test_pairs_of_evaluation_lie_half_of_the_data_apart(
+    table: ExampleTable, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every example once, in the row next to its other's; all ranks have equally many batches, whatever their size."""
+    requested: list[list[int]] = []
+    monkeypatch.setattr("data.reading.loader.make_batch", lambda *args: requested.append(args[2].example_ids.tolist()))
+    half = -(-count // 2)
+    for size, world_size in itertools.product((1, 2, 3, 5, 12), (1, 2, 3)):
+        numbers, pairs = set(), []
+        for rank in range(world_size):
+            requested.clear()
+            numbers.add(len(list(eval_batches(table, MAKE, size, rank, world_size, num_examples=count, paired=True))))
+            pairs += [tuple(ids[row : row + 2]) for ids in requested for row in range(0, len(ids), 2)]
+        assert len(numbers) == 1
+        assert sorted(pairs) == [(k, k + half) if k + half < count else (k,) for k in range(half)]
 
 
 @pytest.mark.gpu
