@@ -58,7 +58,7 @@ PYTHON_NOT_RUN = {
     r"AutoModel\b": "tests/launch_scripts/test_export.py loads an exported captioner without the project",
 }
 PAGES = ["README.md", *(f"docs/{n}.md" for n in (
-    "data", "guarantee", "models", "planning", "running",
+    "correlated_noise", "data", "guarantee", "models", "planning", "running",
 ))]  # fmt: skip
 
 

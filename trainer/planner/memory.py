@@ -131,6 +131,7 @@ class RankMemory:
         gradient_buffer: what the engine keeps for gradients.
         moments: optimizer states.
         average: the moving average of the weights.
+        noise_history: the past noise of correlated noise.
         sums: clipped gradients, in fp64: whole sums, or this rank's part of them (sharded accumulation).
         bucket: what sharded accumulation takes during a micro-batch.
         gathered: weights that exist while a micro-batch runs.
@@ -144,6 +145,7 @@ class RankMemory:
     gradient_buffer: int
     moments: int
     average: int
+    noise_history: int
     sums: int
     bucket: int
     gathered: int
@@ -154,7 +156,7 @@ class RankMemory:
     @property
     def lasting(self) -> int:
         """What is there all the time."""
-        states = self.masters + self.gradient_buffer + self.moments + self.average
+        states = self.masters + self.gradient_buffer + self.moments + self.average + self.noise_history
         return self.weights + states + self.sums
 
     @property
@@ -196,11 +198,13 @@ def rank_memory(
     world_size: int,
     average: bool,
     on_cpu: bool = False,
+    bands: int = 1,
 ) -> RankMemory:
     """Everything but the activations.
 
     Args:
         on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`trainer.ranks.distributed.reduce_scatter_sum`).
+        bands: of correlated noise; the owner of a coordinate keeps its noise of so many steps less one.
     """
     compute = machine.compute_dtype.itemsize
     sums, bucket = accumulator_bytes(trainable, accumulation, world_size)
@@ -210,6 +214,7 @@ def rank_memory(
         "gradient_buffer": FP32 * shares.stepped if keeps_gradients else 0,
         "moments": FP32 * len(moments(optimizer)) * shares.stepped,
         "average": FP32 * shares.owned if average else 0,
+        "noise_history": FP64 * (bands - 1) * shares.owned,
     }
     weights = compute * shares.weights
     # At the end of a logical batch: the reduction with its packing buffer, the noise, or the optimizer with an fp32 gradient and
@@ -245,7 +250,7 @@ def room(memory: RankMemory, total: int) -> int:
 
     The rest is for scratch memory inside of operations, the device's context, communication buffers and fragmentation.
     """
-    there = memory.weights + memory.masters + memory.gradient_buffer + memory.average + memory.sums
+    there = memory.lasting - memory.moments  # which are made at the end of the first step
     return int(USABLE * (total - there)) - memory.on_top
 
 

@@ -149,6 +149,7 @@ def plan_resources(
         world_size=cluster.world_size,
         average=config.train.ema_decay is not None,
         on_cpu=cluster.gpu is not None and cluster.gpu.name == "cpu",
+        bands=1 if plan is None else plan.bands,
     )
     available = free = None
     if cluster.gpu is not None:

@@ -18,6 +18,8 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.selfcheck import check_against_autograd
+from privacy.correlated.segment import Segment
+from privacy.correlated.strategy import Strategy
 from privacy.errors import PrivacyStateRefused
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
@@ -252,6 +254,7 @@ def _build_run(
     source = noise or ledger.plan.noise()
     sanity = SanityChecks(engine, source) if config.train.sanity_checks else None
     first_step = resumed.step + 1 if resumed is not None else 1
+    offloads = setup.machine.offload_optimizer or (setup.engine_name == "fsdp" and setup.machine.offload_param)
     known_variance = resumed.manifest["noise_variance"] if resumed is not None else 0.0
     run = Run(
         config=config,
@@ -269,6 +272,7 @@ def _build_run(
                 peak_lr=config.optimizer.peak_lr,
                 schedule=config.schedule,
             ),
+            segment=Segment(Strategy.square_root(ledger.plan.bands), keep_on=torch.device("cpu") if offloads else None),
         ),
         ledger=ledger,
         frozen=frozen,
