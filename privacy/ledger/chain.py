@@ -306,9 +306,11 @@ class ChainFile(Generic[State]):
         what: what errors call the file.
         mirror: chooses the mirror, or none, from the verified state.
         patience: seconds to wait for another program that holds the file's lock; this object holds it until `release`.
+        makes_mirror: whether a mirror that is not there yet may be made.
+        mended: False writes nothing until `mend` is called, which comes before the first `append`.
 
     Raises:
-        PrivacyStateRefused: the chain breaks (the line is named), or file and mirror do not fit together.
+        PrivacyStateRefused: the chain breaks (the line is named), or file and mirror do not fit together. Nothing was written.
     """
 
     def __init__(
@@ -319,21 +321,25 @@ class ChainFile(Generic[State]):
         mirror: Callable[[State], Path | None],
         *,
         patience: float = math.inf,
+        makes_mirror: bool = False,
+        mended: bool = True,
     ) -> None:
         self.path, self.state = path, state
-        self._broken: str | None = None
+        self._broken: str | None = "it is not mended yet"
+        self._is_mended = False
         self._files = [AppendOnly(path, what)]
         try:
             self._files[0].lock(patience)
-            data = self._files[0].read()
-            tail = read_chain(data, state, str(path))
+            self._read = data = self._files[0].read()
+            self._tail, self._copied, self._intact = read_chain(data, state, str(path)), b"", 0
             second = mirror(state)
-            if second is not None:
+            self._new_mirror = second if makes_mirror and second is not None and not second.exists() else None
+            if second is not None and self._new_mirror is None:
                 copy = AppendOnly(second, "mirror")
                 self._files.append(copy)
-                copied = copy.read()
+                self._copied = copied = copy.read()
                 # A crash costs a mirror the end of the last line, or leaves zeros there; a mirror that is new may be all behind.
-                intact = data.rfind(b"\n", 0, -1) + 1 if state.mirrored else 0
+                self._intact = intact = data.rfind(b"\n", 0, -1) + 1 if state.mirrored else 0
                 if len(copied) < intact and data.startswith(copied):
                     raise PrivacyStateRefused(
                         f"{second}: the mirror lacks more than the last line of {path}: the mirror was cut, or the ledger's last "
@@ -343,17 +349,35 @@ class ChainFile(Generic[State]):
                 if len(copied) > len(data) or copied[:intact] != data[:intact] or not is_torn_copy:
                     relation = "is longer than" if copied.startswith(data) else "differs from"
                     raise PrivacyStateRefused(f"{second}: the mirror {relation} {path}: the ledger was rolled back")
-                if copied != data:
-                    if not data.startswith(copied):
-                        copy.cut(intact)
-                        copied = copied[:intact]
-                    copy.append(data[len(copied) :])
-            end = self._files[0].torn_line_end()
-            if end:
-                self._write(tail + TORN_MARK, end)
+            if mended:
+                self.mend()
         except BaseException:
             self.release()
             raise
+
+    def mend(self) -> None:
+        """Makes or completes the mirror and ends a torn line, once: what this object writes before any record.
+
+        Raises:
+            PrivacyStateRefused: a file cannot be written.
+        """
+        if self._is_mended:
+            return
+        self._is_mended = True
+        if self._new_mirror is not None:
+            create_mirror(self._new_mirror)
+            self._files.append(AppendOnly(self._new_mirror, "mirror"))
+        for copy in self._files[1:]:
+            if not self._read.startswith(self._copied):
+                copy.cut(self._intact)
+                self._copied = self._copied[: self._intact]
+            if self._copied != self._read:
+                copy.append(self._read[len(self._copied) :])
+        end = self._files[0].torn_line_end()
+        self._read = self._copied = b""
+        self._broken = None
+        if end:
+            self._write(self._tail + TORN_MARK, end)
 
     def __enter__(self) -> Self:
         return self

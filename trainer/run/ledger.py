@@ -149,6 +149,10 @@ class RunLedger:
         """Whether an intent for `step` would pass the budget; False on ranks other than 0."""
         return self._ledger is not None and self._ledger.budget_spent(step) is not None
 
+    def mend(self) -> None:
+        """Repairs what a crash left of ledger and mirror; nothing that this start can be refused for comes after it."""
+        distributed.on_main(lambda: self._on_main.mend())
+
     def start_session(self, *, restarted: bool = False) -> bytes:
         """Records this start and returns its nonce; on rank 0 the epsilon table is computed too.
 
@@ -254,7 +258,7 @@ def open_run_ledger(
     behind: Callable[[], Sequence[LedgerBehind]] | None = None,
     disjoint_from_start: bool = False,
 ) -> RunLedger:
-    """Opens or creates ledger and key of a run folder. Collective.
+    """Opens ledger and key of a run folder without writing to them (`RunLedger.mend` does), or creates them. Collective.
 
     Args:
         unit: what one example is, for the ledger and the card.
@@ -305,6 +309,7 @@ def open_run_ledger(
             shared=None if shared is None else SharedTerms(shared, folder.root.name, privacy.fixed_in_advance),
             has_checkpoint=has_checkpoints(folder.checkpoints),
             members=folder.members,
+            mended=False,
         )
         return ledger, key, plan
 
