@@ -34,6 +34,7 @@ from privacy.ledger import durable
 from privacy.ledger.durable import publish_new, torn_line_end
 
 TORN_MARK = b" #torn"
+NOT_MENDED = "it is not mended yet"
 NO_PREVIOUS = "0" * 64
 _HEADER = ("seq", "type", "time_utc", "previous")
 
@@ -325,21 +326,21 @@ class ChainFile(Generic[State]):
         mended: bool = True,
     ) -> None:
         self.path, self.state = path, state
-        self._broken: str | None = "it is not mended yet"
-        self._is_mended = False
+        self._broken: str | None = NOT_MENDED
+        self._cut: int | None = None
         self._files = [AppendOnly(path, what)]
         try:
             self._files[0].lock(patience)
-            self._read = data = self._files[0].read()
-            self._tail, self._copied, self._intact = read_chain(data, state, str(path)), b"", 0
+            self._missing = self._files[0].read()
+            self._tail, data = read_chain(self._missing, state, str(path)), self._missing
             second = mirror(state)
             self._new_mirror = second if makes_mirror and second is not None and not second.exists() else None
             if second is not None and self._new_mirror is None:
                 copy = AppendOnly(second, "mirror")
                 self._files.append(copy)
-                self._copied = copied = copy.read()
+                copied = copy.read()
                 # A crash costs a mirror the end of the last line, or leaves zeros there; a mirror that is new may be all behind.
-                self._intact = intact = data.rfind(b"\n", 0, -1) + 1 if state.mirrored else 0
+                intact = data.rfind(b"\n", 0, -1) + 1 if state.mirrored else 0
                 if len(copied) < intact and data.startswith(copied):
                     raise PrivacyStateRefused(
                         f"{second}: the mirror lacks more than the last line of {path}: the mirror was cut, or the ledger's last "
@@ -349,6 +350,8 @@ class ChainFile(Generic[State]):
                 if len(copied) > len(data) or copied[:intact] != data[:intact] or not is_torn_copy:
                     relation = "is longer than" if copied.startswith(data) else "differs from"
                     raise PrivacyStateRefused(f"{second}: the mirror {relation} {path}: the ledger was rolled back")
+                self._cut = None if data.startswith(copied) else intact
+                self._missing = data[len(copied) if self._cut is None else intact :]
             if mended:
                 self.mend()
         except BaseException:
@@ -356,26 +359,19 @@ class ChainFile(Generic[State]):
             raise
 
     def mend(self) -> None:
-        """Makes or completes the mirror and ends a torn line, once: what this object writes before any record.
-
-        Raises:
-            PrivacyStateRefused: a file cannot be written.
-        """
-        if self._is_mended:
+        """Makes or completes the mirror and ends a torn line, once; PrivacyStateRefused when a file cannot be written."""
+        if self._broken != NOT_MENDED:
             return
-        self._is_mended = True
         if self._new_mirror is not None:
             create_mirror(self._new_mirror)
             self._files.append(AppendOnly(self._new_mirror, "mirror"))
         for copy in self._files[1:]:
-            if not self._read.startswith(self._copied):
-                copy.cut(self._intact)
-                self._copied = self._copied[: self._intact]
-            if self._copied != self._read:
-                copy.append(self._read[len(self._copied) :])
+            if self._cut is not None:
+                copy.cut(self._cut)
+            if self._missing:
+                copy.append(self._missing)
         end = self._files[0].torn_line_end()
-        self._read = self._copied = b""
-        self._broken = None
+        self._missing, self._broken = b"", None
         if end:
             self._write(self._tail + TORN_MARK, end)
 
