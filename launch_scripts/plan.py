@@ -26,6 +26,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from privacy.card.text import rounded_up
 from privacy.errors import PrivacyConfigError
 from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command
@@ -303,7 +304,10 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
     if sys.stderr.isatty():
-        print(f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {epsilon:.4f}", file=sys.stderr)
+        print(
+            f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {rounded_up(epsilon, 4)}",
+            file=sys.stderr,
+        )
 
 
 def main() -> int:

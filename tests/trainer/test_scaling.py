@@ -257,6 +257,7 @@ def result(tmp_path: Path, batch: int, seed: int, **plan: Any) -> Result:
         plan=made,
         charged=4,
         epsilon=batch / 10 if made.formal_guarantee else None,
+        delta=made.target_delta if made.formal_guarantee else None,
         losses={0: 3.0, 2: 2.5 + seed / 10, 4: 2.0 - seed / 10 - batch / 1000},
         parameters=1000,
         seconds=None,

@@ -1,13 +1,14 @@
 """What the runs of a study show, from their public files: epsilon from the ledgers, held-out losses from evaluation/."""
 
-import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from privacy.accounting.accountants import ReleaseGroup, epsilon
+from privacy.card.composition import claim_of
 from privacy.card.report import read_snapshot
+from privacy.ledger.records import LedgerState
 from privacy.plan import PrivacyPlan
 from trainer.checkpoints.read import Checkpoint, newest_checkpoint
 from trainer.report import read_utility
@@ -28,7 +29,8 @@ class Result:
     Attributes:
         labels: axis -> value.
         plan: frozen in the run's ledger.
-        epsilon: what is spent by everything charged so far; None without a formal guarantee, whatever the recipe says.
+        epsilon, delta: what the weights carry for everything charged so far, private runs that they started from included; None
+            without a formal guarantee, whatever the recipe says.
         losses: step -> held-out loss, as far as the held-out data are public.
         parameters: how many the model has; None before the first checkpoint.
         seconds: wall time over all attempts that this folder knows the end of; None for private data (contract 12).
@@ -42,6 +44,7 @@ class Result:
     plan: PrivacyPlan
     charged: int
     epsilon: float | None
+    delta: float | None
     losses: dict[int, float]
     parameters: int | None
     seconds: float | None
@@ -66,7 +69,7 @@ class Result:
             "status": self.progress,
             "formal_guarantee": formal,
             "epsilon": self.epsilon,
-            "delta": self.plan.target_delta if formal else None,
+            "delta": self.delta,
             "why_no_guarantee": "; ".join(self.plan.reasons),
             "num_examples": self.plan.num_examples,
             "expected_batch_size": self.plan.expected_batch_size,
@@ -92,7 +95,7 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
             continue
         state = read_snapshot(folder.run(one.name) / "ledger.jsonl").state
         plan = state.plan
-        value = _epsilon(tuple(state.charged_groups()), plan.accounted_delta) if plan.formal_guarantee else None
+        claim = _claim(folder.run(one.name), state)
         losses = read_utility(folder.run(one.name)).heldout_loss
         newest = newest_checkpoint(folder.run(one.name) / "checkpoints")
         shapes = Checkpoint(newest).shapes.values() if newest is not None else None
@@ -105,7 +108,8 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
                 simulation=one.is_simulation,
                 plan=plan,
                 charged=state.num_charged,
-                epsilon=value,
+                epsilon=None if claim is None else claim[0],
+                delta=None if claim is None else claim[1],
                 losses={point.step: point.loss for point in losses if point.loss is not None},
                 parameters=None if shapes is None else sum(shape.numel() for shape in shapes),
                 seconds=None if one.is_on_private_data else seconds.get(one.name),
@@ -114,10 +118,15 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
     return results, missing
 
 
-@functools.cache
-def _epsilon(groups: tuple[ReleaseGroup, ...], delta: float) -> float:
-    """Runs that differ by their seed alone have one epsilon, which takes seconds."""
-    return epsilon(list(groups), delta)
+_known: dict[str, tuple[float, float] | None] = {}
+
+
+def _claim(run_dir: Path, state: LedgerState) -> tuple[float, float] | None:
+    """(epsilon, delta) of a run; those that differ by their seed alone have one, which takes seconds."""
+    name = repr((state.charged_groups(), state.plan.accounted_delta, state.opened.get("behind")))
+    if name not in _known:
+        _known[name] = claim_of(run_dir, state)
+    return _known[name]
 
 
 @dataclass(frozen=True)
