@@ -112,7 +112,7 @@ def small_study(project: Path) -> None:
         "privacy.reserved_attempts": [2, 1],
         "schedule.warmup_steps": [1, 1],
         "heldout.every_steps": [2, 1],
-        "optimizer.peak_lr": [2e-3],
+        "optimizer.peak_lr": [1e-2],
         "seeds": [0],
     }.items():
         study, count = re.subn(rf"^{key} = \[.*\]", f"{key} = {values}", study, flags=re.M)
