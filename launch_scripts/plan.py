@@ -26,6 +26,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from privacy.card.text import rounded_up
 from privacy.errors import PrivacyConfigError
 from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command
@@ -40,7 +41,18 @@ if TYPE_CHECKING:
     from trainer.planner.batches import Examples
 
 ROOT = Path(__file__).resolve().parents[1]
-_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "efficiency", "gpus_per_node", "network_gbits", "bytes_per_example")
+_RESOURCE_OPTIONS = (
+    "world_size",
+    "gpu",
+    "engine",
+    "efficiency",
+    "gpus_per_node",
+    "network_gbits",
+    "bytes_per_example",
+    "decoded_per_second",
+    "store_gbits",
+    "request_price",
+)
 
 
 class PrivacyPart(Options):
@@ -101,6 +113,12 @@ class PlanOptions(PrivacyPart):
     """Gb/s per GPU to other nodes; default likewise"""
     bytes_per_example: Annotated[float | None, Shown("N")] = None
     """default: the index's mean, else 50,000"""
+    decoded_per_second: Annotated[float | None, Shown("N")] = None
+    """examples that one core decodes; default 366"""
+    store_gbits: Annotated[float | None, Shown("X")] = None
+    """Gb/s per node from the place of the shards; default 10"""
+    request_price: Annotated[float | None, Shown("P")] = None
+    """dollars for 1,000 requests to it; default 0.0004"""
 
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
@@ -256,9 +274,10 @@ def _warn(line: str) -> None:
 def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan: PrivacyPlan | None) -> dict[str, Any]:
     from trainer.config.machine import load_machine_settings
     from trainer.planner.hardware import find_gpu
-    from trainer.planner.resources import EFFICIENCY, Cluster, plan_resources
+    from trainer.planner.resources import DECODED_PER_SECOND, EFFICIENCY, Cluster, plan_resources
+    from trainer.planner.staging import REQUEST_PRICE, STORE_GBITS
 
-    for name in ("gpus_per_node", "network_gbits", "bytes_per_example"):
+    for name in _RESOURCE_OPTIONS[4:]:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}; it must be positive")
@@ -274,7 +293,10 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
         gpu=None if options.gpu is None else find_gpu(options.gpu),
         efficiency=efficiency,
         gpus_per_node=options.gpus_per_node,
+        store_gbits=STORE_GBITS if options.store_gbits is None else options.store_gbits,
+        request_price=REQUEST_PRICE if options.request_price is None else options.request_price,
         network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
+        decoded_per_second=options.decoded_per_second or DECODED_PER_SECOND,
     )
     assert options.ds_config is not None
     return plan_resources(config, load_machine_settings(options.ds_config), cluster, examples, plan, ROOT)
@@ -282,7 +304,10 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
     if sys.stderr.isatty():
-        print(f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {epsilon:.4f}", file=sys.stderr)
+        print(
+            f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {rounded_up(epsilon, 4)}",
+            file=sys.stderr,
+        )
 
 
 def main() -> int:

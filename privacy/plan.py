@@ -14,6 +14,7 @@ from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calib
 from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.accounting.noise_tail import NOISE_SOURCES, noise_tail_delta
 from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
+from privacy.card.text import rounded_up
 from privacy.errors import PrivacyConfigError
 from privacy.lattice import Lattice
 from privacy.limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
@@ -382,7 +383,7 @@ def make_plan(
         )
         sigma = result.noise_multiplier
         if result.clamped:
-            smallest = f"noise multiplier {sigma:g}, the smallest allowed, gives epsilon {result.epsilon:.3f}"
+            smallest = f"noise multiplier {sigma:g}, the smallest allowed, gives epsilon {rounded_up(result.epsilon)}"
             notes.append(f"{smallest}, below the target {target:g}")
     assert sigma is not None
     adaptive = request.adaptive_clipping if request.enabled else None

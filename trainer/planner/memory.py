@@ -197,11 +197,13 @@ def rank_memory(
     accumulation: str,
     world_size: int,
     average: bool,
+    on_cpu: bool = False,
     bands: int = 1,
 ) -> RankMemory:
     """Everything but the activations.
 
     Args:
+        on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`trainer.ranks.distributed.reduce_scatter_sum`).
         bands: of correlated noise; the owner of a coordinate keeps its noise of so many steps less one.
     """
     compute = machine.compute_dtype.itemsize
@@ -217,7 +219,8 @@ def rank_memory(
     weights = compute * shares.weights
     # At the end of a logical batch: the reduction with its packing buffer, the noise, or the optimizer with an fp32 gradient and
     # as much scratch memory.
-    packed = FP64 * min(PACKED_COORDINATES, world_size * shares.owned) if accumulation == "local" else 0
+    copies = 2 if on_cpu and world_size > 1 else 1
+    packed = FP64 * copies * min(PACKED_COORDINATES, world_size * shares.owned) if accumulation == "local" else 0
     stepping = FP32 * (3 if engine == "deepspeed" else 2) * shares.stepped
     if engine == "local":  # whole gradients are gathered and copied
         stepping = FP32 * (trainable.count + max(trainable.count, world_size * shares.owned))
@@ -234,7 +237,7 @@ def rank_memory(
         weights=weights + compute * trainable.buffers,
         **states,
         sums=sums,
-        bucket=bucket,
+        bucket=copies * bucket,
         gathered=compute * shares.gathered,
         step=FP64 * shares.owned + max(packed, 3 * FP64 * shares.largest_piece, stepping),
         host=on_host,
