@@ -255,7 +255,7 @@ def _build_run(
     first_step = resumed.step + 1 if resumed is not None else 1
     loader = _loader(setup, table, first_step)
     average = WeightAverage(engine, config.train.ema_decay, resumed) if config.train.ema_decay else None
-    # From here on nothing is refused, and not before anything is written.
+    # Nothing was written so far, so that a refused start changes nothing; from here on no check is left that refuses it.
     on_main(folder.begin)
     if resumed is not None:
         kept = resumed.path.name
