@@ -27,7 +27,13 @@ if TYPE_CHECKING:
     from trainer.loop.step import StepRecord
     from trainer.run.run import Run
 
-PLAIN_INTERVAL_SECONDS = 10.0
+PLAIN_INTERVAL_SECONDS = 30.0
+SHOWN_CAPTIONS = 4
+"""On the console; the others are in the picture of samples."""
+WHERE_TRAINING_LOSS_IS = (
+    "This page shows what may be published. The training loss, the sizes of batches and all times come from single training "
+    "examples without noise; they are private: `tensorboard --logdir RUN_DIR/private/tensorboard`."
+)
 
 
 class ProgressLine:
@@ -49,7 +55,7 @@ class ProgressLine:
             self._bar.start()
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
-        """Shows a finished step; plain lines appear at most every ten seconds, and for the last step."""
+        """Shows a finished step; plain lines appear at most every half minute, and for the last step."""
         # rich's own estimate forgets what is older than half a minute, and a step may take longer.
         now, done = time.monotonic(), step - self._first
         eta = timedelta(seconds=int((now - self._started) / done * (self._total - step))) if done > 0 else "?"
@@ -75,6 +81,8 @@ class StepReporter:
         if self._is_main:
             self._public = PublicMetrics(run.folder.root)
             self._private = PrivateMetrics(run.folder.private)
+            if run.first_step == 1:
+                self._public.text(0, "where the training loss is", Public(WHERE_TRAINING_LOSS_IS, Reason.SETTINGS))
             self._progress = ProgressLine(run.first_step - 1, run.config.train.num_steps)
 
     def close(self) -> None:
@@ -142,12 +150,20 @@ class StepReporter:
         if not self._is_main:
             return
         found = results.inside()
-        others = "".join(f", {name} {value:.4f}" for name, value in found.means.items() if name != "loss")
-        print(f"held-out {run.heldout.loss_name} after step {step}: {found.means['loss']:.4f}{others}", flush=True)
-        for line in learned(found.means, found.baselines):
-            print(f"  {line}", flush=True)
-        for generated, reference in found.samples.lines if found.samples else ():
-            print(f"  model: {generated!r}   reference: {reference!r}", flush=True)
+        values = {**found.means, **found.baselines}
+        shown = {
+            "loss": "",
+            "accuracy": ", accuracy",
+            "blind_loss": "; without looking",
+            "shuffled_loss": ", with another picture",
+        }
+        numbers = "".join(f"{word} {values[name]:.4f}" for name, word in shown.items() if name in values)
+        print(f"held-out {run.heldout.loss_name} after step {step}:{numbers}", flush=True)
+        if step == run.config.train.num_steps:
+            for line in learned(found.means, found.baselines):
+                print(f"  {line}", flush=True)
+            for generated, reference in found.samples.lines[:SHOWN_CAPTIONS] if found.samples else ():
+                print(f"  model: {generated!r}   reference: {reference!r}", flush=True)
         if run.config.heldout.is_public:
             write_public(step, Public(found, Reason.DECLARED), self._public, run.folder.evaluation)
         else:
@@ -192,7 +208,7 @@ def _write_files(step: int, numbers: Mapping[str, float], samples: Samples | Non
 
 
 def learned(means: dict[str, float], baselines: dict[str, float]) -> list[str]:
-    """Whether the model has learned anything, in plain words: its loss beside what one gets without looking."""
+    """Whether the model has learned anything, in plain words: its loss against what one gets without looking."""
     lines, loss = [], means["loss"]
     blind, shuffled = baselines.get("blind_loss"), baselines.get("shuffled_loss")
     if blind is not None:

@@ -27,11 +27,21 @@ def privacy_table(result: dict[str, Any]) -> Table:
     row = table.add_row
     cap = "no cap" if result["cap"] is None else f"batches cut at {result['cap']:,}"
     row("examples", f"{result['num_examples']:,}", "one example is the unit of privacy")
-    row("expected batch", f"{result['expected_batch_size']:,}", f"Poisson, {cap}")
+    bands = result["bands"]
+    sampling = "Poisson" if bands == 1 else f"Poisson in one of {bands} groups, which take turns"
+    row("expected batch", f"{result['expected_batch_size']:,}", f"{sampling}, {cap}")
     row("sample rate", f"{result['sample_rate']:.6g}", "")
     row("steps", f"{result['num_steps']:,}", f"{result['epochs']:.1f} epochs")
     row("noise multiplier", f"{result['noise_multiplier']:.4f}", "")
     row("delta", f"{result['delta']:.4g}", "")
+    if bands > 1:
+        independent = f"independent noise has {result['independent_noise_multiplier']:.4f} at this epsilon"
+        row("bands", str(bands), f"correlated noise; {independent}")
+        row("error ratio", f"{result['error_ratio']:.3f}", "noise in running sums over that of independent noise")
+        if result["optimised_error_ratio"] is not None:
+            row("of this schedule", f"{result['workload_error_ratio']:.3f}", "in the weights, square-root coefficients")
+            row("", f"{result['optimised_error_ratio']:.3f}", "optimised coefficients")
+        row("past noise", f"{result['history_bytes_per_coordinate']} B", "a coordinate, on the rank that owns it")
     if result["lattice_exponent"] is not None:
         row("arithmetic", result["arithmetic"], f"multiples of 2^{-result['lattice_exponent']}; no slack for rounding")
     table.add_section()
@@ -66,16 +76,27 @@ def _add_extras(table: Table, result: dict[str, Any]) -> None:
     for rate, bound in result["attack_risk"]["true_positive_rates"]:
         row(f"true positives at {rate:g}", f"{bound:.2%}", "bound for any membership attack")
     table.add_section()
-    for cost in result["replays"]:
+    for cost in result["replays"] or ():
         note = f"{rounded_up(cost['same_batch'])} on the same batches"
         row(f"{cost['replays']} steps replayed", rounded_up(cost["fresh_coins"]), f"fresh coins, as here; {note}")
     for cost in result["private_selection"]:
         note = f"K {cost['distribution']}, drawn in secret, by RDP"
         row(f"best of {cost['candidates']} on average", rounded_up(cost["epsilon"]), note)
     shuffled = result["shuffled_instead"]
+    if shuffled is None:
+        return
     lower = "0" if shuffled["lower"] is None else f"{shuffled['lower']:.1f}"
     note = f"worst case on shuffled data; Poisson's {shuffled['poisson_would_say']:.2f} would be false"
     row("shuffled instead", f"{lower} to {rounded_up(shuffled['upper'], 1)}", note)
+
+
+def bands_table(rows: list[dict[str, Any]], best: int) -> Table:
+    """Numbers of bands at equal epsilon; see `trainer.planner.bands`."""
+    table = _empty_table("Correlated noise at equal epsilon: noise multiplier, and noise in running sums")
+    for row in rows:
+        note = f"error ratio {row['error_ratio']:.3f}{', the best' if row['bands'] == best else ''}; without the cap"
+        table.add_row(f"{row['bands']} bands", f"{row['noise_multiplier']:.4f}", note)
+    return table
 
 
 def scaling_table(rule: dict[str, Any], noise_multiplier: float) -> Table:
@@ -137,6 +158,23 @@ def resource_table(plan: dict[str, Any]) -> Table:
         _size(reading["bytes_per_step"]),
         f"{reading['bytes_per_example']:,.0f} bytes an example ({reading['source']})",
     )
+    staging = reading["staging"]
+    if "staged" in staging:
+        staged, note = (
+            staging["staged"],
+            f"at {staging['store_gbits']:g} Gb/s: {staging['staged']['seconds'] / 60:,.3g} minutes",
+        )
+        row("staged per node", _size(staged["bytes_per_node"]), f"{note}; {staging['nodes']} nodes (data.staging)")
+        row(
+            "requests, staged",
+            f"{staged['requests']:,}",
+            f"whole shards, for the whole run: {staged['price']:,.2f} dollars",
+        )
+    one_by_one = staging["one_by_one"]
+    note = (
+        f"one by one, for the whole run: {one_by_one['price']:,.2f} dollars at {staging['request_price']:g} for 1,000"
+    )
+    row("requests, examples", f"{one_by_one['requests']:,}", note)
     if "time" in plan:
         time = plan["time"]
         given = time["assumptions"]
@@ -153,6 +191,8 @@ def resource_table(plan: dict[str, Any]) -> Table:
         decoded = f"each rank decodes {time['reads_per_second_and_rank']:,.1f} examples/s"
         note = f"{_size(time['read_bytes_per_second'])}/s; {decoded}"
         row("random reads", f"{time['reads_per_second']:,.0f} /s", note)
+        note = f"to decode, at {given['decoded_per_second_and_core']:,.0f} examples/s a core; Slurm: --cpus-per-task"
+        row("cores per rank", f"{time['decoding_cores_per_rank']:,.2f}", note)
     for note in plan["notes"]:
         row("note", "", note)
     return table
@@ -164,6 +204,7 @@ _MEMORY_ROWS = {
     "gradient_buffer": "the engine's",
     "moments": "optimizer states",
     "average": "moving average of the weights",
+    "noise_history": "past noise of correlated noise, fp64",
     "sums": "clipped sums, fp64 or int64",
     "bucket": "of sharded accumulation",
     "gathered": "weights while a micro-batch runs",

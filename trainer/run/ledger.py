@@ -43,7 +43,7 @@ class MembersLog:
     def __init__(self, path: Path, key: SamplingKey, nonce: bytes, position: Callable[[], tuple[int, str]]) -> None:
         self._path, self._key, self._nonce, self._position = path, key, nonce, position
 
-    def attempt(self, plan: StepPlan, attempt: int, rows_per_rank: int) -> None:
+    def attempt(self, plan: StepPlan, attempt: int, rows_per_rank: int, nodes: tuple[int, ...]) -> None:
         """What the ranks were dealt; before the step's intent, so that every charge has its line. Collective."""
         rank = distributed.rank()
         digest = members_digest(self._key, self._nonce, attempt, plan.step, rank, plan.example_ids)
@@ -51,7 +51,7 @@ class MembersLog:
         nonce = self._nonce.hex()
         distributed.on_main(
             lambda: self._append(
-                MembersRecord(*self._position(), plan.step, attempt, nonce, rows_per_rank, counts, digests)
+                MembersRecord(*self._position(), plan.step, attempt, nonce, rows_per_rank, counts, digests, nodes)
             )
         )
 
@@ -173,12 +173,12 @@ class RunLedger:
             self._table = self.plan.epsilon_table(cache=self._table_cache)
         return nonce
 
-    def note(self, plan: StepPlan, micro_batch_size: int) -> None:
+    def note(self, plan: StepPlan, micro_batch_size: int, nodes: tuple[int, ...] = ()) -> None:
         """Records, privately, whom the next attempt is about to train on; the intent follows."""
         if self.plan.enabled:
             assert self._members is not None, "a session comes first"
             rows_per_rank = plan.num_micro_batches * micro_batch_size
-            self._members.attempt(plan, self.attempts.get(plan.step, 0), rows_per_rank)
+            self._members.attempt(plan, self.attempts.get(plan.step, 0), rows_per_rank, nodes)
 
     def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         """Charges the attempt; see `Ledger.intent`. The private record knows of the charge before any rank goes on."""

@@ -28,17 +28,21 @@ class Result:
 
     Attributes:
         labels: axis -> value.
+        kind: what the model does, by its name in recipes.
         plan: frozen in the run's ledger.
         epsilon, delta: what the weights carry for everything charged so far, private runs that they started from included; None
             without a formal guarantee, whatever the recipe says.
         losses: step -> held-out loss, as far as the held-out data are public.
-        parameters: how many the model has; None before the first checkpoint.
+        blind_loss: what one gets on the same held-out data without looking at them (`trainer.tasks.blind`).
+        shuffled_loss: the last held-out loss with another example's picture beside every caption; captioners only.
+        parameters, trainable: how many the model has, and how many of them it trains; None before the first checkpoint.
         seconds: wall time over all attempts that this folder knows the end of; None for private data (contract 12).
     """
 
     name: str
     labels: dict[str, Label]
     seed: int
+    kind: str
     progress: Progress
     simulation: bool
     plan: PrivacyPlan
@@ -46,7 +50,10 @@ class Result:
     epsilon: float | None
     delta: float | None
     losses: dict[int, float]
+    blind_loss: float | None
+    shuffled_loss: float | None
     parameters: int | None
+    trainable: int | None
     seconds: float | None
 
     @property
@@ -74,13 +81,17 @@ class Result:
             "num_examples": self.plan.num_examples,
             "expected_batch_size": self.plan.expected_batch_size,
             "noise_multiplier": self.plan.noise_multiplier,
+            "max_grad_norm": self.plan.max_grad_norm,
             "noise_over_batch": self.plan.noise_multiplier / self.plan.expected_batch_size,
             "num_steps": self.plan.num_steps,
             "parameters": self.parameters,
+            "trainable_parameters": self.trainable,
             "examples_computed": self.examples,
             "seconds": self.seconds,
             "first_heldout_loss": self.losses.get(0),
             "final_heldout_loss": self.final_loss,
+            "blind_loss": self.blind_loss,
+            "shuffled_loss": self.shuffled_loss,
         }
 
 
@@ -98,12 +109,15 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
         claim = _claim(folder.run(one.name), state)
         losses = read_utility(folder.run(one.name)).heldout_loss
         newest = newest_checkpoint(folder.run(one.name) / "checkpoints")
-        shapes = Checkpoint(newest).shapes.values() if newest is not None else None
+        checkpoint = None if newest is None else Checkpoint(newest)
+        sizes = {} if checkpoint is None else {name: shape.numel() for name, shape in checkpoint.shapes.items()}
+        frozen = 0 if checkpoint is None else sum(sizes[name] for name in checkpoint.frozen)
         results.append(
             Result(
                 name=one.name,
                 labels=dict(one.point.labels),
                 seed=one.point.seed,
+                kind=one.config.model.kind,
                 progress=progress,
                 simulation=one.is_simulation,
                 plan=plan,
@@ -111,7 +125,10 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
                 epsilon=None if claim is None else claim[0],
                 delta=None if claim is None else claim[1],
                 losses={point.step: point.loss for point in losses if point.loss is not None},
-                parameters=None if shapes is None else sum(shape.numel() for shape in shapes),
+                blind_loss=losses[-1].blind_loss if losses else None,
+                shuffled_loss=losses[-1].shuffled_loss if losses else None,
+                parameters=sum(sizes.values()) or None,
+                trainable=sum(sizes.values()) - frozen or None,
                 seconds=None if one.is_on_private_data else seconds.get(one.name),
             )
         )
@@ -139,6 +156,18 @@ class Group:
     @property
     def final_losses(self) -> list[float]:
         return [loss for result in self.results if (loss := result.final_loss) is not None]
+
+    @property
+    def blind_loss(self) -> float | None:
+        """The lowest of the seeds' blind losses, which are equal where all of them see the same held-out data."""
+        return min((result.blind_loss for result in self.results if result.blind_loss is not None), default=None)
+
+    @property
+    def below_blind(self) -> float | None:
+        """By how much the mean of the final losses is below the blind line; negative above it."""
+        if self.blind_loss is None or not self.final_losses:
+            return None
+        return self.blind_loss - statistics.fmean(self.final_losses)
 
     @property
     def is_simulated(self) -> bool:
@@ -175,6 +204,8 @@ class Group:
             "final_heldout_loss_min": min(losses, default=None),
             "final_heldout_loss_max": max(losses, default=None),
             "final_heldout_loss_sd": statistics.stdev(losses) if len(losses) > 1 else None,
+            "blind_loss": self.blind_loss,
+            "below_blind": self.below_blind,
         }
 
 
