@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from data.reading.loader import StepPlan
+from privacy.sampling.cyclic import CyclicPoissonSampler
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, default_cap, example_keys
 from trainer.ranks import distributed
@@ -148,3 +149,14 @@ def test_plans_are_drawn_when_pulled() -> None:
     plans = [next(pulled), next(pulled)]
     assert [plan.step for plan in plans] == [3, 4]
     assert np.array_equal(plans[1].example_ids, made.sampler.members(KEY.coin_key(NONCE, 0), 4))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_session_goes_on_where_the_intents_before_it_ended() -> None:
+    """Attempts of earlier sessions count, also those of steps that are repeated."""
+    bands, sampler = 7, CyclicPoissonSampler(PoissonSampler.with_expected_batch(NUM_EXAMPLES, 7 * 20, None), 7)
+    attempts = {1: 2, 2: 1, 3: 1}  # 4 intents: step 1 twice
+    plans = list(LogicalBatches(sampler, KEY, NONCE, attempts, micro_batch_size=64).plans(2, 12))
+    assert [plan.step for plan in plans] == list(range(2, 13))
+    for position, plan in enumerate(plans):
+        assert len(plan.example_ids) and (plan.example_ids % bands == (4 + position) % bands).all()

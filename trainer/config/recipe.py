@@ -265,7 +265,7 @@ class TrainSection(Section):
 class RunConfig(Section):
     """The whole recipe. `name` names the default run folder."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=200)
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)
     model: ModelSection
     init: InitSection | None = None
     data: DataSection

@@ -35,6 +35,8 @@ LATTICE_BYTES = 190
 """Bytes that a coordinate of one example moves through memory in certified arithmetic once its gradient is written out: 4 for
 the norm, 76 to scale and round in fp64, 80 for exact squares, 30 to multiply and add up, in the unfused operations of
 privacy/clipping/integers.py."""
+DECODED_PER_SECOND = 366.0
+"""Examples that one core decodes and transforms: JPEGs of 82 kB to 224 pixels (benchmarks/loader.py, 2026-11-22)."""
 PLAIN_SAMPLE = 64
 """The non-private step, for comparison, has at most this many examples: then the captioner's head works in one piece."""
 
@@ -47,6 +49,7 @@ class Cluster:
         gpu: None leaves out everything that depends on it.
         efficiency: share of the peak, see EFFICIENCY.
         gpus_per_node, network_bandwidth: in place of the reference system's; bytes/s per GPU and direction.
+        decoded_per_second: examples that one core decodes.
         store_gbits, request_price: see `trainer.planner.staging`.
     """
 
@@ -56,6 +59,7 @@ class Cluster:
     efficiency: float = EFFICIENCY
     gpus_per_node: int | None = None
     network_bandwidth: float | None = None
+    decoded_per_second: float = DECODED_PER_SECOND
     store_gbits: float = STORE_GBITS
     request_price: float = REQUEST_PRICE
 
@@ -144,6 +148,8 @@ def plan_resources(
         accumulation=config.train.accumulation,
         world_size=cluster.world_size,
         average=config.train.ema_decay is not None,
+        on_cpu=cluster.gpu is not None and cluster.gpu.name == "cpu",
+        bands=1 if plan is None else plan.bands,
     )
     available = free = None
     if cluster.gpu is not None:
@@ -202,7 +208,14 @@ def plan_resources(
             "fits": peaks[mode] <= free,
             "largest_micro_batch": largest_that_fits(lambda n: probe.micro_batch(mode, n).peak, free, size),
         }
-        result["time"] = _time(result, config, machine, cluster, cluster.gpu, peak_rate, trainable, busiest)
+        time = _time(result, config, machine, cluster, cluster.gpu, peak_rate, trainable, busiest)
+        result["time"] = time
+        cores, workers = time["decoding_cores_per_rank"], config.data.num_workers
+        if cores > workers:
+            notes.append(
+                f"data.num_workers is {workers}, but a rank needs {cores:.3g} cores to decode: give it as many CPUs and workers, "
+                "or the device waits"
+            )
     return result
 
 
@@ -282,10 +295,12 @@ def _time(
         "sent_bytes": asdict(sent),
         "reads_per_second": per_second,
         "reads_per_second_and_rank": per_second / cluster.world_size,
+        "decoding_cores_per_rank": per_second / cluster.world_size / cluster.decoded_per_second,
         "read_bytes_per_second": per_second * result["reading"]["bytes_per_example"],
         "assumptions": {
             "efficiency": cluster.efficiency,
             "peak_flop_per_second": peak_rate,
+            "decoded_per_second_and_core": cluster.decoded_per_second,
             **asdict(network),
             "left_out": "decoding, noise, optimizer step, checkpoints, held-out evaluation, stragglers, failures",
         },

@@ -7,7 +7,7 @@ that members do not depend on the number of ranks (contract 1). They stand in ra
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -49,8 +49,10 @@ class LogicalBatches:
 
     def plans(self, first_step: int, last_step: int) -> Iterator[StepPlan]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""
+        earlier = sum(self.attempts.values())
         for step in range(first_step, last_step + 1):
-            yield self.plan(step)
+            # In a session every step is attempted once, and one follows the other.
+            yield replace(self, sampler=self.sampler.of_attempt(earlier + step - first_step)).plan(step)
 
     def plan(self, step: int) -> StepPlan:
         """The plan of one step. Collective."""
