@@ -15,6 +15,7 @@ after Abadi et al. 2016 (arXiv 1607.00133), without any weight gradient that is 
 The sums gather in an accumulator: by default in this process, without communication (`accumulators.py`).
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Literal, NamedTuple
@@ -35,6 +36,9 @@ from privacy.clipping.precision import exact, wide_dtype
 from privacy.clipping.recorder import Call, Forward, Recorder, Task
 from privacy.errors import PrivacyConfigError
 from privacy.releases import Release, step_releases
+
+SMALLEST_BOUND, LARGEST_BOUND = 1e-20, 1e20
+"""Of C. Below, the squares of all gradients that pass unclipped underflow; above, nothing is clipped that does not overflow."""
 
 Mode = Literal["bookkeeping", "two_pass", "certified"]
 Parts = list[Contribution]
@@ -75,10 +79,11 @@ class ClippedSum:
         adaptive: C moves, from `max_grad_norm` on, and a step releases the count that it follows; flat clipping only.
         device: where the model computes, if its parameters wait elsewhere.
         self_check: a micro-batch is refused until `selfcheck.check_against_autograd` has passed on this model, its task and
-            inputs of these names. False where the same check has passed on an unsharded copy, as in the trainer.
+            inputs of these names, and is as it was then. False where a copy has passed, as in the trainer.
 
     Raises:
-        PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or `adaptive` without `flat`.
+        PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or `adaptive` without `flat`; or C
+            outside SMALLEST_BOUND to LARGEST_BOUND.
     """
 
     def __init__(
@@ -131,8 +136,11 @@ class ClippedSum:
         self.zero_()
 
     def _set_bound(self, value: float) -> None:
-        if not value > 0:
-            raise ValueError(f"max_grad_norm must be positive, not {value}")
+        if not (SMALLEST_BOUND <= value <= LARGEST_BOUND or value == math.inf):
+            raise PrivacyConfigError(
+                f"max_grad_norm must be between {SMALLEST_BOUND:g} and {LARGEST_BOUND:g}, where norms in fp32 neither underflow "
+                f"nor overflow, or inf for no clipping; not {value}"
+            )
         self._max_grad_norm = value
         self._function = self._make_function(self._names, value)
 
@@ -147,7 +155,15 @@ class ClippedSum:
         return self.accumulator.leaves_process
 
     def releases(self, noise_multiplier: float) -> list[Release]:
-        """Everything that a step with this sum releases, the sum itself first, with its noise."""
+        """Everything that a step with this sum releases, the sum itself first, with its noise.
+
+        Raises:
+            PrivacyConfigError: noise for a sum that is not clipped.
+        """
+        if noise_multiplier > 0 and self.sensitivity == math.inf:
+            raise PrivacyConfigError(
+                "no noise hides an example whose gradient is not clipped: give a finite max_grad_norm"
+            )
         return step_releases(noise_multiplier, self.sensitivity, self.adaptive)
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,8 @@
 import itertools
 import os
 import pickle
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from data.examples.examples import CaptionExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.tar_index import ExampleTable
+from data.reading import loader as loader_module
 from data.reading.loader import Loader, StepPlan, batched_name, eval_batches
 from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
@@ -150,6 +153,39 @@ def test_a_dead_worker_is_a_read_error(table: ExampleTable) -> None:
     plan = StepPlan(0, np.array([1]), np.array([100], dtype=np.uint64), 1)
     with pytest.raises(ReadError, match="worker died"):
         list(loader.steps(iter([plan])))
+
+
+class Waiter:
+    """An example maker that waits until somebody stops its process, or has no memory."""
+
+    def padding(self) -> dict[str, np.ndarray]:
+        return MAKE.padding()
+
+    def __call__(self, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
+        if key == 1:
+            raise MemoryError
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return MAKE(raw, key)
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "said"),
+    [
+        pytest.param(0, ReadError, "was stopped", marks=pytest.mark.full),
+        (1, MemoryError, "in a data worker"),
+    ],
+)
+def test_a_worker_that_stands_still_or_has_no_memory(
+    table: ExampleTable, key: int, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "LOOK_EVERY", 0.5)
+    monkeypatch.setattr(loader_module, "_stopped", [])
+    plan = StepPlan(0, np.array([1]), np.array([key], dtype=np.uint64), 1)
+    with pytest.raises(error, match=said) as caught:
+        list(Loader(table, Waiter(), micro_batch_size=1, num_workers=1).steps(iter([plan])))
+    assert "Traceback" not in str(caught.value)
+    for pid in re.findall(r"process (\d+)", str(caught.value)):
+        assert not Path("/proc", pid).exists(), "it would outlive its trainer"
 
 
 ORPHANS = """

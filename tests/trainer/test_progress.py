@@ -29,7 +29,11 @@ def test_what_is_slow_says_what_it_does_and_for_how_long(capsys: pytest.CaptureF
         time.sleep(0.5)
     time.sleep(0.2)
     first, *others = capsys.readouterr().err.splitlines()
-    assert first == "counting ..." and 2 <= len(others) <= 4 and set(others) <= {"counting: 0 s so far", "counting: 1 s so far"}
+    assert (
+        first == "counting ..."
+        and 2 <= len(others) <= 4
+        and set(others) <= {"counting: 0 s so far", "counting: 1 s so far"}
+    )
 
 
 def test_a_bar_speaks_alone(capsys: pytest.CaptureFixture[str]) -> None:

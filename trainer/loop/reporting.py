@@ -17,7 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from data.files import write_durably
 from privacy.boundary import Private, Public, Reason
-from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32
+from privacy.card.text import rounded_up
+from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32, fp32_above
 from trainer.ranks import distributed
 from trainer.run.heldout import HeldoutResults
 from trainer.tasks.base import Samples
@@ -97,18 +98,18 @@ class StepReporter:
             self.heldout(step)
         if not self._is_main:
             return
-        epsilon = self._run.ledger.epsilon()
+        claim = self._run.ledger.claim()
         private = self._private_values(record, duration)
         if step % self._run.config.train.log_every == 0 or step == self._run.config.train.num_steps:
             public = {"optimizer/lr": record.lr, "optimizer/noised_grad_norm": record.noised_grad_norm, **record.public}
-            if epsilon is not None:
-                public["privacy/epsilon"] = Public(epsilon, Reason.CHARGED)
+            if claim is not None:
+                public["privacy/epsilon"] = Public(fp32_above(claim[0]), Reason.CHARGED)
                 public["privacy/charged_attempts"] = Public(self._run.ledger.num_charged, Reason.CHARGED)
             self._public.scalars(step, public)
             self._private.scalars(step, private)
         shown = {name: value.inside() for name, value in private.items()}
         console = {
-            "eps": f"{epsilon:.3f}" if epsilon is not None else "none (no formal guarantee)",
+            "eps": rounded_up(claim[0]) if claim is not None else "none (no formal guarantee)",
             "lr": f"{record.lr.value:.1e}",
             "loss": f"{shown['train/loss']:.3f}",
             "ex/s": f"{shown['performance/examples_per_second']:.0f}",
