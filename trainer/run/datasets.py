@@ -15,10 +15,10 @@ from data.examples.examples import CaptionExample, MakeExample
 from data.index.build import build_index
 from data.index.shards import ShardSet, find_shards
 from data.index.tar_index import MANIFEST, ExampleTable
-from data.reading.loader import copy_shards, worker_context
 from data.reading.reader import TarReader, json_record
 from data.reading.records import RemoteOptions
 from data.reading.staging import Staging, is_at_work, open_folder, require_room
+from data.reading.workers import copy_shards, worker_context
 from privacy.sampling.rows import shares_of_nodes
 from trainer.config.recipe import RunConfig
 from trainer.errors import RemoteError
@@ -88,7 +88,12 @@ def stage(table: ExampleTable, config: RunConfig, root: Path) -> tuple[int, ...]
     nodes = tuple(numbers[name] for name in names)
     share = shares_of_nodes(nodes, len(table))[nodes[rank()]]
     shards, is_first = table.shards_of(share.start, share.stop), share.ranks[0] == rank()
-    _on_every_rank(lambda: require_room(folder, shards) if is_first else None)
+
+    def look_for_room() -> None:
+        if is_first:
+            require_room(folder, shards)
+
+    _on_every_rank(look_for_room)
     table.staging = Staging(str(folder), share.start, share.stop)
     if is_first:
         copying = worker_context().Process(target=copy_shards, args=(table,), daemon=True)
