@@ -256,8 +256,7 @@ class PrivacyPlan(PlanChoices):
         if self.arithmetic == "certified":  # its sampler is exact: any number of standard deviations can come
             return 0.0
         one = self.release_group(self.max_intents)
-        inclusions = one.sample_rate * one.count
-        return noise_tail_delta(self.noise_source, one.noise_multiplier, inclusions, rows=self.bands)
+        return noise_tail_delta(self.noise_source, one.noise_multiplier, one.sample_rate * one.count, rows=self.bands)
 
     @property
     def accounted_delta(self) -> float:

@@ -120,9 +120,14 @@ def is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def parsed(text: bytes) -> Any:
-    """JSON whose numbers are finite and of sensible length, and whose keys differ; ValueError for anything else."""
-    rules: dict[str, Any] = {"parse_constant": _refuse, "parse_int": _whole, "parse_float": _finite}
+def parsed(text: bytes, *, with_nan: bool = False) -> Any:
+    """JSON whose numbers are finite and of sensible length, and whose keys differ; ValueError for anything else.
+
+    Args:
+        with_nan: also takes NaN and Infinity, which held-out losses may be.
+    """
+    rules: dict[str, Any] = {"parse_int": _whole, "parse_float": _finite}
+    rules |= {} if with_nan else {"parse_constant": _refuse}
     try:
         return json.loads(text.decode(), object_pairs_hook=_unique, **rules)
     except (RecursionError, UnicodeDecodeError) as error:
@@ -430,6 +435,7 @@ def read_ledger(path: Path, most: int | None = None) -> Ledger:
     attempts: Counter[int] = Counter()
     furthest = 0
     ended = False  # nothing can follow `close` and its signature
+    unsigned = False  # the last record is a checkpoint, whose signature only a crash can prevent
     torn_run: list[bool] = []  # of the torn lines that wait for their `repair`: whether each was charged
     known: dict[Releases, Releases] = {}  # equal releases once: a ledger may have a million intents
 
@@ -481,6 +487,11 @@ def read_ledger(path: Path, most: int | None = None) -> Ledger:
             require(not ledger.closed or kind in ("signature", "repair"), "a record after `close`")
             require(not ended, "a record after the end")
             require((kind == "repair") == bool(torn_run), "a `repair` follows torn lines, and nothing else does")
+            require(
+                not (unsigned and key) or kind in ("signature", "session", "repair"),
+                "the checkpoint in the line before is not signed",
+            )
+            unsigned = kind == "checkpoint"
             ledger.other_times += seq > 0 and time != ledger.opened["time_utc"]
             if kind == "open":
                 require(record.get("format") == 1, "the ledger's format is not 1")
@@ -1226,7 +1237,7 @@ def check_checkpoints(folder: Folder) -> str:
         raise BadInput("checkpoints: is no folder")
     names = sorted(entry.name for entry in os.scandir(folder.path / "checkpoints") if entry.name.startswith("step-"))
     require(len(names) <= 10_000, "checkpoints/ holds more than 10,000 checkpoints")
-    recorded = {(step, digest) for _, step, _, digest in ledger.checkpoints}
+    recorded = {(step, digest): line for line, step, _, digest in ledger.checkpoints}
     starts = [line for line, _ in ledger.sessions]
     undecided, hashed = [], 0
     for name in names:
@@ -1266,6 +1277,8 @@ def check_checkpoints(folder: Folder) -> str:
             later = any(line < at < end for at, *_ in ledger.checkpoints) or ledger.closed
             require(not later, f"{name}: manifest.json is not the one that the ledger recorded")
             undecided.append(f"{name}: the ledger has no record of it, as after a crash between the two")
+        elif plan["enabled"] and ledger.fingerprint and recorded[step, digest] >= ledger.signed:
+            undecided.append(f"{name}: the ledger's record of it is not signed: anybody can have added it")
         files = manifest.get("files", {})
         require(isinstance(files, dict) and len(files) <= 100_000, f"{name} lists its files")
         unlisted = sorted({entry.name for entry in os.scandir(place)} - {"manifest.json", *files})
@@ -1306,10 +1319,12 @@ def check_metrics(folder: Folder) -> str:
         for number_of_line, line in enumerate(lines_of(folder.path / file), start=1):
             where, lines = f"{file}: line {number_of_line}", lines + 1
             try:
-                entry = parsed(line)
-            except ValueError:
+                entry = parsed(line, with_nan=True)
+            except json.JSONDecodeError:  # cut off by a crash
                 torn += 1
                 continue
+            except ValueError as error:  # what other readers would read, each in its own way
+                raise Violated(f"{where}: {shown(error)}") from error
             require(isinstance(entry, dict) and type(entry.get("step")) is int, f"{where} has no step")
             step, charged, claim = entry["step"], entry.get("privacy/charged_attempts"), entry.get("privacy/epsilon")
             require(

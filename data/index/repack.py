@@ -1,13 +1,14 @@
 """Writes shards anew: every example whole and in one place, shards of the size that is asked for, and nothing lost in silence.
 
 Headers are read first, from all shards; then members are copied as they are, with their headers. Memory holds the names of
-one shard, 16 bytes per example of all, and the names of what lies in several shards; it never holds a payload.
+one shard, some 50 bytes per example of all, and the names of what lies in several shards; it never holds a payload.
 
 What cannot be read as a member (a header of zeros, a cut-off tail) is lost, and so may be the members of the examples next to it.
 Both are refused, or left out and counted where the caller accepts that.
 """
 
 import hashlib
+import itertools
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -64,7 +65,7 @@ class Example(NamedTuple):
 
     @property
     def extensions(self) -> frozenset[str]:
-        return frozenset().union(*(run.extensions for run in self.runs))
+        return frozenset[str]().union(*(run.extensions for run in self.runs))
 
 
 class Found(NamedTuple):
@@ -225,7 +226,10 @@ def _find(shards: Sequence[Path], number: int, accept_loss: bool) -> Found:
 
 def _split_over_shards(shards: Sequence[Path], accept_loss: bool) -> dict[bytes, list[Run]]:
     """The members of all examples that lie in several shards, by their keys; none of one that is next to lost bytes somewhere."""
-    hashes, sets, counts, numbers = [], [], [], {}
+    hashes: list[np.ndarray] = []
+    sets: list[np.ndarray] = []
+    counts: list[int] = []
+    numbers: dict[frozenset[str], int] = {}
     for number in range(len(shards)):
         found = _find(shards, number, accept_loss)
         examples = found.examples + found.unsure
@@ -241,9 +245,12 @@ def _split_over_shards(shards: Sequence[Path], accept_loss: bool) -> dict[bytes,
     hash_N, set_N, shard_N = hash_N[order], set_N[order], shard_N[order]
     # A key that every shard counts anew comes back with extensions that it had before; parts have none in common.
     repeats = np.flatnonzero((hash_N[1:] == hash_N[:-1]) & (shard_N[1:] != shard_N[:-1]) & (set_N[1:] != set_N[:-1]))
-    suspects = {
-        int(hash_N[at]): None for at in repeats.tolist() if not extensions[set_N[at]] & extensions[set_N[at + 1]]
-    }
+    suspects: set[int] = set()
+    for again in np.unique(hash_N[repeats]):
+        first, stop = (int(np.searchsorted(hash_N, again, side=side)) for side in ("left", "right"))
+        of_key = np.unique(set_N[first:stop]).tolist()
+        if any(not extensions[one] & extensions[two] for one, two in itertools.combinations(of_key, 2)):
+            suspects.add(int(again))
     apart: dict[bytes, list[Run]] = {}
     unsure: set[bytes] = set()
     concerned = np.unique(shard_N[np.isin(hash_N, np.array(list(suspects), dtype=np.uint64))]).tolist()
@@ -307,7 +314,7 @@ def _write(
         crc32s: list[int] = []
         extensions_of: dict[bytes, frozenset[str]] = {}
         last: bytes | None = None
-        with named_when_whole(path) as temporary, open(temporary, "wb") as file:
+        with named_when_whole(path, 0o600) as temporary, open(temporary, "wb") as file:
             while waiting is not None:
                 size = sum(end - start for run in waiting.runs for start, end in run.spans)
                 key, extensions = waiting.key, waiting.extensions

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from privacy.errors import PrivacyConfigError
@@ -16,7 +17,8 @@ Task = Callable[..., Tensor]
 Place = tuple[str, str]
 """Path of a module, and an attribute of it."""
 Structure = dict[Place, object]
-SIMPLE = (bool, int, float, str, type(None))
+SIMPLE = frozenset([bool, int, float, str, type(None), torch.dtype])
+FUNCTIONS = frozenset([types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial])
 
 HOW = (
     "call privacy.clipping.selfcheck.check_against_autograd(model, made_up_inputs) before the first micro-batch, on made-up "
@@ -52,8 +54,11 @@ def note_passed(
     _PASSED.setdefault(model, []).append(_Passed(before, moving, frozenset(inputs), reference))
 
 
-def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor]) -> None:
+def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], made_for: list[object]) -> None:
     """Only the names of the inputs are looked at, never their values.
+
+    Args:
+        made_for: `trained(model)` when the clipper was made.
 
     Raises:
         PrivacyConfigError: the model has not passed the self-check, or has changed since, or passed with something else.
@@ -82,6 +87,11 @@ def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor]) -
             "frozen or unfrozen, given a hook or another attribute, or model.train() or model.eval() was called): check the "
             f"model as it is trained; {HOW}"
         )
+    if trained(model) != made_for:
+        raise PrivacyConfigError(
+            "since this sum was made, parameters of its model were frozen, unfrozen, exchanged or given another dtype: make a "
+            "new one"
+        )
 
 
 def structure(model: nn.Module) -> Structure:
@@ -94,15 +104,21 @@ def structure(model: nn.Module) -> Structure:
     for path, module in model.named_modules():
         found[path, ""] = (type(module), id(module))
         for name, value in vars(module).items():
-            if isinstance(value, SIMPLE) or (isinstance(value, tuple) and all(isinstance(x, SIMPLE) for x in value)):
+            kind = type(value)
+            if kind in SIMPLE or (kind is tuple and all(type(x) in SIMPLE for x in value)):
                 found[path, name] = value
-            elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+            elif kind in FUNCTIONS:
                 found[path, name] = id(value)
-            elif name.endswith("ward_hooks") or name.endswith("ward_pre_hooks"):
+            elif name.endswith(("ward_hooks", "ward_pre_hooks")):
                 found[path, name] = [id(hook) for hook in value.values() if not _is_ours(hook)]
         for name, p in module.named_parameters(recurse=False):
-            found[path, name] = (id(p), p.requires_grad)
+            found[path, name] = (id(p), p.requires_grad, p.dtype)
     return found
+
+
+def trained(model: nn.Module) -> list[object]:
+    """The parameters that a clipper of this model, as it is now, is made for."""
+    return [(id(p), p.dtype) for p in model.parameters() if p.requires_grad]
 
 
 def _is_ours(hook: object) -> bool:

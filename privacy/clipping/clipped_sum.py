@@ -23,10 +23,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
 from privacy.clipping.accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
 from privacy.clipping.blanking import needs_blanking
-from privacy.clipping.checked import require_passed
+from privacy.clipping.checked import require_passed, trained
 from privacy.clipping.compiled import compiled_weights
 from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
@@ -37,8 +37,8 @@ from privacy.clipping.recorder import Call, Forward, Recorder, Task
 from privacy.errors import PrivacyConfigError
 from privacy.releases import Release, step_releases
 
-SMALLEST_BOUND, LARGEST_BOUND = 1e-20, 1e20
-"""Of C. Below, the squares of all gradients that pass unclipped underflow; above, nothing is clipped that does not overflow."""
+NEVER_CLIPS = 1e20
+"""Of C: nothing is clipped above it that does not overflow."""
 
 Mode = Literal["bookkeeping", "two_pass", "certified"]
 Parts = list[Contribution]
@@ -83,7 +83,7 @@ class ClippedSum:
 
     Raises:
         PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or `adaptive` without `flat`; or C
-            outside SMALLEST_BOUND to LARGEST_BOUND.
+            outside SMALLEST_BOUND to NEVER_CLIPS.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class ClippedSum:
             )
         shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self.mode = mode
-        self._to_be_checked = model if self_check else None
+        self._to_be_checked, self._made_for = (model if self_check else None), trained(model)
         self._recorder = Recorder(claims(model, shapes), compiled_weights(model))
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        first = next(iter(trained.values()))
-        wide = {wide_dtype(p.dtype): name for name, p in trained.items()}
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        first = next(iter(parameters.values()))
+        wide = {wide_dtype(p.dtype): name for name, p in parameters.items()}
         if len(wide) > 1:  # a product of fp64 layers may overflow a sum in fp32
             raise PrivacyConfigError(
                 f"{' and '.join(sorted(wide.values()))} are of dtypes whose sums have different precision: train a model in "
@@ -119,8 +119,8 @@ class ClippedSum:
             type(p) is nn.Parameter and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
             for name, p in model.named_parameters()
         )
-        self._names, self._dtype, self._device = list(trained), wide_dtype(first.dtype), device or first.device
-        self.accumulator = accumulator({name: shapes[name] for name in trained}, self._dtype, self._device)
+        self._names, self._dtype, self._device = list(parameters), wide_dtype(first.dtype), device or first.device
+        self.accumulator = accumulator({name: shapes[name] for name in parameters}, self._dtype, self._device)
         self._make_function = function
         self.adaptive = adaptive
         self._set_bound(max_grad_norm)
@@ -136,10 +136,10 @@ class ClippedSum:
         self.zero_()
 
     def _set_bound(self, value: float) -> None:
-        if not (SMALLEST_BOUND <= value <= LARGEST_BOUND or value == math.inf):
+        if not (SMALLEST_BOUND <= value <= NEVER_CLIPS or value == math.inf):
             raise PrivacyConfigError(
-                f"max_grad_norm must be between {SMALLEST_BOUND:g} and {LARGEST_BOUND:g}, where norms in fp32 neither underflow "
-                f"nor overflow, or inf for no clipping; not {value}"
+                f"max_grad_norm must be between {SMALLEST_BOUND:g}, below which products in fp32 may underflow, and "
+                f"{NEVER_CLIPS:g}, above which norms overflow, or inf for no clipping; not {value}"
             )
         self._max_grad_norm = value
         self._function = self._make_function(self._names, value)
@@ -191,7 +191,7 @@ class ClippedSum:
             PrivacyConfigError: the model has not passed the self-check; or a layer's call cannot be split by example.
         """
         if self._to_be_checked is not None:
-            require_passed(self._to_be_checked, task, inputs)
+            require_passed(self._to_be_checked, task, inputs, self._made_for)
         size = len(is_padding_B)
         if size > EXAMPLES_PER_PART:
             cuts = [slice(start, start + EXAMPLES_PER_PART) for start in range(0, size, EXAMPLES_PER_PART)]

@@ -177,10 +177,9 @@ State = TypeVar("State", bound=ChainState)
 
 
 def read_chain(data: bytes, state: ChainState, name: str) -> bytes:
-    """Takes every whole line of a file into a new state and returns the unterminated last bytes, which are checked too.
+    """Takes every whole line into a new state and returns the unterminated last bytes, which are checked too.
 
-    Raises:
-        PrivacyStateRefused: the chain breaks; names file and line.
+    PrivacyStateRefused names file and line where the chain breaks.
     """
     *lines, tail = data.split(b"\n")
     if not lines:
@@ -234,11 +233,7 @@ class AppendOnly:
         os.close(self._descriptor)
 
     def lock(self, patience: float) -> None:
-        """Waits until no other process holds the file's lock, and holds it until `release`.
-
-        Raises:
-            PrivacyStateRefused: another one has it after `patience` seconds.
-        """
+        """Waits until no other process holds the file's lock, and holds it; PrivacyStateRefused after `patience` seconds."""
         deadline = time.monotonic() + patience
         while True:
             try:
@@ -308,7 +303,7 @@ class ChainFile(Generic[State]):
         mirror: chooses the mirror, or none, from the verified state.
         patience: seconds to wait for another program that holds the file's lock; this object holds it until `release`.
         makes_mirror: whether a mirror that is not there yet may be made.
-        mended: False writes nothing until `mend` is called, which comes before the first `append`.
+        mended: False writes nothing before `mend` is called.
 
     Raises:
         PrivacyStateRefused: the chain breaks (the line is named), or file and mirror do not fit together. Nothing was written.
@@ -336,16 +331,13 @@ class ChainFile(Generic[State]):
             second = mirror(state)
             self._new_mirror = second if makes_mirror and second is not None and not second.exists() else None
             if second is not None and self._new_mirror is None:
-                copy = AppendOnly(second, "mirror")
-                self._files.append(copy)
-                copied = copy.read()
+                self._files.append(AppendOnly(second, "mirror"))
+                copied = self._files[1].read()
                 # A crash costs a mirror the end of the last line, or leaves zeros there; a mirror that is new may be all behind.
                 intact = data.rfind(b"\n", 0, -1) + 1 if state.mirrored else 0
                 if len(copied) < intact and data.startswith(copied):
-                    raise PrivacyStateRefused(
-                        f"{second}: the mirror lacks more than the last line of {path}: the mirror was cut, or the ledger's last "
-                        "lines are not its own"
-                    )
+                    why = "the mirror was cut, or the ledger's last lines are not its own"
+                    raise PrivacyStateRefused(f"{second}: the mirror lacks more than the last line of {path}: {why}")
                 is_torn_copy = all(byte in (0, own) for byte, own in zip(copied[intact:], data[intact:], strict=False))
                 if len(copied) > len(data) or copied[:intact] != data[:intact] or not is_torn_copy:
                     relation = "is longer than" if copied.startswith(data) else "differs from"

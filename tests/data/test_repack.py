@@ -150,6 +150,11 @@ def test_members_of_which_nobody_knows_the_example_are_refused(tmp_path: Path) -
         path.write_bytes(archive(content))
         with pytest.raises(DataError, match="'a' comes back with parts of an example"):
             repack([path], tmp_path / "out", shard_bytes=MIB)
+    three = tmp_path / "u.tar"
+    for content, place in (([picture], path), ([picture, text], two), ([text], three)):
+        place.write_bytes(archive(content))
+    with pytest.raises(DataError, match="'a' comes back"):
+        repack([path, two, three], tmp_path / "out", shard_bytes=MIB)
     path.write_bytes(archive([picture, picture]))
     two.write_bytes(archive([text, ("b.txt", b"3"), text]))
     with pytest.raises(DataError, match="'a' comes back"):

@@ -48,9 +48,14 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
             f"warning: the warm-up takes {warmup} steps and the run {plan.num_steps}: the learning rate never reaches its peak "
             "(schedule.warmup_steps)"
         )
-    if plan.formal_guarantee:
-        for words, count in (("as planned", plan.num_steps), ("with the whole reserve", plan.max_intents)):
-            print(f"{_claim(run, count)}, {words}")
+    planned, whole = run.ledger.claim(plan.num_steps), run.ledger.claim(plan.max_intents)
+    if planned is not None and whole is not None:
+        own = run.ledger.epsilon(plan.max_intents)
+        behind = "" if own == whole[0] else f"; of it, this run alone spends at most {rounded_up(own or 0.0)}"
+        print(
+            f"epsilon planned {rounded_up(planned[0])}, with the whole reserve {rounded_up(whole[0])}, at delta {whole[1]:.3g}"
+            f"{behind}"
+        )
     else:
         print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
     if run.ledger.fingerprint is not None:
@@ -95,9 +100,9 @@ def few_cpus(cpus: Sequence[int], hosts: Sequence[str], num_workers: int) -> str
     )
 
 
-def _claim(run: Run, num_charged: int | None = None) -> str:
-    """What the weights carry after so many attempts, or after those that are charged; epsilons are rounded up."""
-    claim, own = run.ledger.claim(num_charged), run.ledger.epsilon(num_charged)
+def _claim(run: Run) -> str:
+    """What the weights carry for everything charged, rounded up."""
+    claim, own = run.ledger.claim(), run.ledger.epsilon()
     if claim is None or own is None:
         return "no formal guarantee"
     delta, words = run.mechanism.plan.target_delta, f"epsilon {rounded_up(claim[0], 4)} at delta {claim[1]:g}"

@@ -88,7 +88,12 @@ def stage(table: ExampleTable, config: RunConfig, root: Path) -> tuple[int, ...]
     nodes = tuple(numbers[name] for name in names)
     share = shares_of_nodes(nodes, len(table))[nodes[rank()]]
     shards, is_first = table.shards_of(share.start, share.stop), share.ranks[0] == rank()
-    _on_every_rank(lambda: require_room(folder, shards) if is_first else None)
+
+    def look_for_room() -> None:
+        if is_first:
+            require_room(folder, shards)
+
+    _on_every_rank(look_for_room)
     table.staging = Staging(str(folder), share.start, share.stop)
     if is_first:
         copying = worker_context().Process(target=copy_shards, args=(table,), daemon=True)

@@ -260,7 +260,7 @@ def _build_run(
     offloads = setup.machine.offload_optimizer or (setup.engine_name == "fsdp" and setup.machine.offload_param)
     loader = _loader(setup, table, first_step)
     average = WeightAverage(engine, config.train.ema_decay, resumed) if config.train.ema_decay else None
-    # From here on nothing is refused, and not before anything is written.
+    # Nothing was written so far, so that a refused start changes nothing; from here on no check is left that refuses it.
     on_main(folder.begin)
     if resumed is not None:
         kept = resumed.path.name

@@ -91,6 +91,16 @@ def trimmed(m: Net, h: Tensor) -> Tensor:
     return h[:, :longest].mean(1, keepdim=True)
 
 
+def share_of_tokens(m: Net, h: Tensor) -> Tensor:
+    """Losses over the number of tokens of the whole micro-batch, as a mean over tokens has it."""
+    return h * m.x.ne(0).double().mean().to(h.dtype)
+
+
+def all_or_nothing(m: Net, h: Tensor) -> Tensor:
+    """A micro-batch in which anything is not finite counts for nothing."""
+    return h if h.isfinite().all() else torch.zeros_like(h)
+
+
 def rounded_by_batch(m: Net, h: Tensor) -> Tensor:
     """8-bit numbers with one scale for the whole tensor."""
     scale = h.detach().abs().max() / 127
@@ -183,6 +193,8 @@ WRONG: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "scale_of_the_tensor": rounded_by_batch,
     "capacity": capacity,
     "trimmed": trimmed,
+    "share_of_tokens": share_of_tokens,
+    "all_or_nothing": all_or_nothing,
     "remembered": remembered,
     "reassigned": reassigned,
     "counted": counted,

@@ -10,7 +10,7 @@ from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
 from tests.privacy.clipping.mixing import RIGHT, STRENGTHS, WRONG, Net, made_up
 
-LIMITS = ("capacity", "trimmed")
+LIMITS = ("capacity", "trimmed", "share_of_tokens")
 """What they do is seen in losses only, to 1e-3 where values are narrowed to float32."""
 
 
