@@ -9,30 +9,24 @@ of workers.
 import contextlib
 import itertools
 import math
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from data.batch import Batch
 from data.errors import DataError, DecodeError, ReadError
 from data.examples.examples import MakeExample
 from data.index.tar_index import ExampleTable
+from data.reading import workers
 from data.reading.bucketing import by_caption_length, cut_to_longest, require_captions
 from data.reading.reader import RawExample, TarReader
 from data.reading.staging import StagedStorage
-
-_PRELOAD = ["data.reading.worker_signals", "torch", "PIL.Image", "tokenizers", "data.reading.loader"]
+from data.reading.workers import data_loader, end_with_parent
 
 
 class StepPlan(NamedTuple):
@@ -69,12 +63,6 @@ class Failure(NamedTuple):
     message: str
 
 
-LOOK_EVERY = 5.0
-"""Seconds between two looks at the workers."""
-_stopped: list[int] = []
-"""Workers that were stopped, and were ended for that."""
-
-
 class Prefetched:
     """Takes micro-batches from workers, and the time that this takes.
 
@@ -101,8 +89,8 @@ class Prefetched:
         except (RuntimeError, ConnectionError, EOFError) as error:  # torch's own, or from taking a tensor from a worker
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
-            if _stopped:
-                raise ReadError(f"a data worker was stopped (SIGSTOP to process {_stopped[0]})") from error
+            if workers.stopped:
+                raise ReadError(f"a data worker was stopped (SIGSTOP to process {workers.stopped[0]})") from error
             raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
         finally:
             self.data_wait += time.perf_counter() - start
@@ -350,33 +338,6 @@ class _Requests(Sampler):
                 yield MicroBatchRequest(ids[some], keys[some], rows[some] % size)
 
 
-def worker_context() -> Any:
-    """How data workers start: from a small server that has loaded what they need, never from a process with threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
-
-
-def end_with_parent(_worker: int) -> None:
-    """Ends this worker when its trainer is gone, however that ended.
-
-    torch's own watchdog compares parent ids; a worker's parent is the fork server, which lives as long as its workers.
-    """
-    from data.reading.worker_signals import leave_to_trainer  # importing it has an effect that only a worker may have
-
-    leave_to_trainer()
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    sentinel = parent.sentinel
-
-    def wait_and_exit() -> None:
-        multiprocessing.connection.wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=wait_and_exit, daemon=True).start()
-
-
 def copy_shards(table: ExampleTable) -> None:
     """Copies the shards of this node, in a process of its own. What fails is reported by the reader that needs it."""
     end_with_parent(0)
@@ -384,49 +345,3 @@ def copy_shards(table: ExampleTable) -> None:
     assert isinstance(storage, StagedStorage)
     with contextlib.suppress(ReadError):
         storage.stage_all()
-
-
-def data_loader(
-    dataset: Dataset, sampler: Sampler | None, num_workers: int, prefetch_factor: int | None, pin_memory: bool
-) -> DataLoader:
-    """torch's loader of what is batched already, with workers that end with their trainer."""
-    if num_workers and not any(thread.name == "workers" for thread in threading.enumerate()):
-        threading.Thread(target=end_stopped_workers, name="workers", daemon=True).start()
-    return DataLoader(
-        dataset,
-        sampler=sampler,
-        batch_size=None,
-        collate_fn=as_is,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor,
-        multiprocessing_context=worker_context() if num_workers else None,
-        pin_memory=pin_memory,
-        worker_init_fn=end_with_parent,
-    )
-
-
-def end_stopped_workers() -> None:
-    """Ends workers of this process that a signal has stopped (SIGSTOP), for ever; to be run by a thread.
-
-    The trainer may wait for such a worker in more than one way, and none of them would end; and the worker would outlive it.
-    """
-    before: set[int] = set()
-    while True:
-        time.sleep(LOOK_EVERY)
-        now = {worker.pid for worker in multiprocessing.active_children() if worker.pid and _is_stopped(worker.pid)}
-        for pid in now & before:  # with the whole job, by Ctrl-Z, it goes on as soon as this process does
-            _stopped.append(pid)
-            os.kill(pid, signal.SIGKILL)
-        before = now
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:  # it has ended, or this system has no /proc
-        return False
-
-
-def as_is(batch: Any) -> Any:
-    """Keeps torch from converting anything; a named function can be pickled."""
-    return batch

@@ -21,8 +21,9 @@ from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples.examples import MakeExample
 from data.index.shard import walk_shard
-from data.reading.loader import Failure, Prefetched, StepPlan, data_loader, stack_examples
+from data.reading.loader import Failure, Prefetched, StepPlan, stack_examples
 from data.reading.reader import IMAGE_EXTENSIONS, RawExample
+from data.reading.workers import data_loader
 
 Keyed = tuple[RawExample, int]
 

@@ -22,7 +22,7 @@ from data.examples.examples import CaptionExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.tar_index import ExampleTable
-from data.reading import loader as loader_module
+from data.reading import workers
 from data.reading.loader import Loader, StepPlan, batched_name, eval_batches
 from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
@@ -178,8 +178,8 @@ class Waiter:
 def test_a_worker_that_stands_still_or_has_no_memory(
     table: ExampleTable, key: int, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader_module, "LOOK_EVERY", 0.5)
-    monkeypatch.setattr(loader_module, "_stopped", [])
+    monkeypatch.setattr(workers, "LOOK_EVERY", 0.5)
+    monkeypatch.setattr(workers, "stopped", [])
     plan = StepPlan(0, np.array([1]), np.array([key], dtype=np.uint64), 1)
     with pytest.raises(error, match=said) as caught:
         list(Loader(table, Waiter(), micro_batch_size=1, num_workers=1).steps(iter([plan])))
@@ -298,7 +298,7 @@ FORK_SERVER = """
 if __name__ == "__main__":
     import os, signal, sys
     sys.path.insert(0, sys.argv[1])
-    from data.reading.loader import worker_context
+    from data.reading.workers import worker_context
     with worker_context().Pool(1) as pool:
         server = pool.apply(os.getppid)
         status = open(f"/proc/{server}/status").read()
