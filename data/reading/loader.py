@@ -26,7 +26,7 @@ from data.reading import workers
 from data.reading.bucketing import by_caption_length, cut_to_longest, require_captions
 from data.reading.reader import RawExample, TarReader
 from data.reading.staging import StagedStorage
-from data.reading.workers import data_loader, end_with_parent
+from data.reading.workers import data_loader, end_with_parent, shared
 
 
 class StepPlan(NamedTuple):
@@ -203,7 +203,7 @@ class MicroBatches(Dataset):
     def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
         try:
             batch = make_batch(self._reader, self._make_example, request, self._micro_batch_size)
-            return cut_to_longest(batch) if self._cut_captions else batch
+            return shared(cut_to_longest(batch) if self._cut_captions else batch)
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
         except MemoryError:

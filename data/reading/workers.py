@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from data.batch import Batch
+from data.errors import ReadError
 
 _PRELOAD = ["data.reading.worker_signals", "torch", "PIL.Image", "tokenizers", "data.reading.loader"]
 LOOK_EVERY = 5.0
@@ -62,6 +65,27 @@ def data_loader(
         pin_memory=pin_memory,
         worker_init_fn=end_with_parent,
     )
+
+
+def shared(batch: Batch) -> Batch:
+    """Moves a micro-batch of a worker to shared memory, on its way to the trainer.
+
+    Torch would do so in a thread of its own that prints what went wrong and loses the micro-batch, for which the trainer would
+    wait for ever.
+
+    Raises:
+        ReadError: there is too little memory.
+    """
+    if get_worker_info() is not None:
+        try:
+            for tensor in (*batch.inputs.values(), batch.is_padding_B):
+                tensor.share_memory_()
+        except RuntimeError as error:
+            reason = str(error).split("\n")[0]
+            raise ReadError(
+                f"a data worker has no shared memory for a micro-batch ({reason}); use fewer workers"
+            ) from error
+    return batch
 
 
 def end_stopped_workers() -> None:
