@@ -6,7 +6,6 @@ ranks with equally many micro-batches pull in lockstep and pulling may communica
 of workers.
 """
 
-import contextlib
 import itertools
 import math
 import time
@@ -25,8 +24,7 @@ from data.index.tar_index import ExampleTable
 from data.reading import workers
 from data.reading.bucketing import by_caption_length, cut_to_longest, require_captions
 from data.reading.reader import RawExample, TarReader
-from data.reading.staging import StagedStorage
-from data.reading.workers import data_loader, end_with_parent, shared
+from data.reading.workers import data_loader, shared
 
 
 class StepPlan(NamedTuple):
@@ -336,12 +334,3 @@ class _Requests(Sampler):
             bounds = np.searchsorted(rows // size, np.arange(plan.num_micro_batches + 1))
             for some in map(slice, bounds[:-1], bounds[1:]):
                 yield MicroBatchRequest(ids[some], keys[some], rows[some] % size)
-
-
-def copy_shards(table: ExampleTable) -> None:
-    """Copies the shards of this node, in a process of its own. What fails is reported by the reader that needs it."""
-    end_with_parent(0)
-    storage = table.storage()
-    assert isinstance(storage, StagedStorage)
-    with contextlib.suppress(ReadError):
-        storage.stage_all()

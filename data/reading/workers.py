@@ -1,5 +1,6 @@
-"""Data workers: how they start, that they end with their trainer, and what becomes of one that stands still."""
+"""Processes that read for a trainer: how they start and end, and what becomes of one that stands still."""
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from data.batch import Batch
 from data.errors import ReadError
+from data.index.tar_index import ExampleTable
+from data.reading.staging import StagedStorage
 
 _PRELOAD = ["data.reading.worker_signals", "torch", "PIL.Image", "tokenizers", "data.reading.loader"]
 LOOK_EVERY = 5.0
@@ -46,6 +49,15 @@ def end_with_parent(_worker: int) -> None:
         os._exit(1)
 
     threading.Thread(target=wait_and_exit, daemon=True).start()
+
+
+def copy_shards(table: ExampleTable) -> None:
+    """Copies the shards of this node, in a process of its own. What fails is reported by the reader that needs it."""
+    end_with_parent(0)
+    storage = table.storage()
+    assert isinstance(storage, StagedStorage)
+    with contextlib.suppress(ReadError):
+        storage.stage_all()
 
 
 def data_loader(
