@@ -336,9 +336,9 @@ def draw(held: Mapping[str, Sequence[Mapping[str, Any]]], thresholds: Mapping[st
         axis.set_title(f"{kind.replace('_', ' ')}, threshold {threshold:g}", fontsize=10)
         axis.grid(color="#dddddd", which="major")
         axis.set_axisbelow(True)
+        axis.minorticks_off()
     panels[0].set_ylabel("held-out loss / loss without looking")
     panels[0].set_yticks([0.4, 0.6, 0.9, 1.5, 2.5], ["0.4", "0.6", "0.9", "1.5", "2.5"])
-    panels[0].minorticks_off()
     for name, _, _, color in bands:
         panels[-1].scatter([], [], color=color, label=name)
     panels[-1].scatter([], [], edgecolors="#666666", facecolors="none", label="outside the grid")
