@@ -5,15 +5,18 @@ python launch_scripts/plan.py --num_examples 233000000 --expected_batch_size 131
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml [section.key=value ...] [--json]
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --ds_config ds_configs/zero3_bf16.json --world_size 128 \
     --gpu a100-80gb [--json]
+python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --bands auto [--json]
 The first computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for. The
 second gives what training with the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third
-adds memory per rank, the largest micro-batch, FLOP, time, traffic and reads (docs/planning.md).
+adds memory per rank, the largest micro-batch, FLOP, time, traffic and reads (docs/planning.md). The fourth asks what correlated
+noise would buy at the same epsilon (docs/correlated_noise.md); training with it is not supported yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from privacy.card.text import rounded_up
 from privacy.errors import PrivacyConfigError
 from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command
@@ -37,7 +41,18 @@ if TYPE_CHECKING:
     from trainer.planner.batches import Examples
 
 ROOT = Path(__file__).resolve().parents[1]
-_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "efficiency", "gpus_per_node", "network_gbits", "bytes_per_example")
+_RESOURCE_OPTIONS = (
+    "world_size",
+    "gpu",
+    "engine",
+    "efficiency",
+    "gpus_per_node",
+    "network_gbits",
+    "bytes_per_example",
+    "decoded_per_second",
+    "store_gbits",
+    "request_price",
+)
 
 
 class PrivacyPart(Options):
@@ -59,6 +74,8 @@ class PrivacyPart(Options):
     """default 1 / (2 N)"""
     arithmetic: Literal["floating", "certified"] | None = None
     """how clipped gradients are added up (docs/certified.md); default floating"""
+    bands: Annotated[str | None, Shown("auto|b")] = None
+    """plan correlated noise of b bands, or of the best number, for the same epsilon (docs/correlated_noise.md)"""
     cap: bool = False
     """cut batches at B + 8 sqrt(B) and charge the truncation"""
     reserve: Annotated[int | None, Shown("K")] = None
@@ -102,6 +119,12 @@ class PlanOptions(PrivacyPart):
     """Gb/s per GPU to other nodes; default likewise"""
     bytes_per_example: Annotated[float | None, Shown("N")] = None
     """default: the index's mean, else 50,000"""
+    decoded_per_second: Annotated[float | None, Shown("N")] = None
+    """examples that one core decodes; default 366"""
+    store_gbits: Annotated[float | None, Shown("X")] = None
+    """Gb/s per node from the place of the shards; default 10"""
+    request_price: Annotated[float | None, Shown("P")] = None
+    """dollars for 1,000 requests to it; default 0.0004"""
 
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
@@ -130,9 +153,8 @@ _CHOICE_KEYS = ("num_examples", "target_epsilon", "delta")
 """What --choose may be given beside a recipe."""
 
 
-def _plan(options: PlanOptions) -> PrivacyPlan:
-    from privacy.plan import make_plan
-
+def _request(options: PlanOptions) -> PlanRequest:
+    """What the options alone ask for, without a recipe."""
     if options.overrides:
         raise PrivacyConfigError(f"{options.overrides[0]!r} changes a recipe: give --recipe")
     sizes = {name: getattr(options, name) for name in ("num_examples", "expected_batch_size", "num_steps")}
@@ -141,7 +163,7 @@ def _plan(options: PlanOptions) -> PrivacyPlan:
             raise PrivacyConfigError(f"--{name} is required (or --recipe)")
     if (options.noise_multiplier is None) == (options.target_epsilon is None):
         raise PrivacyConfigError("give exactly one of --noise_multiplier and --target_epsilon")
-    request = PlanRequest(
+    return PlanRequest(
         **sizes,
         noise_multiplier=options.noise_multiplier,
         target_epsilon=options.target_epsilon,
@@ -151,7 +173,6 @@ def _plan(options: PlanOptions) -> PrivacyPlan:
         cap="default" if options.cap else None,
         allow_small_noise=options.allow_small_noise,
     )
-    return make_plan(request, progress=_report_progress)
 
 
 def _load_recipe(options: PlanOptions) -> RunConfig:
@@ -184,13 +205,13 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         if value is not None and (options.recipe is None or not options.choose):
             needed = "--recipe" if options.recipe is None else "--choose"
             raise ConfigError(f"--{name} is for the choice of a recipe's batch and steps: give {needed} too")
+    if options.parameters is not None and options.recipe is not None:
+        raise ConfigError("--parameters is for a plan without --recipe: those of a recipe are counted")
     parameters, kind = options.parameters, "captioner"
+    planned: PrivacyPlan | None
     if options.recipe is None:
-        planned: PrivacyPlan | None = _plan(options)
-        result = _privacy(planned, options, options.max_examples_per_owner)
+        planned, result = _privacy(_request(options), options, options.max_examples_per_owner, None)
     else:
-        if parameters is not None:
-            raise ConfigError("--parameters is for a plan without --recipe: those of a recipe are counted")
         config, examples = _load_recipe(options), None
         if plans_resources:
             from trainer.planner.batches import examples as known_examples
@@ -201,19 +222,16 @@ def plan(options: PlanOptions) -> dict[str, Any]:
             num_examples = config.data.num_examples or (examples.count if examples else None)
         if num_examples is None and (options.choose or not plans_resources):
             raise PrivacyConfigError(f"recipe {options.recipe} names no data.num_examples: add data.num_examples=N")
+        owned = options.max_examples_per_owner
+        owned = config.privacy.max_examples_per_owner if owned is None else owned
         planned, result = None, {}
         if num_examples is not None:
-            from privacy.plan import make_plan
             from trainer.planner.memory import Trainable
             from trainer.planner.resources import planning_task
 
-            request = _request(options, config, num_examples)
-            planned = make_plan(request, progress=_report_progress)
-            owned = options.max_examples_per_owner
-            owned = config.privacy.max_examples_per_owner if owned is None else owned
-            result = _privacy(planned, options, owned)
-            kind = config.model.kind
-            parameters = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count
+            request = _recipe_request(options, config, num_examples)
+            planned, result = _privacy(request, options, owned, config)
+            parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
             if options.choose:
                 result["choice"] = _choice(options, request, planned, parameters, kind)
         if examples is not None:
@@ -230,11 +248,13 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         return result
     from rich.console import Console
 
-    from trainer.planner.tables import privacy_table, resource_table, scaling_table
+    from trainer.planner.tables import bands_table, privacy_table, resource_table, scaling_table
 
     console = Console()
     if "epsilon_pld" in result:
         console.print(privacy_table(result))
+    if result.get("by_bands") is not None:
+        console.print(bands_table(result["by_bands"], result["bands"]))
     if result.get("scaling_rule") is not None:
         console.print(scaling_table(result["scaling_rule"], result["noise_multiplier"]))
     if "resources" in result:
@@ -244,7 +264,7 @@ def plan(options: PlanOptions) -> dict[str, Any]:
     return result
 
 
-def _request(options: PlanOptions, config: RunConfig, num_examples: int) -> PlanRequest:
+def _recipe_request(options: PlanOptions, config: RunConfig, num_examples: int) -> PlanRequest:
     """What the recipe asks for; with --choose on the data and for the guarantee that the options name."""
     request = config.privacy.request(config.train.num_steps, num_examples)
     if not options.choose:
@@ -274,12 +294,38 @@ def _choice(
     return choose(request, parameters, options.compute, kind=kind).as_json()
 
 
-def _privacy(plan: PrivacyPlan, options: PlanOptions, max_examples_per_owner: int | None) -> dict[str, Any]:
+def _privacy(
+    request: PlanRequest, options: PlanOptions, max_examples_per_owner: int | None, config: RunConfig | None
+) -> tuple[PrivacyPlan, dict[str, Any]]:
+    """The plan, with the bands that are asked for, and what it means.
+
+    A recipe's noise is that of independent noise, so correlated noise is calibrated to the epsilon that this has.
+    """
+    from privacy.plan import make_plan
+    from trainer.planner.bands import at_equal_epsilon, best_bands, by_bands, compare
     from trainer.planner.privacy import summarise
 
-    for line in plan.warnings:
+    rows = None
+    if options.bands == "auto":
+        if request.target_epsilon is None and config is None:
+            raise PrivacyConfigError(
+                "--bands auto chooses the noise: give --target_epsilon in place of --noise_multiplier"
+            )
+        request = at_equal_epsilon(request)
+        rows = by_bands(request, _report_progress)
+        request = replace(request, bands=best_bands(rows))
+    elif options.bands is not None:
+        if not re.fullmatch("[0-9]{1,12}", options.bands):
+            raise PrivacyConfigError(f"--bands is {options.bands!r}; it is a number of bands or auto")
+        bands = int(options.bands)
+        request = replace(request if config is None or bands == 1 else at_equal_epsilon(request), bands=bands)
+    planned = make_plan(request, progress=_report_progress)
+    for line in planned.warnings:
         _warn(line)
-    return summarise(plan, _warn, extras=not options.no_extras, max_examples_per_owner=max_examples_per_owner)
+    if planned.bands > 1:
+        _warn("correlated noise can be planned, but training with it is not supported yet (docs/correlated_noise.md)")
+    result = summarise(planned, _warn, extras=not options.no_extras, max_examples_per_owner=max_examples_per_owner)
+    return planned, result | compare(planned, request, config) | {"by_bands": rows}
 
 
 def _warn(line: str) -> None:
@@ -289,9 +335,10 @@ def _warn(line: str) -> None:
 def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan: PrivacyPlan | None) -> dict[str, Any]:
     from trainer.config.machine import load_machine_settings
     from trainer.planner.hardware import find_gpu
-    from trainer.planner.resources import EFFICIENCY, Cluster, plan_resources
+    from trainer.planner.resources import DECODED_PER_SECOND, EFFICIENCY, Cluster, plan_resources
+    from trainer.planner.staging import REQUEST_PRICE, STORE_GBITS
 
-    for name in ("gpus_per_node", "network_gbits", "bytes_per_example"):
+    for name in _RESOURCE_OPTIONS[4:]:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}; it must be positive")
@@ -307,7 +354,10 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
         gpu=None if options.gpu is None else find_gpu(options.gpu),
         efficiency=efficiency,
         gpus_per_node=options.gpus_per_node,
+        store_gbits=STORE_GBITS if options.store_gbits is None else options.store_gbits,
+        request_price=REQUEST_PRICE if options.request_price is None else options.request_price,
         network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
+        decoded_per_second=options.decoded_per_second or DECODED_PER_SECOND,
     )
     assert options.ds_config is not None
     return plan_resources(config, load_machine_settings(options.ds_config), cluster, examples, plan, ROOT)
@@ -315,7 +365,10 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
     if sys.stderr.isatty():
-        print(f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {epsilon:.4f}", file=sys.stderr)
+        print(
+            f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {rounded_up(epsilon, 4)}",
+            file=sys.stderr,
+        )
 
 
 def main() -> int:

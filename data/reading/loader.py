@@ -6,15 +6,18 @@ ranks with equally many micro-batches pull in lockstep and pulling may communica
 of workers.
 """
 
+import contextlib
 import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +30,7 @@ from data.examples.examples import MakeExample
 from data.index.tar_index import ExampleTable
 from data.reading.bucketing import by_caption_length, cut_to_longest, require_captions
 from data.reading.reader import RawExample, TarReader
+from data.reading.staging import StagedStorage
 
 _PRELOAD = ["data.reading.worker_signals", "torch", "PIL.Image", "tokenizers", "data.reading.loader"]
 
@@ -65,6 +69,12 @@ class Failure(NamedTuple):
     message: str
 
 
+LOOK_EVERY = 5.0
+"""Seconds between two looks at the workers."""
+_stopped: list[int] = []
+"""Workers that were stopped, and were ended for that."""
+
+
 class Prefetched:
     """Takes micro-batches from workers, and the time that this takes.
 
@@ -81,15 +91,18 @@ class Prefetched:
         """The next micro-batch, None after the last; adds the time it took to `data_wait`.
 
         Raises:
-            ReadError: promised bytes could not be read, or a worker died.
+            ReadError: promised bytes could not be read, or a worker died or was stopped.
             DataError: what a worker refused.
+            MemoryError: a worker had too little memory.
         """
         start = time.perf_counter()
         try:
             result = next(results, None)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, ConnectionError, EOFError) as error:  # torch's own, or from taking a tensor from a worker
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
+            if _stopped:
+                raise ReadError(f"a data worker was stopped (SIGSTOP to process {_stopped[0]})") from error
             raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
         finally:
             self.data_wait += time.perf_counter() - start
@@ -205,6 +218,8 @@ class MicroBatches(Dataset):
             return cut_to_longest(batch) if self._cut_captions else batch
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
+        except MemoryError:
+            return Failure(MemoryError, "in a data worker")
 
 
 def make_batch(
@@ -274,7 +289,7 @@ def eval_batches(
     world_size: int = 1,
     *,
     num_examples: int | None = None,
-    shift: int = 0,
+    paired: bool = False,
 ) -> Iterator[Batch]:
     """Held-out examples in order, split over ranks; every rank gets equally many batches, padded at the end.
 
@@ -285,12 +300,19 @@ def eval_batches(
         rank: takes the examples rank, rank + world_size, ...
         world_size: number of ranks.
         num_examples: how many of the first examples count; all by default.
-        shift: begins with this example and goes on with the first after the last, so that every example takes another's place.
+        paired: rows 2k and 2k + 1 hold examples that lie half of the data set apart, so that each can take the other's picture;
+            of an odd number of examples one stands next to padding. B is then rounded down to an even number, at least 2.
     """
     total = len(table) if num_examples is None else min(num_examples, len(table))
-    ids = np.roll(np.arange(total, dtype=np.int64), -shift)[rank::world_size]
+    width = 2 if paired else 1
+    rows = math.ceil(total / width)
+    # Row k holds k, and with pairs k + rows.
+    ids_RW = np.arange(rows)[:, None] + rows * np.arange(width)
+    ids = ids_RW[rank::world_size].ravel()
+    ids = ids[ids < total]  # where the number is odd, the very last is none
+    micro_batch_size = max(micro_batch_size // width, 1) * width
     reader = TarReader(table)
-    for batch in range(math.ceil(total / (micro_batch_size * world_size))):
+    for batch in range(math.ceil(rows * width / (micro_batch_size * world_size))):
         part = ids[batch * micro_batch_size : (batch + 1) * micro_batch_size]
         request = MicroBatchRequest(part, np.zeros(len(part), dtype=np.uint64), np.arange(len(part)))
         yield make_batch(reader, make_example, request, micro_batch_size)
@@ -355,10 +377,21 @@ def end_with_parent(_worker: int) -> None:
     threading.Thread(target=wait_and_exit, daemon=True).start()
 
 
+def copy_shards(table: ExampleTable) -> None:
+    """Copies the shards of this node, in a process of its own. What fails is reported by the reader that needs it."""
+    end_with_parent(0)
+    storage = table.storage()
+    assert isinstance(storage, StagedStorage)
+    with contextlib.suppress(ReadError):
+        storage.stage_all()
+
+
 def data_loader(
     dataset: Dataset, sampler: Sampler | None, num_workers: int, prefetch_factor: int | None, pin_memory: bool
 ) -> DataLoader:
     """torch's loader of what is batched already, with workers that end with their trainer."""
+    if num_workers and not any(thread.name == "workers" for thread in threading.enumerate()):
+        threading.Thread(target=end_stopped_workers, name="workers", daemon=True).start()
     return DataLoader(
         dataset,
         sampler=sampler,
@@ -370,6 +403,28 @@ def data_loader(
         pin_memory=pin_memory,
         worker_init_fn=end_with_parent,
     )
+
+
+def end_stopped_workers() -> None:
+    """Ends workers of this process that a signal has stopped (SIGSTOP), for ever; to be run by a thread.
+
+    The trainer may wait for such a worker in more than one way, and none of them would end; and the worker would outlive it.
+    """
+    before: set[int] = set()
+    while True:
+        time.sleep(LOOK_EVERY)
+        now = {worker.pid for worker in multiprocessing.active_children() if worker.pid and _is_stopped(worker.pid)}
+        for pid in now & before:  # with the whole job, by Ctrl-Z, it goes on as soon as this process does
+            _stopped.append(pid)
+            os.kill(pid, signal.SIGKILL)
+        before = now
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended, or this system has no /proc
+        return False
 
 
 def as_is(batch: Any) -> Any:

@@ -9,7 +9,7 @@ import signal
 
 
 def leave_to_trainer() -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 

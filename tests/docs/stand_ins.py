@@ -103,7 +103,7 @@ def official_vip(project: Path) -> None:
 
 
 def small_study(project: Path) -> None:
-    """The study of the guide with its first two batches, one rate, one seed and few steps."""
+    """The study of the guide with its first two batches, one seed and few steps."""
     path = project / "studies" / "batch_size_dpcap.toml"
     study = path.read_text()
     for key, values in {
@@ -112,7 +112,7 @@ def small_study(project: Path) -> None:
         "privacy.reserved_attempts": [2, 1],
         "schedule.warmup_steps": [1, 1],
         "heldout.every_steps": [2, 1],
-        "optimizer.peak_lr": [2e-3],
+        "train.micro_batch_size": [8, 8],
         "seeds": [0],
     }.items():
         study, count = re.subn(rf"^{key} = \[.*\]", f"{key} = {values}", study, flags=re.M)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from privacy.errors import PrivacyConfigError
 from tests.processes import run_python
+from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DPCAP = "--num_examples 233000000 --expected_batch_size 1310720 --num_steps 5708 --delta 4.2918e-9"
@@ -71,6 +73,80 @@ def test_human_output_with_cap_and_reserve():
         "PRV bracket",
     ):
         assert text in done.stdout
+
+
+BANDS = "--num_examples 2000 --expected_batch_size 200 --num_steps 40 --delta 1e-5 --no_extras"
+
+
+def _in_process(arguments):
+    from launch_scripts import plan
+
+    return plan.plan(plan.parse_args(arguments.split()))
+
+
+def test_correlated_noise_at_equal_epsilon(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    result = _in_process(f"{BANDS} --target_epsilon 4 --bands auto")
+    ratios = {row["bands"]: row["error_ratio"] for row in result["by_bands"]}
+    assert list(ratios) == [1, 2, 4, 8] and ratios[1] == 1.0
+    assert result["bands"] == min(ratios, key=ratios.get) > 1
+    assert result["error_ratio"] == pytest.approx(ratios[result["bands"]], rel=1e-3) and result["error_ratio"] < 1
+    assert result["noise_multiplier"] > result["independent_noise_multiplier"]
+    assert 3.999 <= result["epsilon_pld"] <= 4 and result["epsilon_prv_lower"] <= result["epsilon_pld"]
+    assert result["epochs"] == pytest.approx(4) and result["scaling_rule"] is None
+    shown = capsys.readouterr()
+    for text in ("error ratio", "the best", "which take turns", "past noise"):
+        assert text in shown.out
+    assert (
+        shown.err
+        == "warning: correlated noise can be planned, but training with it is not supported yet (docs/correlated_noise.md)\n"
+    )
+    # The noise that was found, given back: the same epsilon and the same ratio.
+    sigma, bands = result["noise_multiplier"], result["bands"]
+    again = _in_process(f"{BANDS} --noise_multiplier {sigma} --bands {bands} --json")
+    assert again["epsilon_pld"] == result["epsilon_pld"] and json.loads(capsys.readouterr().out) == again
+    assert again["error_ratio"] == pytest.approx(result["error_ratio"], rel=1e-3)
+
+
+def test_one_band_says_what_no_band_says(capsys):
+    alone = _in_process(f"{BANDS} --noise_multiplier 2 --json")
+    assert alone["bands"] == 1 and alone["error_ratio"] == 1.0 and alone["by_bands"] is None
+    assert _in_process(f"{BANDS} --noise_multiplier 2 --bands 1 --json") == alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--noise_multiplier 2 --bands some", "a number of bands or auto"),
+        ("--noise_multiplier 2 --bands -2", "bands"),
+        ("--noise_multiplier 2 --bands 99999999999999", "a number of bands or auto"),
+        ("--noise_multiplier 2 --bands 0", "from 1 to"),
+        ("--noise_multiplier 2 --bands 11", "take 10 bands or fewer"),
+        ("--noise_multiplier 2 --bands auto", "give --target_epsilon"),
+        ("--noise_multiplier 0 --bands 2", "makes no formal claim"),
+        ("--noise_multiplier 2 --bands 2 --arithmetic certified", "need arithmetic 'floating'"),
+    ],
+)
+def test_bands_that_cannot_be_planned_are_refused_in_one_line(arguments, words):
+    with pytest.raises((PrivacyConfigError, ConfigError), match=words) as refused:
+        _in_process(f"{BANDS} {arguments}")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.full
+def test_bands_of_a_recipe_keep_its_epsilon_and_take_memory(capsys):
+    """The recipe's own noise is that of independent noise; its workload and the past noise of a rank are planned too."""
+    arguments = "--recipe recipes/tiny.toml --no_extras --json train.num_steps=40 data.num_examples=2000 "
+    arguments += "privacy.expected_batch_size=200 --ds_config ds_configs/zero3.json --world_size 8"
+    alone, four = (_in_process(f"{arguments}{more}") for more in ("", " --bands 4"))
+    assert alone["noise_multiplier"] == pytest.approx(four["independent_noise_multiplier"], rel=5e-3)
+    assert four["epsilon_with_reserve"] == pytest.approx(alone["epsilon_with_reserve"], rel=5e-3)
+    assert four["optimised_error_ratio"] <= four["workload_error_ratio"] and four["error_ratio"] != 1.0
+    assert len(four["optimised_coefficients"]) == 4 and alone["optimised_coefficients"] is None
+    before, after = (result["resources"]["memory"] for result in (alone, four))
+    owned = -(-four["resources"]["parameters"] // 8)
+    assert before["noise_history"] == 0 and after["noise_history"] == pytest.approx(8 * 3 * owned, rel=0.05)
+    assert after["peak"] - before["peak"] == after["noise_history"]
 
 
 def test_no_noise_prints_no_epsilon():

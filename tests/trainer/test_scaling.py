@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
@@ -242,7 +243,7 @@ def test_sigterm_stops_the_runs_and_the_study_exits_with_7(tmp_path: Path) -> No
     assert outcome.codes["sleep"] == 7
 
 
-def result(tmp_path: Path, batch: int, seed: int, **plan: Any) -> Result:
+def result(batch: int, seed: int, blind: float | None = 2.0, **plan: Any) -> Result:
     made = make_plan(
         PlanRequest(
             num_examples=1000, expected_batch_size=batch, num_steps=4, noise_multiplier=1.0, target_delta=1e-5, **plan
@@ -252,30 +253,38 @@ def result(tmp_path: Path, batch: int, seed: int, **plan: Any) -> Result:
         name=f"batch-{batch}_seed-{seed}",
         labels={"batch": batch},
         seed=seed,
+        kind="captioner",
         progress="finished",
         simulation=not made.formal_guarantee,
         plan=made,
         charged=4,
         epsilon=batch / 10 if made.formal_guarantee else None,
+        delta=made.target_delta if made.formal_guarantee else None,
         losses={0: 3.0, 2: 2.5 + seed / 10, 4: 2.0 - seed / 10 - batch / 1000},
+        blind_loss=blind,
+        shuffled_loss=3.5,
         parameters=1000,
+        trainable=900,
         seconds=None,
     )
 
 
+def reported(tmp_path: Path, results: list[Result], missing: tuple[str, ...] = ()) -> tuple[StudyFolder, str]:
+    """The report of a study whose only axis is the batch, and its page."""
+    text = STUDY.replace("[axis.start.small]\n[axis.start.large]\nmodel.overrides.encoder_depth = 2", "")
+    folder = StudyFolder(tmp_path / "study")
+    folder.root.mkdir()
+    return folder, write_report(folder, study_of(tmp_path, text), results, missing).read_text()
+
+
 def test_a_report_shows_epsilon_of_runs_that_claim_one_and_of_no_other(tmp_path: Path) -> None:
-    results = [result(tmp_path, batch, seed) for batch in (10, 20) for seed in (0, 1)]
-    results += [result(tmp_path, 5, seed, informal_reasons=("a TAN simulation",)) for seed in (0, 1)]
+    results = [result(batch, seed) for batch in (10, 20) for seed in (0, 1)]
+    results += [result(5, seed, informal_reasons=("a TAN simulation",)) for seed in (0, 1)]
     groups = {group.labels["batch"]: group.row() for group in grouped(results)}
     assert [groups[batch]["epsilon"] for batch in (10, 20, 5)] == [1.0, 2.0, None]
     assert groups[10]["final_heldout_loss_mean"] == pytest.approx(1.94)
     assert groups[10]["final_heldout_loss_sd"] == pytest.approx(0.1 / 2**0.5)
-    study = study_of(
-        tmp_path, STUDY.replace("[axis.start.small]\n[axis.start.large]\nmodel.overrides.encoder_depth = 2", "")
-    )
-    folder = StudyFolder(tmp_path / "study")
-    folder.root.mkdir()
-    page = write_report(folder, study, results, missing=["batch-40_seed-0"]).read_text()
+    folder, page = reported(tmp_path, results, missing=("batch-40_seed-0",))
     row = next(line for line in page.splitlines() if line.startswith("| 5 "))
     assert "none (simulation, not private)" in row
     assert "not done: batch-40_seed-0" in page
@@ -285,3 +294,60 @@ def test_a_report_shows_epsilon_of_runs_that_claim_one_and_of_no_other(tmp_path:
     assert [rows[f"batch-{batch}_seed-1"]["delta"] for batch in (10, 5)] == ["1e-05", ""]
     for name in ("curves", "final", "epsilon", "cost"):
         assert (folder.report / f"{name}.png").stat().st_size > 5000, name
+
+
+def table_rows(page: str) -> dict[str, dict[str, str]]:
+    """The groups' rows of a page by their first cell."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    return {row[0]: dict(zip(lines[0], row, strict=True)) for row in lines[2:] if len(row) == len(lines[0])}
+
+
+def test_every_group_is_compared_with_the_blind_line(tmp_path: Path) -> None:
+    """Means are 1.94 at B = 10 and 1.85 at B = 100, with seeds 0.05 above and below."""
+    results = [result(batch, seed, blind=1.93) for batch in (10, 100) for seed in (0, 1)]
+    folder, page = reported(tmp_path, results)
+    rows = table_rows(page)
+    assert {row["blind line"] for row in rows.values()} == {"1.9300"}
+    assert rows["10"]["below the blind line by"] == "**above it** by 0.0100"
+    assert rows["100"]["below the blind line by"] == "0.0800"
+    assert "The blind line, 1.9300, is the loss that one gets" in page and "pairs of words" in page
+    assert "**1 of 2 groups lie above it: batch 10.**" in page
+    with (folder.report / "groups.csv").open() as file:
+        groups = {row["axis/batch"]: row for row in csv.DictReader(file)}
+    assert [round(float(groups[batch]["below_blind"]), 6) for batch in ("10", "100")] == [-0.01, 0.08]
+    with (folder.report / "points.csv").open() as file:
+        point = next(csv.DictReader(file))
+    assert (point["blind_loss"], point["shuffled_loss"]) == ("1.93", "3.5")
+    assert (point["max_grad_norm"], point["trainable_parameters"]) == ("1.0", "900")
+
+
+def test_a_group_of_which_one_seed_is_above_the_blind_line_says_so(tmp_path: Path) -> None:
+    """Seeds end at 1.99 and 1.89."""
+    _, page = reported(tmp_path, [result(10, seed, blind=1.95) for seed in (0, 1)])
+    assert table_rows(page)["10"]["below the blind line by"] == "0.0100 (1 of 2 seeds above it)"
+    assert "All 1 groups that are done lie below it" in page
+
+
+def test_without_public_heldout_data_there_is_no_blind_line(tmp_path: Path) -> None:
+    _, page = reported(tmp_path, [result(10, seed, blind=None) for seed in (0, 1)])
+    assert "No blind line is known" in page
+    assert table_rows(page)["10"]["below the blind line by"] == ""
+
+
+def test_every_plot_has_the_blind_line_and_the_spread_of_the_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.update({path.stem: figure}))
+    reported(tmp_path, [result(batch, seed) for batch in (10, 20) for seed in (0, 1)])
+    assert set(drawn) == {"curves", "final", "epsilon", "cost"}
+    for name, figure in drawn.items():
+        (axes,) = figure.axes
+        (line,) = (line for line in axes.lines if "blind line" in str(line.get_label()))
+        assert set(line.get_ydata()) == {2.0}, name
+        assert "blind line 2.000" in [text.get_text() for text in axes.get_legend().get_texts()], name
+        low, high = axes.get_ylim()
+        assert low < 2.0 < high, name
+        if name != "curves":
+            bars = [segment for bar in axes.containers for segment in bar.lines[2][0].get_segments()]
+            assert sorted(tuple(segment[:, 1].round(6)) for segment in bars) == [(1.88, 1.98), (1.89, 1.99)], name

@@ -53,9 +53,9 @@ class NoiseToSignal:
 
     @classmethod
     def of(cls, plan: PrivacyPlan, parameters: int, kind: str = "captioner") -> "NoiseToSignal | None":
-        """That of a plan; None where there is no noise."""
+        """That of a plan; None where there is no noise, or noise that is correlated over steps, which adds up in another way."""
         sigma = plan.noise_multiplier
-        if not plan.enabled or sigma == 0:
+        if not plan.enabled or sigma == 0 or plan.bands > 1:
             return None
         if plan.adaptive_clipping is not None:
             sigma = plan.adaptive_clipping.gradient_noise_multiplier(sigma)

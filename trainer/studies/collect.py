@@ -1,13 +1,14 @@
 """What the runs of a study show, from their public files: epsilon from the ledgers, held-out losses from evaluation/."""
 
-import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from privacy.accounting.accountants import ReleaseGroup, epsilon
+from privacy.card.composition import claim_of
 from privacy.card.report import read_snapshot
+from privacy.ledger.records import LedgerState
 from privacy.plan import PrivacyPlan
 from trainer.checkpoints.read import Checkpoint, newest_checkpoint
 from trainer.report import read_utility
@@ -27,23 +28,32 @@ class Result:
 
     Attributes:
         labels: axis -> value.
+        kind: what the model does, by its name in recipes.
         plan: frozen in the run's ledger.
-        epsilon: what is spent by everything charged so far; None without a formal guarantee, whatever the recipe says.
+        epsilon, delta: what the weights carry for everything charged so far, private runs that they started from included; None
+            without a formal guarantee, whatever the recipe says.
         losses: step -> held-out loss, as far as the held-out data are public.
-        parameters: how many the model has; None before the first checkpoint.
+        blind_loss: what one gets on the same held-out data without looking at them (`trainer.tasks.blind`).
+        shuffled_loss: the last held-out loss with another example's picture beside every caption; captioners only.
+        parameters, trainable: how many the model has, and how many of them it trains; None before the first checkpoint.
         seconds: wall time over all attempts that this folder knows the end of; None for private data (contract 12).
     """
 
     name: str
     labels: dict[str, Label]
     seed: int
+    kind: str
     progress: Progress
     simulation: bool
     plan: PrivacyPlan
     charged: int
     epsilon: float | None
+    delta: float | None
     losses: dict[int, float]
+    blind_loss: float | None
+    shuffled_loss: float | None
     parameters: int | None
+    trainable: int | None
     seconds: float | None
 
     @property
@@ -66,18 +76,22 @@ class Result:
             "status": self.progress,
             "formal_guarantee": formal,
             "epsilon": self.epsilon,
-            "delta": self.plan.target_delta if formal else None,
+            "delta": self.delta,
             "why_no_guarantee": "; ".join(self.plan.reasons),
             "num_examples": self.plan.num_examples,
             "expected_batch_size": self.plan.expected_batch_size,
             "noise_multiplier": self.plan.noise_multiplier,
+            "max_grad_norm": self.plan.max_grad_norm,
             "noise_over_batch": self.plan.noise_multiplier / self.plan.expected_batch_size,
             "num_steps": self.plan.num_steps,
             "parameters": self.parameters,
+            "trainable_parameters": self.trainable,
             "examples_computed": self.examples,
             "seconds": self.seconds,
             "first_heldout_loss": self.losses.get(0),
             "final_heldout_loss": self.final_loss,
+            "blind_loss": self.blind_loss,
+            "shuffled_loss": self.shuffled_loss,
         }
 
 
@@ -92,32 +106,44 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
             continue
         state = read_snapshot(folder.run(one.name) / "ledger.jsonl").state
         plan = state.plan
-        value = _epsilon(tuple(state.charged_groups()), plan.accounted_delta) if plan.formal_guarantee else None
+        claim = _claim(folder.run(one.name), state)
         losses = read_utility(folder.run(one.name)).heldout_loss
         newest = newest_checkpoint(folder.run(one.name) / "checkpoints")
-        shapes = Checkpoint(newest).shapes.values() if newest is not None else None
+        checkpoint = None if newest is None else Checkpoint(newest)
+        sizes = {} if checkpoint is None else {name: shape.numel() for name, shape in checkpoint.shapes.items()}
+        frozen = 0 if checkpoint is None else sum(sizes[name] for name in checkpoint.frozen)
         results.append(
             Result(
                 name=one.name,
                 labels=dict(one.point.labels),
                 seed=one.point.seed,
+                kind=one.config.model.kind,
                 progress=progress,
                 simulation=one.is_simulation,
                 plan=plan,
                 charged=state.num_charged,
-                epsilon=value,
+                epsilon=None if claim is None else claim[0],
+                delta=None if claim is None else claim[1],
                 losses={point.step: point.loss for point in losses if point.loss is not None},
-                parameters=None if shapes is None else sum(shape.numel() for shape in shapes),
+                blind_loss=losses[-1].blind_loss if losses else None,
+                shuffled_loss=losses[-1].shuffled_loss if losses else None,
+                parameters=sum(sizes.values()) or None,
+                trainable=sum(sizes.values()) - frozen or None,
                 seconds=None if one.is_on_private_data else seconds.get(one.name),
             )
         )
     return results, missing
 
 
-@functools.cache
-def _epsilon(groups: tuple[ReleaseGroup, ...], delta: float) -> float:
-    """Runs that differ by their seed alone have one epsilon, which takes seconds."""
-    return epsilon(list(groups), delta)
+_known: dict[str, tuple[float, float] | None] = {}
+
+
+def _claim(run_dir: Path, state: LedgerState) -> tuple[float, float] | None:
+    """(epsilon, delta) of a run; those that differ by their seed alone have one, which takes seconds."""
+    name = repr((state.charged_groups(), state.plan.accounted_delta, state.opened.get("behind")))
+    if name not in _known:
+        _known[name] = claim_of(run_dir, state)
+    return _known[name]
 
 
 @dataclass(frozen=True)
@@ -130,6 +156,18 @@ class Group:
     @property
     def final_losses(self) -> list[float]:
         return [loss for result in self.results if (loss := result.final_loss) is not None]
+
+    @property
+    def blind_loss(self) -> float | None:
+        """The lowest of the seeds' blind losses, which are equal where all of them see the same held-out data."""
+        return min((result.blind_loss for result in self.results if result.blind_loss is not None), default=None)
+
+    @property
+    def below_blind(self) -> float | None:
+        """By how much the mean of the final losses is below the blind line; negative above it."""
+        if self.blind_loss is None or not self.final_losses:
+            return None
+        return self.blind_loss - statistics.fmean(self.final_losses)
 
     @property
     def is_simulated(self) -> bool:
@@ -166,6 +204,8 @@ class Group:
             "final_heldout_loss_min": min(losses, default=None),
             "final_heldout_loss_max": max(losses, default=None),
             "final_heldout_loss_sd": statistics.stdev(losses) if len(losses) > 1 else None,
+            "blind_loss": self.blind_loss,
+            "below_blind": self.below_blind,
         }
 
 

@@ -14,6 +14,7 @@ from trainer.studies.collect import Group, Result, axis_columns, grouped
 from trainer.studies.folder import StudyFolder
 from trainer.studies.grid import StudyConfig
 from trainer.studies.plots import Picture, draw_all
+from trainer.tasks.blind import BLIND_LINE
 
 _HPARAMS = ("expected_batch_size", "noise_multiplier", "num_steps", "num_examples", "seed", "formal_guarantee")
 
@@ -78,7 +79,10 @@ def _page(
     unfinished = [*(result.name for result in results if result.progress != "finished"), *missing]
     done = len(results) + len(missing) - len(unfinished)
     state = f"{done} are done; not done: {', '.join(unfinished)}." if unfinished else "All are done."
-    columns = ["B", "steps", "sigma", "sigma / B", "epsilon", "held-out loss", "least", "largest", "seeds"]
+    columns = [
+        *("B", "steps", "sigma", "sigma / B", "epsilon"),
+        *("held-out loss", "least", "largest", "blind line", "below the blind line by", "seeds"),
+    ]
     group_rows = [
         [
             *(cell(label) for label in group.labels.values()),
@@ -88,6 +92,8 @@ def _page(
             f"{row['noise_over_batch']:.3g}",
             _epsilon_text(row["epsilon"], row["simulation"]),
             *(_loss(row[f"final_heldout_loss_{which}"]) for which in ("mean", "min", "max")),
+            _loss(group.blind_loss),
+            _below(group),
             str(row["seeds_done"]),
         ]
         for group in groups
@@ -111,6 +117,7 @@ def _page(
         _claims(study, results),
         "## Results",
         table_of([cell(name) for name in [*study.axis, *columns]], group_rows),
+        _blind_line(groups),
         *(f"![{picture.caption}]({picture.file})\n\n{picture.caption}" for picture in pictures),
         "## Points",
         table_of(["point", "status", "epsilon", "attempts charged", "first loss", "last loss", "seconds"], point_rows),
@@ -137,6 +144,34 @@ def _claims(study: StudyConfig, results: Sequence[Result]) -> str:
     if study.budget is not None:
         words.append("The runs on private data reserve their budgets in `shared_ledger.jsonl` before they begin.")
     return "\n\n".join(words) or "No run claims a guarantee."
+
+
+def _below(group: Group) -> str:
+    """How far the mean of a group is below the blind line, and how many of its seeds are not."""
+    if group.blind_loss is None or group.below_blind is None:
+        return ""
+    above = sum(loss >= group.blind_loss for loss in group.final_losses)
+    if group.below_blind <= 0:
+        return f"**above it** by {-group.below_blind:.4f}"
+    return f"{group.below_blind:.4f}" + (f" ({above} of {len(group.final_losses)} seeds above it)" if above else "")
+
+
+def _blind_line(groups: Sequence[Group]) -> str:
+    """What the blind line is, and which groups say nothing about learning because they are not below it."""
+    lines = sorted({round(group.blind_loss, 4) for group in groups if group.blind_loss is not None})
+    if not lines:
+        return "No blind line is known: the held-out data are not public, or the runs evaluated none."
+    kinds = dict.fromkeys(BLIND_LINE[group.results[0].kind] for group in groups)
+    text = (
+        f"The blind line, {' or '.join(map(_loss, lines))}, is the loss that one gets on the same held-out data without "
+        f"looking at them: {'; '.join(kinds)}. A model above it has learned nothing that needs looking."
+    )
+    known = [group for group in groups if group.below_blind is not None]
+    above = [group for group in known if group.below_blind is not None and group.below_blind <= 0]
+    if above:
+        names = "; ".join(", ".join(f"{axis} {label}" for axis, label in group.labels.items()) for group in above)
+        return f"{text} **{len(above)} of {len(known)} groups lie above it: {cell(names)}.**"
+    return f"{text} All {len(known)} groups that are done lie below it."
 
 
 def _epsilon_text(value: float | None, simulation: bool) -> str:

@@ -28,7 +28,8 @@ _STYLE: dict[Any, Any] = {
 }
 _LOSS = "held-out loss"
 _OTHER_EPSILON = 1.2  # below it epsilons differ by how much of the reserve was used, not by what was studied
-_WIDE_RANGE = 8.0  # from this ratio on an axis is logarithmic
+_WIDE_RANGE = 8.0  # from this ratio on an axis is logarithmic,
+_WIDE_FALL = 3.0  # and from this one that of the losses, whose differences lie at its lower end
 
 
 class Picture(NamedTuple):
@@ -70,7 +71,7 @@ def draw_all(groups: Sequence[Group], report: ReportSection, folder: Path) -> li
         drawn = (
             ("curves.png", f"Held-out loss against {_x_words(report)}: mean over the seeds, band from least to largest.",
              _curves(groups, axis, report)),
-            ("final.png", "Held-out loss after the last step over the axis that colours the curves; each seed a dot.",
+            ("final.png", "Held-out loss after the last step over the coloured axis: seeds, mean, least and largest.",
              _final(done, axis)),
             ("epsilon.png", "Held-out loss after the last step against epsilon as spent, for runs with a guarantee.",
              epsilon_figure),
@@ -141,6 +142,11 @@ def _curves(groups: Sequence[Group], axis: Axis, report: ReportSection) -> Figur
             ax.plot(x, [mean for _, mean, *_ in curve], linewidth=1.6, **look)
             low, high = [row[2] for row in curve], [row[3] for row in curve]
             ax.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+        _blind_lines(ax, members)
+        if max(ax.dataLim.intervaly) >= _WIDE_FALL * min(ax.dataLim.intervaly) > 0:
+            ax.set_yscale("log")
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter("{x:g}")
         ax.set(title=title, xlabel=_x_words(report), ylabel=_LOSS if ax is axes[0] else "")
         ax.legend()
     return figure
@@ -166,8 +172,9 @@ def _final(done: Sequence[Group], axis: Axis) -> Figure | None:
         _scale(ax, [float(value) for value in values])
     else:
         ax.set_xticks(range(len(values)), [str(value) for value in values])
+    _blind_lines(ax, done)
     ax.set(xlabel=axis.color, ylabel=_LOSS)
-    if len(lines) > 1:
+    if ax.get_legend_handles_labels()[0]:
         ax.legend()
     return figure
 
@@ -186,19 +193,32 @@ def _against(groups: Sequence[Group], axis: Axis, x: Callable[[Group], float], x
     for (label, color), members in lines.items():
         ordered = sorted(members, key=x)
         _line_with_seeds(ax, [x(group) for group in ordered], ordered, color, label)
+    _blind_lines(ax, groups)
     _scale(ax, [x(group) for group in groups])
     ax.set(xlabel=xlabel, ylabel=_LOSS)
     ax.legend()
     return figure
 
 
+def _blind_lines(ax: Axes, groups: Sequence[Group]) -> None:
+    """The loss without looking, as a line to be below of; groups with other held-out data have another."""
+    lines = sorted({round(group.blind_loss, 4) for group in groups if group.blind_loss is not None})
+    for loss in lines:
+        ax.axhline(loss, color="black", linestyle=(0, (6, 3)), linewidth=1.1, label=f"blind line {loss:.3f}")
+
+
 def _line_with_seeds(
     ax: Axes, x: Sequence[float], groups: Sequence[Group], color: str, label: str | None, *, joined: bool = True
 ) -> None:
-    """Mean and seeds; only numbers are joined by a line, names have nothing between them."""
+    """Mean, least and largest, and the seeds; only numbers are joined by a line, names have nothing between them."""
     means = [sum(group.final_losses) / len(group.final_losses) for group in groups]
     line = "-" if joined else "none"
-    ax.plot(x, means, color=color, marker="_", markersize=12, linestyle=line, linewidth=1.2, label=label)
+    around = [
+        [mean - min(group.final_losses) for mean, group in zip(means, groups, strict=True)],
+        [max(group.final_losses) - mean for mean, group in zip(means, groups, strict=True)],
+    ]
+    bars: dict[str, Any] = {"marker": "_", "markersize": 12, "capsize": 4, "linewidth": 1.2}
+    ax.errorbar(x, means, around, color=color, linestyle=line, label=label, **bars)
     for at, group in zip(x, groups, strict=True):
         look: dict[str, Any] = {"marker": "x", "linewidths": 1.2} if group.is_simulated else {"linewidths": 0}
         ax.scatter([at] * len(group.final_losses), group.final_losses, color=color, s=14, alpha=0.6, **look)

@@ -31,6 +31,12 @@ Tokens = tuple[int, ...]
 ADDED = 0.1
 """Occurrences that every word has before counting begins. With few captions and many words, less than one fits better."""
 
+BLIND_LINE = {
+    "captioner": "the lowest of three tables of frequencies (words, pairs of words, whole captions), in nats per token",
+    "masked_autoencoder": "the mean picture as the reconstruction of every picture",
+    "classifier": "the frequencies of the classes as the likelihood of each",
+}
+"""By kind of task, what gives `blind_loss`; see the classes below."""
 
 LOOKED_AT = {"captioner": "images_BCHW"}
 """By kind of task, the input that a model has to look at; replaced by another example's, it shows whether the model does."""
