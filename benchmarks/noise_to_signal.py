@@ -262,6 +262,8 @@ def report(folder: Path) -> None:
     for part, lines in settings.items():
         for kind, threshold in LARGEST_THAT_LEARNS.items():
             pairs = [(x["accumulated"] <= threshold, learned(x)) for x in lines if x["kind"] == kind]
+            if not pairs:
+                continue
             counts = [pairs.count(pair) for pair in ((True, True), (True, False), (False, False), (False, True))]
             confusion.append(
                 f"| {part}, {kind.replace('_', ' ')} | {threshold:g} | " + " | ".join(map(str, counts)) + " |"

@@ -91,6 +91,9 @@ def test_nothing_without_noise_and_the_same_for_every_way_to_clip() -> None:
     assert plain is not None
     assert NoiseToSignal.of(make_plan(replace(request, noise_multiplier=0.0)), 1000) is None
     assert NoiseToSignal.of(make_plan(replace(request, enabled=False, noise_multiplier=None)), 1000) is None
+    assert NoiseToSignal.of(make_plan(replace(request, bands=2, cap=None)), 1000) is None, (
+        "correlated noise adds up in another way"
+    )
     others = [{"clipping_function": name} for name in ("automatic", "per_layer", "grouped")]
     others += [{"arithmetic": "certified"}, {"max_grad_norm": 1e-3}, {"informal_reasons": ("a simulation",)}]
     for other in others:
