@@ -216,7 +216,8 @@ def test_a_choice_needs_poisson_sampling_and_an_epsilon() -> None:
         replace(REQUEST, target_epsilon=None, noise_multiplier=1.0),
         replace(REQUEST, sampling="shuffle", shuffle_as_gaussian=True),
         replace(REQUEST, enabled=False),
+        replace(REQUEST, informal_reasons=("a simulation",)),
     ]
     for request in wrong:
-        with pytest.raises(PrivacyConfigError, match="needs Poisson sampling and a target epsilon"):
+        with pytest.raises(PrivacyConfigError, match="needs a private run, Poisson sampling and a target epsilon"):
             choose(request, 1000)

@@ -148,10 +148,13 @@ def choose(
         examples_computed: B T; None takes the request's.
 
     Raises:
-        PrivacyConfigError: the request has no target epsilon, is not private or not Poisson sampled, or cannot be met.
+        PrivacyConfigError: the request has no target epsilon, makes no claim, is not Poisson sampled, or cannot be met.
     """
-    if not request.enabled or request.target_epsilon is None or request.sampling != "poisson":
-        raise PrivacyConfigError("a choice of batch and steps needs Poisson sampling and a target epsilon")
+    is_formal = request.enabled and request.sampling == "poisson" and not request.informal_reasons
+    if not is_formal or request.target_epsilon is None:
+        raise PrivacyConfigError(
+            "a choice of batch and steps needs a private run, Poisson sampling and a target epsilon"
+        )
     computed = examples_computed or request.expected_batch_size * request.num_steps
     largest = max(1, min(request.num_examples, computed // FEWEST_STEPS))
 
@@ -178,7 +181,14 @@ def choose(
         size *= 2
     while size > 1 and not doubling_is_worth_it(size // 2):
         size //= 2
-    plan = make_plan(resized(size))
+    plan = None
+    while plan is None:
+        try:
+            plan = make_plan(resized(size))
+        except PrivacyConfigError:  # the cap of a small batch alone can spend a small delta
+            if 2 * size > largest:
+                raise
+            size *= 2
     signal = NoiseToSignal.of(plan, parameters, kind)
     assert signal is not None
     own = request.expected_batch_size
