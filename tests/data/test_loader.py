@@ -298,7 +298,7 @@ FORK_SERVER = """
 if __name__ == "__main__":
     import os, signal, sys
     sys.path.insert(0, sys.argv[1])
-    from data.reading.loader import worker_context
+    from data.reading.workers import worker_context
     with worker_context().Pool(1) as pool:
         server = pool.apply(os.getppid)
         status = open(f"/proc/{server}/status").read()

@@ -15,10 +15,10 @@ from data.examples.examples import CaptionExample, MakeExample
 from data.index.build import build_index
 from data.index.shards import ShardSet, find_shards
 from data.index.tar_index import MANIFEST, ExampleTable
-from data.reading.loader import copy_shards, worker_context
 from data.reading.reader import TarReader, json_record
 from data.reading.records import RemoteOptions
 from data.reading.staging import Staging, is_at_work, open_folder, require_room
+from data.reading.workers import copy_shards, worker_context
 from privacy.sampling.rows import shares_of_nodes
 from trainer.config.recipe import RunConfig
 from trainer.errors import RemoteError
