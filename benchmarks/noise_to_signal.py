@@ -295,7 +295,7 @@ TEXT = """# Below which noise-to-signal do runs learn?
 
 {runs} runs, {minutes:.0f} processor minutes. Small models of the embedded pictures of clothes at 28 pixels, from random weights;
 sigma follows from the ratio, so these are simulations without a guarantee. A run has learned where its loss on 500 held-out
-examples is at least 10 % below what one gets without looking, and, for captions, at least 5 % higher beside other pictures.
+examples is at least 10 % below what one gets without looking, and, for captions, at least 5 % higher with other pictures.
 
 ![Loss over what one gets without looking, by noise-to-signal](noise_to_signal.png)
 

@@ -150,7 +150,7 @@ _RECIPE_KEYS = {
 
 
 _CHOICE_KEYS = ("num_examples", "target_epsilon", "delta")
-"""What --choose may be given beside a recipe."""
+"""Options that --choose takes together with a recipe."""
 
 
 def _request(options: PlanOptions) -> PlanRequest:
