@@ -60,7 +60,7 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         """Changes of benchmarks/noise_to_signal.toml, all but sigma."""
-        model = {"patch_size": self.patch, "encoder_width": self.width, "encoder_depth": self.depth}
+        model: dict[str, float] = {"patch_size": self.patch, "encoder_width": self.width, "encoder_depth": self.depth}
         shards = "runs/fashion"
         match self.kind:
             case "captioner":
@@ -97,7 +97,7 @@ class Case:
 
 def grid() -> Iterator[Case]:
     """Four noise levels of shapes that differ in parameters, batch, steps and examples; near the border also in rate and task."""
-    shapes = [
+    shapes: list[dict[str, Any]] = [
         {"batch": 400, "steps": 60},
         {"batch": 125, "steps": 120},
         {"batch": 62, "steps": 300},
@@ -180,7 +180,7 @@ def run(case: Case, device: Any) -> dict[str, Any]:
     from trainer.config.machine import load_machine_settings
     from trainer.config.recipe import load_config
     from trainer.planner.memory import Trainable
-    from trainer.ranks.distributed import Ranks
+    from trainer.ranks.discovery import Ranks
     from trainer.run.start import train
     from trainer.tasks import make_task
 
@@ -363,8 +363,9 @@ def main() -> None:
     done = {tuple(line[key] for key in Case.__dataclass_fields__) for line in held.get(options.part, [])}
     write_classes()
     from trainer.ranks import distributed
+    from trainer.ranks.discovery import Ranks
 
-    device = distributed.start(distributed.Ranks())
+    device = distributed.start(Ranks())
     for case in grid() if options.part == "grid" else validation():
         if tuple(asdict(case).values()) in done:
             continue
