@@ -222,12 +222,9 @@ def test_noise_to_signal_of_numbers_alone(monkeypatch, capsys):
     assert json.loads(_plan_here(silent, monkeypatch, capsys).out)["noise_to_signal"] is None
 
 
+@pytest.mark.full
 def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_in_a_batch(monkeypatch, capsys):
-    """A delta below 1e-12, which exact noise allows, is accounted by RDP, which is fast."""
-    arguments = (
-        "--recipe recipes/quickstart.toml --choose --num_examples 1500 --target_epsilon 6 --delta 1e-13 --no_extras"
-        " privacy.arithmetic=certified"
-    )
+    arguments = "--recipe recipes/quickstart.toml --choose --num_examples 1500 --target_epsilon 6 --no_extras"
     shown = _plan_here(f"{arguments} --json", monkeypatch, capsys)
     assert "2,000 is larger than the data: compared with 1,500 in 160 steps" in shown.err
     found = json.loads(shown.out)
