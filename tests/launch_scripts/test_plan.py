@@ -224,14 +224,14 @@ def test_noise_to_signal_of_numbers_alone(monkeypatch, capsys):
 
 @pytest.mark.full
 def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_in_a_batch(monkeypatch, capsys):
-    arguments = "--recipe recipes/quickstart.toml --choose --num_examples 1500 --target_epsilon 6 --no_extras"
+    arguments = "--recipe recipes/quickstart.toml --choose --num_examples 1500 --target_epsilon 2 --no_extras"
     shown = _plan_here(f"{arguments} --json", monkeypatch, capsys)
     assert "2,000 is larger than the data: compared with 1,500 in 160 steps" in shown.err
     found = json.loads(shown.out)
     assert found["expected_batch_size"] == 1500 and found["noise_to_signal"]["kind"] == "captioner"
     chosen = found["choice"]
-    assert chosen["expected_batch_size"] <= chosen["num_examples"] == 1500 and chosen["target_epsilon"] == 6
-    assert chosen["epsilon_with_reserve"] <= 6 and chosen["reason"]
+    assert chosen["expected_batch_size"] <= chosen["num_examples"] == 1500 and chosen["target_epsilon"] == 2
+    assert chosen["epsilon_with_reserve"] <= 2 and chosen["reason"]
     assert chosen["expected_batch_size"] * chosen["num_steps"] == pytest.approx(240_000, rel=0.01)
     table = _plan_here(f"{arguments} --compute 60000", monkeypatch, capsys).out
     for text in ("noise-to-signal", "accumulated", "chosen batch", "chosen steps", "expect nothing"):
