@@ -80,6 +80,12 @@ class PrivacyPart(Options):
     """cut batches at B + 8 sqrt(B) and charge the truncation"""
     reserve: Annotated[int | None, Shown("K")] = None
     """further attempts that crashes may use up; default 0"""
+    parameters: Annotated[int | None, Shown("P")] = Field(None, ge=1)
+    """trainable parameters of a captioner, for noise-to-signal; a recipe's are counted"""
+    choose: bool = False
+    """also choose batch and steps for a recipe's compute; --num_examples and --target_epsilon may then replace its own"""
+    compute: Annotated[int | None, Shown("BT")] = Field(None, ge=1)
+    """with --choose: examples computed over all steps; default: the recipe's"""
     max_examples_per_owner: Annotated[int | None, Shown("K")] = None
     """also the epsilon of an owner of K examples"""
     allow_small_noise: bool = False
@@ -143,6 +149,10 @@ _RECIPE_KEYS = {
 }
 
 
+_CHOICE_KEYS = ("num_examples", "target_epsilon", "delta")
+"""Options that --choose takes together with a recipe."""
+
+
 def _request(options: PlanOptions) -> PlanRequest:
     """What the options alone ask for, without a recipe."""
     if options.overrides:
@@ -170,7 +180,7 @@ def _load_recipe(options: PlanOptions) -> RunConfig:
 
     for name, key in _RECIPE_KEYS.items():
         value = getattr(options, name)
-        if value is not None and value is not False:
+        if value is not None and value is not False and not (options.choose and name in _CHOICE_KEYS):
             text = "true" if value is True else value
             raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={text}")
     if options.cap:
@@ -191,6 +201,14 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         raise ConfigError(f"--{given} plans memory and time: give --ds_config and --recipe too")
     if plans_resources and options.recipe is None:
         raise ConfigError("--ds_config plans memory and time of a recipe: give --recipe")
+    for name, value in (("choose", options.choose or None), ("compute", options.compute)):
+        if value is not None and (options.recipe is None or not options.choose):
+            needed = "--recipe" if options.recipe is None else "--choose"
+            raise ConfigError(f"--{name} is for the choice of a recipe's batch and steps: give {needed} too")
+    if options.parameters is not None and options.recipe is not None:
+        raise ConfigError("--parameters is for a plan without --recipe: those of a recipe are counted")
+    parameters, kind = options.parameters, "captioner"
+    planned: PrivacyPlan | None
     if options.recipe is None:
         planned, result = _privacy(_request(options), options, options.max_examples_per_owner, None)
     else:
@@ -199,19 +217,32 @@ def plan(options: PlanOptions) -> dict[str, Any]:
             from trainer.planner.batches import examples as known_examples
 
             examples = known_examples(config, ROOT, options.bytes_per_example)
-        num_examples = config.data.num_examples or (examples.count if examples else None)
-        if num_examples is None and not plans_resources:
+        num_examples = options.num_examples
+        if num_examples is None:
+            num_examples = config.data.num_examples or (examples.count if examples else None)
+        if num_examples is None and (options.choose or not plans_resources):
             raise PrivacyConfigError(f"recipe {options.recipe} names no data.num_examples: add data.num_examples=N")
         owned = options.max_examples_per_owner
         owned = config.privacy.max_examples_per_owner if owned is None else owned
         planned, result = None, {}
         if num_examples is not None:
-            request = config.privacy.request(config.train.num_steps, num_examples)
+            from trainer.planner.memory import Trainable
+            from trainer.planner.resources import planning_task
+
+            request = _recipe_request(options, config, num_examples)
             planned, result = _privacy(request, options, owned, config)
+            parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
+            if options.choose:
+                result["choice"] = _choice(options, request, planned, parameters, kind)
         if examples is not None:
             if planned is None:
                 _warn("no epsilon: the recipe names no data.num_examples; add data.num_examples=N")
             result["resources"] = _resources(options, config, examples, planned)
+    if planned is not None and parameters is not None:
+        from trainer.planner.signal import NoiseToSignal
+
+        signal = NoiseToSignal.of(planned, parameters, kind)
+        result["noise_to_signal"] = None if signal is None else signal.as_json()
     if options.as_json:
         print(json.dumps(result, allow_nan=False))
         return result
@@ -231,6 +262,36 @@ def plan(options: PlanOptions) -> dict[str, Any]:
     for reason in result.get("reasons", []):
         console.print(f"no formal guarantee: {reason}", style="bold red")
     return result
+
+
+def _recipe_request(options: PlanOptions, config: RunConfig, num_examples: int) -> PlanRequest:
+    """What the recipe asks for; with --choose on the data and for the guarantee that the options name."""
+    request = config.privacy.request(config.train.num_steps, num_examples)
+    if not options.choose:
+        return request
+    if options.target_epsilon is not None:
+        request = replace(request, target_epsilon=options.target_epsilon, noise_multiplier=None)
+    if options.delta is not None:
+        request = replace(request, target_delta=options.delta)
+    size = request.expected_batch_size
+    if size > num_examples:
+        steps = max(1, round(size * request.num_steps / num_examples))
+        _warn(
+            f"the recipe's batch of {size:,} is larger than the data: compared with {num_examples:,} in {steps:,} steps"
+        )
+        request = replace(request, expected_batch_size=num_examples, num_steps=steps)
+    return request
+
+
+def _choice(
+    options: PlanOptions, request: PlanRequest, plan: PrivacyPlan, parameters: int, kind: str
+) -> dict[str, Any]:
+    """What --choose prints; without a target epsilon the recipe's own sigma says which epsilon there is to spend."""
+    from trainer.planner.signal import choose
+
+    if request.target_epsilon is None:
+        request = replace(request, target_epsilon=plan.epsilon_with_reserve, noise_multiplier=None)
+    return choose(request, parameters, options.compute, kind=kind).as_json()
 
 
 def _privacy(

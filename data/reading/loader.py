@@ -8,27 +8,23 @@ of workers.
 
 import itertools
 import math
-import multiprocessing
-import os
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from data.batch import Batch
 from data.errors import DataError, DecodeError, ReadError
 from data.examples.examples import MakeExample
 from data.index.tar_index import ExampleTable
+from data.reading import workers
 from data.reading.bucketing import by_caption_length, cut_to_longest, require_captions
 from data.reading.reader import RawExample, TarReader
-from data.reading.workers import end_with_parent, worker_context
+from data.reading.workers import data_loader, shared
 
 
 class StepPlan(NamedTuple):
@@ -65,12 +61,6 @@ class Failure(NamedTuple):
     message: str
 
 
-LOOK_EVERY = 5.0
-"""Seconds between two looks at the workers."""
-_stopped: list[int] = []
-"""Workers that were stopped, and were ended for that."""
-
-
 class Prefetched:
     """Takes micro-batches from workers, and the time that this takes.
 
@@ -97,8 +87,8 @@ class Prefetched:
         except (RuntimeError, ConnectionError, EOFError) as error:  # torch's own, or from taking a tensor from a worker
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
-            if _stopped:
-                raise ReadError(f"a data worker was stopped (SIGSTOP to process {_stopped[0]})") from error
+            if workers.stopped:
+                raise ReadError(f"a data worker was stopped (SIGSTOP to process {workers.stopped[0]})") from error
             raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
         finally:
             self.data_wait += time.perf_counter() - start
@@ -211,7 +201,7 @@ class MicroBatches(Dataset):
     def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
         try:
             batch = make_batch(self._reader, self._make_example, request, self._micro_batch_size)
-            return cut_to_longest(batch) if self._cut_captions else batch
+            return shared(cut_to_longest(batch) if self._cut_captions else batch)
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
         except MemoryError:
@@ -344,49 +334,3 @@ class _Requests(Sampler):
             bounds = np.searchsorted(rows // size, np.arange(plan.num_micro_batches + 1))
             for some in map(slice, bounds[:-1], bounds[1:]):
                 yield MicroBatchRequest(ids[some], keys[some], rows[some] % size)
-
-
-def data_loader(
-    dataset: Dataset, sampler: Sampler | None, num_workers: int, prefetch_factor: int | None, pin_memory: bool
-) -> DataLoader:
-    """torch's loader of what is batched already, with workers that end with their trainer."""
-    if num_workers and not any(thread.name == "workers" for thread in threading.enumerate()):
-        threading.Thread(target=end_stopped_workers, name="workers", daemon=True).start()
-    return DataLoader(
-        dataset,
-        sampler=sampler,
-        batch_size=None,
-        collate_fn=as_is,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor,
-        multiprocessing_context=worker_context() if num_workers else None,
-        pin_memory=pin_memory,
-        worker_init_fn=end_with_parent,
-    )
-
-
-def end_stopped_workers() -> None:
-    """Ends workers of this process that a signal has stopped (SIGSTOP), for ever; to be run by a thread.
-
-    The trainer may wait for such a worker in more than one way, and none of them would end; and the worker would outlive it.
-    """
-    before: set[int] = set()
-    while True:
-        time.sleep(LOOK_EVERY)
-        now = {worker.pid for worker in multiprocessing.active_children() if worker.pid and _is_stopped(worker.pid)}
-        for pid in now & before:  # with the whole job, by Ctrl-Z, it goes on as soon as this process does
-            _stopped.append(pid)
-            os.kill(pid, signal.SIGKILL)
-        before = now
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:  # it has ended, or this system has no /proc
-        return False
-
-
-def as_is(batch: Any) -> Any:
-    """Keeps torch from converting anything; a named function can be pickled."""
-    return batch

@@ -8,6 +8,7 @@ they have saved and ended with 7 because they were asked to stop; a scheduler th
 
 import signal
 import sys
+from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -15,7 +16,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import main
 
-STOPPED_EARLY = 7  # as in trainer/loop/stopping.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from trainer.loop.stopping import STOPPED_EARLY
 
 
 def run(arguments: list[str]) -> int:

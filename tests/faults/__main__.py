@@ -19,10 +19,11 @@ HEADER = (
 def row(fault: Fault, ended: Ended) -> str:
     problem = f" **{ended.problem}**" if ended.problem else ""
     resumed = "yes" if fault.resume_code == 7 else f"refused, exit code {fault.resume_code}"
+    audit = {0: "passes", None: "no ledger was begun"}.get(ended.audit, f"exit code {ended.audit}")
     said = "<br>".join(line.replace("|", "/") for line in ended.lines) or "none"
     return (
         f"| {fault.name}{problem} | {fault.launcher} | {ended.code} | {ended.seconds:.1f} | {said} | {ended.tracebacks} | "
-        f"{'passes' if ended.audit == 0 else f'exit code {ended.audit}'} | {resumed if ended.resumed else 'NO'} |"
+        f"{audit} | {resumed if ended.resumed else 'NO'} |"
     )
 
 

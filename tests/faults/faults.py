@@ -102,7 +102,7 @@ FAULTS = [
     Fault("SIGTERM to torchrun.py", "torchrun.py", signals_launcher(signal.SIGTERM), (7,), "stopped on request"),
     Fault("SIGTERM to deepspeed", "deepspeed", signals_launcher(signal.SIGTERM), (-15,), "the launcher is gone"),
     Fault(
-        "mirror of the ledger on a full disk", "deepspeed", fill_disk, FAILED, "No space left",
+        "mirror of the ledger on a full disk", "deepspeed", fill_disk, (4,), "cannot write the mirror",
         settings=("privacy.ledger_mirror={folder}/disk/mirror.jsonl",), prepare=small_disk, undo=room_again, clean=without_disk,
     ),
     Fault(

@@ -58,7 +58,7 @@ class Ended:
     seconds: float
     lines: list[str]
     tracebacks: int
-    audit: int
+    audit: int | None  # no ledger was begun
     resumed: bool
     problem: str | None
 
@@ -141,6 +141,7 @@ def inflict(fault: Fault, folder: Path) -> Ended:
         fault.undo(run)
         said = run.log.read_text(errors="replace")
         lines = [line for line in said.splitlines() if line.startswith(WORDS)]
+        has_ledger = (run.run_dir / "ledger.jsonl").exists()
         audit = alone(["ledger", "--run_dir", str(run.run_dir)], script="launch_scripts/audit.py").returncode
         again = alone([*run.arguments(*fault.resumed_with), "train.max_minutes=1e-6"])
     finally:
@@ -151,11 +152,19 @@ def inflict(fault: Fault, folder: Path) -> Ended:
         (run.launcher.returncode not in fault.codes, "another exit code was expected"),
         (not any(fault.says in line for line in [*lines, ""]), f"no line says {fault.says!r}"),
         (len(lines) > 3, "more than three lines"),
-        (audit != 0 and (run.run_dir / "ledger.jsonl").exists(), "the ledger fails its audit"),
+        (audit != 0 and has_ledger, "the ledger fails its audit"),
         (not resumed, f"not resumed: {again.stderr[-300:]}"),
     ]
     problem = "; ".join(words for is_so, words in problems if is_so) or None
-    return Ended(run.launcher.returncode, seconds, lines, said.count("Traceback"), audit, resumed, problem)
+    return Ended(
+        run.launcher.returncode,
+        seconds,
+        lines,
+        said.count("Traceback"),
+        audit if has_ledger else None,
+        resumed,
+        problem,
+    )
 
 
 def _ended(run: Run) -> tuple[float, int]:

@@ -202,6 +202,42 @@ def test_memory_and_time_of_every_recipe(recipe):
     assert after.ru_utime - before.ru_utime < 60
 
 
+def _plan_here(arguments, monkeypatch, capsys):
+    from launch_scripts import plan
+
+    monkeypatch.setattr(sys, "argv", ["plan.py", *arguments.split()])
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(ROOT)
+    assert plan.main() == 0
+    return capsys.readouterr()
+
+
+def test_noise_to_signal_of_numbers_alone(monkeypatch, capsys):
+    arguments = f"{SMALL} --noise_multiplier 4 --no_extras --json"
+    assert json.loads(_plan_here(arguments, monkeypatch, capsys).out).get("noise_to_signal") is None, "nobody said P"
+    found = json.loads(_plan_here(f"{arguments} --parameters 90000", monkeypatch, capsys).out)["noise_to_signal"]
+    assert found["per_step"] == pytest.approx(4 * 300 / 60) and found["learns"] is False
+    assert found["accumulated"] == pytest.approx(4 * 300 / 60 / 50**0.5)
+    silent = f"{SMALL} --noise_multiplier 0 --no_extras --json --parameters 90000"
+    assert json.loads(_plan_here(silent, monkeypatch, capsys).out)["noise_to_signal"] is None
+
+
+@pytest.mark.full
+def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_in_a_batch(monkeypatch, capsys):
+    arguments = "--recipe recipes/quickstart.toml --choose --num_examples 1500 --target_epsilon 2 --no_extras"
+    shown = _plan_here(f"{arguments} --json", monkeypatch, capsys)
+    assert "2,000 is larger than the data: compared with 1,500 in 160 steps" in shown.err
+    found = json.loads(shown.out)
+    assert found["expected_batch_size"] == 1500 and found["noise_to_signal"]["kind"] == "captioner"
+    chosen = found["choice"]
+    assert chosen["expected_batch_size"] <= chosen["num_examples"] == 1500 and chosen["target_epsilon"] == 2
+    assert chosen["epsilon_with_reserve"] <= 2 and chosen["reason"]
+    assert chosen["expected_batch_size"] * chosen["num_steps"] == pytest.approx(240_000, rel=0.01)
+    table = _plan_here(f"{arguments} --compute 60000", monkeypatch, capsys).out
+    for text in ("noise-to-signal", "accumulated", "chosen batch", "chosen steps", "expect nothing"):
+        assert text in table, text
+
+
 def test_table_of_memory_and_time(monkeypatch, capsys):
     from launch_scripts import plan
 
@@ -236,6 +272,12 @@ def test_table_of_memory_and_time(monkeypatch, capsys):
         (f"{QUICK}/zero3.json --world_size 0", "at least 1"),
         (f"{QUICK}/zero3.json --engine fairscale", "stage 3 is refused"),
         (f"{QUICK}/nowhere.json", "nowhere.json"),
+        (f"{SMALL} --noise_multiplier 4 --choose", "--choose is for the choice .*: give --recipe too"),
+        ("--recipe recipes/vip_nano.toml --compute 1000", "--compute is for the choice .*: give --choose too"),
+        ("--recipe recipes/vip_nano.toml --parameters 7", "--parameters is for a plan without --recipe"),
+        ("--recipe recipes/vip_nano.toml --num_examples 5000000", "change it by data.num_examples=5000000"),
+        ("--recipe recipes/quickstart.toml --choose", "names no data.num_examples"),
+        ("--recipe recipes/vip_nano.toml --choose --no_extras privacy.simulation=true", "a target epsilon"),
     ],
 )
 def test_bad_resources_are_refused(arguments, message, monkeypatch):

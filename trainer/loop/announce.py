@@ -8,6 +8,7 @@ from privacy.card.text import rounded_up
 from trainer.config.machine import MachineSettings
 from trainer.loop.fit import BUDGET_SPENT, DONE
 from trainer.loop.stopping import STOPPED_EARLY
+from trainer.planner.signal import NoiseToSignal
 from trainer.ranks import distributed
 from trainer.ranks.discovery import Ranks
 from trainer.run.clipping_mode import ModeChoice
@@ -33,6 +34,9 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
         f"C = {plan.max_grad_norm:g}, sigma = {plan.noise_multiplier:.4f}, "
         f"{plan.num_steps} steps and {plan.reserved_attempts} reserved attempts"
     )
+    signal = NoiseToSignal.of(plan, count, run.config.model.kind)
+    if signal is not None:
+        print(signal.line)
     if plan.lattice is not None:
         print(
             f"certified arithmetic: sums are multiples of 2^{-plan.lattice.exponent}, one example adds at most C; made-up "

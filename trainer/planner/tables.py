@@ -58,9 +58,27 @@ def privacy_table(result: dict[str, Any]) -> Table:
         note = f"all of at most {result['max_examples_per_owner']} examples of one owner, without the cap"
         row("owner", text("epsilon_owner"), note)
     row("total amount of noise", text("tan", rounded_down), "TAN = sigma / (q sqrt(T / 2))")
+    if result.get("noise_to_signal") is not None:
+        _add_signal(table, result["noise_to_signal"])
+    if result.get("choice") is not None:
+        chosen = result["choice"]
+        table.add_section()
+        row("chosen batch", f"{chosen['expected_batch_size']:,}", f"privacy.expected_batch_size; {chosen['reason']}")
+        row("chosen steps", f"{chosen['num_steps']:,}", "train.num_steps; the learning rate has to follow")
+        note = f"for epsilon {rounded_up(chosen['epsilon_with_reserve'], 3)} with the reserve"
+        row("its noise multiplier", f"{chosen['noise_multiplier']:.4f}", note)
+        _add_signal(table, chosen["noise_to_signal"])
     if result.get("attack_risk") is not None:
         _add_extras(table, result)
     return table
+
+
+def _add_signal(table: Table, signal: dict[str, Any]) -> None:
+    """Noise against signal; see `trainer.planner.signal`."""
+    table.add_section()
+    note = f"sigma sqrt(P) / B per step, P = {signal['parameters']:,}"
+    table.add_row("noise-to-signal", f"{signal['per_step']:.2g}", note)
+    table.add_row("accumulated", f"{signal['accumulated']:.2g}", f"over all steps: {signal['sentence']}")
 
 
 def _add_extras(table: Table, result: dict[str, Any]) -> None:

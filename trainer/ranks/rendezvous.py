@@ -63,8 +63,8 @@ def find_store(address: str, port: int, rank: int, world_size: int, seconds: flo
         RendezvousError: no store, or no rank 0, within `seconds`.
     """
     prefix = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if world_size == 1:
-        place = Place(address, 0, True, prefix)
+    if world_size == 1:  # wherever rank 0 is said to be
+        place = Place("127.0.0.1", 0, True, prefix)
         return connect(place, seconds), place
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         place = Place(address, port, rank == 0, prefix)

@@ -164,7 +164,7 @@ def _blind_line(groups: Sequence[Group]) -> str:
     kinds = dict.fromkeys(BLIND_LINE[group.results[0].kind] for group in groups)
     text = (
         f"The blind line, {' or '.join(map(_loss, lines))}, is the loss that one gets on the same held-out data without "
-        f"looking at them: {'; '.join(kinds)}. A model above it has learned nothing that needs looking."
+        f"looking at them: {'; '.join(kinds)}. A model above it is no better than one that does not look."
     )
     known = [group for group in groups if group.below_blind is not None]
     above = [group for group in known if group.below_blind is not None and group.below_blind <= 0]

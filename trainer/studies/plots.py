@@ -196,7 +196,7 @@ def _against(groups: Sequence[Group], axis: Axis, x: Callable[[Group], float], x
     _blind_lines(ax, groups)
     _scale(ax, [x(group) for group in groups])
     ax.set(xlabel=xlabel, ylabel=_LOSS)
-    ax.legend()
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))  # the bars take the room inside
     return figure
 
 
