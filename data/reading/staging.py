@@ -52,12 +52,9 @@ def open_folder(folder: Path) -> str:
         name, mine = folder / "name", folder / f".name.{os.getpid()}.{secrets.token_hex(4)}"
         if not name.exists():
             mine.write_text(secrets.token_hex(16))
-            try:
+            with suppress(FileExistsError):
                 os.link(mine, name)  # the first of several processes makes it, whole
-            except FileExistsError:
-                pass
-            finally:
-                mine.unlink()
+            mine.unlink()
         return name.read_text()
     except OSError as error:
         raise DataError(f"data.staging: cannot use the folder {folder}: {error.strerror or error}") from error
