@@ -23,7 +23,7 @@ quickstart: $(STAMP)
 
 # Lint and types run in the background meanwhile; what they say is printed at the end.
 test: $(STAMP)
-	@tests/install_packages.sh hosts
+	-@tests/install_packages.sh hosts
 	@mkdir -p runs; $(MAKE) --no-print-directory lint >runs/lint.log 2>&1 & lint=$$!; \
 	$(PYTEST) -m "$(QUICK)"; tests=$$?; \
 	wait $$lint; lint=$$?; echo "lint and types:"; cat runs/lint.log; exit $$((tests ? tests : lint))
@@ -46,7 +46,7 @@ gpu:
 
 # Statements that `make test` runs, in every rank and command; TESTS="tests/data ..." takes a part. Tracing makes tests slower.
 coverage: $(STAMP)
-	@tests/install_packages.sh hosts
+	-@tests/install_packages.sh hosts
 	$(PYTEST) -m "$(QUICK)" -o timeout=900 --cov --cov-report=term --cov-report=html $(TESTS)
 
 lint: $(STAMP)

@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader, Dataset
 from data.errors import DataError, DecodeError, ReadError
 from data.examples.transforms import eval_image
 from data.files import named_when_whole, write_durably
-from data.reading.loader import Failure, as_is, end_with_parent, worker_context
+from data.reading.loader import Failure
+from data.reading.workers import as_is, end_with_parent, worker_context
 from evaluation.encoder import FeatureOptions, check_options, encoder_of, features
 from evaluation.sources.records import LabelledImages
 from trainer.progress import track

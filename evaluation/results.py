@@ -17,7 +17,9 @@ from typing import Any
 
 from data.files import write_durably
 from privacy.boundary import Private, Public, Reason
+from privacy.card.composition import claim_of
 from privacy.card.text import rounded_up
+from privacy.errors import PrivacyStateRefused
 from privacy.limits import finite
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
 from trainer.run.folder import environment
@@ -53,7 +55,8 @@ class ModelFacts:
         formal_guarantee: True only where a whole ledger in the checkpoint's run folder proves it; what a manifest says is no
             proof.
         attested: whether there is such a ledger, whatever it says.
-        epsilon, delta: of the run as far as its ledger goes; None without a guarantee.
+        epsilon, delta: that its weights carry as far as its run's ledger goes, the private runs that it started from included;
+            None without a guarantee.
         reasons: why there is none.
     """
 
@@ -75,7 +78,12 @@ class ModelFacts:
         plan = proof.state.plan
         if not plan.formal_guarantee:
             return cls(str(path), step, attested=True, reasons=plan.reasons)
-        return cls(str(path), step, True, True, proof.state.epsilon(), plan.target_delta)
+        try:
+            claim = claim_of(path.resolve().parent.parent, proof.state)
+        except PrivacyStateRefused as error:
+            return cls(str(path), step, reasons=(f"not attested: {error}",))
+        assert claim is not None  # the plan makes one
+        return cls(str(path), step, True, True, claim[0] if math.isfinite(claim[0]) else None, claim[1])
 
     def statement(self) -> str:
         """One line for people."""

@@ -13,17 +13,20 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from evaluation.commands import COMMANDS, command_of  # noqa: E402
+from evaluation.commands import COMMANDS, Command, command_of  # noqa: E402
 from evaluation.commands.common import CommandOptions, output_of  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import add_options, parse_options  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
+from trainer.progress import working  # noqa: E402
+from trainer.ranks.discovery import Ranks, discover_ranks  # noqa: E402
 
 
 def parse_args(arguments: list[str]) -> CommandOptions:
@@ -46,17 +49,19 @@ def main() -> int:
     """Runs the command, on all ranks of a launcher or alone."""
     arguments = sys.argv[1:]
     options = parse_args(arguments)
+    command, ranks = command_of(options), discover_ranks(os.environ)
+    with working(f"{command.name}: {command.help}", shows=ranks.is_main):  # importing torch is part of the work
+        return evaluate(command, options, ranks, arguments)
+
+
+def evaluate(command: Command[Any], options: CommandOptions, ranks: Ranks, arguments: list[str]) -> int:
+    """Runs the command; with other ranks it never returns (`trainer.ranks.distributed.finish`)."""
     from evaluation.results import publish
     from trainer.errors import RemoteError
-    from trainer.progress import working
-    from trainer.ranks.discovery import discover_ranks
     from trainer.ranks.distributed import fail, finish, quit_now, start
 
-    command, ranks = command_of(options), discover_ranks(os.environ)
-
     def run() -> None:
-        with working(f"{command.name}: {command.help}", shows=ranks.is_main):
-            results = command.run(options)
+        results = command.run(options)
         if results is not None:
             publish(
                 results, output=output_of(options), data_is_public=options.results_are_public,

@@ -5,16 +5,20 @@ python launch_scripts/plan.py --num_examples 233000000 --expected_batch_size 131
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml [section.key=value ...] [--json]
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --ds_config ds_configs/zero3_bf16.json --world_size 128 \
     --gpu a100-80gb [--json]
+python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --bands auto [--json]
 The first computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for. The
 second gives what training with the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third
-adds memory per rank, the largest micro-batch, FLOP, time, traffic and reads (docs/planning.md).
+adds memory per rank, the largest micro-batch, FLOP, time, traffic and reads (docs/planning.md). The fourth asks what correlated
+noise would buy at the same epsilon (docs/correlated_noise.md); training with it is not supported yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,6 +26,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from privacy.card.text import rounded_up
 from privacy.errors import PrivacyConfigError
 from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command
@@ -36,7 +41,18 @@ if TYPE_CHECKING:
     from trainer.planner.batches import Examples
 
 ROOT = Path(__file__).resolve().parents[1]
-_RESOURCE_OPTIONS = ("world_size", "gpu", "engine", "efficiency", "gpus_per_node", "network_gbits", "bytes_per_example")
+_RESOURCE_OPTIONS = (
+    "world_size",
+    "gpu",
+    "engine",
+    "efficiency",
+    "gpus_per_node",
+    "network_gbits",
+    "bytes_per_example",
+    "decoded_per_second",
+    "store_gbits",
+    "request_price",
+)
 
 
 class PrivacyPart(Options):
@@ -58,10 +74,18 @@ class PrivacyPart(Options):
     """default 1 / (2 N)"""
     arithmetic: Literal["floating", "certified"] | None = None
     """how clipped gradients are added up (docs/certified.md); default floating"""
+    bands: Annotated[str | None, Shown("auto|b")] = None
+    """plan correlated noise of b bands, or of the best number, for the same epsilon (docs/correlated_noise.md)"""
     cap: bool = False
     """cut batches at B + 8 sqrt(B) and charge the truncation"""
     reserve: Annotated[int | None, Shown("K")] = None
     """further attempts that crashes may use up; default 0"""
+    parameters: Annotated[int | None, Shown("P")] = Field(None, ge=1)
+    """trainable parameters of a captioner, for noise-to-signal; a recipe's are counted"""
+    choose: bool = False
+    """also choose batch and steps for a recipe's compute; --num_examples and --target_epsilon may then replace its own"""
+    compute: Annotated[int | None, Shown("BT")] = Field(None, ge=1)
+    """with --choose: examples computed over all steps; default: the recipe's"""
     max_examples_per_owner: Annotated[int | None, Shown("K")] = None
     """also the epsilon of an owner of K examples"""
     allow_small_noise: bool = False
@@ -95,6 +119,12 @@ class PlanOptions(PrivacyPart):
     """Gb/s per GPU to other nodes; default likewise"""
     bytes_per_example: Annotated[float | None, Shown("N")] = None
     """default: the index's mean, else 50,000"""
+    decoded_per_second: Annotated[float | None, Shown("N")] = None
+    """examples that one core decodes; default 366"""
+    store_gbits: Annotated[float | None, Shown("X")] = None
+    """Gb/s per node from the place of the shards; default 10"""
+    request_price: Annotated[float | None, Shown("P")] = None
+    """dollars for 1,000 requests to it; default 0.0004"""
 
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
@@ -119,9 +149,12 @@ _RECIPE_KEYS = {
 }
 
 
-def _plan(options: PlanOptions) -> PrivacyPlan:
-    from privacy.plan import make_plan
+_CHOICE_KEYS = ("num_examples", "target_epsilon", "delta")
+"""Options that --choose takes together with a recipe."""
 
+
+def _request(options: PlanOptions) -> PlanRequest:
+    """What the options alone ask for, without a recipe."""
     if options.overrides:
         raise PrivacyConfigError(f"{options.overrides[0]!r} changes a recipe: give --recipe")
     sizes = {name: getattr(options, name) for name in ("num_examples", "expected_batch_size", "num_steps")}
@@ -130,7 +163,7 @@ def _plan(options: PlanOptions) -> PrivacyPlan:
             raise PrivacyConfigError(f"--{name} is required (or --recipe)")
     if (options.noise_multiplier is None) == (options.target_epsilon is None):
         raise PrivacyConfigError("give exactly one of --noise_multiplier and --target_epsilon")
-    request = PlanRequest(
+    return PlanRequest(
         **sizes,
         noise_multiplier=options.noise_multiplier,
         target_epsilon=options.target_epsilon,
@@ -140,7 +173,6 @@ def _plan(options: PlanOptions) -> PrivacyPlan:
         cap="default" if options.cap else None,
         allow_small_noise=options.allow_small_noise,
     )
-    return make_plan(request, progress=_report_progress)
 
 
 def _load_recipe(options: PlanOptions) -> RunConfig:
@@ -148,7 +180,7 @@ def _load_recipe(options: PlanOptions) -> RunConfig:
 
     for name, key in _RECIPE_KEYS.items():
         value = getattr(options, name)
-        if value is not None and value is not False:
+        if value is not None and value is not False and not (options.choose and name in _CHOICE_KEYS):
             text = "true" if value is True else value
             raise PrivacyConfigError(f"--{name} is the recipe's business: change it by {key}={text}")
     if options.cap:
@@ -169,39 +201,60 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         raise ConfigError(f"--{given} plans memory and time: give --ds_config and --recipe too")
     if plans_resources and options.recipe is None:
         raise ConfigError("--ds_config plans memory and time of a recipe: give --recipe")
+    for name, value in (("choose", options.choose or None), ("compute", options.compute)):
+        if value is not None and (options.recipe is None or not options.choose):
+            needed = "--recipe" if options.recipe is None else "--choose"
+            raise ConfigError(f"--{name} is for the choice of a recipe's batch and steps: give {needed} too")
+    if options.parameters is not None and options.recipe is not None:
+        raise ConfigError("--parameters is for a plan without --recipe: those of a recipe are counted")
+    parameters, kind = options.parameters, "captioner"
+    planned: PrivacyPlan | None
     if options.recipe is None:
-        result = _privacy(_plan(options), options, options.max_examples_per_owner)
+        planned, result = _privacy(_request(options), options, options.max_examples_per_owner, None)
     else:
         config, examples = _load_recipe(options), None
         if plans_resources:
             from trainer.planner.batches import examples as known_examples
 
             examples = known_examples(config, ROOT, options.bytes_per_example)
-        num_examples = config.data.num_examples or (examples.count if examples else None)
-        if num_examples is None and not plans_resources:
+        num_examples = options.num_examples
+        if num_examples is None:
+            num_examples = config.data.num_examples or (examples.count if examples else None)
+        if num_examples is None and (options.choose or not plans_resources):
             raise PrivacyConfigError(f"recipe {options.recipe} names no data.num_examples: add data.num_examples=N")
-        planned = None
-        if num_examples is not None:
-            from privacy.plan import make_plan
-
-            planned = make_plan(config.privacy.request(config.train.num_steps, num_examples), progress=_report_progress)
         owned = options.max_examples_per_owner
         owned = config.privacy.max_examples_per_owner if owned is None else owned
-        result = _privacy(planned, options, owned) if planned is not None else {}
+        planned, result = None, {}
+        if num_examples is not None:
+            from trainer.planner.memory import Trainable
+            from trainer.planner.resources import planning_task
+
+            request = _recipe_request(options, config, num_examples)
+            planned, result = _privacy(request, options, owned, config)
+            parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
+            if options.choose:
+                result["choice"] = _choice(options, request, planned, parameters, kind)
         if examples is not None:
             if planned is None:
                 _warn("no epsilon: the recipe names no data.num_examples; add data.num_examples=N")
             result["resources"] = _resources(options, config, examples, planned)
+    if planned is not None and parameters is not None:
+        from trainer.planner.signal import NoiseToSignal
+
+        signal = NoiseToSignal.of(planned, parameters, kind)
+        result["noise_to_signal"] = None if signal is None else signal.as_json()
     if options.as_json:
         print(json.dumps(result, allow_nan=False))
         return result
     from rich.console import Console
 
-    from trainer.planner.tables import privacy_table, resource_table, scaling_table
+    from trainer.planner.tables import bands_table, privacy_table, resource_table, scaling_table
 
     console = Console()
     if "epsilon_pld" in result:
         console.print(privacy_table(result))
+    if result.get("by_bands") is not None:
+        console.print(bands_table(result["by_bands"], result["bands"]))
     if result.get("scaling_rule") is not None:
         console.print(scaling_table(result["scaling_rule"], result["noise_multiplier"]))
     if "resources" in result:
@@ -211,12 +264,68 @@ def plan(options: PlanOptions) -> dict[str, Any]:
     return result
 
 
-def _privacy(plan: PrivacyPlan, options: PlanOptions, max_examples_per_owner: int | None) -> dict[str, Any]:
+def _recipe_request(options: PlanOptions, config: RunConfig, num_examples: int) -> PlanRequest:
+    """What the recipe asks for; with --choose on the data and for the guarantee that the options name."""
+    request = config.privacy.request(config.train.num_steps, num_examples)
+    if not options.choose:
+        return request
+    if options.target_epsilon is not None:
+        request = replace(request, target_epsilon=options.target_epsilon, noise_multiplier=None)
+    if options.delta is not None:
+        request = replace(request, target_delta=options.delta)
+    size = request.expected_batch_size
+    if size > num_examples:
+        steps = max(1, round(size * request.num_steps / num_examples))
+        _warn(
+            f"the recipe's batch of {size:,} is larger than the data: compared with {num_examples:,} in {steps:,} steps"
+        )
+        request = replace(request, expected_batch_size=num_examples, num_steps=steps)
+    return request
+
+
+def _choice(
+    options: PlanOptions, request: PlanRequest, plan: PrivacyPlan, parameters: int, kind: str
+) -> dict[str, Any]:
+    """What --choose prints; without a target epsilon the recipe's own sigma says which epsilon there is to spend."""
+    from trainer.planner.signal import choose
+
+    if request.target_epsilon is None:
+        request = replace(request, target_epsilon=plan.epsilon_with_reserve, noise_multiplier=None)
+    return choose(request, parameters, options.compute, kind=kind).as_json()
+
+
+def _privacy(
+    request: PlanRequest, options: PlanOptions, max_examples_per_owner: int | None, config: RunConfig | None
+) -> tuple[PrivacyPlan, dict[str, Any]]:
+    """The plan, with the bands that are asked for, and what it means.
+
+    A recipe's noise is that of independent noise, so correlated noise is calibrated to the epsilon that this has.
+    """
+    from privacy.plan import make_plan
+    from trainer.planner.bands import at_equal_epsilon, best_bands, by_bands, compare
     from trainer.planner.privacy import summarise
 
-    for line in plan.warnings:
+    rows = None
+    if options.bands == "auto":
+        if request.target_epsilon is None and config is None:
+            raise PrivacyConfigError(
+                "--bands auto chooses the noise: give --target_epsilon in place of --noise_multiplier"
+            )
+        request = at_equal_epsilon(request)
+        rows = by_bands(request, _report_progress)
+        request = replace(request, bands=best_bands(rows))
+    elif options.bands is not None:
+        if not re.fullmatch("[0-9]{1,12}", options.bands):
+            raise PrivacyConfigError(f"--bands is {options.bands!r}; it is a number of bands or auto")
+        bands = int(options.bands)
+        request = replace(request if config is None or bands == 1 else at_equal_epsilon(request), bands=bands)
+    planned = make_plan(request, progress=_report_progress)
+    for line in planned.warnings:
         _warn(line)
-    return summarise(plan, _warn, extras=not options.no_extras, max_examples_per_owner=max_examples_per_owner)
+    if planned.bands > 1:
+        _warn("correlated noise can be planned, but training with it is not supported yet (docs/correlated_noise.md)")
+    result = summarise(planned, _warn, extras=not options.no_extras, max_examples_per_owner=max_examples_per_owner)
+    return planned, result | compare(planned, request, config) | {"by_bands": rows}
 
 
 def _warn(line: str) -> None:
@@ -226,9 +335,10 @@ def _warn(line: str) -> None:
 def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan: PrivacyPlan | None) -> dict[str, Any]:
     from trainer.config.machine import load_machine_settings
     from trainer.planner.hardware import find_gpu
-    from trainer.planner.resources import EFFICIENCY, Cluster, plan_resources
+    from trainer.planner.resources import DECODED_PER_SECOND, EFFICIENCY, Cluster, plan_resources
+    from trainer.planner.staging import REQUEST_PRICE, STORE_GBITS
 
-    for name in ("gpus_per_node", "network_gbits", "bytes_per_example"):
+    for name in _RESOURCE_OPTIONS[4:]:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}; it must be positive")
@@ -244,7 +354,10 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
         gpu=None if options.gpu is None else find_gpu(options.gpu),
         efficiency=efficiency,
         gpus_per_node=options.gpus_per_node,
+        store_gbits=STORE_GBITS if options.store_gbits is None else options.store_gbits,
+        request_price=REQUEST_PRICE if options.request_price is None else options.request_price,
         network_bandwidth=None if options.network_gbits is None else options.network_gbits * 1e9 / 8,
+        decoded_per_second=options.decoded_per_second or DECODED_PER_SECOND,
     )
     assert options.ds_config is not None
     return plan_resources(config, load_machine_settings(options.ds_config), cluster, examples, plan, ROOT)
@@ -252,7 +365,10 @@ def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
     if sys.stderr.isatty():
-        print(f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {epsilon:.4f}", file=sys.stderr)
+        print(
+            f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {rounded_up(epsilon, 4)}",
+            file=sys.stderr,
+        )
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
-"""Prepares data: the tar index and its check, imports, and synthetic shards.
+"""Prepares data: the tar index and its check, shards written anew, imports, and synthetic shards.
 
 python launch_scripts/prepare.py index 'shards/train-{000..127}.tar' --output index/
 mpirun -n 16 python launch_scripts/prepare.py index 'https://host/train-{000..127}.tar' --output index/
 python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/ --sample 1000
+python launch_scripts/prepare.py repack broken.tar --output repacked/
 python launch_scripts/prepare.py import --from coco captions_train2017.json --image_root train2017/ --output coco/
 python launch_scripts/prepare.py synthetic --output synthetic/ --num_examples 1000000
 
@@ -28,7 +29,8 @@ from rich.table import Table
 
 from data.errors import DataError
 from data.index.build import build_index
-from data.index.shards import find_shards, read_shard_list
+from data.index.repack import Repacked, repack
+from data.index.shards import expand_shards, find_shards, read_shard_list
 from data.index.tar_index import ExampleTable
 from data.index.verify import STATES, verify_hashes, verify_sample
 from data.reading.pool import available_cores, worker_pool
@@ -78,6 +80,21 @@ class VerifyOptions(ShardOptions):
     """data.caption_field of the recipe, for --sample"""
     label_field: Annotated[str | None, Shown("NAME")] = None
     """data.label_field of the recipe, for --sample"""
+
+
+class RepackOptions(Options):
+    """Options of `repack`."""
+
+    shards: Annotated[str, Shown("SHARDS", is_positional=True)]
+    """local shards as for index; members of one example may lie in several of them"""
+    output: Annotated[Path, Shown("DIR")]
+    """a new or empty folder"""
+    shard_mib: Annotated[int, Shown("MIB"), Field(ge=1, le=2**20)] = 1024
+    """the most that a new shard has (default: 1024)"""
+    prefix: str = "train"
+    """how the shards' names begin (default: train)"""
+    accept_loss: bool = False
+    """go on where bytes are damaged, and leave out the examples next to them"""
 
 
 class WriterOptions(PrepareOptions):
@@ -207,7 +224,34 @@ def verify(options: VerifyOptions) -> None:
                 result = f"{size} of {len(table)} examples: " + ", ".join(
                     f"{counts[state]} {state}" for state in STATES
                 )
+                usable = counts["usable"] + counts["labelled without caption"]
     print(result)
+    if options.sample is not None and 2 * usable < size:
+        raise DataError(
+            f"{size - usable} of {size} examples cannot be used: a run on these shards would spend its budget on zero gradients; "
+            "look at --caption_field and --label_field, or at how the shards were made"
+        )
+
+
+def repack_shards(options: RepackOptions) -> Repacked:
+    """Writes shards anew, with every example whole and in one place, and checks what it wrote.
+
+    Members are copied as they are. What is lost with damaged bytes ends the command, unless --accept_loss is given.
+    """
+    paths = expand_shards(options.shards, Path.cwd())
+    report = repack(
+        paths,
+        options.output,
+        shard_bytes=options.shard_mib << 20,
+        prefix=options.prefix,
+        accept_loss=options.accept_loss,
+    )
+    print(
+        f"{report.examples} examples in {report.shards} shards, of which {report.joined} were apart; {report.left_out} examples "
+        f"left out, {report.lost_bytes} bytes lost, {report.joints} places where archives were joined, {report.skipped} members "
+        f"that belong to no example: {options.output}"
+    )
+    return report
 
 
 def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
@@ -304,16 +348,17 @@ def _progress() -> Progress:
     return Progress(console=_STDERR, transient=True, disable=not _STDERR.is_terminal)
 
 
-COMMANDS: dict[str, tuple[type[PrepareOptions], Callable[[Any], object]]] = {
+COMMANDS: dict[str, tuple[type[Options], Callable[[Any], object]]] = {
     "index": (IndexOptions, index),
     "verify": (VerifyOptions, verify),
+    "repack": (RepackOptions, repack_shards),
     "import": (ImportOptions, import_pairs),
     "synthetic": (SyntheticOptions, synthetic),
 }
 """Options of each command, and the function that takes them; the first line of its docstring is its help."""
 
 
-def parse_args(arguments: list[str] | None = None) -> PrepareOptions:
+def parse_args(arguments: list[str] | None = None) -> Options:
     """The options of the chosen command; a bad argument is a ConfigError (exit 2)."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="prepare.py", description=__doc__, formatter_class=formatter)
@@ -322,9 +367,7 @@ def parse_args(arguments: list[str] | None = None) -> PrepareOptions:
         text = inspect.getdoc(function) or ""
         sub = commands.add_parser(name, help=text.splitlines()[0], description=text, formatter_class=formatter)
         add_options(sub, model)
-    options = parse_options(parser, arguments)
-    assert isinstance(options, PrepareOptions)
-    return options
+    return parse_options(parser, arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ captions_right    share of held-out pictures whose caption is exactly the true o
 heldout_loss      nats per token; to be compared with
 blind_loss        what one gets from the frequencies of captions, without looking
 shuffled_loss     the model's own loss where every caption stands beside another picture
-epsilon, delta    the guarantee, from the ledger
+epsilon           from the ledger, at the delta that the line before says
 seconds           the whole command
 """
 
@@ -46,7 +46,8 @@ def main() -> int:
     import torch  # after the arguments, so that a wrong one is answered at once
 
     run_dir = options.run_dir or ROOT / "runs" / time.strftime("quickstart-%Y%m%d-%H%M%S")
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--master_port", str(_free_port())]
+    # -q: the launcher's own lines say nothing about the run.
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "-q", "--master_port", str(_free_port())]
     if not torch.cuda.is_available():
         launcher += ["--num_gpus", "2"]
     train = [
@@ -61,27 +62,31 @@ def main() -> int:
     if code != 0:
         print(f"error: training ended with exit code {code}; run folder {run_dir}", file=sys.stderr)
         return code
-    card = json.loads(_output([sys.executable, "launch_scripts/report.py", "--run_dir", str(run_dir), "--json"]))
+    reported = _captured([sys.executable, "launch_scripts/report.py", "--run_dir", str(run_dir), "--json"])
+    if reported.returncode != 0:
+        print(reported.stderr.strip(), file=sys.stderr)
+        return reported.returncode
+    card = json.loads(reported.stdout)
     print(f"privacy card: {run_dir / 'report' / 'privacy_card.md'}")
     captions_right = _captions_right(run_dir)
     # As somebody would who has only the published folder: without this project.
-    code = _run([sys.executable, "-I", str(run_dir / "verify.py"), str(run_dir)])
-    if code != 0:
+    verified = _captured([sys.executable, "-I", str(run_dir / "verify.py"), str(run_dir)])
+    if verified.returncode != 0:
+        print(verified.stdout, verified.stderr, sep="")
+        code = verified.returncode
         print(f"error: verify.py does not find {run_dir} consistent (exit code {code})", file=sys.stderr)
         return code
+    print(verified.stdout.splitlines()[-1])
     public = run_dir / "evaluation" / "heldout.jsonl"  # not there where held-out data are private
     last = json.loads(public.read_text().splitlines()[-1]) if public.exists() else {}
+    print(f"run folder {run_dir}; epsilon is at delta {card['delta']:g}")
     summary = {
         "captions_right": captions_right,
         "heldout_loss": last.get("loss"),
         "blind_loss": last.get("blind_loss"),
         "shuffled_loss": last.get("shuffled_loss"),
         "epsilon": card["epsilon"],
-        "delta": card["delta"],
-        "steps": card["steps_done"],
         "seconds": round(time.monotonic() - started, 1),
-        "formal_guarantee": card["formal_guarantee"],
-        "run_dir": str(run_dir),
     }
     print(json.dumps(summary))
     return 0
@@ -124,8 +129,8 @@ def _run(command: list[str]) -> int:
     return subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
 
 
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, cwd=ROOT, env=_environment(), check=True, stdout=subprocess.PIPE, text=True).stdout
+def _captured(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=_environment(), check=False, capture_output=True, text=True)
 
 
 def _environment() -> dict[str, str]:

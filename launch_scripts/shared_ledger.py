@@ -67,6 +67,7 @@ def create(options: CreateOptions) -> None:
 
 def show(options: ShowOptions) -> None:
     """Verifies the ledger and lists the runs."""
+    from privacy.card.text import rounded_up
     from privacy.ledger.shared import SharedLedger
 
     summary = SharedLedger(options.path).summary()
@@ -74,10 +75,12 @@ def show(options: ShowOptions) -> None:
         print(json.dumps(summary))
         return
     reserved, total, accounting = (summary[name] for name in ("epsilon_reserved", "epsilon", "accounting"))
-    print(f"{options.path}: {reserved:.4f} of epsilon {total:g} reserved ({accounting})")
+    print(f"{options.path}: {rounded_up(reserved, 4)} of epsilon {total:g} reserved ({accounting})")
     for run in summary["runs"]:
         chosen = "chosen after outputs" if run["chosen_after_outputs"] else "fixed in advance"
-        print(f"  {run['time_utc']}  {run['run'][:12]}  {run['name']}: epsilon {run['epsilon']:.4f} alone, {chosen}")
+        print(
+            f"  {run['time_utc']}  {run['run'][:12]}  {run['name']}: epsilon {rounded_up(run['epsilon'], 4)} alone, {chosen}"
+        )
     for run in summary["informal_runs"]:
         print(f"  {run['name']}: no guarantee, covered by nothing here ({run['reason']})")
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,6 +34,21 @@ class RunOptions(Options):
     """runs at the same time (default: 1)"""
     executor: Literal["local", "slurm-array", "script"] = "local"
     """here; as a Slurm array job; or only write a script that trains a point by its number"""
+    nodes: Annotated[int | None, Shown("N"), Field(ge=1)] = None
+    """nodes for each point of a Slurm array job (default: 1)"""
+    ntasks_per_node: Annotated[int | None, Shown("N"), Field(ge=1)] = None
+    """ranks on each of these nodes (default: 1)"""
+    cpus_per_task: Annotated[int | None, Shown("N"), Field(ge=1)] = None
+    """CPUs for each rank (default: the recipe's data workers)"""
+    gpus_per_node: Annotated[int | None, Shown("N"), Field(ge=1)] = None
+    """GPUs on each of these nodes (default: what the partition gives)"""
+
+    @model_validator(mode="after")
+    def _allocates_for_slurm(self) -> "RunOptions":
+        for name in ("nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node"):
+            if getattr(self, name) is not None and self.executor != "slurm-array":
+                raise ValueError(f"--{name} is for --executor slurm-array")
+        return self
 
 
 class ReportOptions(Options):
@@ -45,7 +60,7 @@ class ReportOptions(Options):
 
 def run(options: RunOptions) -> int:
     """Trains all points that are not done."""
-    from trainer.studies.executors import LocalPool, Trainer, submit_array, write_script
+    from trainer.studies.executors import LocalPool, Trainer, write_script
     from trainer.studies.folder import StudyFolder
     from trainer.studies.grid import expand, load_study
     from trainer.studies.points import plan_points
@@ -67,7 +82,13 @@ def run(options: RunOptions) -> int:
             _say(f"written: {write_script(folder, trainer, study.name, names)}")
             return 0
         if options.executor == "slurm-array":
-            _say(submit_array(folder, trainer, names, options.workers))
+            from trainer.studies.slurm import Allocation, submit_array
+
+            allocation = Allocation(
+                options.nodes, options.ntasks_per_node, options.cpus_per_task, options.gpus_per_node
+            )
+            for line in submit_array(folder, trainer, names, options.workers, allocation):
+                _say(line)
             return 0
         outcome = LocalPool(folder, trainer, options.workers, _say).run(names)
     finished = outcome.finished_before

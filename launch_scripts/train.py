@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 if __name__ == "__main__":  # not in its workers
-    for stop in (signal.SIGTERM, signal.SIGUSR1):  # while modules are imported there is nothing to save
-        signal.signal(stop, lambda number, frame: os._exit(7))
+    for stop in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # while modules are imported there is nothing to save
+        if signal.getsignal(stop) != signal.SIG_IGN:
+            signal.signal(stop, lambda number, frame: os._exit(7))
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER_OPTIONS = {
@@ -106,8 +107,6 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
         watch(LAUNCHER, speaks=ranks.local_rank == 0)
         options = parse_args(arguments)
         config = load_config(options.recipe, options.overrides)
-    except KeyboardInterrupt:
-        sys.exit(130)
     except Exception as error:
         explain(error, ranks.rank)
         known = in_one_line(error)
@@ -116,7 +115,7 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
     from trainer.engines import require_supported
     from trainer.loop.stopping import end_on_signals
     from trainer.ranks.agreement import introduction
-    from trainer.ranks.distributed import fail, finish, quit_now, start
+    from trainer.ranks.distributed import fail, finish, start
 
     end_on_signals()
     try:
@@ -133,8 +132,6 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
         from trainer.run.start import train
 
         code = train(config, machine, options.engine, run_dir, ROOT, ranks, device, noise, may_restart=restart)
-    except KeyboardInterrupt:
-        quit_now(130)
     except Exception as error:
         fail(error, functools.partial(explain, error, ranks.rank))
     finish(code)

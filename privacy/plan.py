@@ -14,10 +14,12 @@ from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calib
 from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.accounting.noise_tail import NOISE_SOURCES, noise_tail_delta
 from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
+from privacy.card.text import rounded_up
 from privacy.errors import PrivacyConfigError
 from privacy.lattice import Lattice
 from privacy.limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
 from privacy.plan_request import ARITHMETIC_MODES, CLIPPING_FUNCTIONS, SAMPLING, PlanChoices, PlanRequest
+from privacy.sampling.cyclic import CyclicPoissonSampler
 from privacy.sampling.poisson import PoissonSampler, Sampler, default_cap
 from privacy.sampling.shuffle import ShuffleSampler, shuffle_participations
 
@@ -90,6 +92,7 @@ class PrivacyPlan(PlanChoices):
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise PrivacyConfigError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        self.require_correlatable()
         if self.arithmetic == "certified":
             self._require_certifiable()
         if self.adaptive_clipping is not None and self.clipping_function != "flat":
@@ -134,11 +137,17 @@ class PrivacyPlan(PlanChoices):
         """The sampler whose rate and cap this plan is accounted with."""
         if self.sampling == "shuffle":
             return ShuffleSampler(self.num_examples, self.expected_batch_size)
-        return self._poisson
+        return self._poisson if self.bands == 1 else CyclicPoissonSampler(self._poisson, self.bands)
 
     @cached_property
     def _poisson(self) -> PoissonSampler:
-        return PoissonSampler.with_expected_batch(self.num_examples, self.expected_batch_size, self.cap)
+        """The coins; under correlated noise only one group of a step's examples has them, at b times the rate."""
+        return PoissonSampler.with_expected_batch(self.num_examples, self.bands * self.expected_batch_size, self.cap)
+
+    def require_trainable(self) -> None:
+        """PrivacyConfigError for correlated noise, which can be planned, and not trained with yet."""
+        if self.bands > 1:
+            raise PrivacyConfigError(f"bands {self.bands} can be planned, but not trained with yet: take bands 1")
 
     def clipped_sum(
         self,
@@ -186,13 +195,14 @@ class PrivacyPlan(PlanChoices):
 
     @property
     def sample_rate(self) -> float:
-        """q = floor(B 2^64 / n) / 2^64, rounded up; what the accountant is charged with where sampling is Poisson."""
+        """q = floor(b B 2^64 / n) / 2^64, rounded up; what the accountant is charged with where sampling is Poisson."""
         return self._poisson.sample_rate
 
     @property
     def max_batch_size(self) -> int:
         """The most examples that a step may hold: what buffers and micro-batch counts are sized for."""
-        return self.num_examples if self.sampler.cap is None else self.sampler.cap
+        cap = self.sampler.cap if self.sampling == "shuffle" else self.cap
+        return self.group_size if cap is None else min(cap, self.group_size)
 
     @property
     def max_intents(self) -> int:
@@ -225,11 +235,13 @@ class PrivacyPlan(PlanChoices):
         """`count` intents of this plan, as the accountant sees them.
 
         Shuffled, these are the releases that one example can be in when the first `num_steps` intents are all
-        different steps and the others replays; a run in progress asks its ledger, which knows the replays.
+        different steps and the others replays; a run in progress asks its ledger, which knows the replays. Under correlated
+        noise they are those of the group of examples with most intents (docs/correlated_noise.md).
         """
         if self.sampling == "shuffle":
             return self.shuffled_group(min(count, self.num_steps), max(0, count - self.num_steps))
-        return ReleaseGroup(self.sample_rate, self.effective_noise_multiplier, count, self.num_examples, self.cap)
+        most = self.participations(count)
+        return ReleaseGroup(self.sample_rate, self.effective_noise_multiplier, most, self.group_size, self.cap)
 
     def shuffled_group(self, last_step: int, replays: int) -> ReleaseGroup:
         """Releases of one example after steps 1..last_step of shuffled epochs: no amplification (rate 1)."""
@@ -244,7 +256,7 @@ class PrivacyPlan(PlanChoices):
         if self.arithmetic == "certified":  # its sampler is exact: any number of standard deviations can come
             return 0.0
         one = self.release_group(self.max_intents)
-        return noise_tail_delta(self.noise_source, one.noise_multiplier, one.sample_rate * one.count)
+        return noise_tail_delta(self.noise_source, one.noise_multiplier, one.sample_rate * one.count, rows=self.bands)
 
     @property
     def accounted_delta(self) -> float:
@@ -279,6 +291,7 @@ class PrivacyPlan(PlanChoices):
 
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""
+        self.require_trainable()
         frozen = {name: getattr(self, name) for name in _frozen_names()}
         return frozen | {
             "adaptive_clipping": None if self.adaptive_clipping is None else asdict(self.adaptive_clipping),
@@ -308,7 +321,7 @@ class PrivacyPlan(PlanChoices):
 
 def _frozen_names() -> list[str]:
     """The plan's fields that a ledger holds."""
-    return [field.name for field in fields(PrivacyPlan) if field.name != "warnings"]
+    return [field.name for field in fields(PrivacyPlan) if field.name not in ("warnings", "bands")]
 
 
 def make_plan(
@@ -369,7 +382,7 @@ def make_plan(
         )
         sigma = result.noise_multiplier
         if result.clamped:
-            smallest = f"noise multiplier {sigma:g}, the smallest allowed, gives epsilon {result.epsilon:.3f}"
+            smallest = f"noise multiplier {sigma:g}, the smallest allowed, gives epsilon {rounded_up(result.epsilon)}"
             notes.append(f"{smallest}, below the target {target:g}")
     assert sigma is not None
     adaptive = request.adaptive_clipping if request.enabled else None

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.errors import PrivacyConfigError
+from privacy.limits import MAX_COUNT
 
 SAMPLING = ("poisson", "shuffle")
 ARITHMETIC_MODES = ("floating", "certified")
@@ -31,6 +33,8 @@ class PlanChoices:
         shuffle_as_gaussian: says explicitly that shuffled data are accounted without any amplification, as a Gaussian with
             mu = sqrt(k_max) / sigma, k_max = ceil(epochs) + replays; without it a shuffled run makes no claim.
         noise_source: "system" or "aes_ctr" (privacy/noise.py).
+        bands: b of correlated noise (docs/correlated_noise.md); 1 is independent noise. An example may join one step in b, at b
+            times the rate: b groups take turns.
         informal_reasons: why the run makes no formal claim, as far as the plan does not see it by itself (contract, point 11).
     """
 
@@ -47,7 +51,45 @@ class PlanChoices:
     sampling: str = "poisson"
     shuffle_as_gaussian: bool = False
     noise_source: str = "system"
+    bands: int = 1
     informal_reasons: tuple[str, ...] = ()
+
+    @property
+    def group_size(self) -> int:
+        """Examples of the largest of the groups that take turns: ceil(n / b)."""
+        return -(-self.num_examples // self.bands)
+
+    def participations(self, intents: int) -> int:
+        """How many of so many intents the group with most of them has: ceil(intents / b), since the groups take turns."""
+        return -(-intents // self.bands)
+
+    def require_correlatable(self) -> None:
+        """
+        Raises:
+            PrivacyConfigError: the bands do not fit the data or the steps, or what goes with independent noise only.
+        """
+        if not isinstance(self.bands, int) or isinstance(self.bands, bool) or not 1 <= self.bands <= MAX_COUNT:
+            raise PrivacyConfigError(f"bands must be an integer from 1 to {MAX_COUNT:,}, not {self.bands!r}")
+        if self.bands == 1:
+            return
+        if self.bands > self.num_steps:
+            raise PrivacyConfigError(
+                f"bands {self.bands} are more than the {self.num_steps} steps that they take turns in"
+            )
+        if self.bands * self.expected_batch_size > self.num_examples:
+            raise PrivacyConfigError(
+                f"bands {self.bands} need a sample rate above 1 in each group: bands x expected_batch_size must be at most "
+                f"{self.num_examples} examples, so take {self.num_examples // self.expected_batch_size} bands or fewer"
+            )
+        if self.sampling != "poisson":
+            raise PrivacyConfigError(f"bands above 1 need sampling 'poisson', not {self.sampling!r}")
+        if self.arithmetic != "floating":
+            raise PrivacyConfigError("bands above 1 need arithmetic 'floating': the lattice holds no correlated noise")
+        if self.adaptive_clipping is not None:
+            raise PrivacyConfigError(
+                "bands above 1 need a constant C, because past noise is in units of C: take clipping_function 'flat' rather "
+                "than adaptive clipping"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,24 +1,26 @@
 """Rechecks a published run folder. It needs this file, numpy, dp-accounting and cryptography, and nothing of the trainer.
 
-    python verify.py [FOLDER] [--fingerprint F] [--json]
+    python verify.py [FOLDER] [--fingerprint F] [--head H] [--json]
 
 FOLDER is by default the one that holds this file. A published folder is a run folder without `private/`. The start of a run puts
 this file there; whoever does not trust the publisher takes it from the project instead, since it judges the folder that it is in.
 
 chain        every line of ledger.jsonl is canonical JSON and repeats the SHA-256 of the line before
 signature    the key in the first line has signed what it should have; with --fingerprint, it is the key that you were told
-order        sessions, intents, attempts, `done`, checkpoints and repairs follow each other as they must
+order        sessions, intents, attempts, `done`, checkpoints and repairs follow each other as they must; with --head, the ledger
+             has that line
 plan         the plan is consistent, every intent states its noise and sensitivity, and config.toml asks for no other plan
 budget       no more attempts are charged than planned and reserved
 epsilon      is recomputed from the ledger alone by privacy loss distributions (zero-out neighbours), the cap of the batches and
              every charged attempt included, and composed with the ledgers of private runs whose weights the run started from
-card         report/privacy_card.json claims just these numbers
+card         every field of report/privacy_card.json follows from the ledger, or is listed as not attested
 checkpoints  every manifest is the one that the ledger recorded, remembers a line of it, and its files have their hashes
-metrics      metrics.jsonl shows no step and no charge that the ledger lacks
+metrics      metrics.jsonl and held-out results show no step and no charge that the ledger lacks, and no smaller epsilon
 
 The documentation of the ledger's format is docs/running.md of the project. This is a second implementation of it.
-Exit codes: 0 consistent, 5 violated, 6 inconclusive, 2 bad input. A folder from a stranger may hold anything: what is too large,
-too deep, no plain file or of a wrong type ends in one line.
+Exit codes: 0 consistent; 5 violated: something contradicts the ledger; 6 inconclusive: nothing does, but something is missing
+that a check needs, as config.toml, a ledger in behind/, a checkpoint's file or a signature; 2 bad input. A folder from a
+stranger may hold anything: what is too large, too deep, no plain file or of a wrong type ends in one line.
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+T = TypeVar("T")
 CONSISTENT, BAD_INPUT, VIOLATED, INCONCLUSIVE = 0, 2, 5, 6
 LARGEST_LEDGER, LARGEST_LINE, LARGEST_FILE = 1 << 30, 1 << 20, 1 << 26
 MINUTES = 20
@@ -50,7 +54,14 @@ MOST = 10**12
 SIGNED = b"dp-trainer ledger head v1\n"
 TORN = b" #torn"
 HEADER = ("seq", "type", "time_utc", "previous")
+ENVIRONMENT = ("commit", "modified", "python", "packages")
 TOLERANCE = 1e-6
+FINE, COARSE = 1e-4, 1e-3
+"""Grids of privacy loss distributions."""
+SMALLEST_DELTA = 1e-12
+"""Below it, distributions are not trusted, and the claim is by Renyi DP."""
+DETAILED = 50.0
+"""Above this epsilon a card leaves out what surrounds its claim."""
 
 
 OPEN = "open"
@@ -67,6 +78,10 @@ class Violated(Exception):
 
 class Undecided(Exception):
     """What a check could not find out."""
+
+
+class Rough(float):
+    """A number of a curve, whose smallest values different machines round differently."""
 
 
 # ---------------------------------------------------------------- Reading files that a stranger wrote
@@ -105,9 +120,14 @@ def is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def parsed(text: bytes) -> Any:
-    """JSON whose numbers are finite and of sensible length, and whose keys differ; ValueError for anything else."""
-    rules: dict[str, Any] = {"parse_constant": _refuse, "parse_int": _whole, "parse_float": _finite}
+def parsed(text: bytes, *, with_nan: bool = False) -> Any:
+    """JSON whose numbers are finite and of sensible length, and whose keys differ; ValueError for anything else.
+
+    Args:
+        with_nan: also takes NaN and Infinity, which held-out losses may be.
+    """
+    rules: dict[str, Any] = {"parse_int": _whole, "parse_float": _finite}
+    rules |= {} if with_nan else {"parse_constant": _refuse}
     try:
         return json.loads(text.decode(), object_pairs_hook=_unique, **rules)
     except (RecursionError, UnicodeDecodeError) as error:
@@ -157,6 +177,11 @@ def shown(value: object) -> str:
 def printable(text: str) -> str:
     """The text on one line; no name of a file can add a line of its own to what is printed."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def rounded_up(value: float, digits: int = 6) -> str:
+    """An epsilon as text, never below its value."""
+    return "inf" if math.isinf(value) else f"{math.ceil(value * 10**digits - 1e-9) / 10**digits:.{digits}f}"
 
 
 def is_hex(value: object, digits: int) -> bool:
@@ -216,6 +241,11 @@ class Plan:
         """The most releases that one example of shuffled data can be in: epochs, rounded up, and repeats."""
         per_epoch: int = -(-self["num_examples"] // self["expected_batch_size"])
         return -(-last_step // per_epoch) + replays
+
+    def gradient_multiplier(self) -> float:
+        """Noise multiplier of the clipped sum alone, where a noised count shares sigma with it (adaptive clipping)."""
+        sigma, count_std = self["noise_multiplier"], self["adaptive_clipping"]["unclipped_num_std"]
+        return float(sigma / math.sqrt(1 - (sigma / (2 * count_std)) ** 2))
 
     def releases(self, count: int) -> Group:
         """`count` charges, as the accountant sees them; shuffled, the first ones are all different steps."""
@@ -277,10 +307,10 @@ def read_plan(fields: Any, head: bool) -> Plan:
         require(2 * count_std > sigma, "unclipped_num_std leaves no noise to the gradient")
     informal = fields.get("informal_reasons")
     require(isinstance(informal, list) and all(isinstance(why, str) for why in informal), "informal_reasons are words")
-    reasons = [] if fields["enabled"] else ["privacy is disabled"]
+    reasons = [] if fields["enabled"] else ["privacy is disabled (privacy.enabled = false)"]
     reasons += ["the noise multiplier is 0"] if fields["enabled"] and sigma == 0 else []
     if fields["sampling"] == "shuffle" and not fields["shuffle_as_gaussian"]:
-        reasons.append("shuffled data are not accounted for")
+        reasons.append("sampling is 'shuffle', not Poisson, and shuffle_as_gaussian is not set")
     reasons += informal or []
     require(fields["formal_guarantee"] == (not reasons), "formal_guarantee does not follow from the rest of the plan")
     accounted = sigma / (1 + slack)
@@ -291,17 +321,15 @@ def read_plan(fields: Any, head: bool) -> Plan:
     return plan
 
 
-def check_releases(plan: Plan, head: bool, releases: Any) -> float:
+def check_releases(plan: Plan, head: bool, releases: Any) -> Releases:
     """Every intent states the planned noise for the planned sensitivity; the first sensitivity is C."""
     require(isinstance(releases, list) and 1 <= len(releases) <= 1000, "an intent lists its releases")
-    stated = []
     for release in releases:
-        require(
-            isinstance(release, dict) and set(release) == {"name", "std", "sensitivity"}, "a release has three fields"
-        )
-        stated.append(
-            (release["name"], number(release, "std", 0, 1e300), number(release, "sensitivity", 1e-300, 1e300))
-        )
+        fields = isinstance(release, dict) and set(release) == {"name", "std", "sensitivity"}
+        require(fields and isinstance(release["name"], str), "a release has name, std and sensitivity")
+    stated = tuple(
+        (one["name"], number(one, "std", 0, 1e300), number(one, "sensitivity", 1e-300, 1e300)) for one in releases
+    )
     sigma, bound, adaptive = plan["noise_multiplier"], plan["max_grad_norm"], plan["adaptive_clipping"]
     if head:  # several Gaussian releases of one sample are one, with 1 / sigma^2 = sum of (sensitivity / std)^2
         joint = math.hypot(*(sensitivity / std if std else math.inf for _, std, sensitivity in stated))
@@ -309,16 +337,17 @@ def check_releases(plan: Plan, head: bool, releases: Any) -> float:
             math.isclose(1 / joint if joint else math.inf, sigma, rel_tol=1e-9),
             f"the noise is not the planned {sigma:g}",
         )
-        return float(stated[0][2])
+        return stated
     planned = [("gradient", sigma * bound, bound)]
     if (
         adaptive is not None
     ):  # C moves within a factor of 10^4; a noised count of unclipped examples shares sigma with the sum
-        bound = stated[0][2]
-        first, count_std = plan["max_grad_norm"], adaptive["unclipped_num_std"]
+        bound, first = stated[0][2], plan["max_grad_norm"]
         require(first / 1e4 <= bound <= first * 1e4, f"C = {bound:g} is outside of its range")
-        alone = sigma / math.sqrt(1 - (sigma / (2 * count_std)) ** 2)
-        planned = [("gradient", alone * bound, bound), ("unclipped_count", count_std, 0.5)]
+        planned = [
+            ("gradient", plan.gradient_multiplier() * bound, bound),
+            ("unclipped_count", adaptive["unclipped_num_std"], 0.5),
+        ]
     require([name for name, _, _ in stated] == [name for name, _, _ in planned], "other releases than the plan has")
     for (name, *theirs), (_, *ours) in zip(stated, planned, strict=True):
         agree = all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(theirs, ours, strict=True))
@@ -326,10 +355,14 @@ def check_releases(plan: Plan, head: bool, releases: Any) -> float:
             agree,
             f"{name} states std, sensitivity = {theirs[0]:g}, {theirs[1]:g}; the plan has {ours[0]:g}, {ours[1]:g}",
         )
-    return float(bound)
+    return stated
 
 
 # ---------------------------------------------------------------- The ledger, line by line
+
+
+Releases = tuple[tuple[str, float, float], ...]
+"""(name, standard deviation, sensitivity) of what one attempt releases."""
 
 
 @dataclass
@@ -338,8 +371,11 @@ class Ledger:
 
     Attributes:
         charges: the line of every charged attempt, done or not, and of torn lines that may have been one.
-        intents, done: (line, step).
+        intents: (line, step, attempt, releases).
+        done: (line, step).
         checkpoints: (line, step, name, digest of the manifest).
+        sessions: (line, record) of every start.
+        torn: (line, whether it is charged) of torn lines, an unterminated last one included.
         signed: how many lines the last signature covers.
     """
 
@@ -349,16 +385,15 @@ class Ledger:
     plan: Plan = field(default_factory=lambda: Plan({}, 0.0, 0.0, ()))
     nonces: set[str] = field(default_factory=set)
     charges: list[int] = field(default_factory=list)
-    intents: list[tuple[int, int]] = field(default_factory=list)
+    intents: list[tuple[int, int, int, Releases]] = field(default_factory=list)
     done: list[tuple[int, int]] = field(default_factory=list)
     checkpoints: list[tuple[int, int, str, str]] = field(default_factory=list)
-    sessions: list[dict[str, Any]] = field(default_factory=list)
+    sessions: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    torn: list[tuple[int, bool]] = field(default_factory=list)
     closed: str | None = None
     signatures: int = 0
     signed: int = 0
-    mirrored: bool = False
     other_times: int = 0
-    num_torn: int = 0
     unterminated: bool = False
 
     @property
@@ -375,22 +410,21 @@ class Ledger:
         """The charges of the first lines, or of all."""
         return len(self.charges) if num_lines is None else bisect_right(self.charges, num_lines - 1)
 
-    def last_done(self, num_lines: int | None = None) -> int:
-        return max((step for line, step in self.done if num_lines is None or line < num_lines), default=0)
+    def last_done(self) -> int:
+        return max((step for _, step in self.done), default=0)
 
-    def groups(self, num_lines: int | None = None) -> list[Group]:
-        """Everything that the first lines charge, or all, for the accountant."""
-        charged = self.charged(num_lines)
-        if not charged or not self.plan.shuffled:
-            return [self.plan.releases(charged)]
-        steps = {step for line, step in self.intents if num_lines is None or line < num_lines}
-        group = self.plan.releases(charged)
-        count = self.plan.participations(max(steps, default=0), charged - len(steps))
+    def groups(self) -> list[Group]:
+        """Everything that the ledger charges, for the accountant."""
+        group = self.plan.releases(self.charged())
+        if not group.count or not self.plan.shuffled:
+            return [group] if group.count else []
+        steps = {step for _, step, _, _ in self.intents}
+        count = self.plan.participations(max(steps, default=0), self.charged() - len(steps))
         return [Group(group.rate, group.sigma, group.num_examples, None, count)]
 
 
-def read_ledger(path: Path) -> Ledger:
-    """Reads a ledger once, from top to bottom; Violated names the first line that is wrong."""
+def read_ledger(path: Path, most: int | None = None) -> Ledger:
+    """Reads a ledger, or its first `most` lines, once from top to bottom; Violated names the first line that is wrong."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -401,7 +435,9 @@ def read_ledger(path: Path) -> Ledger:
     attempts: Counter[int] = Counter()
     furthest = 0
     ended = False  # nothing can follow `close` and its signature
+    unsigned = False  # the last record is a checkpoint, whose signature only a crash can prevent
     torn_run: list[bool] = []  # of the torn lines that wait for their `repair`: whether each was charged
+    known: dict[Releases, Releases] = {}  # equal releases once: a ledger may have a million intents
 
     def take_torn() -> None:
         """An attempt may have been under way wherever one could stand; then the torn line is charged as one."""
@@ -412,10 +448,12 @@ def read_ledger(path: Path) -> Ledger:
         if may_be:
             ledger.charges.append(len(ledger.hashes))
         torn_run.append(may_be)
-        ledger.num_torn += 1
+        ledger.torn.append((len(ledger.hashes), may_be))
 
     try:
         for raw in lines_of(path):
+            if len(ledger.hashes) == most:
+                break
             seq, line = len(ledger.hashes), raw.removesuffix(b"\n")
             if raw == line:  # a crash, or a write that is under way: the next start of the program marks it as torn
                 take_torn()
@@ -449,6 +487,11 @@ def read_ledger(path: Path) -> Ledger:
             require(not ledger.closed or kind in ("signature", "repair"), "a record after `close`")
             require(not ended, "a record after the end")
             require((kind == "repair") == bool(torn_run), "a `repair` follows torn lines, and nothing else does")
+            require(
+                not (unsigned and key) or kind in ("signature", "session", "repair"),
+                "the checkpoint in the line before is not signed",
+            )
+            unsigned = kind == "checkpoint"
             ledger.other_times += seq > 0 and time != ledger.opened["time_utc"]
             if kind == "open":
                 require(record.get("format") == 1, "the ledger's format is not 1")
@@ -462,9 +505,9 @@ def read_ledger(path: Path) -> Ledger:
                 require(is_hex(nonce, 32), "a session has a nonce of 16 bytes in hex")
                 require(nonce not in ledger.nonces, "the session nonce was used before: coins would repeat")
                 require(type(record.get("mirror")) is bool, "a session says whether the ledger is mirrored")
+                require(isinstance(record.get("environment"), dict), "a session has an environment")
                 ledger.nonces.add(str(nonce))
-                ledger.mirrored = ledger.mirrored or record["mirror"]
-                ledger.sessions.append(record)
+                ledger.sessions.append((seq, record))
                 active, pending, position = True, None, None
             elif kind == "intent":
                 step, attempt = whole(record, "step", 1, ledger.plan["num_steps"]), whole(record, "attempt", 0)
@@ -476,16 +519,16 @@ def read_ledger(path: Path) -> Ledger:
                 else:
                     require(step <= furthest + 1, f"step {step} skips step {furthest + 1}")
                 require(attempt == attempts[step], f"attempt {attempt} of step {step}, where {attempts[step]} is next")
-                bound = check_releases(ledger.plan, ledger.head, record.get("releases"))
+                releases = check_releases(ledger.plan, ledger.head, record.get("releases"))
                 adapted = ledger.plan["adaptive_clipping"] is not None and not ledger.head
                 require(
-                    not (adapted and step == 1) or bound == ledger.plan["max_grad_norm"],
+                    not (adapted and step == 1) or releases[0][2] == ledger.plan["max_grad_norm"],
                     "C does not start at the plan's",
                 )
                 attempts[step] += 1
                 pending = (step, attempt)
                 ledger.charges.append(seq)
-                ledger.intents.append((seq, step))
+                ledger.intents.append((seq, step, attempt, known.setdefault(releases, releases)))
             elif kind == "done":
                 finished = (whole(record, "step", 1), whole(record, "attempt", 0))
                 require(finished == pending, "`done` without its intent just before")
@@ -546,42 +589,30 @@ class Group:
     count: int
 
 
-def epsilon(groups: list[Group], delta: float) -> float:
-    """An upper bound of epsilon at `delta` of all groups together, as the project's report computes it.
+def claimed(groups: list[Group], delta: float) -> tuple[float, float | None]:
+    """(an upper bound of epsilon at `delta` of all groups together, the grid of its distribution), as the project reports them.
 
     Without sampling all releases are one Gaussian, whose epsilon is exact. Below delta 1e-12 the bound is by Renyi DP, with the
     probability of any batch above its cap charged in delta. Else it is by privacy loss distributions, on a grid of 1e-4, or a
     coarser one where epsilon is above 50. Above 1000 nothing is computed.
     """
-    from dp_accounting import NeighboringRelation
-    from dp_accounting import dp_event as event
     from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
-    from dp_accounting.rdp import RdpAccountant
 
-    zero_out = NeighboringRelation.REPLACE_SPECIAL
     groups = [group for group in groups if group.count and group.rate]
     if not groups:
-        return 0.0
+        return 0.0, None
     if any(group.sigma == 0 for group in groups) or delta <= 0:
-        return math.inf
+        return math.inf, None
     if all(group.rate == 1 and group.cap is None for group in groups):
         mu = math.sqrt(math.fsum(group.count / group.sigma**2 for group in groups))
         if mu * mu > 1e6:
             raise Undecided("epsilon is so large that none is computed: it protects nobody")
         gaussian = GaussianPrivacyLoss(1 / mu)
-        return smallest(lambda value: float(gaussian.get_delta_for_epsilon(value)) <= delta, 1e6)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Renyi orders that are left out keep the bound sound
-
-    def renyi(left: float) -> float:
-        accountant = RdpAccountant(neighboring_relation=zero_out)
-        for group in groups:
-            accountant.compose(event.PoissonSampledDpEvent(group.rate, event.GaussianDpEvent(group.sigma)), group.count)
-        return float(accountant.get_epsilon(left))
-
-    upper = renyi(delta)
+        return smallest(lambda value: float(gaussian.get_delta_for_epsilon(value)) <= delta, 1e6), None
+    upper = renyi(tuple(groups), delta)
     if upper > 1000:
         raise Undecided("epsilon is so large that none is computed: it protects nobody")
-    if delta < 1e-12:
+    if delta < SMALLEST_DELTA:
         from scipy.stats import binom  # comes with dp-accounting
 
         capped = [group for group in groups if group.cap is not None]
@@ -592,14 +623,20 @@ def epsilon(groups: list[Group], delta: float) -> float:
         ):  # the capped run is (value, delta)-DP if the uncapped one is (value, delta - tau (1 + e^value))-DP
             candidate = value * (1 + 1e-6)
             left = delta - tau * (1 + math.exp(min(candidate, 700.0)))
-            following = renyi(left) if left > 0 else math.inf
+            following = renyi(tuple(groups), left) if left > 0 else math.inf
             if following <= candidate or following == math.inf:
-                return candidate if following <= candidate else math.inf
+                return candidate if following <= candidate else math.inf, None
             value = following
-        return value
-    grid = 1e-4 if upper <= 50 else 1e-4 * 10 ** math.ceil(math.log10(upper / 50))
-    value = composed(tuple(groups), grid, delta)
-    return value if grid == 1e-4 or value > 50 else composed(tuple(groups), 1e-4, delta)
+        return value, None
+    grid = FINE if upper <= DETAILED else FINE * 10 ** math.ceil(math.log10(upper / DETAILED))
+    value = float(composed(tuple(groups), grid).get_epsilon_for_delta(delta))
+    if grid == FINE or value > DETAILED:
+        return value, grid
+    return float(composed(tuple(groups), FINE).get_epsilon_for_delta(delta)), FINE
+
+
+def epsilon(groups: list[Group], delta: float) -> float:
+    return claimed(groups, delta)[0]
 
 
 def smallest(holds: Callable[[float], bool], largest: float) -> float:
@@ -613,28 +650,95 @@ def smallest(holds: Callable[[float], bool], largest: float) -> float:
     return high
 
 
-def composed(groups: tuple[Group, ...], grid: float, delta: float) -> float:
-    """Epsilon by the composition of the privacy loss distributions of all groups (Koskela et al. 2020)."""
-    whole_loss: Any = None
+@functools.lru_cache(maxsize=64)
+def renyi(groups: tuple[Group, ...], delta: float) -> float:
+    """Epsilon by Renyi DP, without caps."""
+    from dp_accounting import NeighboringRelation
+    from dp_accounting import dp_event as event
+    from dp_accounting.rdp import RdpAccountant
+
+    if not groups:
+        return 0.0
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Renyi orders that are left out keep the bound sound
+    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
     for group in groups:
-        part = one_release(group.rate, group.sigma, group.num_examples, group.cap, grid).self_compose(group.count)
-        whole_loss = part if whole_loss is None else whole_loss.compose(part)
-    return float(whole_loss.get_epsilon_for_delta(delta))
+        accountant.compose(event.PoissonSampledDpEvent(group.rate, event.GaussianDpEvent(group.sigma)), group.count)
+    return float(accountant.get_epsilon(delta))
 
 
 @functools.lru_cache(maxsize=8)
-def one_release(rate: float, sigma: float, num_examples: int, cap: int | None, grid: float) -> Any:
+def composed(groups: tuple[Group, ...], grid: float, relation: str = "REPLACE_SPECIAL") -> Any:
+    """The privacy loss distribution of all groups (Koskela et al. 2020); None of none."""
+    whole_loss: Any = None
+    for group in groups:
+        part = one_release(group.rate, group.sigma, group.num_examples, group.cap, grid, relation)
+        part = part.self_compose(group.count)
+        whole_loss = part if whole_loss is None else whole_loss.compose(part)
+    return whole_loss
+
+
+@functools.lru_cache(maxsize=8)
+def one_release(
+    rate: float, sigma: float, num_examples: int, cap: int | None, grid: float, relation: str = "REPLACE_SPECIAL"
+) -> Any:
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    zero_out = NeighboringRelation.REPLACE_SPECIAL
+    neighbours = NeighboringRelation[relation]
     if cap is None:
         return pld.from_gaussian_mechanism(
-            sigma, value_discretization_interval=grid, sampling_prob=rate, neighboring_relation=zero_out
+            sigma, value_discretization_interval=grid, sampling_prob=rate, neighboring_relation=neighbours
         )
     return pld.from_truncated_subsampled_gaussian_mechanism(
-        num_examples, rate, cap, sigma, value_discretization_interval=grid, neighboring_relation=zero_out
+        num_examples, rate, cap, sigma, value_discretization_interval=grid, neighboring_relation=neighbours
     )
+
+
+def epsilon_of_copies(groups: list[Group], delta: float, copies: int, grid: float) -> float:
+    """Epsilon of so many examples of one owner, all zeroed out; caps are left out (Schuchardt et al. 2024)."""
+    from dp_accounting import NeighboringRelation
+    from dp_accounting import dp_event as event
+    from dp_accounting.pld import PLDAccountant
+    from scipy.stats import binom
+
+    if all(group.rate == 1 and group.cap is None for group in groups):  # one Gaussian, of a larger shift
+        return epsilon([replace(group, sigma=group.sigma / copies) for group in groups], delta)
+    accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, grid)
+    for group in groups:
+        chances = [float(chance) for chance in binom.pmf(range(copies + 1), copies, group.rate)]
+        chances[0] = 1 - math.fsum(chances[1:])
+        shifts = [float(hits) for hits in range(copies + 1)]
+        mixture = event.MixtureOfGaussiansDpEvent(group.sigma, shifts, chances)
+        accountant.compose(event.SelfComposedDpEvent(mixture, group.count))
+    return float(accountant.get_epsilon(delta))
+
+
+def curves(groups: list[Group], claim: float, tail: float) -> dict[str, Any]:
+    """[epsilon, delta] of everything charged, and what that leaves to any membership inference attack (Dong et al. 2022)."""
+    import numpy as np
+
+    epsilons, deltas = np.zeros(1), np.full(1, tail)
+    if groups:
+        distribution = composed(tuple(groups), COARSE)
+        last = distribution.get_epsilon_for_delta(1e-11)
+        epsilons = (last if math.isfinite(last) else 2 * claim) * np.linspace(0, 1, 96) ** 1.5
+        deltas = np.clip(np.asarray(distribution.get_delta_for_epsilon(epsilons), dtype=np.float64), 1e-12, 1)
+        deltas = np.minimum(np.minimum.accumulate(deltas + tail), 1.0)
+
+    def true_positive(rate: float) -> Rough:
+        growth = np.exp(epsilons)
+        bounds = np.minimum(deltas + growth * rate, 1 - (1 - deltas - rate) / growth)
+        return Rough(min(max(rate, bounds.min()), 1.0))
+
+    rates = [float(rate) for rate in np.unique(np.concatenate([np.geomspace(1e-5, 1, 101), [1e-3, 1e-2]]))]
+    return {
+        "delta_by_epsilon": [[Rough(one), Rough(two)] for one, two in zip(epsilons, deltas, strict=True)],
+        "attack": {
+            "advantage": Rough(deltas[0]),
+            "true_positive": {f"{rate:g}": true_positive(rate) for rate in (1e-3, 1e-2)},
+            "curve": [[rate, true_positive(rate)] for rate in rates],
+        },
+    }
 
 
 # ---------------------------------------------------------------- The checks, each of which ends in one sentence
@@ -647,6 +751,7 @@ class Folder:
     path: Path
     ledger: Ledger
     fingerprint: str | None
+    head: str | None = None
     config: dict[str, Any] | None = None
     chain: list[Ledger] = field(default_factory=list)
     chain_is_whole: bool = False
@@ -654,6 +759,8 @@ class Folder:
     epsilon: float | None = None
     delta: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
+    not_attested: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     def has(self, *names: str) -> bool:
         """Whether there is anything of this name; a link in place of a folder is bad input."""
@@ -666,8 +773,8 @@ class Folder:
                 raise BadInput(f"{shown(path)}: is no folder")
         return (path / names[-1]).exists() or (path / names[-1]).is_symlink()
 
-    def within(self, what: str, compute: Callable[[], float]) -> float:
-        """A number that takes memory; a folder that asks for too much is not judged."""
+    def within(self, what: str, compute: Callable[[], T]) -> T:
+        """What takes memory to compute; a folder that asks for too much is not judged."""
         try:
             return compute()
         except (MemoryError, OverflowError, ValueError, ArithmeticError) as error:
@@ -701,10 +808,15 @@ def check_order(folder: Folder) -> str:
     ledger = folder.ledger
     if ledger.other_times:
         raise Undecided(f"{ledger.other_times} records state another time than the first, as no trainer writes them")
+    if folder.head is not None:
+        require(
+            folder.head in ledger.hashes,
+            f"the ledger lacks the line {folder.head} that you were told: it was cut or replaced",
+        )
     state = f"closed ({ledger.closed})" if ledger.closed else f"{OPEN}: the run may go on, or its end was cut off"
     return (
         f"{len(ledger.hashes)} lines, {len(ledger.sessions)} starts, {len(ledger.intents)} attempts, {len(ledger.done)} done, "
-        f"{ledger.num_torn} torn lines; {state}"
+        f"{len(ledger.torn)} torn lines; {state}"
     )
 
 
@@ -823,122 +935,291 @@ def alternatives(chain: list[Ledger]) -> list[list[Ledger]]:
     return [[own, *runs] for runs in alternatives(before)]
 
 
-def epsilon_of(folder: Folder, num_lines: int | None, delta: float, chain: list[Ledger] | None = None) -> float:
-    """Epsilon of the ledger's first lines, or of all, with what `chain` spent before; the worst that any example bears."""
-    values = []
-    for runs in alternatives([folder.ledger, *(chain or [])]):
-        groups = [group for run in runs for group in run.groups(num_lines if run is folder.ledger else None)]
+def epsilon_of(folder: Folder, chain: list[Ledger], delta: float, count: int | None = None) -> float:
+    """Epsilon of a chain of runs, the newest first, or of `count` charges of the newest: the worst that any example bears."""
+    values, own = [], [] if count is None else [chain[0].plan.releases(count)]
+    for runs in alternatives(chain):
+        groups = [group for run in runs for group in (own if own and run is chain[0] else run.groups())]
         left = delta - math.fsum(run.plan.noise_tail() for run in runs)
         values.append(folder.within("epsilon", functools.partial(epsilon, groups, left)))
     return max(values)
 
 
 def check_epsilon(folder: Folder) -> str:
-    plan = folder.ledger.plan
+    ledger, plan = folder.ledger, folder.ledger.plan
     folder.delta = plan["target_delta"]
     if plan.reasons:
         return f"nothing is claimed: {shown('; '.join(plan.reasons))}"
-    folder.own_epsilon = epsilon_of(folder, None, plan["target_delta"])
+    folder.own_epsilon = epsilon_of(folder, [ledger], plan["target_delta"])
     if not folder.chain_is_whole:
         raise Undecided(
-            f"this run alone spent epsilon {folder.own_epsilon:.6f}; what its initial weights had spent is unknown"
+            f"this run alone spent epsilon {rounded_up(folder.own_epsilon)}; what its initial weights had spent is unknown"
         )
-    folder.epsilon = folder.own_epsilon
-    charged = folder.ledger.charged()
-    sentence = f"epsilon {folder.own_epsilon:.6f} at delta {plan['target_delta']:g} for {charged} charged attempts"
+    folder.delta = min(one.plan["target_delta"] for one in (ledger, *folder.chain))
+    folder.epsilon = epsilon_of(folder, [ledger, *folder.chain], folder.delta) if folder.chain else folder.own_epsilon
+    own = rounded_up(folder.own_epsilon)
+    sentence = f"epsilon {own} at delta {plan['target_delta']:g} for {ledger.charged()} charged attempts"
     if folder.chain:
-        folder.delta = min(plan["target_delta"], *(ledger.plan["target_delta"] for ledger in folder.chain))
-        folder.epsilon = epsilon_of(folder, None, folder.delta, folder.chain)
-        sentence += f"; with what the initial weights had spent, epsilon {folder.epsilon:.6f} at delta {folder.delta:g}"
+        sentence += (
+            f"; with what the initial weights had spent, epsilon {rounded_up(folder.epsilon)} at delta {folder.delta:g}"
+        )
     return sentence
 
 
+# ---------------------------------------------------------------- The privacy card, field by field
+
+SAID = object()
+"""In the place of what nothing in the folder proves."""
+STATED = {"text": SAID, "file": SAID, "attested": False}
+
+
+def expected_card(folder: Folder, at: Ledger) -> dict[str, Any]:
+    """What a card of the ledger `at` holds. Every field is here: one that is not is violated, so that none is forgotten."""
+    plan, opened, claims, head = at.plan, at.opened, not at.plan.reasons, at.head
+    n, sigma, batch = plan["num_examples"], plan["noise_multiplier"], plan["expected_batch_size"]
+    fields, releases = plan.fields, dict[str, list[tuple[float, float]]]()
+    for *_, one in at.intents:
+        for name, std, sensitivity in one:
+            releases.setdefault(name, []).append((std / sensitivity, sensitivity))
+    bounds = [one[0][2] for *_, one in at.intents]
+    adaptive = plan["adaptive_clipping"]
+    finished = plan["num_steps"] if at.closed == "finished" else None
+    last = at.checkpoints[-1] if at.checkpoints else None
+    mirrors = [record["mirror"] for _, record in at.sessions]
+    deduplication, tuning = (
+        {"text": opened[name], "file": "ledger.jsonl", "attested": True} if opened.get(name) else STATED
+        for name in ("deduplication", "tuning")
+    )
+    accounting = accounting_of(folder, at)
+    composition = composition_of(folder, at, accounting["epsilon"]) if folder.chain and claims else None
+    return {
+        "card_format": 1, "run_dir": SAID, "run_name": SAID, "formal_guarantee": claims, "reasons": list(plan.reasons),
+        "epsilon": accounting["epsilon"] if composition is None else composition["epsilon"],
+        "delta": plan["target_delta"] if composition is None else composition["delta"],
+        "steps_done": at.last_done() if plan["enabled"] else finished, "steps_planned": plan["num_steps"],
+        "attempts_charged": at.charged(), "warnings": SAID, "not_stated": SAID, "setting": SAID,
+        "released": {
+            "statement": SAID, "checkpoints_recorded": len(at.checkpoints), "post_processing": SAID,
+            "last_checkpoint": None if last is None else {
+                "step": last[1], "name": last[2], "manifest_sha256": last[3], "manifest_matches": SAID,
+            },
+        },
+        "unit_of_privacy": {
+            "unit": opened.get("unit", "one labelled example" if head else "one image-text pair"), "num_examples": n,
+            "statement": SAID, "deduplication": deduplication,
+            "data_set": dict.fromkeys(("name", "owner", "purpose", "licence"), STATED),
+        },
+        "adjacency": {"relation": "zero_out", "statement": SAID},
+        "mechanism": {
+            "name": SAID, "statement": SAID, "head": {"covers": None, **opened["head"]} if head else None,
+            "clipping_function": None if head else fields.get("clipping_function"),
+            "max_grad_norm": None if head else plan["max_grad_norm"],
+            "adaptive_clipping": None if adaptive is None else {
+                **adaptive, "gradient_noise_multiplier": plan.gradient_multiplier(),
+                "smallest_bound": min(bounds, default=None), "largest_bound": max(bounds, default=None),
+                "last_bound": bounds[-1] if bounds else None,
+            },
+            "arithmetic": fields.get("arithmetic"), "lattice_exponent": fields.get("lattice_exponent"),
+            "sensitivity_slack": plan["sensitivity_slack"], "noise_multiplier": sigma,
+            "noise_multiplier_accounted": plan.accounted, "noise_source": plan["noise_source"], "expected_batch_size": batch,
+            "releases": [
+                {
+                    "name": name, "count": len(found), "smallest_noise_multiplier": min(ratio for ratio, _ in found),
+                    "largest_sensitivity": max(sensitivity for _, sensitivity in found),
+                }
+                for name, found in releases.items()
+            ],
+        },
+        "sampling": {
+            "scheme": "full batch" if head else plan["sampling"], "sample_rate": plan.rate, "expected_batch_size": batch,
+            "cap": plan["cap"], "matches_accounting": claims, "key_commitment_sha256": opened["key_commitment"],
+            "data_hmac_sha256": opened.get("data_hmac"), "statement": SAID,
+        },
+        "accounting": accounting, "composition": composition,
+        "tuning": {
+            "included": False, "statement": SAID, "stated": tuning,
+            "shared_ledger": {"identity": opened.get("shared_ledger"), "summary": SAID},
+        },
+        "public_data": SAID, "logged_without_noise": SAID, "not_covered": SAID, "audits": SAID, "utility": SAID,
+        "provenance": {
+            "commit": opened.get("commit"), "opened_utc": opened["time_utc"], "closed": at.closed,
+            "ledger": {
+                "file": "ledger.jsonl", "format": 1, "lines": len(at.hashes) + at.unterminated,
+                "last_line_sha256": at.hashes[-1], "mirrored_sessions": sum(mirrors), "signer_fingerprint": at.fingerprint,
+                "signed_lines": max(0, at.signed - 1),
+            },
+            "sessions": [
+                {"mirror": record["mirror"], **{name: environment.get(name) for name in ENVIRONMENT}}
+                for _, record in at.sessions for environment in [record["environment"]]
+            ],
+        },
+    }  # fmt: skip
+
+
+def accounting_of(folder: Folder, at: Ledger) -> dict[str, Any]:
+    """The card's account of this run alone: its claim, and what surrounds the claim where that protects anybody."""
+    plan, owner = at.plan, at.opened.get("max_examples_per_owner")
+    delta, tail = plan["target_delta"], plan.noise_tail()
+    found: dict[str, Any] = {
+        "delta": delta, "delta_times_n": delta * plan["num_examples"], "statement": SAID, "accountant": SAID,
+        "accountant_at_opening": at.opened.get("accountant"), "accountant_python": SAID, "max_examples_per_owner": owner,
+        **dict.fromkeys((
+            "epsilon", "value_interval", "noise_tail_delta", "epsilon_target", "epsilon_planned", "epsilon_with_reserve",
+            "epsilon_rdp", "epsilon_prv", "prv_accountant", "epsilon_replace_one", "epsilon_owner", "attack", "tan",
+        )),
+        "epsilon_group": {"2": None, "5": None}, "epsilon_by_delta": [], "epsilon_by_attempts": [], "delta_by_epsilon": [],
+        "attempts": {
+            "charged": at.charged(), "allowed": plan.most_charges, "done": len(at.done), "torn_lines": len(at.torn),
+            "repeats": sum(attempt > 0 for _, _, attempt, _ in at.intents),
+            "torn_lines_charged": sum(charged for _, charged in at.torn),
+        },
+    }  # fmt: skip
+    if plan.reasons:
+        return found
+    groups, left = at.groups(), delta - tail
+    claim, grid = claimed(groups, left)
+    planned, reserve = (epsilon([plan.releases(count)], left) for count in (plan["num_steps"], plan.most_charges))
+    eta = math.fsum((group.rate / group.sigma) ** 2 * group.count / 2 for group in groups)
+    found |= {
+        "epsilon": claim, "value_interval": grid, "noise_tail_delta": tail, "epsilon_target": plan["target_epsilon"],
+        "epsilon_planned": planned, "epsilon_with_reserve": reserve, "epsilon_rdp": renyi(tuple(groups), left),
+        "tan": 1 / math.sqrt(eta) if eta else None,
+    }  # fmt: skip
+    if claim > DETAILED:
+        return found
+    found |= {"epsilon_by_attempts": SAID} if planned <= DETAILED else {}
+    found |= curves(groups, claim, tail)
+    if left < SMALLEST_DELTA:
+        return found
+    others = [other for other in (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10) if other > 2 * tail]
+    guide = min(max(claim / 400, COARSE), 2e-2)
+    by_delta = {
+        one: composed(tuple(groups), COARSE).get_epsilon_for_delta(one - tail) if groups else 0.0 for one in others
+    }
+    by_delta[delta] = claim
+    replaced = composed(tuple(groups), guide, "REPLACE_ONE").get_epsilon_for_delta(left) if groups else 0.0
+    return found | {
+        "epsilon_owner": None if owner is None else epsilon_of_copies(groups, left, owner, guide),
+        "epsilon_replace_one": replaced,
+        "epsilon_group": {str(size): epsilon_of_copies(groups, left, size, guide) for size in (2, 5)},
+        "epsilon_by_delta": [[one, by_delta[one]] for one in sorted(by_delta, reverse=True)],
+        "epsilon_prv": SAID, "prv_accountant": SAID,
+    }  # fmt: skip
+
+
+def composition_of(folder: Folder, at: Ledger, own: float) -> dict[str, Any]:
+    """What the card says of the runs behind the initial weights."""
+    chain, names = [at, *folder.chain], [("this run", "ledger.jsonl")]
+    names += [(place["run"], place["file"]) for place in at.opened["behind"]]
+    disjoint = [run.opened.get("disjoint_from_start") is True for run in chain]
+    delta = min(run.plan["target_delta"] for run in chain)
+    return {
+        "epsilon": epsilon_of(folder, chain, delta), "delta": delta, "disjoint_by_declaration": any(disjoint[:-1]),
+        "statement": SAID,
+        "runs": [
+            {
+                "name": name, "file": file, "delta": run.plan["target_delta"], "attempts_charged": run.charged(),
+                "epsilon": own if run is at else epsilon_of(folder, [run], run.plan["target_delta"]),
+                "disjoint_from_those_before": declared,
+            }
+            for (name, file), run, declared in zip(names, chain, disjoint, strict=True)
+        ],
+    }  # fmt: skip
+
+
+@dataclass
+class Comparison:
+    """Counts what agrees, and collects what nothing attests and what a version explains.
+
+    Attributes:
+        other_version: why a small difference is no contradiction; None where it is one.
+    """
+
+    what: str
+    other_version: str | None = None
+    agreed: int = 0
+    not_attested: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
+
+    def compare(self, stated: Any, expected: Any, place: str = "") -> None:
+        """Raises Violated at the first field that is unknown, lacking or another."""
+        if expected is SAID:
+            self.not_attested += [place] if stated not in (None, [], {}) else []
+        elif isinstance(stated, dict) and isinstance(expected, dict):
+            for name in [*stated, *expected]:
+                where = f"{place}.{name}" if place else name
+                require(name in expected, f"{self.what} states {shown(where)}, which this verifier does not know")
+                require(name in stated, f"{self.what} lacks {where}")
+            for name, value in expected.items():
+                self.compare(stated[name], value, f"{place}.{name}" if place else name)
+        elif isinstance(stated, list) and isinstance(expected, list):
+            require(len(stated) == len(expected), f"{self.what} lists {len(stated)} {place}, not {len(expected)}")
+            for number, (one, other) in enumerate(zip(stated, expected, strict=True)):
+                self.compare(one, other, f"{place}[{number}]")
+        else:
+            self._same(f"{self.what}'s {shown(place)}", stated, expected)
+            self.agreed += 1
+
+    def _same(self, what: str, stated: Any, computed: Any) -> None:
+        """Numbers are equal to TOLERANCE; null stands for an infinite one."""
+        if type(stated) not in (int, float) or not isinstance(computed, int | float) or isinstance(computed, bool):
+            infinite = isinstance(computed, float) and math.isinf(computed) and stated is None
+            same = type(stated) is type(computed) and stated == computed
+            require(infinite or same, f"{what} is {shown(stated)}, not {shown(computed)}")
+            return
+        tolerance = 1e-2 if isinstance(computed, Rough) and computed < 1e-8 else TOLERANCE
+        if math.isclose(stated, computed, rel_tol=tolerance, abs_tol=TOLERANCE if abs(computed) > 0.01 else 0.0):
+            return
+        if self.other_version is not None and math.isclose(stated, computed, rel_tol=1e-3):
+            self.undecided.append(f"{what} is {stated:.8g}, and {computed:.8g} here: {self.other_version}")
+            return
+        raise Violated(f"{what} is {stated:.8g}, and the ledger gives {computed:.8g}")
+
+
 def check_card(folder: Folder) -> str:
-    """Every number that the card and a head's statement share with the ledger; a card may be older than the ledger."""
-    ledger, plan, compared = folder.ledger, folder.ledger.plan, 0
+    """Every field of privacy_card.json, and of a head's statement; a card may be older than the ledger."""
+    ledger, agreed = folder.ledger, 0
     if folder.has("head.json"):
-        head = object_in(folder.path / "head.json")
-        require(head.get("delta") == plan["target_delta"], "head.json states another delta")
-        same_number("head.json: epsilon", head.get("epsilon"), folder.own_epsilon, None)
-        compared += 2
+        if not ledger.plan.reasons and folder.epsilon is None:
+            raise Undecided("the epsilon of head.json was not computed")
+        statement = {"epsilon": folder.epsilon, "delta": folder.delta}
+        statement |= {"num_examples": ledger.plan["num_examples"], **ledger.opened.get("head", {})}
+        heads = Comparison("head.json")
+        heads.compare(object_in(folder.path / "head.json"), statement)
+        agreed = heads.agreed
     if not folder.has("report", "privacy_card.json"):
-        return f"there is no privacy card, and {compared} numbers of head.json were compared"
-    if not plan.reasons and folder.epsilon is None:
+        return f"there is no privacy card, and {agreed} fields of head.json agree with the ledger"
+    if not ledger.plan.reasons and folder.epsilon is None:
         raise Undecided("its first number was not computed")
     card = object_in(folder.path / "report" / "privacy_card.json")
-
-    def stated(place: str) -> Any:
-        value: Any = card
-        for name in place.split("."):
-            require(isinstance(value, dict) and name in value, f"the card lacks {place}")
-            value = value[name]
-        return value
-
-    last, lines = stated("provenance.ledger.last_line_sha256"), stated("provenance.ledger.lines")
+    try:
+        last, lines = (card["provenance"]["ledger"][name] for name in ("last_line_sha256", "lines"))
+        version, ours = card["accounting"]["accountant"], accountant()
+    except (KeyError, TypeError) as error:
+        raise Violated("the card lacks provenance.ledger or accounting.accountant") from error
     require(last in ledger.hashes, "the card is of a line that the ledger lacks: ledger or card were replaced")
-    require(lines in (ledger.hashes.index(last) + 1, ledger.hashes.index(last) + 2), "the card counts other lines")
-    versions = (stated("accounting.accountant"), accountant())
-    other_version = (
-        None
-        if versions[0] == versions[1]
-        else f"the card was computed with {shown(versions[0])}, this with {versions[1]}"
-    )
-    charged, own_delta, tail = ledger.charged(lines), plan["target_delta"], plan.noise_tail()
-    numbers: dict[str, Any] = {
-        "formal_guarantee": not plan.reasons, "delta": folder.delta, "attempts_charged": charged,
-        "steps_planned": plan["num_steps"], "unit_of_privacy.num_examples": plan["num_examples"],
-        "mechanism.noise_multiplier": plan["noise_multiplier"], "mechanism.sensitivity_slack": plan["sensitivity_slack"],
-        "mechanism.noise_multiplier_accounted": plan.accounted, "mechanism.expected_batch_size": plan["expected_batch_size"],
-        "sampling.sample_rate": plan.rate, "sampling.expected_batch_size": plan["expected_batch_size"],
-        "sampling.cap": plan["cap"], "sampling.key_commitment_sha256": ledger.opened["key_commitment"],
-        "accounting.delta": own_delta, "accounting.delta_times_n": own_delta * plan["num_examples"],
-        "accounting.attempts.charged": charged, "accounting.attempts.allowed": plan.most_charges,
-    }  # fmt: skip
-    if plan["enabled"]:
-        numbers["steps_done"] = ledger.last_done(lines)
-    if not ledger.head:
-        numbers["mechanism.max_grad_norm"] = plan["max_grad_norm"]
-    if plan.reasons:
-        numbers |= {"epsilon": None, "accounting.epsilon": None}
-    else:
-        left, current = own_delta - tail, charged == ledger.charged()
-        numbers["accounting.noise_tail_delta"] = tail
-        numbers["accounting.epsilon"] = folder.own_epsilon if current else epsilon_of(folder, lines, own_delta)
-        numbers["epsilon"] = folder.epsilon if current else epsilon_of(folder, lines, folder.delta, folder.chain)
-        for name, count in (("planned", plan["num_steps"]), ("with_reserve", plan.most_charges)):
-            planned = [plan.releases(count)]
-            numbers[f"accounting.epsilon_{name}"] = folder.within("epsilon", functools.partial(epsilon, planned, left))
-    if folder.chain and not plan.reasons:
-        numbers |= {"composition.epsilon": numbers["epsilon"], "composition.delta": folder.delta}
-    else:
-        require(card.get("composition") is None, "the card composes runs that the ledger does not name")
-    for place, value in numbers.items():
-        same_number(f"the card's {place}", stated(place), value, other_version)
-    require(
-        stated("provenance.closed") == (ledger.closed if lines >= len(ledger.hashes) - 1 else None),
-        "the card's state of the run",
-    )
-    if charged != ledger.charged():
+    position = ledger.hashes.index(last) + 1
+    whole_lines = len(ledger.hashes)
+    was_torn = lines == position + 1 and position in {line for line, _ in ledger.torn}
+    if lines == position + 1 <= whole_lines and not was_torn:
+        raise Undecided("the card was made while a line of the ledger was being written")
+    require(type(lines) is int and (lines == position or was_torn), "the card counts other lines")
+    current = lines == whole_lines + ledger.unterminated
+    at = ledger if current else read_ledger(folder.path / "ledger.jsonl", lines)
+    comparison = Comparison("the card")
+    if version != ours:
+        comparison.other_version = f"the card was computed with {shown(version)}, this with {ours}"
+    expected = folder.within("what the card says", functools.partial(expected_card, folder, at))
+    expected["provenance"]["ledger"] |= {"lines": lines, "last_line_sha256": last}
+    comparison.compare(card, expected)
+    folder.not_attested = comparison.not_attested
+    if comparison.undecided:
+        raise Undecided(comparison.undecided[0])
+    if at.charged() != ledger.charged():
         raise Undecided(
-            f"the card is of the first {lines} lines; {ledger.charged() - charged} attempts were charged since"
+            f"the card is of the first {lines} lines; {ledger.charged() - at.charged()} attempts were charged since"
         )
-    return f"{len(numbers) + compared} numbers agree with the ledger"
-
-
-def same_number(what: str, claimed: Any, computed: Any, other_version: str | None) -> None:
-    """Equal to TOLERANCE, absolute or relative; Undecided where another version of the accountant explains a small difference."""
-    if type(claimed) not in (int, float) or type(computed) not in (int, float):
-        infinite = computed == math.inf and claimed is None
-        require(
-            infinite or (type(claimed) is type(computed) and claimed == computed),
-            f"{what} is {shown(claimed)}, not {shown(computed)}",
-        )
-        return
-    if math.isclose(claimed, computed, rel_tol=TOLERANCE, abs_tol=TOLERANCE if abs(computed) > 0.01 else 0.0):
-        return
-    if other_version is not None and math.isclose(claimed, computed, rel_tol=1e-3):
-        raise Undecided(f"{what} is {claimed:.8g}, and {computed:.8g} here: {other_version}")
-    raise Violated(f"{what} is {claimed:.8g}, and the ledger gives {computed:.8g}")
+    return f"{comparison.agreed + agreed} fields agree with the ledger; {len(folder.not_attested)} are not attested"
 
 
 def accountant() -> str:
@@ -956,8 +1237,9 @@ def check_checkpoints(folder: Folder) -> str:
         raise BadInput("checkpoints: is no folder")
     names = sorted(entry.name for entry in os.scandir(folder.path / "checkpoints") if entry.name.startswith("step-"))
     require(len(names) <= 10_000, "checkpoints/ holds more than 10,000 checkpoints")
-    recorded = {(step, digest) for _, step, _, digest in ledger.checkpoints}
-    unknown, hashed, starts = [], 0, []
+    recorded = {(step, digest): line for line, step, _, digest in ledger.checkpoints}
+    starts = [line for line, _ in ledger.sessions]
+    undecided, hashed = [], 0
     for name in names:
         place = folder.path / "checkpoints" / name
         if not is_folder(place):
@@ -967,100 +1249,114 @@ def check_checkpoints(folder: Folder) -> str:
         digest = hashlib.sha256(read_file(place / "manifest.json")).hexdigest()
         manifest = object_in(place / "manifest.json")
         step, position = whole(manifest, "step", 0), manifest.get("ledger")
-        require(name == f"step-{step:08d}", f"{name} is of step {step}")
+        require(name == f"step-{step:08d}", f"{shown(name)} is of step {step}")
         require(isinstance(position, dict), f"{name} remembers no line of the ledger")
         assert isinstance(position, dict)
         line = whole(position, "seq", 0)
         known = line < len(ledger.hashes) and ledger.hashes[line] == position.get("hash")
         require(known, f"{name} remembers another line {line + 1}: the ledger was cut or replaced")
-        require(
-            manifest.get("formal_guarantee") == (not plan.reasons), f"{name} says something else about the guarantee"
-        )
+        guarantee = manifest.get("formal_guarantee") == (not plan.reasons)
+        require(guarantee, f"{name} says something else about the guarantee")
         charged = manifest.get("charged_attempts", ledger.charged(line + 1))
         require(
             charged == ledger.charged(line + 1),
             f"{name} states {shown(charged)} charges, the ledger {ledger.charged(line + 1)}",
         )
-        if plan["enabled"]:
-            require(
-                step <= ledger.last_done(),
-                f"{name} is of step {step}, and the ledger's last step is {ledger.last_done()}",
+        if plan["enabled"] and (step, digest) not in recorded:
+            # A crash may come between a checkpoint and its record: then its session wrote nothing of the kind any more.
+            number = bisect_right(starts, line)
+            first, end = (
+                (starts[number - 1] if number else 0),
+                (starts[number] if number < len(starts) else len(ledger.hashes)),
             )
-            steps = {known_step for known_step, _ in recorded}
+            done = [known_step for at, known_step in ledger.done if first <= at <= line]
             require(
-                (step, digest) in recorded or step not in steps,
-                f"{name}: manifest.json is not the one that the ledger recorded",
+                step == done[-1] if done else step <= ledger.last_done(),
+                f"{name} is of step {step}, and the line that it remembers follows another one",
             )
-            unknown += [] if (step, digest) in recorded else [name]
+            later = any(line < at < end for at, *_ in ledger.checkpoints) or ledger.closed
+            require(not later, f"{name}: manifest.json is not the one that the ledger recorded")
+            undecided.append(f"{name}: the ledger has no record of it, as after a crash between the two")
+        elif plan["enabled"] and ledger.fingerprint and recorded[step, digest] >= ledger.signed:
+            undecided.append(f"{name}: the ledger's record of it is not signed: anybody can have added it")
         files = manifest.get("files", {})
         require(isinstance(files, dict) and len(files) <= 100_000, f"{name} lists its files")
-        unlisted = {entry.name for entry in os.scandir(place)} - {"manifest.json", *files}
-        require(
-            not unlisted, f"{name} holds {', '.join(map(shown, sorted(unlisted)))}, which its manifest does not list"
-        )
+        unlisted = sorted({entry.name for entry in os.scandir(place)} - {"manifest.json", *files})
+        require(not unlisted, f"{name} holds {', '.join(map(shown, unlisted[:9]))}, which its manifest does not list")
         for file, stated in files.items():
-            require(
-                re.fullmatch(r"[A-Za-z0-9._-]{1,200}", file) is not None and file not in (".", ".."),
-                f"{name} lists no file names",
-            )
+            plain = re.fullmatch(r"[A-Za-z0-9._-]{1,200}", file) is not None and file not in (".", "..")
+            require(plain, f"{name} lists no file names")
             if not folder.has("checkpoints", name, file):
-                raise Undecided(f"{name}: {file} is missing")
+                undecided.append(f"{name}: {file} is missing")
+                continue
             with os.fdopen(open_plain(place / file, 1 << 50), "rb") as opened:
-                require(
-                    hashlib.file_digest(opened, "sha256").hexdigest() == stated,
-                    f"{name}: {file} has another hash than its manifest says",
-                )
+                found = hashlib.file_digest(opened, "sha256").hexdigest()
+            require(found == stated, f"{name}: {file} has another hash than its manifest says")
             hashed += 1
-        starts.append(manifest.get("initialisation"))
-        data = manifest.get("training_data")
-        folder.facts["training_data"] = shown(data.get("provenance")) if isinstance(data, dict) else None
-    for start in starts:  # weights of a run with a guarantee bring its charges along, which `behind` must hold
-        spent = 0
-        while isinstance(start, dict) and spent <= 100:
+        spent, start = 0, manifest.get("initialisation")
+        while isinstance(start, dict) and spent <= 100:  # weights of a run with a guarantee bring its charges along
             spent += bool(start.get("guarantee"))
             start = start.get("before_that")
         require(
-            bool(plan.reasons) or spent <= len(folder.ledger.opened.get("behind", ())),
-            "the weights started from private runs that the ledger does not name",
+            bool(plan.reasons) or spent <= len(ledger.opened.get("behind", ())),
+            f"{name}: its weights started from private runs that the ledger does not name",
         )
-    if unknown:
-        raise Undecided(f"{', '.join(unknown[:3])}: the ledger has no record of it, as after a crash between the two")
+        data = manifest.get("training_data")
+        folder.facts["training_data"] = shown(data.get("provenance")) if isinstance(data, dict) else None
+    if undecided:
+        raise Undecided("; ".join(undecided[:3]))
     return f"{len(names)} manifests are those that the ledger recorded, and {hashed} files have their hashes"
 
 
 def check_metrics(folder: Folder) -> str:
+    """What other files say of steps and charges: each pair is one that the ledger passed through, and no step is beyond it."""
     ledger, plan, torn, lines = folder.ledger, folder.ledger.plan, 0, 0
-    if not folder.has("metrics.jsonl"):
-        return "there is no metrics.jsonl"
-    last: dict[str, Any] = {}
-    for lines, line in enumerate(lines_of(folder.path / "metrics.jsonl"), start=1):
-        try:
-            entry = parsed(line)
-        except ValueError:
-            torn += 1
+    passed = {(step, ledger.charged(line + 1)) for line, step in ledger.done}
+    claims: dict[int, float] = {}  # charges -> epsilon
+    for file in ("metrics.jsonl", "evaluation/heldout.jsonl"):
+        if not folder.has(*file.split("/")):
             continue
-        require(isinstance(entry, dict) and type(entry.get("step")) is int, f"line {lines} has no step")
-        step, charged = entry["step"], entry.get("privacy/charged_attempts", 0)
-        require(
-            not plan["enabled"] or step <= ledger.last_done(),
-            f"line {lines} shows step {shown(step)}, which the ledger never finished",
-        )
-        require(
-            type(charged) in (int, float) and 0 <= charged <= ledger.charged(),
-            f"line {lines} shows other charges than the ledger",
-        )
-        if entry.get("privacy/epsilon") is not None:
-            require(not plan.reasons, f"line {lines} states an epsilon, and nothing is claimed")
-            require("privacy/charged_attempts" in entry, f"line {lines} states an epsilon of no number of charges")
-            last = entry
-    if last and not plan.shuffled:
-        count, claimed = int(last.get("privacy/charged_attempts", 0)), last["privacy/epsilon"]
-        delta = plan["target_delta"] - plan.noise_tail()
-        true = folder.within("epsilon", lambda: epsilon([plan.releases(count)], delta))
-        require(
-            type(claimed) in (int, float) and claimed >= true * (1 - 1e-3),
-            f"epsilon {shown(claimed)} after {count}, where it is {true:.6g}",
-        )
+        for number_of_line, line in enumerate(lines_of(folder.path / file), start=1):
+            where, lines = f"{file}: line {number_of_line}", lines + 1
+            try:
+                entry = parsed(line, with_nan=True)
+            except json.JSONDecodeError:  # cut off by a crash
+                torn += 1
+                continue
+            except ValueError as error:  # what other readers would read, each in its own way
+                raise Violated(f"{where}: {shown(error)}") from error
+            require(isinstance(entry, dict) and type(entry.get("step")) is int, f"{where} has no step")
+            step, charged, claim = entry["step"], entry.get("privacy/charged_attempts"), entry.get("privacy/epsilon")
+            require(
+                not plan["enabled"] or step <= ledger.last_done(),
+                f"{where} shows step {shown(step)}, which the ledger never finished",
+            )
+            if charged is not None or claim is not None:
+                stood = f"{where} shows {shown(charged)} charges, as the ledger never stood after step {step}"
+                require((step, charged) in passed, stood)
+            if claim is not None:
+                require(not plan.reasons, f"{where} states an epsilon, and nothing is claimed")
+                require(type(claim) in (int, float), f"{where} states epsilon {shown(claim)}")
+                claims[charged] = min(claim, claims.get(charged, claim))
+    if folder.has("evaluation") and is_folder(folder.path / "evaluation"):
+        for entry in os.scandir(folder.path / "evaluation"):
+            drawn = re.fullmatch(r"samples-(\d{1,20})\.png", entry.name)
+            require(
+                drawn is None or not plan["enabled"] or int(drawn[1]) <= ledger.last_done(),
+                f"evaluation/{shown(entry.name)} is of a step that the ledger never finished",
+            )
+    counts = sorted(claims)
+    for before, after in pairwise(counts):
+        require(claims[before] <= claims[after], f"epsilon falls from {before} to {after} charges")
+    if counts and not plan.shuffled and folder.epsilon is not None:
+        chosen = {
+            counts[round(part * (len(counts) - 1) / 7)] for part in range(8)
+        }  # the others lie between, by their order
+        for count in sorted(chosen):
+            true = epsilon_of(folder, [ledger, *folder.chain], folder.delta, count)
+            require(
+                claims[count] >= true * (1 - 1e-6), f"epsilon {claims[count]:.6g} after {count}, where it is {true:.6g}"
+            )
     return f"{lines} lines show nothing that the ledger lacks" + (f"; {torn} of them are torn" if torn else "")
 
 
@@ -1071,6 +1367,29 @@ CHECKS = (
 
 
 # ---------------------------------------------------------------- What follows, and who says what cannot be checked
+
+
+def unread_files(folder: Folder) -> list[str]:
+    """Every file that no check looks at, as a path; a folder of very many is cut short."""
+    judged = re.compile(
+        r"(ledger|metrics|evaluation/heldout)\.jsonl|config\.toml|verify\.py|head\.json|behind/ledger-[0-9]{1,3}\.jsonl"
+        r"|report/privacy_card\.(json|md|html)|checkpoints/(LATEST|step-.*)"
+    )
+    found: list[str] = []
+    for place, folders, files in os.walk(folder.path):
+        folders[:] = sorted(name for name in folders if not (place == str(folder.path) and name == "private"))
+        for name in sorted(files):
+            path = str((Path(place) / name).relative_to(folder.path))
+            if not judged.fullmatch(path):
+                found.append(path)
+        if len(found) > 1000:
+            break
+    return found
+
+
+def shown_list(names: list[str]) -> str:
+    text = ", ".join(map(shown, names[:60]))
+    return text if len(names) <= 60 else f"{text} and {len(names) - 60} more"
 
 
 def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
@@ -1105,19 +1424,30 @@ def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
     if ledger.opened.get("behind"):
         disjoint = "yes, so one example bears one of them" if ledger.opened.get("disjoint_from_start") is True else None
         words.append(("that the data are disjoint from those behind the initial weights", disjoint, operator))
-    words.append(
-        (
-            "privacy_card.md and .html, audits, and what privacy_card.json says next to its claim, plan and schedule",
-            "make them again from the ledger with report.py and audit.py of the project",
-            "whoever publishes the folder",
+        fixed = "the composed epsilon takes it for granted; a shared ledger's RDP filter does without it"
+        words.append(
+            ("that no later schedule was chosen after looking at outputs of the earlier runs", fixed, operator)
         )
-    )
-    if folder.has("evaluation"):
-        words.append(("utility: losses, captions and pictures", "evaluation/", "whoever publishes the folder"))
+    publisher = "whoever publishes the folder"
+    words.append((
+        "privacy_card.md and .html", "nothing here compares them: take numbers from privacy_card.json or from the last line here",
+        publisher,
+    ))  # fmt: skip
+    if folder.not_attested:
+        named = dict.fromkeys(re.sub(r"\[\d+\]", "[]", place) for place in folder.not_attested)
+        words.append(("in privacy_card.json", shown_list(list(named)), publisher))
+    audits = [name for name in folder.unread if re.fullmatch(r"report/audit[^/]*", name)]
+    for name in audits[:20]:
+        words.append(
+            (shown(name), "make it again with audit.py of the project, which needs private/ for most of it", publisher)
+        )
+    others = [name for name in folder.unread if name not in audits]
+    if others:
+        words.append(("what other files say", shown_list(others), publisher))
     return words
 
 
-def verify(path: Path, fingerprint: str | None) -> tuple[int, dict[str, Any]]:
+def verify(path: Path, fingerprint: str | None, head: str | None = None) -> tuple[int, dict[str, Any]]:
     """All checks of a folder: the exit code, and what --json prints.
 
     Raises:
@@ -1131,7 +1461,7 @@ def verify(path: Path, fingerprint: str | None) -> tuple[int, dict[str, Any]]:
     except Violated as error:
         checks = [("ledger", "violated", str(error))]
         return VIOLATED, {"verdict": "violated", "exit_code": VIOLATED, "checks": [_named(check) for check in checks]}
-    folder = Folder(path, ledger, fingerprint)
+    folder = Folder(path, ledger, fingerprint, head)
     if folder.has("config.toml"):
         import tomllib
 
@@ -1151,6 +1481,7 @@ def verify(path: Path, fingerprint: str | None) -> tuple[int, dict[str, Any]]:
     outcomes = {outcome for _, outcome, _ in checks}
     verdict = next((word for word in ("violated", "inconclusive") if word in outcomes), "consistent")
     code = {"consistent": CONSISTENT, "inconclusive": INCONCLUSIVE, "violated": VIOLATED}[verdict]
+    folder.unread = unread_files(folder)
     plan, stated = ledger.plan, declarations(folder)
     attested = {
         "examples": plan["num_examples"], "expected batch": plan["expected_batch_size"], "sample rate": plan.rate,
@@ -1172,6 +1503,7 @@ def verify(path: Path, fingerprint: str | None) -> tuple[int, dict[str, Any]]:
         "signer_known": fingerprint is not None and ledger.fingerprint == fingerprint,
         "checks": [_named(check) for check in checks],
         "attested": attested,
+        "card_not_attested": [shown(place) for place in folder.not_attested],
         "declared": [{"what": what, "words": words, "by": who} for what, words, who in stated if words is not None],
         "not_stated": [what for what, words, _ in stated if words is None],
     }
@@ -1202,11 +1534,11 @@ def to_text(found: dict[str, Any]) -> str:
     if found.get("attested", {}).get("state of the run") == OPEN:
         lines.append(
             "the ledger is open: the run may go on, or lines after a signature were cut off; only the hash of its last line, "
-            "kept elsewhere, can tell"
+            "kept elsewhere, can tell (--head)"
         )
     claim = ""
     if found.get("epsilon") is not None:
-        claim = f": epsilon {math.ceil(found['epsilon'] * 1e4 - 1e-9) / 1e4:.4f} at delta {found['delta']:g}"
+        claim = f": epsilon {rounded_up(found['epsilon'], 4)} at delta {found['delta']:g}"
     return "\n".join([*lines, f"verify: {found['verdict']}{claim}"])
 
 
@@ -1222,6 +1554,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent)
     parser.add_argument("--fingerprint", help="SHA-256 of the signer's key in hex, as the start of the run printed it")
+    parser.add_argument("--head", help="hash of a line that the ledger had, as the end of the run printed it")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser.parse_args(arguments)
 
@@ -1236,13 +1569,14 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = parse_args(arguments)
-        fingerprint = None if options.fingerprint is None else options.fingerprint.strip().lower()
-        if fingerprint is not None and not is_hex(fingerprint, 64):
-            raise BadInput("--fingerprint is 64 hexadecimal digits")
+        told = [None if value is None else value.strip().lower() for value in (options.fingerprint, options.head)]
+        for name, value in zip(("fingerprint", "head"), told, strict=True):
+            if value is not None and not is_hex(value, 64):
+                raise BadInput(f"--{name} is 64 hexadecimal digits")
         if hasattr(signal, "SIGALRM"):
             signal.signal(signal.SIGALRM, too_long)
             signal.alarm(60 * MINUTES)
-        code, found = verify(options.folder, fingerprint)
+        code, found = verify(options.folder, *told)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:  # of what the folder holds
         print(
             f"error: a record lacks a field or has one of another type ({type(error).__name__}: {shown(error)})",

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Debian packages that tests use and do without: what two hosts need (ssh, pdsh), what a cluster has (Open MPI, Slurm), a browser that
 # looks at the privacy card, and nginx to read shards from. Installs what is missing when it can; otherwise says so, and the tests that
-# need it skip. `install_packages.sh hosts` installs the first of these only, `install_packages.sh cluster` the first two.
+# need it skip. `install_packages.sh hosts` installs the first of these only, `install_packages.sh cluster` the first two. Exit code 1:
+# apt-get failed, which another apt-get that runs at the same time, or a network that is gone, can mend.
 set -eu
 
 missing=""
@@ -38,6 +39,7 @@ if [ ! -e "$policy" ]; then
     trap 'rm -f "$policy"' EXIT
 fi
 # shellcheck disable=SC2086
-if ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing; } >&2; then
-    echo "could not be installed:$missing; the tests that need them will be skipped" >&2
+if ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -o DPkg::Lock::Timeout=60 -y -qq --no-install-recommends $missing; } >&2; then
+    echo "could not be installed:$missing; the tests that need them would be skipped" >&2
+    exit 1
 fi

@@ -17,6 +17,12 @@ class HostError(RuntimeError):
     exit_code = 2
 
 
+class WeightsNotFinite(RuntimeError):
+    """The weights hold NaN or infinity: nothing that is trained from here on is of use, and every step would be charged."""
+
+    exit_code = 1
+
+
 class StepDropped(RuntimeError):
     """All ranks agreed to drop a step before its intent: nothing of it left its process, and it costs nothing."""
 
@@ -80,6 +86,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
         and (
             type(error).__name__ == "OutOfMemoryError"
             or any(words in said for words in ("allocate memory", "bad_alloc", "can't start new thread"))
+            or said.strip() == "could not create a primitive"  # oneDNN's words for it
         )
     )
 

@@ -1,4 +1,4 @@
-"""What a command says while it works: nothing in the first two seconds, then on stderr what it does and how far it is."""
+"""What a command says while it works: from its second second on, on stderr, what it does and how far it is."""
 
 import sys
 import threading
@@ -9,26 +9,39 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-QUIET_SECONDS = 2.0
+QUIET_SECONDS = 1.5
+"""A command takes up to half a second to come here."""
 LINE_SECONDS = 10.0
 """Where stderr is no terminal, a line appears this often."""
 
 
+_bars = 0
+"""How many bars of `track` are in use: they say more than `working` can."""
+
+
 @contextmanager
 def working(what: str, *, shows: bool = True) -> Iterator[None]:
-    """Says `what` ("computing the privacy card") once, where it takes longer than `QUIET_SECONDS`.
+    """Says `what` ("computing the privacy card") once it takes longer than `QUIET_SECONDS`, and then how long it has taken.
 
     Args:
         shows: False on ranks that leave the console to rank 0.
     """
-    timer = threading.Timer(QUIET_SECONDS, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
-    timer.daemon = True
+    ended, started = threading.Event(), time.monotonic()
+
+    def speak() -> None:
+        if ended.wait(QUIET_SECONDS):
+            return
+        print(f"{what} ...", file=sys.stderr, flush=True)
+        while not ended.wait(LINE_SECONDS):
+            if _bars == 0:
+                print(f"{what}: {time.monotonic() - started:.0f} s so far", file=sys.stderr, flush=True)
+
     if shows:
-        timer.start()
+        threading.Thread(target=speak, name="progress", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
 
 
 def track(items: Iterable[T], what: str, total: int, *, shows: bool = True) -> Iterator[T]:
@@ -39,6 +52,7 @@ def track(items: Iterable[T], what: str, total: int, *, shows: bool = True) -> I
         total: how many there are.
         shows: as in `working`.
     """
+    global _bars
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -49,6 +63,7 @@ def track(items: Iterable[T], what: str, total: int, *, shows: bool = True) -> I
     started = time.monotonic()
     printed = started + QUIET_SECONDS - LINE_SECONDS
     is_bar = shows and console.is_terminal
+    _bars += 1
     try:
         for done, item in enumerate(items):
             now = time.monotonic()
@@ -60,5 +75,6 @@ def track(items: Iterable[T], what: str, total: int, *, shows: bool = True) -> I
                 print(f"{what}: {done} of {total} done", file=sys.stderr, flush=True)
             yield item
     finally:
+        _bars -= 1
         if bar.live.is_started:
             bar.stop()

@@ -7,7 +7,6 @@ ledger names its file, and what attests it, if anything.
 import hashlib
 import math
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from privacy.card.report import LedgerSnapshot, make_card, read_snapshot
 from privacy.configured_plan import contradiction
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.shared import SharedLedger
+from trainer.config.toml_text import parse_toml
 from trainer.errors import ConfigError
 from trainer.publish import PUBLIC_FILES, read_public, survey
 from trainer.weights.provenance import initialisation_statement
@@ -43,6 +43,8 @@ def build_card(run_dir: Path) -> PrivacyCard:
     ledger = run_dir / "ledger.jsonl"
     if not ledger.exists():
         raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
+    if ledger.is_symlink() or not ledger.is_file():
+        raise ConfigError(f"{ledger}: is no regular file, and no link is followed: put the ledger itself there")
     recipe, snapshot = read_recipe(run_dir), read_snapshot(ledger)
     found = contradiction(recipe, snapshot.state.plan)
     if found is not None:
@@ -106,15 +108,19 @@ def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
 
 
 def read_recipe(run_dir: Path) -> dict[str, Any]:
-    """config.toml, or nothing: a card can be made of a ledger alone.
+    """config.toml, or nothing where there is none: a card can be made of a ledger alone.
 
     Raises:
         PrivacyStateRefused: it is no run's configuration.
     """
     try:
-        recipe = tomllib.loads(read_public(run_dir, "config.toml").decode())
-    except (OSError, ValueError, RecursionError):
+        recipe = parse_toml(read_public(run_dir, "config.toml").decode())
+    except OSError:
         return {}
+    except (ValueError, RecursionError) as error:
+        raise PrivacyStateRefused(
+            f"{run_dir / 'config.toml'}: is no TOML of a run: the file was changed; restore it"
+        ) from error
     for section in ("data", "privacy", "train", "optimizer"):
         if not isinstance(recipe.get(section, {}), dict):
             raise PrivacyStateRefused(
@@ -218,6 +224,8 @@ def _with_shared_ledger(others: OtherFiles, recipe: dict[str, Any], snapshot: Le
         return others
     warning = None
     try:
+        if not Path(path).is_file():  # what is said to be one may be a device without an end
+            raise OSError("it is no file")
         summary = parts.SharedSummary.model_validate(
             SharedLedger(path).summary(snapshot.state.opened["key_commitment"])
         )

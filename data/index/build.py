@@ -209,6 +209,7 @@ def _assemble(index_dir: Path, shards: ShardSet, parts: Path, exclude: Collectio
         for name in shards.names:
             (parts / _part_name(name)).unlink()
         raise DataError(f"no example in {len(entries)} shards: {shards.locations()[0]} has no member with an extension")
+    _require_whole_examples(entries, shards.root)
     name = f"extents-{manifest_digest(entries).hex()[:16]}.npy"
     with private_file(index_dir / name) as file:
         header = {"descr": np.lib.format.dtype_to_descr(ROW), "fortran_order": False, "shape": (count,)}
@@ -219,3 +220,32 @@ def _assemble(index_dir: Path, shards: ShardSet, parts: Path, exclude: Collectio
     for old in index_dir.glob("extents-*.npy"):
         if old.name != name:
             old.unlink()
+
+
+def _require_whole_examples(entries: Sequence[ShardEntry], root: str) -> None:
+    """Refuses shards that hold parts of one example each: cut between its members, or images and captions in shards of their own.
+
+    Keys may repeat from shard to shard, where each counts its own examples. Parts show in extensions of which none is in both.
+
+    Raises:
+        DataError: the last key of a shard comes first in the next, or two shards begin with one key, with other extensions.
+    """
+    first_of: dict[str, tuple[ShardEntry, set[str]]] = {}
+    before: tuple[ShardEntry, str, set[str]] | None = None
+    for entry in entries:
+        if not entry.count:
+            continue
+        (first, extensions), (last, last_extensions) = (
+            (key, set(rest.split(",")))
+            for key, _, rest in (entry.first_key.partition(":"), entry.last_key.partition(":"))
+        )
+        other, others = first_of.setdefault(first, (entry, extensions))
+        if before is not None and first == before[1] and not extensions & before[2]:
+            other, others = before[0], before[2]
+        if not extensions & others:
+            raise DataError(
+                f"{root}/{other.name} and {root}/{entry.name} hold parts of one example: its members "
+                f"{', '.join(sorted(others))} and {', '.join(sorted(extensions))}; bring them together by prepare.py repack "
+                f"{root}/{other.name},{root}/{entry.name} --output DIR"
+            )
+        before = entry, last, last_extensions

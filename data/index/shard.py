@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.errors import DataError
-from data.index.tar_format import BLOCK, CutOffError, Member, TarFormatError, iter_members, split_key
+from data.index.tar_format import BLOCK, CutOffError, Member, TarFormatError, iter_members, shown, split_key
 from data.reading.records import ShardEntry
 
 ROW = np.dtype([("first_block", "<u4"), ("crc32", "<u4"), ("low", "<u2"), ("high", "u1")])
@@ -26,17 +26,43 @@ MAX_BLOCKS = (1 << 20) - 1
 CAPTION_CLASS_BYTES = 16
 MAX_CAPTION_CLASS = 15
 
+_COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gunzip"), b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"), b"\xfd7zXZ": ("xz", "unxz"),
+    b"BZh": ("bzip2", "bunzip2"), b"\x04\x22\x4d\x18": ("lz4", "unlz4"), b"\x02\x21\x4c\x18": ("lz4", "unlz4"),
+    b"\x1f\x9d": ("compress", "uncompress"), b"LZIP": ("lzip", "lzip -d"), b"\x5d\0\0": ("lzma", "unlzma"),
+    b"\x89LZO": ("lzop", "lzop -d"),
+}  # fmt: skip
+"""First bytes of a compressed file -> its name, and what unpacks it."""
+_NO_TAR = {
+    b"PK\3\4": "a zip archive", b"PK\5\6": "a zip archive", b"7z\xbc\xaf": "a 7z archive", b"Rar!": "a rar archive",
+    b"07070": "a cpio archive", b"\xc7\x71": "a cpio archive", b"\x71\xc7": "a cpio archive",
+    b"<": "a web page or XML", b"PAR1": "a parquet file", b"\xff\xd8\xff": "a JPEG picture",
+}  # fmt: skip
 _HASH_CHUNK = 4 << 20
 _WINDOW = 1 << 16
 
 
 class Extents(NamedTuple):
-    """What the headers say: bytes [start, end) and caption bytes of each example, the keys in order, members passed over."""
+    """What the headers say. The extents, `other_bytes` and `padding_bytes` add up to the size of the file.
+
+    Attributes:
+        bounds_K2: bytes [start, end) of each example.
+        caption_bytes_K: bytes of its caption.
+        keys: of the examples, in order.
+        skipped: members that belong to no example.
+        other_bytes: those of members between examples that belong to none.
+        padding_bytes: end marker and padding.
+        first_key, last_key: as `ShardEntry` has them.
+    """
 
     bounds_K2: np.ndarray
     caption_bytes_K: np.ndarray
     keys: list[bytes]
     skipped: int
+    other_bytes: int
+    padding_bytes: int
+    first_key: str
+    last_key: str
 
 
 def index_file(path: Path, name: str, location: str, version: str) -> tuple[ShardEntry, np.ndarray]:
@@ -83,6 +109,10 @@ def index_file(path: Path, name: str, location: str, version: str) -> tuple[Shar
         keys_sha256=keys.hexdigest(),
         repeated_keys=len(extents.keys) - len(set(extents.keys)),
         skipped=extents.skipped,
+        other_bytes=extents.other_bytes,
+        padding_bytes=extents.padding_bytes,
+        first_key=extents.first_key,
+        last_key=extents.last_key,
         version=version,
     )
     return entry, rows_K
@@ -93,34 +123,38 @@ def walk_shard(path: Path, location: str) -> Extents:
 
     Raises:
         DataError: empty, compressed, no tar archive, cut off, with more than padding behind its end marker, or with the
-            members of an example in two places.
+            members of an example in two places. The message names the member and the command that mends it.
         OSError: it cannot be read.
     """
     bounds: list[tuple[int, int]] = []
     caption_bytes: list[int] = []
     keys: list[bytes] = []
-    skipped = 0
+    skipped = other_bytes = between = 0
+    last: Member | None = None
     extensions_of: dict[bytes, frozenset[str]] = {}
     known_sets: dict[
         frozenset[str], frozenset[str]
     ] = {}  # equal sets are one object, so that a shard's keys stay small
 
     def parts(descriptor: int, size: int) -> Iterator[tuple[bytes, str, Member]]:
-        nonlocal skipped
-        for member in iter_members(_windowed(descriptor), size, needs_end=True):
+        nonlocal skipped, other_bytes, between, last
+        key: bytes | None = None
+        for member in iter_members(read_window(descriptor), size, needs_end=True):
+            last = member
             split = split_key(member.name) if member.is_regular else None
             if split is None:
                 skipped += 1
-            else:
-                yield *split, member
+                between += member.end_offset - member.header_offset
+                continue
+            # What lies between two members of one example belongs to its extent.
+            other_bytes, between = other_bytes + between * (split[0] != key), 0
+            key = split[0]
+            yield *split, member
 
     with open(path, "rb", buffering=0) as file:
         descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
         if size == 0:
             raise DataError(f"missing or empty shards: {location} is empty; fetch it again")
-        for prefix, tool in ((b"\x1f\x8b", "gunzip"), (b"\x28\xb5\x2f\xfd", "unzstd"), (b"\xfd7zXZ", "unxz")):
-            if os.pread(descriptor, 6, 0).startswith(prefix):
-                raise DataError(f"{location} is compressed, which allows no random access; unpack it with {tool}")
         try:
             for key, run in groupby(parts(descriptor, size), key=itemgetter(0)):
                 extensions: set[str] = set()
@@ -133,18 +167,45 @@ def walk_shard(path: Path, location: str) -> Extents:
                 same = known_sets.setdefault(frozenset(extensions), frozenset(extensions))
                 if extensions_of.setdefault(key, same) != same:
                     raise DataError(
-                        f"{location} has members of the key {key.decode('utf-8', 'backslashreplace')[:100]!r} in two places: "
-                        f"others than before come back at byte {start}; unpack it and write it with each key's members "
-                        "together, as tar --sort=name does"
+                        f"{location} has members of the key {shown(key)} in two places: others than before come back at byte "
+                        f"{start}; bring them together by prepare.py repack {location} --output DIR, or write it again with "
+                        "tar --sort=name"
                     )
                 keys.append(key)
                 bounds.append((start, end))
                 caption_bytes.append(caption)
         except TarFormatError as error:
+            if last is None:
+                head = os.pread(descriptor, 16, 0)
+                for prefix, (what, tool) in _COMPRESSED.items():
+                    if head.startswith(prefix):
+                        raise DataError(
+                            f"{location} is compressed ({what}), which allows no random access; unpack it with {tool}"
+                        ) from error
+                for prefix, what in _NO_TAR.items():
+                    if head.startswith(prefix):
+                        raise DataError(
+                            f"{location} is {what} and no tar archive; write its files by tar --sort=name, or fetch it again"
+                        ) from error
             problem = "is cut off" if isinstance(error, CutOffError) else "is no tar archive or is damaged"
-            raise DataError(f"{location} {problem}: {error}; write or fetch it again") from error
+            behind = f" (behind the member {shown(last.name)})" if last is not None else ""
+            raise DataError(
+                f"{location} {problem}: {error}{behind}; write or fetch it again, or see what prepare.py repack "
+                f"{location} --output DIR saves of it"
+            ) from error
     bounds_K2 = np.array(bounds, dtype=np.int64).reshape(-1, 2)
-    return Extents(bounds_K2, np.array(caption_bytes, dtype=np.int64), keys, skipped)
+    other_bytes += between
+    padding_bytes = size - (last.end_offset if last is not None else 0)
+    unaccounted = size - int((bounds_K2[:, 1] - bounds_K2[:, 0]).sum()) - other_bytes - padding_bytes
+    if unaccounted:
+        raise DataError(f"{location} has {unaccounted} bytes that are no example, no other member and no padding")
+    ends = [
+        f"{hashlib.sha256(keys[at]).hexdigest()[:32]}:{','.join(sorted(extensions_of[keys[at]]))}" if keys else ""
+        for at in (0, -1)
+    ]
+    return Extents(
+        bounds_K2, np.array(caption_bytes, dtype=np.int64), keys, skipped, other_bytes, padding_bytes, ends[0], ends[1]
+    )
 
 
 def hash_file(path: Path) -> str:
@@ -152,7 +213,7 @@ def hash_file(path: Path) -> str:
     return _checksums(path, np.empty((0, 2), dtype=np.int64))[1]
 
 
-def _windowed(descriptor: int) -> Callable[[int, int], bytes]:
+def read_window(descriptor: int) -> Callable[[int, int], bytes]:
     """Reads small neighbouring pieces through one larger window."""
     window, start = b"", 0
 

@@ -2,6 +2,7 @@
 
 import glob
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,9 @@ from data.errors import DataError
 _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_MAX_SHARDS = 10_000_000
+_MAX_SHARDS = 1_000_000
+"""The most that one pattern names: LAION-5B has 230,000."""
+_MAX_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def read_shard_list(path: Path, shards: ShardSet) -> frozenset[str]:
         DataError: the file cannot be read, or names a shard that the data set has not.
     """
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the list of shards {path}: {error}") from error
     names_of = {f"{shards.root}/{name}": name for name in shards.names} | {name: name for name in shards.names}
@@ -182,6 +185,11 @@ def _items(pattern: str) -> Iterator[str]:
 
 def _expand_braces(item: str) -> list[str]:
     """Expands pair by pair, innermost and leftmost first; a word without braces is itself."""
+    flat = _BRACES.findall(item)
+    if len(flat) == item.count("{"):  # none inside of another: the product says how many, before any is made
+        sizes = [_num_choices(inside) for inside in flat]
+        if math.prod(sizes) > _MAX_SHARDS:
+            raise DataError(f"the shard pattern {item[:200]} names more than {_MAX_SHARDS:,} shards")
     words, waiting = [], [item]
     while waiting:
         word = waiting.pop()
@@ -191,6 +199,10 @@ def _expand_braces(item: str) -> list[str]:
             continue
         choices = match[1].split(",")
         if span := _RANGE.match(match[1]):
+            if max(map(len, span.groups())) > _MAX_DIGITS:
+                raise DataError(
+                    f"a range in the shard pattern {item[:100]} has a number of more than {_MAX_DIGITS} digits"
+                )
             first, last = int(span[1]), int(span[2])
             if last < first or last - first >= _MAX_SHARDS:
                 raise DataError(f"the range {{{match[1]}}} in the shard pattern {item} is empty or too long")
@@ -199,6 +211,13 @@ def _expand_braces(item: str) -> list[str]:
         if len(words) + len(waiting) > _MAX_SHARDS:
             raise DataError(f"the shard pattern {item} names more than {_MAX_SHARDS:,} shards")
     return words
+
+
+def _num_choices(inside: str) -> int:
+    span = _RANGE.match(inside)
+    if span is None or max(map(len, span.groups())) > _MAX_DIGITS:  # the latter is refused when it is expanded
+        return inside.count(",") + 1
+    return max(1, int(span[2]) - int(span[1]) + 1)
 
 
 def _expand_items(pattern: str, root: Path) -> list[Path]:

@@ -66,14 +66,15 @@ def split_key(name: bytes) -> tuple[bytes, str] | None:
     return name[: len(name) - len(base)] + stem, extension.decode("utf-8", "replace").lower()
 
 
-def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Iterator[Member]:
-    """Walks the headers from offset 0.
+def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool, first: int = 0) -> Iterator[Member]:
+    """Walks the headers.
 
     Args:
         read_at: `read_at(offset, length)` returns exactly `length` bytes.
         total_bytes: length of the archive, or of the piece of it.
         needs_end: True for a whole archive: it has an end marker (a zero block), and only padding follows. False for an
             extent cut out of one, which holds members to its last byte.
+        first: byte at which the first header begins.
 
     Yields:
         All members in their order.
@@ -82,7 +83,7 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
         CutOffError: a member that reaches past the end, no end marker, or zeros where members should be.
         TarFormatError: a bad checksum, other bytes behind the end marker, a sparse member.
     """
-    position = 0
+    position = first
     start: int | None = None
     long_name: bytes | None = None
     pax: dict[bytes, bytes] = {}
@@ -91,11 +92,9 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
         if header == _ZERO_BLOCK:
             if start is not None or not needs_end:
                 raise TarFormatError(f"zeros at byte {position} stand where a member should begin")
-            _require_padding(read_at, position, total_bytes)
+            require_padding(read_at, position, total_bytes)
             return
-        stored = _number(header[148:156], position)
-        unsigned = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-        if stored != unsigned and stored != unsigned - 256 * sum(byte > 127 for byte in header):
+        if not has_checksum(header, position):
             raise TarFormatError(f"no tar header at byte {position} (checksum)")
         kind = header[156]
         if kind == ord("S"):
@@ -105,7 +104,9 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
         start = position if start is None else start
         position = payload if kind in _NO_PAYLOAD else payload + _round_up(size)
         if position > total_bytes:
-            raise CutOffError(f"the member at byte {start} reaches past the end at byte {total_bytes}")
+            raise CutOffError(
+                f"the member {shown(header[:100].rstrip(bytes(1)))} at byte {start} reaches past the end at byte {total_bytes}"
+            )
         if kind in b"LKxg":
             if size > MAX_NAME_BYTES:
                 raise TarFormatError(f"the extended header at byte {payload - BLOCK} is {size} bytes long")
@@ -135,11 +136,36 @@ def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool) -> Itera
         raise TarFormatError("the piece does not end with a whole member")
 
 
-def _require_padding(read_at: ReadAt, end: int, total_bytes: int) -> None:
+def shown(name: bytes) -> str:
+    """A member's name or key as messages show it."""
+    return repr(name.decode("utf-8", "backslashreplace")[:100])
+
+
+def has_checksum(header: bytes, position: int) -> bool:
+    """Whether a block of 512 bytes, at `position`, is a header with the checksum that it states.
+
+    Raises:
+        TarFormatError: it states none.
+    """
+    stored = _number(header[148:156], position)
+    unsigned = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    # Some old programs added signed bytes; that sum is slow, and seldom needed.
+    return stored == unsigned or stored == unsigned - 256 * sum(byte > 127 for byte in header)
+
+
+def require_padding(read_at: ReadAt, end: int, total_bytes: int, first: int = 0) -> None:
     """Accepts an end marker of one or two zero blocks, and zeros up to a whole record behind one of two blocks.
 
     A longer run of zeros is what a download leaves that took its place on the disk before its bytes came. Within the last
     record the two look the same.
+
+    Args:
+        end: byte behind the last member.
+        total_bytes: byte behind the padding.
+        first: byte at which the archive begins, from which records are counted.
+
+    Raises:
+        TarFormatError: other bytes than zeros, or more zeros than tar writes.
     """
     for at in range(end, total_bytes, _SCAN_BYTES):
         piece = read_at(at, min(_SCAN_BYTES, total_bytes - at))
@@ -150,7 +176,7 @@ def _require_padding(read_at: ReadAt, end: int, total_bytes: int) -> None:
             )
     padding = total_bytes - end - 2 * BLOCK
     records = (blocks * BLOCK for blocks in range(1, _MOST_RECORD_BLOCKS + 1))
-    if padding != -BLOCK and not any(0 <= padding < size and total_bytes % size == 0 for size in records):
+    if padding != -BLOCK and not any(0 <= padding < size and (total_bytes - first) % size == 0 for size in records):
         raise CutOffError(
             f"the zeros from byte {end} to its end at byte {total_bytes} are no padding to a record of at most "
             f"{_MOST_RECORD_BLOCKS} blocks, so members may be missing (if tar -t lists all of them, then "

@@ -26,6 +26,7 @@ from data.index.shard import ROW
 from data.index.shards import ShardSet
 from data.index.tar_format import BLOCK
 from data.reading.records import ReadRequest, RemoteOptions, ShardEntry, ShardStatus
+from data.reading.staging import StagedStorage, Staging
 from data.reading.storage import Storage, open_storage, require_present
 
 FORMAT_VERSION = 1
@@ -58,6 +59,7 @@ class ExampleTable:
         """Use `open` or `data.index.build.build_index`."""
         self.index_dir, self.shard_root, self.entries = index_dir, shard_root, tuple(entries)
         self.remote, self.excluded = remote, tuple(excluded)
+        self.staging: Staging | None = None
         self._rows_N = rows_N
         self._last_S = np.cumsum([entry.count for entry in self.entries], dtype=np.int64)
 
@@ -97,7 +99,7 @@ class ExampleTable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels to worker processes as a path, not as gigabytes."""
-        return _reopen, (self.index_dir, self.shard_root, self.remote, self.manifest_digest())
+        return _reopen, (self.index_dir, self.shard_root, self.remote, self.manifest_digest(), self.staging)
 
     def extents(self, ids: np.ndarray | Sequence[int] | int) -> Extents:
         """Where examples lie.
@@ -138,8 +140,19 @@ class ExampleTable:
         return f"{self.shard_root}/{self.entries[shard].name}"
 
     def storage(self) -> Storage:
-        """The place that the shards are read from."""
-        return open_storage(self.shard_root, self.remote)
+        """The place that the shards are read from: the copies of this node, if there are any."""
+        place = open_storage(self.shard_root, self.remote)
+        if self.staging is None:
+            return place
+        shards = self.shards_of(self.staging.start, self.staging.stop)
+        return StagedStorage(place, Path(self.staging.folder), shards, self.remote.connections)
+
+    def shards_of(self, start: int, stop: int) -> Sequence[ShardEntry]:
+        """The shards that hold the examples [start, stop), in order."""
+        if start >= stop:
+            return ()
+        first, last = np.searchsorted(self._last_S, (start, stop - 1), side="right").tolist()
+        return [entry for entry in self.entries[first : last + 1] if entry.count]
 
     def require_shards(self, shards: ShardSet) -> None:
         """Refuses an index of other shards: a changed pattern must never train on yesterday's files.
@@ -242,8 +255,11 @@ def _load_manifest(index_dir: Path) -> dict[str, Any]:
     return manifest
 
 
-def _reopen(index_dir: Path, shard_root: str, remote: RemoteOptions, digest: bytes) -> ExampleTable:
+def _reopen(
+    index_dir: Path, shard_root: str, remote: RemoteOptions, digest: bytes, staging: Staging | None
+) -> ExampleTable:
     table = ExampleTable.open(index_dir, shard_root, remote=remote, check_shards=False)
     if table.manifest_digest() != digest:
         raise DataError(f"the index {index_dir} was replaced while it was in use; ids now mean other examples")
+    table.staging = staging
     return table

@@ -8,10 +8,6 @@ of workers.
 
 import itertools
 import math
-import multiprocessing
-import multiprocessing.connection
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -19,16 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from data.batch import Batch
 from data.errors import DataError, DecodeError, ReadError
 from data.examples.examples import MakeExample
 from data.index.tar_index import ExampleTable
+from data.reading import workers
 from data.reading.bucketing import by_caption_length, cut_to_longest, require_captions
 from data.reading.reader import RawExample, TarReader
-
-_PRELOAD = ["data.reading.worker_signals", "torch", "PIL.Image", "tokenizers", "data.reading.loader"]
+from data.reading.workers import data_loader, shared
 
 
 class StepPlan(NamedTuple):
@@ -81,15 +77,18 @@ class Prefetched:
         """The next micro-batch, None after the last; adds the time it took to `data_wait`.
 
         Raises:
-            ReadError: promised bytes could not be read, or a worker died.
+            ReadError: promised bytes could not be read, or a worker died or was stopped.
             DataError: what a worker refused.
+            MemoryError: a worker had too little memory.
         """
         start = time.perf_counter()
         try:
             result = next(results, None)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, ConnectionError, EOFError) as error:  # torch's own, or from taking a tensor from a worker
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
+            if workers.stopped:
+                raise ReadError(f"a data worker was stopped (SIGSTOP to process {workers.stopped[0]})") from error
             raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
         finally:
             self.data_wait += time.perf_counter() - start
@@ -202,9 +201,11 @@ class MicroBatches(Dataset):
     def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
         try:
             batch = make_batch(self._reader, self._make_example, request, self._micro_batch_size)
-            return cut_to_longest(batch) if self._cut_captions else batch
+            return shared(cut_to_longest(batch) if self._cut_captions else batch)
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
+        except MemoryError:
+            return Failure(MemoryError, "in a data worker")
 
 
 def make_batch(
@@ -274,7 +275,7 @@ def eval_batches(
     world_size: int = 1,
     *,
     num_examples: int | None = None,
-    shift: int = 0,
+    paired: bool = False,
 ) -> Iterator[Batch]:
     """Held-out examples in order, split over ranks; every rank gets equally many batches, padded at the end.
 
@@ -285,12 +286,19 @@ def eval_batches(
         rank: takes the examples rank, rank + world_size, ...
         world_size: number of ranks.
         num_examples: how many of the first examples count; all by default.
-        shift: begins with this example and goes on with the first after the last, so that every example takes another's place.
+        paired: rows 2k and 2k + 1 hold examples that lie half of the data set apart, so that each can take the other's picture;
+            of an odd number of examples one stands next to padding. B is then rounded down to an even number, at least 2.
     """
     total = len(table) if num_examples is None else min(num_examples, len(table))
-    ids = np.roll(np.arange(total, dtype=np.int64), -shift)[rank::world_size]
+    width = 2 if paired else 1
+    rows = math.ceil(total / width)
+    # Row k holds k, and with pairs k + rows.
+    ids_RW = np.arange(rows)[:, None] + rows * np.arange(width)
+    ids = ids_RW[rank::world_size].ravel()
+    ids = ids[ids < total]  # where the number is odd, the very last is none
+    micro_batch_size = max(micro_batch_size // width, 1) * width
     reader = TarReader(table)
-    for batch in range(math.ceil(total / (micro_batch_size * world_size))):
+    for batch in range(math.ceil(rows * width / (micro_batch_size * world_size))):
         part = ids[batch * micro_batch_size : (batch + 1) * micro_batch_size]
         request = MicroBatchRequest(part, np.zeros(len(part), dtype=np.uint64), np.arange(len(part)))
         yield make_batch(reader, make_example, request, micro_batch_size)
@@ -326,52 +334,3 @@ class _Requests(Sampler):
             bounds = np.searchsorted(rows // size, np.arange(plan.num_micro_batches + 1))
             for some in map(slice, bounds[:-1], bounds[1:]):
                 yield MicroBatchRequest(ids[some], keys[some], rows[some] % size)
-
-
-def worker_context() -> Any:
-    """How data workers start: from a small server that has loaded what they need, never from a process with threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
-
-
-def end_with_parent(_worker: int) -> None:
-    """Ends this worker when its trainer is gone, however that ended.
-
-    torch's own watchdog compares parent ids; a worker's parent is the fork server, which lives as long as its workers.
-    """
-    from data.reading.worker_signals import leave_to_trainer  # importing it has an effect that only a worker may have
-
-    leave_to_trainer()
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    sentinel = parent.sentinel
-
-    def wait_and_exit() -> None:
-        multiprocessing.connection.wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=wait_and_exit, daemon=True).start()
-
-
-def data_loader(
-    dataset: Dataset, sampler: Sampler | None, num_workers: int, prefetch_factor: int | None, pin_memory: bool
-) -> DataLoader:
-    """torch's loader of what is batched already, with workers that end with their trainer."""
-    return DataLoader(
-        dataset,
-        sampler=sampler,
-        batch_size=None,
-        collate_fn=as_is,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor,
-        multiprocessing_context=worker_context() if num_workers else None,
-        pin_memory=pin_memory,
-        worker_init_fn=end_with_parent,
-    )
-
-
-def as_is(batch: Any) -> Any:
-    """Keeps torch from converting anything; a named function can be pickled."""
-    return batch

@@ -114,9 +114,9 @@ def parse_example(extent: bytes) -> RawExample:
 
 
 def _text(body: bytes) -> str | None:
-    """UTF-8 text, or None; every failure here is the example's own."""
+    """UTF-8 text without a byte order mark, or None; every failure here is the example's own."""
     try:
-        return body.decode("utf-8") if len(body) <= MAX_CAPTION_BYTES else None
+        return body.decode("utf-8-sig") if len(body) <= MAX_CAPTION_BYTES else None
     except UnicodeDecodeError:
         return None
 

@@ -19,6 +19,9 @@ class ShardEntry:
         keys_sha256: SHA-256 of the list of its keys, in hex.
         repeated_keys: examples whose key came before in the same shard (copies count as a group in privacy).
         skipped: members that belong to no example: links, devices, folders, hidden or nameless files.
+        other_bytes: those of members between examples that belong to none.
+        padding_bytes: the end marker and the padding; with `other_bytes` and the extents of the examples the whole size.
+        first_key, last_key: hash of the first and the last key, a colon, and the extensions of that example.
         version: its state when it was indexed, KIND:VALUE: `mtime_ns` of a file, `etag` or `modified` of an
             object; empty when there is nothing.
     """
@@ -30,6 +33,10 @@ class ShardEntry:
     keys_sha256: str
     repeated_keys: int
     skipped: int
+    other_bytes: int
+    padding_bytes: int
+    first_key: str
+    last_key: str
     version: str
 
 
@@ -69,8 +76,6 @@ class RemoteOptions:
         tries: how often one request is tried, with doubling pauses between the tries.
         backoff_seconds: the first pause.
         connections: requests at the same time, per process.
-        cache_dir: local folder for examples that were read; private. None keeps nothing.
-        cache_mib: the largest size of that folder.
         allow_plain_http: permit http:// to hosts other than this one. Whoever sees the requests knows who was sampled.
     """
 
@@ -78,8 +83,6 @@ class RemoteOptions:
     tries: int = 6
     backoff_seconds: float = 0.5
     connections: int = 16
-    cache_dir: str | None = None
-    cache_mib: int = 1024
     allow_plain_http: bool = False
 
 

@@ -1,19 +1,18 @@
-"""Shards over the network: range requests through fsspec, with timeouts, retries, bounded parallelism and a cache.
+"""Shards over the network: range requests through fsspec, with timeouts, retries and bounded parallelism.
 
 Whoever serves the shards sees which examples are asked for, and so who is in every batch: it must stand inside the trust
 boundary (docs/data.md). What fails for good is a ReadError and ends the run before the step is charged; bytes of this
 kind never become a zero gradient.
 """
 
+import errno
 import functools
-import hashlib
 import inspect
 import os
 import random
 import tempfile
 import time
-import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,9 +38,6 @@ _VERSIONS = {
     **dict.fromkeys(("Last-Modified", "LastModified", "last_modified", "mtime"), "modified"),
 }
 """Names that drivers give to what changes with an object."""
-_NUM_FOLDERS = 64
-_SLACK = 8
-"""A folder of the cache is measured again after every 1/8 of its part; what is above 7/8 of it then goes, oldest first."""
 _GONE = "it is gone"
 _FINAL = {
     401: "access is refused",
@@ -51,80 +47,6 @@ _FINAL = {
     412: "it changed since it was indexed (ETag)",
     416: "it is shorter than its index says",
 }
-
-
-class BlockCache:
-    """A bounded local cache of examples that were read over the network: files named by what they hold.
-
-    What lies in it tells who was sampled lately, so it is private (0700). A block is used only if its bytes have the checksum in
-    the index, so a torn, rotten or planted file costs a request and nothing else. Many processes may share one. Each of its
-    folders is bounded alone.
-    """
-
-    def __init__(self, folder: Path, max_bytes: int):
-        """
-        Raises:
-            DataError: the folder cannot be made or is not ours.
-        """
-        self._folder = Path(folder).expanduser()
-        self._max_bytes = max_bytes // _NUM_FOLDERS
-        self._unmeasured: Counter[Path] = Counter()
-        self._is_writable = True
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder.chmod(0o700)
-        except OSError as error:
-            raise DataError(f"cannot use the cache folder {folder}: {error.strerror or error}") from error
-
-    def get(self, request: ReadRequest) -> bytes | None:
-        """The bytes of a request if they are here and whole."""
-        try:
-            data = self._path(request).read_bytes()
-        except OSError:
-            return None  # not here, or just evicted
-        return data if request.is_whole(data) else None
-
-    def put(self, request: ReadRequest, data: bytes) -> None:
-        """Keeps the bytes for later. A full or broken disk turns the cache off, with a warning; training goes on."""
-        path = self._path(request)
-        if not self._is_writable or len(data) > self._max_bytes // _SLACK:
-            return
-        try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            if path.parent not in self._unmeasured or self._unmeasured[path.parent] > self._max_bytes // _SLACK:
-                _shrink(path.parent, self._max_bytes * (_SLACK - 1) // _SLACK - len(data))
-                self._unmeasured[path.parent] = 0
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(data)
-            temporary.replace(path)
-            self._unmeasured[path.parent] += len(data)
-        except OSError as error:
-            self._is_writable = False
-            warnings.warn(
-                f"the cache {self._folder} cannot be written ({error.strerror}); going on without", stacklevel=2
-            )
-
-    def _path(self, request: ReadRequest) -> Path:
-        name = hashlib.sha256(f"{request.shard.sha256}:{request.offset}:{request.length}".encode()).hexdigest()
-        return self._folder / f"{int(name[:4], 16) % _NUM_FOLDERS:02d}" / name[:40]
-
-
-def _shrink(folder: Path, max_bytes: int) -> None:
-    """Removes the oldest files until the rest fits; other processes may be doing the same."""
-    files = []
-    for entry in os.scandir(folder):
-        try:
-            status = entry.stat()
-        except FileNotFoundError:
-            continue
-        files.append((status.st_mtime_ns, status.st_size, entry.path))
-    total = sum(size for _, size, _ in files)
-    for _, size, path in sorted(files):
-        if total <= max_bytes:
-            return
-        Path(path).unlink(missing_ok=True)
-        total -= size
 
 
 class RemoteStorage:
@@ -141,7 +63,6 @@ class RemoteStorage:
             )
         self._is_http = parts.scheme in ("http", "https")
         self._filesystem = _filesystem(root, options)
-        self._cache = BlockCache(Path(options.cache_dir), options.cache_mib << 20) if options.cache_dir else None
         self._threads: ThreadPoolExecutor | None = None
         self._owner = os.getpid()
 
@@ -157,26 +78,26 @@ class RemoteStorage:
     @contextmanager
     def local_copy(self, name: str) -> Iterator[Path]:
         """A private temporary file; the disk must hold one shard per worker."""
-        url = self._url(name)
         status = self._status(name)
-        headers = self._if_match(status.version)
         with tempfile.TemporaryDirectory(prefix="shard-") as folder:
             path = Path(folder) / "shard.tar"
-            self._retry(url, lambda: self._filesystem.get_file(url, str(path), **headers))
-            if path.stat().st_size != status.size:
-                raise ReadError(f"{url} was sent with {path.stat().st_size} of {status.size} bytes")
+            self.fetch(name, status, path)
             yield path
+
+    def fetch(self, name: str, status: ShardStatus, path: Path) -> None:
+        url = self._url(name)
+
+        def whole() -> None:
+            self._filesystem.get_file(url, str(path), **self._if_match(status.version))
+            if path.stat().st_size != status.size:
+                raise ReadError(f"it was sent with {path.stat().st_size} of {status.size} bytes")
+
+        self._retry(url, whole)
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
         def read(request: ReadRequest) -> bytes:
-            data = self._cache.get(request) if self._cache is not None else None
-            if data is not None:
-                return data
             url = self._url(request.shard.name)
-            data = self._retry(url, lambda: fetch(url, request))
-            if self._cache is not None:
-                self._cache.put(request, data)
-            return data
+            return self._retry(url, lambda: fetch(url, request))
 
         def fetch(url: str, request: ReadRequest) -> bytes:
             data: bytes = self._filesystem.cat_file(
@@ -288,6 +209,8 @@ class _RefusedRedirectError(Exception):
 
 def _final_reason(error: BaseException | None) -> str | None:
     """Why another try is of no use, or None."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"the copy cannot be written: {error.strerror}"
     # fsspec reports every failed HEAD as a missing file; the cause says why.
     for link in (error, error.__cause__ if error else None):
         if isinstance(link, _RefusedRedirectError):

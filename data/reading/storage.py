@@ -5,6 +5,7 @@ the checksum in the index before anything else sees it, wherever it came from.
 """
 
 import os
+import shutil
 import stat
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,13 @@ class Storage(Protocol):
 
     def local_copy(self, name: str) -> AbstractContextManager[Path]:
         """The whole shard as a local file, for as long as the context lasts."""
+
+    def fetch(self, name: str, status: ShardStatus, path: Path) -> None:
+        """Writes the whole shard, which should have this size and version, to a file.
+
+        Raises:
+            ReadError: it cannot be had, or the file cannot be written.
+        """
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
         """The bytes of each request, in this order, checked; later ones are fetched while earlier ones are used.
@@ -72,6 +80,12 @@ class LocalStorage:
     @contextmanager
     def local_copy(self, name: str) -> Iterator[Path]:
         yield Path(self.root, name)
+
+    def fetch(self, name: str, status: ShardStatus, path: Path) -> None:
+        try:
+            shutil.copyfile(Path(self.root, name), path)
+        except OSError as error:
+            raise ReadError(f"cannot copy {self.root}/{name} to {path}: {error.strerror or error}") from error
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
         if hasattr(os, "posix_fadvise"):  # It starts reading without waiting; some systems have no such call.

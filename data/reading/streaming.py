@@ -21,8 +21,9 @@ from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples.examples import MakeExample
 from data.index.shard import walk_shard
-from data.reading.loader import Failure, Prefetched, StepPlan, data_loader, stack_examples
+from data.reading.loader import Failure, Prefetched, StepPlan, stack_examples
 from data.reading.reader import IMAGE_EXTENSIONS, RawExample
+from data.reading.workers import data_loader, shared
 
 Keyed = tuple[RawExample, int]
 
@@ -222,9 +223,11 @@ class _MicroBatchStream(IterableDataset):
                 if size and not rows:
                     return
                 if ordinal >= self._first:
-                    yield stack_examples(rows, self._make_example, self._shape.micro_batch_size)
+                    yield shared(stack_examples(rows, self._make_example, self._shape.micro_batch_size))
         except (DataError, ReadError) as error:
             yield Failure(type(error), str(error))
+        except MemoryError:
+            yield Failure(MemoryError, "in a data worker")
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Data workers and their fork server leave stop signals to the trainer.
 
 Launchers and schedulers signal the whole process tree. The trainer notes the request and stops at the next step boundary; until
-then it needs its workers. They end with it in any case (`data.reading.loader.end_with_parent`). Importing this is enough for the
+then it needs its workers. They end with it in any case (`data.reading.workers.end_with_parent`). Importing this is enough for the
 fork server; a worker calls `leave_to_trainer` once more, because torch installs a handler of its own before the worker runs.
 """
 
@@ -9,7 +9,7 @@ import signal
 
 
 def leave_to_trainer() -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 

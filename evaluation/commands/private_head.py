@@ -92,15 +92,17 @@ def private_head(options: PrivateHeadOptions) -> "Results | None":
             --num_classes 100 --method dp-ls --target_epsilon 1 --output runs/x-heads
         python launch_scripts/evaluate.py private-head ... --method dp-ls dp-fc --sweep [0.1 1 10] --data_is_public
 
-    The guarantee covers the training images given the encoder: where the encoder has seen them too, both epsilons add up. The
-    test accuracy is computed without noise. A sweep releases many heads; their joint epsilon is printed, and belongs to public
-    data or to a budget that has room for all of them. Weights, ledger and head.json are in OUTPUT/private_heads (--heads).
+    The guarantee covers the training images. What a private encoder spent is composed with the head, since it may have seen them
+    too; without a guarantee of the encoder, or from stored features, it holds given the encoder. The test accuracy is computed
+    without noise. A sweep releases many heads; their joint epsilon is printed, and belongs to public data or to a budget that has
+    room for all of them. Weights, ledger and head.json are in OUTPUT/private_heads (--heads).
     Under a launcher the others than rank 0 return None.
     """
     from evaluation.linear_probe import cross_validated_regression
     from evaluation.private_head import sweep
     from evaluation.results import PrivateRelease, Results, results_folder
     from privacy.card.text import rounded_up
+    from trainer.weights.behind import ledgers_of
 
     request = _request(options)
     inputs = load_inputs(options, train=options.train, test=options.test)
@@ -117,7 +119,9 @@ def private_head(options: PrivateHeadOptions) -> "Results | None":
     if inputs.model is None or options.train.startswith("features:"):
         given = "what made the features of each from that example alone"
     elif inputs.model.formal_guarantee:
-        given = "the encoder, whose epsilon is to be added where it has seen them"
+        given = "nothing: what the encoder spent is composed with the head, in case it has seen them"
+        assert inputs.opened is not None
+        request = replace(request, behind=ledgers_of(inputs.opened.path, inputs.opened.manifest))
     else:
         given = "the encoder, which has no formal guarantee: if it has seen them, none is left"
     request = replace(request, covers=f"the examples of {options.train}, given {given}")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,21 @@ from safetensors.numpy import save_file
 from evaluation.private_head.budget import MAX_EXAMPLES, ROUNDING_SLACK, Budget
 from evaluation.private_head.methods import METHODS, HeadMethod
 from privacy import verify
+from privacy.card.composition import claim_of
 from privacy.errors import BudgetSpent, PrivacyConfigError
 from privacy.ledger.durable import make_directory
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
+from trainer.weights.behind import LedgerBehind, keep_copies
 
 GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
 
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Weights (L, D) float64, and what they cost; epsilon is None where nothing is claimed."""
+    """Weights (L, D) float64, and what they carry, a private encoder's charges included; epsilon is None without a claim."""
 
     weights_LD: np.ndarray
     epsilon: float | None
@@ -71,6 +74,7 @@ def train_head(
     shared: SharedTerms | None = None,
     noise: NoiseSource | None = None,
     covers: str = GIVEN_FEATURES,
+    behind: Sequence[LedgerBehind] = (),
 ) -> HeadResult:
     """Trains a head of `METHODS[method]` and writes ledger, weights and head.json into the new folder `output`.
 
@@ -78,6 +82,7 @@ def train_head(
 
     Args:
         covers: which examples the guarantee is about, and given what; for ledger, card and head.json.
+        behind: the ledgers of private runs that made the encoder; their charges compose with the head's.
 
     Raises:
         PrivacyConfigError: labels out of range, unknown method or option, a folder with a head in it.
@@ -89,7 +94,8 @@ def train_head(
     digest = hashlib.sha256(np.ascontiguousarray(features_ND).tobytes() + np.ascontiguousarray(labels_N).tobytes())
     private = output / "private"
     make_directory(private, 0o700)
-    facts = {"head": {"method": method, "num_classes": num_classes, **asdict(head), "covers": covers}}  # type: ignore[call-overload]
+    facts: dict[str, Any] = {"head": {"method": method, "num_classes": num_classes, **asdict(head), "covers": covers}}  # type: ignore[call-overload]
+    facts |= {"behind": keep_copies(output, behind)} if behind and not (output / "ledger.jsonl").exists() else {}
     ledger, _ = open_run_state(
         output / "ledger.jsonl",
         private / "sampling.key",
@@ -111,12 +117,13 @@ def train_head(
         save_file({"weight": weights_LD}, output / "head.safetensors")
         ledger.done(1, 0)
         ledger.close("finished")
-        claimed = ledger.state.epsilon()
+        claim = claim_of(output, ledger.state)
+        claimed, claimed_delta = (None, plan.target_delta) if claim is None else claim
     finally:
         ledger.release()
-    result = HeadResult(weights_LD, claimed, plan.target_delta)
+    result = HeadResult(weights_LD, claimed, claimed_delta)
     statement = {
-        **facts["head"], "epsilon": claimed, "delta": plan.target_delta, "num_examples": plan.num_examples,
+        **facts["head"], "epsilon": claimed, "delta": claimed_delta, "num_examples": plan.num_examples,
     }  # fmt: skip
     (output / "head.json").write_text(json.dumps(statement, indent=1) + "\n")
     shutil.copy(verify.__file__, output / "verify.py")

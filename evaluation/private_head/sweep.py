@@ -10,9 +10,11 @@ import numpy as np
 
 from evaluation.private_head.methods import accuracy
 from evaluation.private_head.run import GIVEN_FEATURES, train_head, without_noise
-from privacy.accounting.accountants import epsilon_gaussian
-from privacy.ledger.records import read_ledger
+from privacy.card.composition import states_behind
+from privacy.card.numbers import claimed_epsilon
+from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import SharedTerms
+from trainer.weights.behind import LedgerBehind
 
 EPSILONS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -54,7 +56,7 @@ class HeadRequest:
         options: of each method.
         folder: each head gets a new folder in it, with a ledger of its own.
         shared: the data owner's ledger, where every head takes its part.
-        covers: what the guarantee is about; see `evaluation.private_head.run.train_head`.
+        covers, behind: what the guarantee is about, and what composes; see `evaluation.private_head.run.train_head`.
     """
 
     methods: Sequence[str]
@@ -65,10 +67,11 @@ class HeadRequest:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     shared: Path | None = None
     covers: str = GIVEN_FEATURES
+    behind: Sequence[LedgerBehind] = ()
 
 
 class Together(NamedTuple):
-    """What all releases in a folder of heads cost: one Gaussian mechanism, at the largest of their deltas."""
+    """What all releases in a folder of heads cost at the largest of their deltas, the private runs behind encoders included."""
 
     num_releases: int
     epsilon: float
@@ -91,7 +94,7 @@ def train_heads(data: HeadData, request: HeadRequest) -> list[TrainedHead]:
                 shared = None if request.shared is None else SharedTerms(request.shared, folder.name)
                 head = train_head(
                     data.x_ND, data.y_N, data.num_classes, method, epsilon=epsilon, delta=request.delta, output=folder,
-                    options=request.options.get(method), shared=shared, covers=request.covers,
+                    options=request.options.get(method), shared=shared, covers=request.covers, behind=request.behind,
                 )  # fmt: skip
                 score = accuracy(head.weights_LD, data.x_test_ND, data.y_test_N)
                 ledger = folder / "ledger.jsonl"
@@ -114,12 +117,20 @@ def spent_in(folder: Path) -> Together:
     Raises:
         PrivacyStateRefused: a ledger is broken.
     """
-    states = [read_ledger(path) for path in sorted(folder.glob("*/ledger.jsonl"))]
-    groups = [group for state in states for group in state.charged_groups()]
+    states: dict[
+        str, LedgerState
+    ] = {}  # by the last line: heads on features of one encoder have the same ledgers behind them
+    paths = sorted(folder.glob("*/ledger.jsonl"))
+    for path in paths:
+        state = read_ledger(path)
+        states |= {one.hashes[-1]: one for one in (state, *states_behind(path.parent, state.opened))}
+    groups = [group for state in states.values() for group in state.charged_groups()]
     if not groups:
         return Together(0, 0.0, 0.0)
-    delta = max(state.plan.target_delta for state in states)
-    return Together(sum(state.num_charged for state in states), epsilon_gaussian(groups, delta), delta)
+    delta = max(read_ledger(path).plan.target_delta for path in paths)
+    left = delta - math.fsum(state.plan.noise_tail_delta for state in states.values())
+    value = claimed_epsilon(groups, left)[0] if left > 0 else math.inf
+    return Together(sum(read_ledger(path).num_charged for path in paths), value, delta)
 
 
 def summary(heads: Sequence[TrainedHead]) -> list[dict[str, Any]]:

@@ -7,5 +7,5 @@ if [ $# -lt 1 ] || [ -z "${HEAD:-}" ] || [ -z "${NNODES:-}" ]; then
     echo "usage: HEAD=HOST NNODES=N [GPUS=N] [PORT=29400] torchrun.sh --ds_config FILE ..." >&2
     exit 2
 fi
-exec torchrun --nnodes "$NNODES" --nproc_per_node "${GPUS:-auto}" --rdzv_backend c10d --rdzv_endpoint "$HEAD:${PORT:-29400}" \
-    --rdzv_id "${RDZV_ID:-train}" launch_scripts/train.py "$@"
+exec python launch_scripts/cluster/torchrun.py --nnodes "$NNODES" --nproc_per_node "${GPUS:-auto}" \
+    --rdzv_backend c10d --rdzv_endpoint "$HEAD:${PORT:-29400}" --rdzv_id "${RDZV_ID:-train}" launch_scripts/train.py "$@"

@@ -200,6 +200,28 @@ def epsilon_group(groups: Groups, delta: float, k: int, interval: float = FINE_I
     return float(accountant.get_epsilon(delta))
 
 
+def epsilon_any_group(groups: Groups, delta: float, k: int) -> float:
+    """Epsilon for k records that need not have the same coins in a step, by group privacy (the cap is left out).
+
+    The binomial of `epsilon_group` holds where all k are drawn in the same releases. Under correlated noise they may be in
+    different groups, whose columns share rows. Zeroing one record after the other, (eps, d)-DP of one gives k records
+    (k eps, d (1 + e^eps + ... + e^((k-1) eps)))-DP (Dwork and Roth 2014, theorem 2.2); by RDP, since d becomes tiny.
+    """
+    # Logarithms of d: the larger d is, the smaller is its epsilon.
+    low, high, best = math.log(delta) - 700.0, math.log(delta), math.inf
+    for _ in range(20):
+        middle = (low + high) / 2
+        one = epsilon_rdp(groups, math.exp(middle))
+        if one == math.inf:
+            break
+        growth = (k - 1) * one + math.log(math.expm1(-k * one) / math.expm1(-one)) if one > 0 else math.log(k)
+        if middle + growth <= math.log(delta):
+            low, best = middle, k * one
+        else:
+            high = middle
+    return best
+
+
 def epsilon_rdp(groups: Groups, delta: float) -> float:
     """Upper bound by Renyi DP, without the cap; sound for any delta, loose (about 10 % at epsilon 8)."""
     groups = _active(groups)

@@ -13,22 +13,24 @@ EDGES = {"system": BOX_MULLER_EDGE, "aes_ctr": BOX_MULLER_EDGE}
 MOST_PARAMETERS = 1 << 36
 
 
-def noise_tail_delta(source: str, noise_multiplier: float, num_inclusions: float) -> float:
+def noise_tail_delta(source: str, noise_multiplier: float, num_inclusions: float, *, rows: int = 1) -> float:
     """Delta that the bounded support of a source costs: P(some output that is impossible without the example).
 
     With the example, coordinate i of the release is moved by a_i / sigma, where the a_i have norm at most 1; without it
     no output lies beyond the edge e. Both densities are cut Gaussians, so inside of the edge the privacy loss is that
     of the Gaussian; an outside output costs its probability, sum_i g(a_i) with g(a) = Q(e - a / sigma) - Q(e) and
     Q the upper tail. For e - 1 / sigma > 1, g(a) <= g'(0) a + (g(1) - g'(0)) a^2 (the remainder over a^2 grows), and
-    |a|_1 <= sqrt(d), so the sum is at most g'(0) sqrt(d) + g(1). Each such step needs the example to be in it.
+    |a|_1 <= sqrt(d), so the sum is at most g'(0) sqrt(d) + g(1). Each such step needs the example to be in it. Correlated noise
+    spreads a vector of norm at most 1 over the fresh noise of b steps, which has b d coordinates.
 
     Args:
         noise_multiplier: sigma as accounted.
         num_inclusions: expected number of steps with the example, q times the number of releases.
+        rows: b, the steps whose fresh noise hides one participation.
     """
     edge = EDGES[source]
     if edge - 1 / noise_multiplier <= 1:
         return min(1.0, num_inclusions)
     slope = float(stats.norm.pdf(edge)) / noise_multiplier
     single = float(stats.norm.sf(edge - 1 / noise_multiplier))
-    return num_inclusions * (slope * math.sqrt(MOST_PARAMETERS) + single)
+    return num_inclusions * (slope * math.sqrt(rows * MOST_PARAMETERS) + single)

@@ -22,6 +22,7 @@ from privacy.accounting.noise_tail import noise_tail_delta
 from privacy.adaptive_clipping import RANGE
 from privacy.audit.members import LedgerMark, not_in_ledger, not_recorded
 from privacy.audit.report import AuditReport, Check, fact, undecided
+from privacy.card.text import rounded_up
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.records import LedgerState, read_state
 
@@ -303,11 +304,12 @@ def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonCla
         again = recompute_epsilon(reading.plan, len(reading.of_type("intent")) + state.charged_torn)
         recomputed[state.num_charged] = again
         close = math.isclose(accounted, again, rel_tol=TOLERANCE, abs_tol=1e-6)
-        sentence = f"epsilon {again:.6g} by an independent PLD computation, {accounted:.6g} by the ledger's accountant"
+        ours, theirs = rounded_up(again, 6), rounded_up(accounted, 6)
+        sentence = f"epsilon {ours} by an independent PLD computation, {theirs} by the ledger's accountant"
         delta = plan.target_delta
         epsilon = fact("epsilon", close, sentence, statistic=accounted, threshold=again, epsilon=again, delta=delta)
     else:
-        sentence = f"epsilon {accounted:.6g}; sampling by {plan.sampling!r} is not recomputed independently"
+        sentence = f"epsilon {rounded_up(accounted, 6)}; sampling by {plan.sampling!r} is not recomputed independently"
         epsilon = undecided("epsilon", sentence)
     if not claims:
         return [epsilon, undecided("claims", "no other file of the run folder states an epsilon")]
@@ -319,7 +321,7 @@ def _epsilons(reading: _Reading, state: LedgerState, claims: Sequence[EpsilonCla
             recomputed[claim.charged] = recompute_epsilon(reading.plan, claim.charged)
         true = recomputed[claim.charged]
         if claim.epsilon < true * (1 - TOLERANCE):
-            bad.append(f"{claim.file}: {claim.epsilon:.6g} after {claim.charged}, where it is {true:.6g}")
+            bad.append(f"{claim.file}: {claim.epsilon:.6g} after {claim.charged}, where it is {rounded_up(true, 6)}")
     sentence = (
         f"{len(claims)} statements about epsilon were compared with the ledger; wrong: {'; '.join(bad) or 'none'}"
     )

@@ -49,7 +49,8 @@ class LedgerMark:
 class MembersRecord(LedgerMark):
     """An attempt: what the ranks were dealt at one step; counts and digests in rank order. Its intent is line `seq` + 1.
 
-    `rows_per_rank` is the number of rows of all micro-batches of a rank: it and the key decide who is dealt what.
+    `rows_per_rank` is the number of rows of all micro-batches of a rank: it, `nodes` (the node of each rank, where each reads its
+    share of the examples; empty otherwise) and the key decide who is dealt what.
     """
 
     step: int
@@ -58,6 +59,7 @@ class MembersRecord(LedgerMark):
     rows_per_rank: int
     counts: tuple[int, ...]
     digests: tuple[str, ...]
+    nodes: tuple[int, ...]
 
 
 def read_lines(path: Path) -> Iterator[LedgerMark]:
@@ -76,7 +78,7 @@ def read_lines(path: Path) -> Iterator[LedgerMark]:
                     if type(fields["seq"]) is not int:
                         continue
                     if isinstance(fields.get("nonce"), str):
-                        listed = {name: tuple(fields[name]) for name in ("counts", "digests")}
+                        listed = {name: tuple(fields[name]) for name in ("counts", "digests", "nodes")}
                         yield MembersRecord(**fields | listed)
                     else:
                         yield LedgerMark(**fields)

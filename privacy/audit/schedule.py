@@ -242,10 +242,12 @@ def _trained(
             continue
         compared += 1
         world_size, members = len(record.digests), item.members if item.second is None else item.second
-        if record.rows_per_rank * world_size < len(members):
+        numbers = list(dict.fromkeys(record.nodes))
+        fits = not numbers or (len(record.nodes) == world_size and numbers == list(range(len(numbers))))
+        if record.rows_per_rank * world_size < len(members) or not fits:
             wrong.append(attempt.step)
             continue
-        dealt = [ids for ids, _ in second.deal(attempt, members, record.rows_per_rank, world_size)]
+        dealt = [ids for ids, _ in second.deal(attempt, members, record.rows_per_rank, world_size, record.nodes)]
         digests = [second.digest(attempt, rank, ids) for rank, ids in enumerate(dealt)]
         if list(record.digests) != digests or list(record.counts) != [len(ids) for ids in dealt]:
             wrong.append(attempt.step)

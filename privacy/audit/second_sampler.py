@@ -5,6 +5,7 @@
     of more than `cap` members those with the smallest words stay
     member j, in rising order, stands in the row with the j-th smallest of S words of AES-256_K''(t, i div 2),
     K'' = HKDF-SHA256(key, info = "rows of members v1\\0" | ...), and each rank has S / W rows
+    (where each node reads its share of the examples, the same for the members and the rows of each node alone)
     its key for what is random about it: word 0 of AES-256_K'(t, i), K' = HKDF-SHA256(key, info = "example keys v1\\0" | ...)
 
 Blocks are written out and enciphered one by one (ECB), where the trainer takes a stream (CTR); ranks and retries are counted
@@ -86,8 +87,14 @@ class SecondSampler:
         # A stable sort: of equal words the smaller id comes first.
         return chosen, np.sort(chosen[np.argsort(values, kind="stable")[: self.cap]])
 
-    def deal(self, attempt: Attempt, members: Ids, rows_per_rank: int, world_size: int) -> list[tuple[Ids, Ids]]:
-        """Gives each rank its members in rising order, and where they stand among its rows."""
+    def deal(
+        self, attempt: Attempt, members: Ids, rows_per_rank: int, world_size: int, nodes: Sequence[int] = ()
+    ) -> list[tuple[Ids, Ids]]:
+        """Gives each rank its members in rising order, and where they stand among its rows.
+
+        Args:
+            nodes: the node of each rank, where each node reads its share of the examples; empty otherwise.
+        """
         number, first = rows_per_rank * world_size, 0
         encryptor = _cipher(self._key(b"rows of members v1\0", attempt))
         while True:
@@ -100,6 +107,16 @@ class SecondSampler:
                 break
             first += number  # two equal words: all are drawn again
         rows = np.argsort(words)[: len(members)]
+        if nodes:
+            of_row = np.repeat(nodes, rows_per_rank)
+            # Node by node as many examples as it has ranks; the first that a node does not have is its end.
+            ends = np.cumsum(np.bincount(nodes)) * self.num_examples // world_size
+            of_member = np.searchsorted(ends, members, side="right")
+            numbers = np.bincount(of_member, minlength=len(ends))
+            if (numbers <= np.bincount(nodes) * rows_per_rank).all():
+                for node, number in enumerate(numbers.tolist()):
+                    mine = np.flatnonzero(of_row == node)
+                    rows[of_member == node] = mine[np.argsort(words[mine])][:number]
         on_rank = [rows // rows_per_rank == rank for rank in range(world_size)]
         return [(members[here], rows[here] % rows_per_rank) for here in on_rank]
 

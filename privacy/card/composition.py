@@ -87,6 +87,23 @@ def states_behind(run_dir: Path, opened: Mapping[str, Any]) -> list[LedgerState]
     return states
 
 
+def claim_of(run_dir: Path, state: LedgerState) -> tuple[float, float] | None:
+    """(epsilon, delta) that what a run released carries, earlier private runs included; None without a guarantee.
+
+    Args:
+        run_dir: holds the copies.
+        state: of the run's own ledger.
+
+    Raises:
+        PrivacyStateRefused: a copy is missing, broken, or makes no claim.
+    """
+    if not state.plan.formal_guarantee:
+        return None
+    states = [state, *states_behind(run_dir, state.opened)]
+    delta = min(before.plan.target_delta for before in states)
+    return composed_epsilon(states, delta), delta
+
+
 def composition(run_dir: Path, state: LedgerState) -> Composition | None:
     """What the weights of a run carry; None where no private run is behind them, or nothing is claimed.
 

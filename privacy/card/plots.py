@@ -80,8 +80,14 @@ def draw_attempts(axes: Axes, card: PrivacyCard) -> str | None:
     points = numbers.epsilon_by_attempts
     if not points:
         return None
-    # Between two points the next one's value holds: a bound never understates.
-    axes.step(*_columns(points), where="pre", color=FIRST, label="charged so far (upper bound)")
+    # A bound holds from the attempt after the point before on; drawn there, straight lines between bounds never understate.
+    counts, bounds = _columns(points)
+    axes.plot(
+        [0, *(count + 1 for count in counts[:-1]), counts[-1]],
+        [*bounds, bounds[-1]],
+        color=FIRST,
+        label="charged so far (upper bound)",
+    )
     axes.plot(*_columns(points[-1:]), "o", color=FIRST, markersize=6)
     levels = [points[-1][1] or 0.0]
     for value, color, style, label in (

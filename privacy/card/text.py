@@ -13,7 +13,9 @@ _ACTIVE = re.compile(r"[\\`*\[\]|~#]|(?<![^\W_])_|_(?![^\W_])|^[+=-]")
 
 
 def rounded_up(epsilon: float, digits: int = 3) -> str:
-    """`epsilon` with `digits` decimals, never below its value."""
+    """`epsilon` with `digits` decimals, never below its value: what every command prints of one."""
+    if math.isinf(epsilon):
+        return "inf"
     scale = 10**digits
     return f"{math.ceil(epsilon * scale - _ROUNDING_GUARD) / scale:.{digits}f}"
 

@@ -104,7 +104,7 @@ class CertifiedSum(ClippedSum):
     def add_micro_batch(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         """Adds the clipped gradients of one micro-batch; see `ClippedSum.add_micro_batch`."""
         if self._to_be_checked is not None:
-            require_passed(self._to_be_checked, task, inputs)
+            require_passed(self._to_be_checked, task, inputs, self._made_for)
         size = self.rows_at_once(len(is_padding_B))
         parts = []
         with torch.no_grad():

@@ -15,6 +15,7 @@ after Abadi et al. 2016 (arXiv 1607.00133), without any weight gradient that is 
 The sums gather in an accumulator: by default in this process, without communication (`accumulators.py`).
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Literal, NamedTuple
@@ -22,10 +23,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
 from privacy.clipping.accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
 from privacy.clipping.blanking import needs_blanking
-from privacy.clipping.checked import require_passed
+from privacy.clipping.checked import require_passed, trained
 from privacy.clipping.compiled import compiled_weights
 from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
@@ -35,6 +36,9 @@ from privacy.clipping.precision import exact, wide_dtype
 from privacy.clipping.recorder import Call, Forward, Recorder, Task
 from privacy.errors import PrivacyConfigError
 from privacy.releases import Release, step_releases
+
+NEVER_CLIPS = 1e20
+"""Of C: nothing is clipped above it that does not overflow."""
 
 Mode = Literal["bookkeeping", "two_pass", "certified"]
 Parts = list[Contribution]
@@ -75,10 +79,11 @@ class ClippedSum:
         adaptive: C moves, from `max_grad_norm` on, and a step releases the count that it follows; flat clipping only.
         device: where the model computes, if its parameters wait elsewhere.
         self_check: a micro-batch is refused until `selfcheck.check_against_autograd` has passed on this model, its task and
-            inputs of these names. False where the same check has passed on an unsharded copy, as in the trainer.
+            inputs of these names, and is as it was then. False where a copy has passed, as in the trainer.
 
     Raises:
-        PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or `adaptive` without `flat`.
+        PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or `adaptive` without `flat`; or C
+            outside SMALLEST_BOUND to NEVER_CLIPS.
     """
 
     def __init__(
@@ -100,11 +105,11 @@ class ClippedSum:
             )
         shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self.mode = mode
-        self._to_be_checked = model if self_check else None
+        self._to_be_checked, self._made_for = (model if self_check else None), trained(model)
         self._recorder = Recorder(claims(model, shapes), compiled_weights(model))
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        first = next(iter(trained.values()))
-        wide = {wide_dtype(p.dtype): name for name, p in trained.items()}
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        first = next(iter(parameters.values()))
+        wide = {wide_dtype(p.dtype): name for name, p in parameters.items()}
         if len(wide) > 1:  # a product of fp64 layers may overflow a sum in fp32
             raise PrivacyConfigError(
                 f"{' and '.join(sorted(wide.values()))} are of dtypes whose sums have different precision: train a model in "
@@ -114,8 +119,8 @@ class ClippedSum:
             type(p) is nn.Parameter and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
             for name, p in model.named_parameters()
         )
-        self._names, self._dtype, self._device = list(trained), wide_dtype(first.dtype), device or first.device
-        self.accumulator = accumulator({name: shapes[name] for name in trained}, self._dtype, self._device)
+        self._names, self._dtype, self._device = list(parameters), wide_dtype(first.dtype), device or first.device
+        self.accumulator = accumulator({name: shapes[name] for name in parameters}, self._dtype, self._device)
         self._make_function = function
         self.adaptive = adaptive
         self._set_bound(max_grad_norm)
@@ -131,8 +136,11 @@ class ClippedSum:
         self.zero_()
 
     def _set_bound(self, value: float) -> None:
-        if not value > 0:
-            raise ValueError(f"max_grad_norm must be positive, not {value}")
+        if not (SMALLEST_BOUND <= value <= NEVER_CLIPS or value == math.inf):
+            raise PrivacyConfigError(
+                f"max_grad_norm must be between {SMALLEST_BOUND:g}, below which products in fp32 may underflow, and "
+                f"{NEVER_CLIPS:g}, above which norms overflow, or inf for no clipping; not {value}"
+            )
         self._max_grad_norm = value
         self._function = self._make_function(self._names, value)
 
@@ -147,7 +155,15 @@ class ClippedSum:
         return self.accumulator.leaves_process
 
     def releases(self, noise_multiplier: float) -> list[Release]:
-        """Everything that a step with this sum releases, the sum itself first, with its noise."""
+        """Everything that a step with this sum releases, the sum itself first, with its noise.
+
+        Raises:
+            PrivacyConfigError: noise for a sum that is not clipped.
+        """
+        if noise_multiplier > 0 and self.sensitivity == math.inf:
+            raise PrivacyConfigError(
+                "no noise hides an example whose gradient is not clipped: give a finite max_grad_norm"
+            )
         return step_releases(noise_multiplier, self.sensitivity, self.adaptive)
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
@@ -175,7 +191,7 @@ class ClippedSum:
             PrivacyConfigError: the model has not passed the self-check; or a layer's call cannot be split by example.
         """
         if self._to_be_checked is not None:
-            require_passed(self._to_be_checked, task, inputs)
+            require_passed(self._to_be_checked, task, inputs, self._made_for)
         size = len(is_padding_B)
         if size > EXAMPLES_PER_PART:
             cuts = [slice(start, start + EXAMPLES_PER_PART) for start in range(0, size, EXAMPLES_PER_PART)]

@@ -79,6 +79,12 @@ def unsupported_reason(module: nn.Module) -> str | None:
             return "its mask depends on the place of an example in the batch (set p = 0, or call model.eval())"
         case nn.MultiheadAttention() if module.training and module.dropout > 0:
             return "its dropout mask depends on the place of an example in the batch (set dropout = 0)"
+        case nn.modules.instancenorm._InstanceNorm() if module.training and module.track_running_stats:
+            return (
+                "it keeps running statistics of its examples, which would leave the run without noise (use GroupNorm)"
+            )
+        case nn.Embedding() | nn.EmbeddingBag() if module.max_norm is not None:
+            return "max_norm shrinks the rows that examples look up, which would leave the run without noise (max_norm = None)"
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return None
     match module:
@@ -91,8 +97,8 @@ def unsupported_reason(module: nn.Module) -> str | None:
             )
         case nn.ParameterList() | nn.ParameterDict():
             return "its parameters are read without calling it (make them attributes of the module that uses them)"
-        case nn.Embedding() if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            return "max_norm, scale_grad_by_freq and sparse embeddings are not supported"
+        case nn.Embedding() if module.scale_grad_by_freq or module.sparse:
+            return "scale_grad_by_freq and sparse embeddings are not supported"
         case nn.modules.instancenorm._InstanceNorm():
             return "no clipping rule covers it (use GroupNorm)"
         case nn.EmbeddingBag():

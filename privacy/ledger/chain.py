@@ -34,6 +34,7 @@ from privacy.ledger import durable
 from privacy.ledger.durable import publish_new, torn_line_end
 
 TORN_MARK = b" #torn"
+NOT_MENDED = "it is not mended yet"
 NO_PREVIOUS = "0" * 64
 _HEADER = ("seq", "type", "time_utc", "previous")
 
@@ -176,10 +177,9 @@ State = TypeVar("State", bound=ChainState)
 
 
 def read_chain(data: bytes, state: ChainState, name: str) -> bytes:
-    """Takes every whole line of a file into a new state and returns the unterminated last bytes, which are checked too.
+    """Takes every whole line into a new state and returns the unterminated last bytes, which are checked too.
 
-    Raises:
-        PrivacyStateRefused: the chain breaks; names file and line.
+    PrivacyStateRefused names file and line where the chain breaks.
     """
     *lines, tail = data.split(b"\n")
     if not lines:
@@ -233,11 +233,7 @@ class AppendOnly:
         os.close(self._descriptor)
 
     def lock(self, patience: float) -> None:
-        """Waits until no other process holds the file's lock, and holds it until `release`.
-
-        Raises:
-            PrivacyStateRefused: another one has it after `patience` seconds.
-        """
+        """Waits until no other process holds the file's lock, and holds it; PrivacyStateRefused after `patience` seconds."""
         deadline = time.monotonic() + patience
         while True:
             try:
@@ -306,9 +302,11 @@ class ChainFile(Generic[State]):
         what: what errors call the file.
         mirror: chooses the mirror, or none, from the verified state.
         patience: seconds to wait for another program that holds the file's lock; this object holds it until `release`.
+        makes_mirror: whether a mirror that is not there yet may be made.
+        mended: False writes nothing before `mend` is called.
 
     Raises:
-        PrivacyStateRefused: the chain breaks (the line is named), or file and mirror do not fit together.
+        PrivacyStateRefused: the chain breaks (the line is named), or file and mirror do not fit together. Nothing was written.
     """
 
     def __init__(
@@ -319,41 +317,55 @@ class ChainFile(Generic[State]):
         mirror: Callable[[State], Path | None],
         *,
         patience: float = math.inf,
+        makes_mirror: bool = False,
+        mended: bool = True,
     ) -> None:
         self.path, self.state = path, state
-        self._broken: str | None = None
+        self._broken: str | None = NOT_MENDED
+        self._cut: int | None = None
         self._files = [AppendOnly(path, what)]
         try:
             self._files[0].lock(patience)
-            data = self._files[0].read()
-            tail = read_chain(data, state, str(path))
+            self._missing = self._files[0].read()
+            self._tail, data = read_chain(self._missing, state, str(path)), self._missing
             second = mirror(state)
-            if second is not None:
-                copy = AppendOnly(second, "mirror")
-                self._files.append(copy)
-                copied = copy.read()
+            self._new_mirror = second if makes_mirror and second is not None and not second.exists() else None
+            if second is not None and self._new_mirror is None:
+                self._files.append(AppendOnly(second, "mirror"))
+                copied = self._files[1].read()
                 # A crash costs a mirror the end of the last line, or leaves zeros there; a mirror that is new may be all behind.
                 intact = data.rfind(b"\n", 0, -1) + 1 if state.mirrored else 0
                 if len(copied) < intact and data.startswith(copied):
-                    raise PrivacyStateRefused(
-                        f"{second}: the mirror lacks more than the last line of {path}: the mirror was cut, or the ledger's last "
-                        "lines are not its own"
-                    )
+                    why = "the mirror was cut, or the ledger's last lines are not its own"
+                    raise PrivacyStateRefused(f"{second}: the mirror lacks more than the last line of {path}: {why}")
                 is_torn_copy = all(byte in (0, own) for byte, own in zip(copied[intact:], data[intact:], strict=False))
                 if len(copied) > len(data) or copied[:intact] != data[:intact] or not is_torn_copy:
                     relation = "is longer than" if copied.startswith(data) else "differs from"
                     raise PrivacyStateRefused(f"{second}: the mirror {relation} {path}: the ledger was rolled back")
-                if copied != data:
-                    if not data.startswith(copied):
-                        copy.cut(intact)
-                        copied = copied[:intact]
-                    copy.append(data[len(copied) :])
-            end = self._files[0].torn_line_end()
-            if end:
-                self._write(tail + TORN_MARK, end)
+                self._cut = None if data.startswith(copied) else intact
+                self._missing = data[len(copied) if self._cut is None else intact :]
+            if mended:
+                self.mend()
         except BaseException:
             self.release()
             raise
+
+    def mend(self) -> None:
+        """Makes or completes the mirror and ends a torn line, once; PrivacyStateRefused when a file cannot be written."""
+        if self._broken != NOT_MENDED:
+            return
+        if self._new_mirror is not None:
+            create_mirror(self._new_mirror)
+            self._files.append(AppendOnly(self._new_mirror, "mirror"))
+        for copy in self._files[1:]:
+            if self._cut is not None:
+                copy.cut(self._cut)
+            if self._missing:
+                copy.append(self._missing)
+        end = self._files[0].torn_line_end()
+        self._missing, self._broken = b"", None
+        if end:
+            self._write(self._tail + TORN_MARK, end)
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from privacy.errors import BudgetSpent, PrivacyStateRefused
-from privacy.ledger.chain import ChainFile, LineRefused, create_chain, create_mirror
+from privacy.ledger.chain import ChainFile, LineRefused, create_chain
 from privacy.ledger.records import FORMAT_VERSION, RESTARTED, LedgerState
 from privacy.ledger.signature import SigningKey
 from privacy.releases import Release
@@ -53,14 +53,26 @@ class Ledger:
         witness: a run's part in a shared ledger, if it has one.
     """
 
-    def __init__(self, path: Path, mirror: Path | None, signer: SigningKey | None) -> None:
+    def __init__(self, path: Path, mirror: Path | None, signer: SigningKey | None, *, mended: bool = True) -> None:
         self.path, self.mirror, self._signer = path, mirror, signer
         self.witness: Witness | None = None
         self._nonce: bytes | None = None
-        self._chain = ChainFile(path, LedgerState(), "ledger", self._require_mirror, patience=LOCK_PATIENCE)
+        self._chain = ChainFile(
+            path, LedgerState(), "ledger", self._require_mirror, patience=LOCK_PATIENCE, makes_mirror=True, mended=False
+        )
         self.state = self._chain.state
         self.plan = self.state.plan
+        if mended:
+            self.mend()
+
+    def mend(self) -> None:
+        """Completes the mirror, repairs a torn last line and signs an end without signature; the first that is written.
+
+        Raises:
+            PrivacyStateRefused: a file cannot be written.
+        """
         try:
+            self._chain.mend()
             if torn := self.state.torn_run:
                 self._append("repair", {"torn_lines": len(torn), "charged": sum(torn)})
             if self.state.closed is not None and not self.state.is_final:
@@ -70,14 +82,12 @@ class Ledger:
             raise
 
     def _require_mirror(self, state: LedgerState) -> Path | None:
-        """The mirror, made empty for a ledger that has had none; one that the ledger has had cannot go away."""
+        """The mirror, which may be new for a ledger that has had none; one that the ledger has had cannot go away."""
         if self.mirror is None:
             if state.mirrored:
                 raise PrivacyStateRefused(f"{self.path}: has had a mirror; without it a rollback would go unseen")
-        elif not self.mirror.exists():
-            if state.mirrored:
-                raise PrivacyStateRefused(f"{self.mirror}: the mirror of {self.path} is gone")
-            create_mirror(self.mirror)
+        elif not self.mirror.exists() and state.mirrored:
+            raise PrivacyStateRefused(f"{self.mirror}: the mirror of {self.path} is gone")
         return self.mirror
 
     @classmethod
@@ -108,16 +118,24 @@ class Ledger:
         return cls(path, mirror_path, signer)
 
     @classmethod
-    def open(cls, path: Path | str, mirror: Path | str | None = None, signer: SigningKey | None = None) -> Self:
-        """Verifies the chain and the mirror, completes the mirror, repairs a torn last line, signs an end without signature.
+    def open(
+        cls,
+        path: Path | str,
+        mirror: Path | str | None = None,
+        signer: SigningKey | None = None,
+        *,
+        mended: bool = True,
+    ) -> Self:
+        """Verifies the chain and the mirror; then `mend`.
 
         Args:
             signer: the key that the `open` record names.
+            mended: False writes nothing yet: a start that is refused for another reason leaves all files as they were.
 
         Raises:
             PrivacyStateRefused: the chain breaks (the line is named), or ledger and mirror do not fit together.
         """
-        return cls(Path(path), None if mirror is None else Path(mirror), signer)
+        return cls(Path(path), None if mirror is None else Path(mirror), signer, mended=mended)
 
     def __enter__(self) -> Self:
         return self

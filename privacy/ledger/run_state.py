@@ -38,6 +38,7 @@ def open_run_state(
     has_checkpoint: bool = False,
     members: Path | None = None,
     shared: SharedTerms | None = None,
+    mended: bool = True,
 ) -> tuple[Ledger, SamplingKey]:
     """Opens the privacy state of a run folder, or creates it for a new one. The caller holds the run's lock.
 
@@ -50,6 +51,7 @@ def open_run_state(
         has_checkpoint: whether the folder holds a checkpoint, which is refused without its ledger.
         members: the private record of attempts (privacy/audit/members.py), made here for a new ledger and compared with
             an existing one; None for a program that keeps none.
+        mended: whether an existing ledger is mended at once; otherwise `Ledger.mend` is the caller's, after its own checks.
 
     Raises:
         PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
@@ -105,7 +107,7 @@ def open_run_state(
                 raise PrivacyStateRefused(
                     f"{ledger_path} and {members} contradict each other: {contradiction}; restore both"
                 )
-        ledger = Ledger.open(ledger_path, mirror, signer)
+        ledger = Ledger.open(ledger_path, mirror, signer, mended=mended)
     try:
         SamplingKey.publish(key_path)
         if owner is not None and shared is not None:

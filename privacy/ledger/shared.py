@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+from privacy.card.text import rounded_up
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.chain import ChainFile, LineRefused, create_chain, create_mirror, read_chain
 from privacy.ledger.ledger import PROGRAM_START
@@ -163,15 +164,16 @@ class SharedLedger:
                 return
             alone = replace(state, reservations={}).epsilon(replace(reservation, adaptive=False))
             if alone > total:
-                never = f"the run alone needs epsilon {alone:.4f} of {total:g}: it never fits"
+                never = f"the run alone needs epsilon {rounded_up(alone, 4)} of {total:g}: it never fits"
                 raise PrivacyConfigError(f"{self.path}: {never}")
             together = state.epsilon(reservation)
             if together > total:
                 by_filter = adaptive or any(entry.adaptive for entry in state.reservations.values())
                 no_delta = f"; at a total of {total:g} the caps of the batches leave no delta: an RDP filter needs less"
+                accounting = "the RDP filter" if by_filter else "PLD"
                 raise BudgetSpent(
-                    f"{self.path}: with this run epsilon {together:.4f} by {'the RDP filter' if by_filter else 'PLD'} would be "
-                    f"reserved of {total:g} ({len(state.reservations)} runs reserved {state.epsilon():.4f})"
+                    f"{self.path}: with this run epsilon {rounded_up(together, 4)} by {accounting} would be "
+                    f"reserved of {total:g} ({len(state.reservations)} runs reserved {rounded_up(state.epsilon(), 4)})"
                     f"{no_delta if together == float('inf') else ''}"
                 )
             fields = {name: value for name, value in asdict(reservation).items() if name != "time_utc"}

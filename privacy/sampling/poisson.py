@@ -36,7 +36,7 @@ class Decided(NamedTuple):
 
 
 class Sampler(ABC):
-    """What decides who is in a step; privacy/sampling/shuffle.py holds the one that is not Poisson."""
+    """What decides who is in a step; cyclic.py and shuffle.py hold the other two."""
 
     num_examples: int
 
@@ -52,6 +52,10 @@ class Sampler(ABC):
     @abstractmethod
     def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
         """Decides the examples of [start, stop) for `step`."""
+
+    def of_attempt(self, num_intents: int) -> "Sampler":
+        """The sampler of the attempt that follows so many intents in the ledger; only cyclic sampling asks for it."""
+        return self
 
     def members(self, coin_key: bytes, step: int) -> Ids:
         """All members of `step` in rising order, cap applied: what an auditor recomputes."""

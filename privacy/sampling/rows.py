@@ -21,12 +21,58 @@ at random. Then M0 and M1 have one distribution, and can be taken to be equal:
 The proof needs two things. Rows are independent of the coins and unknown to whoever sees the noised sum: they come from
 AES-256-CTR under a key of their own, anew for each step and attempt. And what an example contributes does not depend on what
 stands in the other rows, as everywhere in contract 4. A batch that would pass the cap is what the plan charges for the cap.
+
+Where each node reads from a store of its own (data.staging), a rank may get only members that its node has. Examples are then
+shared out among the nodes by their number, which is public, and the members of a share stand in random rows of its node, drawn as
+above: the proof holds for each share, given the others. It needs a row for every member of a share, whose number is random.
+Another place for those that do not fit would depend on who else is there, so a share has rows enough for all but a probability of
+2^-100 in each step (`most_of_share`). Only beyond that are all members dealt over all rows. This adds at most
+steps x nodes x 2^-100 x (1 + e^epsilon) to delta: less than what is assumed about AES, and than any digit that is printed.
 """
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from privacy.errors import PrivacyConfigError
 from privacy.sampling.poisson import Ids, coins
+
+_OVERFLOW_BITS = 100
+
+
+class Share(NamedTuple):
+    """The examples [start, stop) that one node reads, and its ranks."""
+
+    ranks: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def shares_of_nodes(nodes: Sequence[int], num_examples: int) -> list[Share]:
+    """Shares out all examples in whole ranges, by the number of ranks of each node.
+
+    Args:
+        nodes: the node of each rank, numbered in the order of their first ranks.
+    """
+    shares, before = [], 0
+    for node in range(max(nodes) + 1):
+        ranks = tuple(rank for rank, of_rank in enumerate(nodes) if of_rank == node)
+        bounds = [num_examples * number // len(nodes) for number in (before, before + len(ranks))]
+        shares.append(Share(ranks, *bounds))
+        before += len(ranks)
+    return shares
+
+
+def most_of_share(expected: float) -> int:
+    """A number of members that a share of `expected` on average exceeds with a probability of at most 2^-100.
+
+    Bernstein's inequality for independent (or, without replacement, negatively associated) choices:
+    P(X >= expected + t) <= exp(-t^2 / (2 (expected + t / 3))).
+    """
+    nats = _OVERFLOW_BITS * math.log(2)
+    return math.ceil(expected + nats / 3 + math.sqrt(nats * nats / 9 + 2 * nats * expected))
 
 
 def rows_of_members(row_key: bytes, step: int, count: int, num_rows: int) -> Ids:
@@ -44,18 +90,41 @@ def rows_of_members(row_key: bytes, step: int, count: int, num_rows: int) -> Ids
     """
     if not 0 <= count <= num_rows:
         raise PrivacyConfigError(f"{count} members do not fit {num_rows} rows")
+    return _order_of_rows(row_key, step, num_rows)[:count]
+
+
+def _order_of_rows(row_key: bytes, step: int, num_rows: int) -> Ids:
+    """All rows in random order."""
     start = 0
     while True:
         values = np.concatenate([part for _, part in coins(row_key, step, start, start + num_rows)])
         order = np.argsort(values)
         in_order = values[order]
         if not (in_order[1:] == in_order[:-1]).any():
-            return order[:count].astype(np.int64)
+            return order.astype(np.int64)
         start += num_rows
 
 
-def deal(row_key: bytes, step: int, members: Ids, rows_per_rank: int, world_size: int) -> list[tuple[Ids, Ids]]:
-    """Gives each rank (ids, rows): its members in rising order and where they stand among its `rows_per_rank` rows."""
+def deal(
+    row_key: bytes, step: int, members: Ids, rows_per_rank: int, world_size: int, shares: Sequence[Share] = ()
+) -> list[tuple[Ids, Ids]]:
+    """Gives each rank (ids, rows): its members in rising order and where they stand among its `rows_per_rank` rows.
+
+    Args:
+        shares: of the nodes, where each reads from a store of its own. Their members stay in rows of their ranks, in the random
+            order of all rows.
+
+    Raises:
+        PrivacyConfigError: more members than rows.
+    """
     rows = rows_of_members(row_key, step, len(members), rows_per_rank * world_size)
+    here = [slice(*np.searchsorted(members, (share.start, share.stop)).tolist()) for share in shares]
+    fits = [
+        part.stop - part.start <= rows_per_rank * len(share.ranks) for share, part in zip(shares, here, strict=True)
+    ]
+    if shares and all(fits):
+        order = _order_of_rows(row_key, step, rows_per_rank * world_size)
+        for share, part in zip(shares, here, strict=True):
+            rows[part] = order[np.isin(order // rows_per_rank, share.ranks)][: part.stop - part.start]
     ranks = rows // rows_per_rank
     return [(members[ranks == rank], rows[ranks == rank] % rows_per_rank) for rank in range(world_size)]

@@ -28,7 +28,7 @@ from privacy.ledger.shared import SharedLedger
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
-from trainer.checkpoints.read import Checkpoint, has_checkpoints, newest_whole
+from trainer.checkpoints.read import Checkpoint, has_checkpoints, newest_whole, set_aside_newer
 from trainer.checkpoints.write import CheckpointWriter, Retention
 from trainer.engines.base import Piece, ShardState
 from trainer.ranks import distributed
@@ -92,16 +92,20 @@ def prepare(root: Path) -> None:
 def opened(root: Path) -> Iterator[tuple[RunLedger, Checkpoint | None]]:
     """The privacy state and the newest checkpoint, as a start of the trainer opens them."""
     folder = RunFolder(root / RUN)
-    folder.create()
+    folder.enter()
     ledger, key = open_run_state(
         folder.ledger, folder.key, PLAN, data_manifest=b"data", mirror=root / MIRROR, members=folder.members,
-        shared=SharedTerms(root / OWNER, "one"), has_checkpoint=has_checkpoints(folder.checkpoints),
+        shared=SharedTerms(root / OWNER, "one"), has_checkpoint=has_checkpoints(folder.checkpoints), mended=False,
     )  # fmt: skip
     with ledger:
         run = RunLedger(ledger, key, PLAN, table=folder.private / "table.json", members=folder.members)
         resumed = newest_whole(folder.checkpoints, run.require_not_shorter_than)
         if not run.is_closed:
             _begins_again(folder, run, resumed, may_restart=False)
+            folder.begin()
+            if resumed is not None:
+                set_aside_newer(folder.checkpoints, resumed.path.name)
+        run.mend()
         yield run, resumed
 
 

@@ -45,6 +45,7 @@ class RangeServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: RangeServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # header and body go out in two writes, and the second would wait for 40 ms
 
     def log_message(self, *_: object) -> None:
         """Silent."""

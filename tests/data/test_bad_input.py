@@ -39,6 +39,7 @@ UNDECODABLE: dict[str, dict[str, bytes]] = {
     "image cut off": {"jpg": picture(1)[:300], "txt": b"x"},
     "decompression bomb": {"png": bomb(60_000, 60_000), "txt": b"x"},
     "other format under a known name": {"jpg": encoded(FRAMES[0], "TIFF"), "txt": b"x"},
+    "JPEG with more than 64 scans": {"jpg": picture(1)[:-2] + b"\xff\xda" * 65 + b"\xff\xd9", "txt": b"x"},
     "missing image": {"txt": b"x"},
     "missing caption": {"jpg": picture(1)},
     "empty caption": {"jpg": picture(1), "txt": b""},
@@ -62,6 +63,12 @@ DECODABLE: dict[str, tuple[dict[str, bytes], tuple[int, int, int], str]] = {
     ),
     "huge caption": ({"png": encoded(FRAMES[0], "PNG"), "txt": b"word " * 150_000}, RED, "word " * 4),
     "caption with control characters": ({"png": encoded(FRAMES[0], "PNG"), "txt": b"a\x00\x07b"}, RED, "a"),
+    "byte order mark before a caption": ({"png": encoded(FRAMES[0], "PNG"), "txt": b"\xef\xbb\xbfx"}, RED, "x"),
+    "byte order mark before JSON": (
+        {"png": encoded(FRAMES[0], "PNG"), "json": b'\xef\xbb\xbf{"caption": "j"}'},
+        RED,
+        "j",
+    ),
     "caption in JSON": ({"png": encoded(FRAMES[0], "PNG"), "json": b'{"caption": "j"}'}, RED, "j"),
     "two images": (
         {"left.png": encoded(FRAMES[0], "PNG"), "right.png": encoded(FRAMES[1], "PNG"), "txt": b"x"},

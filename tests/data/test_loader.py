@@ -1,7 +1,11 @@
 """Plans in, micro-batches out: order, padding, workers, failures."""
 
+import itertools
 import os
 import pickle
+import re
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +23,7 @@ from data.examples.examples import CaptionExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.tar_index import ExampleTable
+from data.reading import workers
 from data.reading.loader import Loader, StepPlan, batched_name, eval_batches
 from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
@@ -151,6 +156,48 @@ def test_a_dead_worker_is_a_read_error(table: ExampleTable) -> None:
         list(loader.steps(iter([plan])))
 
 
+class Waiter:
+    """An example maker that waits until somebody stops its process, or has no memory."""
+
+    def padding(self) -> dict[str, np.ndarray]:
+        return MAKE.padding()
+
+    def __call__(self, raw: RawExample, key: int, /) -> dict[str, np.ndarray]:
+        if key == 1:
+            raise MemoryError
+        if key == 2:  # nothing more can be mapped, whoever asks
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+            return MAKE.padding()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return MAKE(raw, key)
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "said"),
+    [
+        pytest.param(0, ReadError, "was stopped", marks=pytest.mark.full),
+        (1, MemoryError, "in a data worker"),
+        (2, (MemoryError, ReadError), "in a data worker|a data worker has no shared memory|a data worker died"),
+    ],
+)
+def test_a_worker_that_stands_still_or_has_no_memory(
+    table: ExampleTable,
+    key: int,
+    error: type[Exception] | tuple[type[Exception], ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "LOOK_EVERY", 0.5)
+    monkeypatch.setattr(workers, "stopped", [])
+    plan = StepPlan(0, np.array([1]), np.array([key], dtype=np.uint64), 1)
+    with pytest.raises(error, match=said) as caught:
+        list(Loader(table, Waiter(), micro_batch_size=1, num_workers=1).steps(iter([plan])))
+    assert "Traceback" not in str(caught.value)
+    for pid in re.findall(r"process (\d+)", str(caught.value)):
+        assert not Path("/proc", pid).exists(), "it would outlive its trainer"
+
+
 ORPHANS = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -217,6 +264,24 @@ def test_eval_batches_cover_everything_equally(table: ExampleTable) -> None:
     assert len(list(eval_batches(table, make, 2, num_examples=3))) == 2
 
 
+@pytest.mark.parametrize("count", [1, 2, 7, 12])
+def test_pairs_of_evaluation_lie_half_of_the_data_apart(
+    table: ExampleTable, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every example once, in the row next to its other's; all ranks have equally many batches, whatever their size."""
+    requested: list[list[int]] = []
+    monkeypatch.setattr("data.reading.loader.make_batch", lambda *args: requested.append(args[2].example_ids.tolist()))
+    half = -(-count // 2)
+    for size, world_size in itertools.product((1, 2, 3, 5, 12), (1, 2, 3)):
+        numbers, pairs = set(), []
+        for rank in range(world_size):
+            requested.clear()
+            numbers.add(len(list(eval_batches(table, MAKE, size, rank, world_size, num_examples=count, paired=True))))
+            pairs += [tuple(ids[row : row + 2]) for ids in requested for row in range(0, len(ids), 2)]
+        assert len(numbers) == 1
+        assert sorted(pairs) == [(k, k + half) if k + half < count else (k,) for k in range(half)]
+
+
 @pytest.mark.gpu
 def test_pinned_batches_copy_without_waiting(table: ExampleTable) -> None:
     loader = Loader(table, MAKE, micro_batch_size=3, num_workers=2, pin_memory=True)
@@ -243,7 +308,7 @@ FORK_SERVER = """
 if __name__ == "__main__":
     import os, signal, sys
     sys.path.insert(0, sys.argv[1])
-    from data.reading.loader import worker_context
+    from data.reading.workers import worker_context
     with worker_context().Pool(1) as pool:
         server = pool.apply(os.getppid)
         status = open(f"/proc/{server}/status").read()

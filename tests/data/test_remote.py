@@ -1,8 +1,6 @@
 """Shards over HTTP against the same shards on disk; every way in which a network fails."""
 
-import stat
 import threading
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,6 @@ from data.index.tar_index import ExampleTable
 from data.reading.loader import Loader, StepPlan
 from data.reading.reader import TarReader
 from data.reading.records import RemoteOptions
-from data.reading.remote import BlockCache
 from tests.data.servers import RangeServer, range_server
 from tests.distributed.ranks import free_port
 
@@ -178,60 +175,6 @@ def test_bytes_read_ahead_are_bounded(
     threading.Event().wait(0.3)
     assert len(server.requests) - before <= 3
     assert len(list(examples)) == 19
-
-
-class TestCache:
-    def reader(self, remote: ExampleTable, tmp_path: Path, mib: int = 64) -> TarReader:
-        return using(remote, cache_dir=str(tmp_path / "cache"), cache_mib=mib)
-
-    def test_a_block_is_fetched_once_and_is_private(
-        self, server: RangeServer, remote: ExampleTable, tmp_path: Path
-    ) -> None:
-        reader = self.reader(remote, tmp_path)
-        first = list(reader.read_all(range(12)))
-        before = len(server.requests)
-        assert list(reader.read_all(range(12))) == first
-        assert list(self.reader(remote, tmp_path).read_all(range(12))) == first  # another process would too
-        assert len(server.requests) == before
-        for path in [tmp_path / "cache", *(tmp_path / "cache").rglob("*")]:
-            assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
-
-    def test_a_spoiled_block_is_fetched_again(self, server: RangeServer, remote: ExampleTable, tmp_path: Path) -> None:
-        reader = self.reader(remote, tmp_path)
-        first = list(reader.read_all(range(12)))
-        blocks = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-        assert len(blocks) == 12
-        blocks[0].write_bytes(blocks[0].read_bytes()[:-1])  # torn
-        flipped = bytearray(blocks[1].read_bytes())
-        flipped[700] ^= 1
-        blocks[1].write_bytes(flipped)  # rotten
-        before = len(server.requests)
-        assert list(reader.read_all(range(12))) == first
-        assert len(server.requests) == before + 2
-        assert list(reader.read_all(range(12))) == first
-        assert len(server.requests) == before + 2
-
-    def test_its_size_is_bounded(self, remote: ExampleTable, tmp_path: Path) -> None:
-        [request] = remote.requests(0)
-        cache = BlockCache(tmp_path / "cache", 1 << 20)
-        for number in range(4000):
-            cache.put(request._replace(offset=number, length=1000), bytes(1000))
-            if number % 500 == 499:
-                held = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
-                assert held <= 1 << 20
-        assert held > 1 << 19
-
-    def test_a_full_disk_turns_it_off(self, remote: ExampleTable, tmp_path: Path) -> None:
-        (tmp_path / "cache").mkdir()
-        for number in range(64):
-            (tmp_path / "cache" / f"{number:02d}").write_text("in the way")
-        reader = self.reader(remote, tmp_path)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert len(list(reader.read_all(range(12)))) == 12
-        assert any("going on without" in str(warning.message) for warning in caught)
-        with pytest.raises(DataError, match="cannot use the cache folder"):
-            BlockCache(tmp_path / "cache" / "00", 1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import os
 import pickle
 import stat
 import tarfile
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import webdataset
 from data.errors import DataError, ReadError
 from data.index.build import build_index
 from data.index.shard import walk_shard
-from data.index.shards import expand_shards
+from data.index.shards import expand_shards, find_shards
 from data.index.tar_format import split_key
 from data.index.tar_index import MANIFEST, ExampleTable
 from data.reading.reader import TarReader
@@ -298,3 +300,23 @@ def test_shard_patterns(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(DataError, match=message):
             expand_shards(pattern, tmp_path)
+
+
+HUGE = (
+    "{000000..999999999999}.tar",
+    "{0..999999}{0..999999}.tar",
+    "{0..%s}.tar" % ("9" * 5000),
+    "{a,{b,{0..9999999}}}",
+)
+
+
+@pytest.mark.parametrize("pattern", HUGE, ids=range(len(HUGE)))
+def test_huge_patterns_are_refused_before_they_take_memory(pattern: str, tmp_path: Path) -> None:
+    tracemalloc.start()
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"too long|names more than|digits") as caught:
+        find_shards(pattern, tmp_path)
+    assert (
+        tracemalloc.get_traced_memory()[1] < 500e6 and time.monotonic() - start < 20 and "\n" not in str(caught.value)
+    )
+    tracemalloc.stop()

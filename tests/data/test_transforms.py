@@ -3,13 +3,14 @@
 import contextlib
 import io
 import random
+import time
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from data.errors import DecodeError
-from data.examples.transforms import MAX_PIXELS, denormalize, eval_image, random_crop_box, train_image
+from data.examples.transforms import MAX_PIXELS, MAX_SCANS, denormalize, eval_image, random_crop_box, train_image
 from tests.data.conftest import bomb, picture
 
 SIZE = 24
@@ -137,6 +138,21 @@ def test_bad_bytes_are_a_decode_error(data: bytes, recwarn: pytest.WarningsRecor
         with pytest.raises(DecodeError):
             call()
     assert not recwarn.list
+
+
+def test_the_time_of_one_picture_is_bounded() -> None:
+    """The slowest picture within the limits takes seconds of a core at most; more scans than any encoder writes are refused."""
+    largest = encode(Image.new("RGB", (8_192, MAX_PIXELS // 8_192)), "PNG", compress_level=1)
+    start = time.process_time()
+    eval_image(largest, SIZE)
+    assert time.process_time() - start < 10  # a WebP that is full of noise takes two seconds
+    progressive = encode(Image.new("RGB", (64, 64), (9, 99, 199)), "JPEG", progressive=True)
+    eval_image(progressive, SIZE)
+    at = progressive.rindex(b"\xff\xda")
+    scan = progressive[at:-2]
+    eval_image(progressive[:at] + scan * 20 + progressive[-2:], SIZE)
+    with pytest.raises(DecodeError, match="scans"):
+        eval_image(progressive[:at] + scan * (MAX_SCANS + 1) + progressive[-2:], SIZE)
 
 
 def test_mutated_pictures_raise_nothing_else() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import ROOT, free_port, quiet_environment
+from tests.e2e import test_lost_launcher as lost
 from tests.e2e.launch import TRAIN, count, kill_group
 from tests.hosts.hosts import Network, wait_until
-from tests.hosts.launchers import BIN, WITHIN, openmpi, pdsh, tiny
+from tests.hosts.launchers import BIN, WITHIN, needs, openmpi, pdsh, tiny
 
 pytestmark = pytest.mark.cluster
 
@@ -54,6 +55,47 @@ def ranks_of(run_dir: Path) -> list[tuple[int, int]]:
         ):
             found.append((int(folder.name), int(rank[1])))
     return found
+
+
+@pytest.mark.parametrize(
+    ("where", "victim", "number"),
+    [
+        ("node1", "pdsh", signal.SIGKILL),
+        ("node1", "pdsh", signal.SIGTERM),
+        ("node1", "deepspeed", signal.SIGKILL),
+        ("node1", "deepspeed", signal.SIGTERM),
+        ("node1", "deepspeed", signal.SIGINT),
+        ("head", "pdsh", signal.SIGKILL),
+        ("head", "deepspeed", signal.SIGTERM),
+    ],
+)
+def test_a_lost_launcher_between_hosts(
+    hosts: Network, tmp_path: Path, where: str, victim: str, number: signal.Signals
+) -> None:
+    """Typed on a host that trains, or on a login node. The ranks save at a step boundary, and nobody is left behind."""
+    needs("pdsh")
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    settings = tiny(run_dir, "train.checkpoint_every=1000", "train.log_every=1", steps=4000)
+    launcher = hosts.hosts[where].popen(
+        ["deepspeed", "--hostfile", str(hosts.folder / "hostfile"), TRAIN, *settings], output=log,
+        DS_ENV_FILE=str(hosts.folder / "deepspeed_env"),
+    )  # fmt: skip
+    try:
+        wait_until(lambda: count(run_dir, "done") >= 2 or launcher.poll() is not None, "two steps", within=WITHIN)
+        found = [
+            pid
+            for pid, words in lost.processes(run_dir).items()
+            if victim in (Path(words[0]).name, Path(words[1]).name)
+        ]
+        os.kill(max(found), number)
+        wait_until(lambda: not lost.ranks_of(run_dir), f"the end of all ranks\n{log.read_text()}", within=60)
+    finally:
+        for pid in lost.processes(run_dir):
+            os.kill(pid, signal.SIGKILL)
+        kill_group(launcher)
+    done = count(run_dir, "done")
+    assert count(run_dir, "intent") == done, "the running step was finished"
+    assert (run_dir / "checkpoints" / "LATEST").read_text() == f"step-{done:08d}\n", "and saved"
 
 
 class TestRefusals:

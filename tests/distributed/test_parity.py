@@ -17,10 +17,13 @@ from torch import Tensor
 from data.batch import Batch
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
+from privacy.correlated.segment import Segment
+from privacy.correlated.strategy import Strategy
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
     NUM_EXAMPLES,
+    OPTIMIZER,
     RecordedNoise,
     a_mechanism,
     machine_settings,
@@ -96,9 +99,14 @@ class NamedNoise:
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         step, piece = next(self._pieces)
         assert count == piece.length
-        seed = zlib.crc32(f"{step} {piece.name}".encode())
-        whole = np.random.Generator(np.random.Philox(seed)).standard_normal(self._shapes[piece.name].numel())
-        return torch.from_numpy(whole[piece.offset : piece.offset + count]).to(device)
+        return torch.from_numpy(normals(step, piece, self._shapes[piece.name])).to(device)
+
+
+def normals(step: int, piece: Piece, shape: torch.Size) -> np.ndarray:
+    """The fresh normals of a piece in a step."""
+    seed = zlib.crc32(f"{step} {piece.name}".encode())
+    whole = np.random.Generator(np.random.Philox(seed)).standard_normal(shape.numel())
+    return whole[piece.offset : piece.offset + piece.length]
 
 
 def build(device: torch.device, engine: str, optimizer: str = "adamw", **more: Any) -> Any:
@@ -163,6 +171,81 @@ def test_every_engine_takes_the_steps_of_local(cases: Any) -> None:
     assert all(oracle.relative_error(ends[case], start) > 1e-3 for case in references)
     errors = {case: oracle.relative_error(ends[case], ends[case.reference]) for case in cases()}
     assert {case: error for case, error in errors.items() if not error < 1e-5} == {}
+
+
+BANDS, ROWS = 3, 7
+
+
+def rank_correlated(
+    device: torch.device, engines: Sequence[str]
+) -> list[tuple[list[tuple[Piece, np.ndarray]], list[float]]]:
+    return [_correlated(device, name) for name in engines]
+
+
+def _correlated(device: torch.device, name: str) -> tuple[list[tuple[Piece, np.ndarray]], list[float]]:
+    """What seven steps without any example, which are noise alone, hand to the optimizer.
+
+    Returns:
+        (rows, length) by owned piece, and the variance that DP-AdamBC would subtract in each row.
+    """
+    engine = build(device, name)
+    run = a_mechanism(
+        engine,
+        ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes, self_check=False),
+        NamedNoise(engine),
+        SIGMA,
+        NUM_EXAMPLES,
+    )
+    run.segment = Segment(Strategy.square_root(BANDS), torch.device("cpu") if "offload" in name else None)
+    owned, rows, variances = engine.layout.owned_by(distributed.rank()), list[list[np.ndarray]](), list[float]()
+    take = engine.step
+
+    def watched(shards: Sequence[Any], **rates: float) -> None:
+        rows.append([shard.values.numpy(force=True).copy() for shard in shards])
+        variances.append(rates["noise_variance"])
+        take(shards, **rates)
+
+    engine.step = watched
+    for step in range(1, ROWS + 1):
+        train_step(run, step, iter(micro_batches(pairs(), (0,) * distributed.world_size())[:1]))
+    return [(piece, np.stack(column)) for piece, column in zip(owned, zip(*rows, strict=True), strict=True)], variances
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("engines", "world_size"),
+    [
+        (["local", "zero3", "fsdp", "oss"], 2),
+        *(
+            pytest.param([e for e in ENGINES if w == 2 or e != ONLY_ON_TWO_RANKS], w, marks=pytest.mark.full)
+            for w in (1, 2)
+        ),
+        pytest.param(["local", "zero1", "zero2", "zero3", "zero3 offload", "fsdp", "oss"], 4, marks=pytest.mark.full),
+    ],
+)
+def test_contract_7_correlated_noise_is_that_of_dense_matrices_on_every_engine(
+    engines: list[str], world_size: int
+) -> None:
+    """C W = Z in float64 for every coordinate, whoever owns it: W is what optimizers get, Z the fresh normals by name.
+
+    And the variance that is subtracted is the moving average of that of W.
+    """
+    shapes = {name: p.shape for name, p in tiny_captioner().named_parameters()}
+    c = Strategy.square_root(BANDS).coefficients
+    dense = sum((x * np.eye(ROWS, k=-k) for k, x in enumerate(c)), start=np.zeros((ROWS, ROWS)))
+    ranks = run_ranks(f"{__name__}:rank_correlated", world_size, timeout=900, engines=engines)
+    row_variances = (MAX_GRAD_NORM * SIGMA / NUM_EXAMPLES) ** 2 * (np.linalg.inv(dense) ** 2).sum(1)
+    beta, average, subtracted = OPTIMIZER.betas[1], 0.0, []
+    for step, variance in enumerate(row_variances, start=1):
+        average = beta * average + (1 - beta) * variance
+        subtracted.append(average / (1 - beta**step))
+    for number, engine in enumerate(engines):
+        ShardLayout(tuple(tuple(piece for piece, _ in rank[number][0]) for rank in ranks)).check(shapes)
+        assert all(rank[number][1] == pytest.approx(subtracted, rel=1e-12) for rank in ranks)
+        for piece, noise in (found for rank in ranks for found in rank[number][0]):
+            fresh = np.stack([normals(step, piece, shapes[piece.name]) for step in range(1, ROWS + 1)])
+            expected = MAX_GRAD_NORM * SIGMA * fresh / NUM_EXAMPLES
+            np.testing.assert_allclose(dense @ noise, expected, atol=1e-14, err_msg=f"{engine} {piece}")
 
 
 def rank_noise(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from privacy.ledger.records import read_ledger
-from tests.e2e.launch import TRAIN, count, ledger_lines, train_arguments
+from tests.e2e import test_lost_launcher as lost
+from tests.e2e.launch import TRAIN, count, kill_group, ledger_lines, train_arguments
 from tests.hosts.hosts import network, wait_until, why_not
 from tests.hosts.slurm import PROGRAMS, Slurm
 from tests.privacy.ledger_epsilon import recompute
@@ -222,6 +223,22 @@ def ranks_of(run_dir: Path) -> list[int]:
     return found
 
 
+def test_a_lost_srun(slurm: Slurm, tmp_path: Path) -> None:
+    """An interactive srun that is killed: its own watchdog kills the ranks, as any crash does, and nobody is left behind."""
+    log, run_dir = tmp_path / "srun.log", tmp_path / "run"
+    settings = arguments(run_dir, 4000, "train.checkpoint_every=1")
+    command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", sys.executable, "-u", TRAIN, *settings]
+    srun = slurm.popen(*command, output=log, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+    try:
+        wait_until(lambda: count(run_dir, "done") >= 2 or srun.poll() is not None, "two steps", within=WITHIN)
+        os.kill(min(pid for pid, words in lost.processes(run_dir).items() if words[0] == "srun"), 9)
+        wait_until(lambda: not lost.ranks_of(run_dir), f"the end of all ranks\n{text(log)[-3000:]}", within=60)
+    finally:
+        kill_group(srun)
+    state = read_ledger(run_dir / "ledger.jsonl")
+    assert state.num_charged == count(run_dir, "intent") <= count(run_dir, "done") + 1
+
+
 def test_an_array_of_runs(slurm: Slurm, tmp_path: Path) -> None:
     points, log = tmp_path / "points.txt", tmp_path / "array-%a.log"
     points.write_text("# two learning rates\noptimizer.peak_lr=1e-3\n\noptimizer.peak_lr=2e-3 train.num_steps=3\n")
@@ -235,7 +252,7 @@ def test_an_array_of_runs(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_a_study_as_an_array(slurm: Slurm, tmp_path: Path) -> None:
-    """`study.py` writes the points, submits the array, and reports what it trained; the same command submits nothing more."""
+    """Points on two nodes each. What is queued is not submitted again, and neither is what is done."""
     study, folder = tmp_path / "two.toml", tmp_path / "study"
     study.write_text(
         'name = "two"\nrecipe = "recipes/tiny.toml"\nengine = "deepspeed"\nseeds = [0]\n'
@@ -244,13 +261,17 @@ def test_a_study_as_an_array(slurm: Slurm, tmp_path: Path) -> None:
     )
     command = [sys.executable, "launch_scripts/study.py"]
     run = [*command, "run", str(study), "--study_dir", str(folder), "--executor", "slurm-array", "--workers", "2"]
+    run += ["--nodes", "2"]
     said = slurm.run(*run)
     found = re.search(r"Submitted batch job (\d+)", said)
     assert found is not None, said
     points = ("rate-0.001_seed-0", "rate-0.002_seed-0")
+    again = slurm.run(*run)
+    assert "Submitted" not in again and f"queued or running already: {', '.join(points)}" in again
     for task, point in enumerate(points, 1):
         log = folder / "private" / "logs" / f"slurm-{found[1]}_{task}.log"
         assert ends(slurm, f"{found[1]}_{task}", log) == "COMPLETED", text(log)
+        assert "2 ranks on 2 hosts" in text(log)
         is_whole(folder / "runs" / point, 4)
     assert "2 of 2 points are done" in slurm.run(*command, "report", "--study_dir", str(folder))
-    assert "Submitted" not in slurm.run(*run)
+    assert "all points are done; nothing to submit" in slurm.run(*run)

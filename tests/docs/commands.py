@@ -28,7 +28,7 @@ TAKES_A_VALUE = {
     "mpirun": {"-n", "-ppn", "-hosts"},
     "python": set[str](),
 }
-FLAGS = {"deepspeed": {"--no_ssh_check"}, "mpirun": set[str](), "python": {"-u"}}
+FLAGS = {"deepspeed": {"--no_ssh_check", "-q"}, "mpirun": set[str](), "python": {"-u"}}
 _SCRIPT = re.compile(r"(launch_scripts|benchmarks|tools)/(\w+/)*\w+\.py")
 _BATCH = re.compile(r"(launch_scripts/cluster|tests)/\w+\.(sh|sbatch)")
 

@@ -2,7 +2,8 @@
 
 POINT: `raise` in the middle of a step; `disk` full in a checkpoint; `crawl` sleeps SECONDS before every micro-batch;
 `after_intent` sleeps SECONDS between the intent and the noise; `before_intent` sleeps SECONDS once before the intent;
-`kill` dies by SIGKILL in the middle of a step; `hold` keeps the interpreter lock for SECONDS in one C call. RANK -1: every rank.
+`kill` dies by SIGKILL in the middle of a step, `abort` by abort(); `nan` turns a weight into NaN after a step; `hold` keeps the
+interpreter lock in one C call, for twice as long with SECONDS + 1. RANK -1: every rank.
 Ranks are less patient with one whose connection broke than they are elsewhere.
 """
 
@@ -43,6 +44,8 @@ def in_step(*_: Any) -> None:
         return
     if point == "raise":
         raise ArithmeticError("made to fail")
+    if point == "abort":
+        os.abort()
     if point == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if point == "hold":
@@ -66,7 +69,11 @@ def install() -> None:
     def counted(run: Any, number: int, micro_batches: Any) -> Any:
         global step_now
         step_now = number
-        return step(run, number, micro_batches)
+        record = step(run, number, micro_batches)
+        if here and point == "nan" and number == when:
+            weights = next(shard.tensors["param"] for shard in run.engine.state() if shard.tensors["param"].numel())
+            weights.detach().view(-1)[0] = float("nan")
+        return record
 
     def before_adding(self: ClippedSum, *arguments: Any) -> Any:
         if here:

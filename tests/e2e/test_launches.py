@@ -38,6 +38,7 @@ def launch_and_check(run_dir: Path, engine: str, stage: int, launcher: Any = "de
     assert result.returncode == 0, said[-4000:]
     assert "terminate called" not in said
     assert "done: 4 steps, epsilon" in result.stdout
+    assert result.stdout.count("noise-to-signal ") == 1 and "accumulated over 4 steps: expect nothing" in result.stdout
     kinds = [line["type"] for line in ledger_lines(run_dir)]
     assert kinds == ["open", "session", *["intent", "done", "checkpoint", "signature"] * 4, "close", "signature"]
 
@@ -168,8 +169,8 @@ def test_contract_11_and_12_a_run_without_noise_says_so(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     result = alone(["--engine", "local", *train_arguments(run_dir, "privacy.noise_multiplier=0")])
     assert result.returncode == 0, result.stderr
-    assert "formal_guarantee: false" in result.stdout
-    assert "epsilon planned" not in result.stdout
+    assert "formal_guarantee: false" in result.stdout and "noise-to-signal" not in result.stdout
+    assert "epsilon" not in result.stdout.replace("no epsilon", "")
     manifest = json.loads((run_dir / "checkpoints" / "step-00000004" / "manifest.json").read_text())
     assert manifest["formal_guarantee"] is False and manifest["reasons"]
     assert "epsilon" not in (run_dir / "metrics.jsonl").read_text()

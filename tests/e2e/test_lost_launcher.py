@@ -16,6 +16,7 @@ from tests.distributed.ranks import ROOT, free_port, quiet_environment
 from tests.e2e.launch import TRAIN, alone, count, kill_group, train_arguments
 
 BIN = Path(sys.executable).parent
+TORCHRUN = "launch_scripts/cluster/torchrun.py"
 WITHIN = 30
 MORE_STEPS = 12
 """Steps of some tenths of a second that ranks may begin until they have looked for their launcher, every half second."""
@@ -32,9 +33,10 @@ def command(launcher: str, run_dir: Path, checkpoint_every: int = 1000) -> list[
     options = {
         "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port())],
         "torchrun": [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())],
+        "torchrun.py": [sys.executable, TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_port())],
         "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u"],
     }
-    engine = "fsdp" if launcher == "torchrun" else "local"
+    engine = "fsdp" if launcher == "torchrun.py" else "local"
     return [*options[launcher], TRAIN, *arguments(run_dir, checkpoint_every=checkpoint_every, engine=engine)]
 
 
@@ -88,7 +90,7 @@ def stops_and_resumes(run_dir: Path, victim: int, number: signal.Signals) -> Non
     os.kill(victim, number)
     wait_for(lambda: not ranks_of(run_dir), run_dir, WITHIN)
     said = log_of(run_dir).read_text()
-    assert "stopped on request; the same command resumes" in said and "Traceback" not in said, said[-3000:]
+    assert "stopped on request; the same command resumes" in said and "error on rank" not in said, said[-3000:]
     done = count(run_dir, "done")
     assert before <= done <= before + MORE_STEPS
     assert count(run_dir, "intent") == done, "the running step was finished"
@@ -100,19 +102,17 @@ def above(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+
+
 @pytest.mark.parametrize(
     ("launcher", "levels", "number"),
     [
-        ("torchrun", 1, signal.SIGKILL),
+        ("torchrun.py", 1, signal.SIGKILL),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [
-                ("deepspeed", 2, signal.SIGKILL),
-                ("deepspeed", 2, signal.SIGTERM),
-                ("deepspeed", 1, signal.SIGKILL),
-                ("deepspeed", 1, signal.SIGTERM),
-                ("torchrun", 1, signal.SIGTERM),
-            ]
+            pytest.param(launcher, levels, number, marks=pytest.mark.full)
+            for launcher, levels in (("deepspeed", 2), ("deepspeed", 1), ("torchrun", 1))
+            for number in SIGNALS
         ),
     ],
 )
@@ -131,11 +131,33 @@ def test_a_lost_launcher(tmp_path: Path, launcher: str, levels: int, number: sig
 
 
 @pytest.mark.full
-def test_a_lost_mpirun(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "number", "code"),
+    [
+        ("rank", signal.SIGUSR1, 7),
+        ("rank", signal.SIGKILL, 1),
+        ("agent", signal.SIGTERM, 7),
+        ("agent", signal.SIGINT, 7),
+    ],
+)
+def test_torchrun_ends_as_its_ranks_end(tmp_path: Path, victim: str, number: signal.Signals, code: int) -> None:
+    """Without a traceback; torch's own command ends with 1 and one."""
+    run_dir = tmp_path / "run"
+    with launched(run_dir, command("torchrun.py", run_dir, checkpoint_every=1)) as agent:
+        os.kill(agent.pid if victim == "agent" else min(ranks_of(run_dir)), number)
+        assert agent.wait(2 * WITHIN) == code
+    said = log_of(run_dir).read_text()
+    assert "Traceback" not in said, said[-3000:]
+    assert code == 7 or "error: rank 0 was ended by SIGKILL; the same command resumes" in said, said[-3000:]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_lost_mpirun(tmp_path: Path, number: signal.Signals) -> None:
     """Its proxies kill the ranks by themselves, perhaps within a step; what was charged stays charged."""
     run_dir = tmp_path / "run"
     with launched(run_dir, command("mpirun", run_dir, checkpoint_every=1)) as mpirun:
-        mpirun.kill()
+        mpirun.send_signal(number)
         wait_for(lambda: not ranks_of(run_dir), run_dir, WITHIN)
     assert read_ledger(run_dir / "ledger.jsonl").num_charged == count(run_dir, "intent") <= count(run_dir, "done") + 1
 

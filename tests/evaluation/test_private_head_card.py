@@ -45,7 +45,7 @@ def test_the_published_head_is_rechecked_by_the_file_beside_it(
     assert found["epsilon"] == pytest.approx(build_card(folder).epsilon, abs=1e-6)
     stated = json.loads((folder / "head.json").read_text())
     (folder / "head.json").write_text(json.dumps(stated | {"epsilon": 0.001}))
-    assert verify.main([str(folder)]) == 5 and "head.json: epsilon is 0.001" in capsys.readouterr().out
+    assert verify.main([str(folder)]) == 5 and "head.json's epsilon is 0.001" in capsys.readouterr().out
 
 
 def test_the_audit_reads_head_json(folder: Path) -> None:

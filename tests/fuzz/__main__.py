@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz SEED COUNT FOLDER`: runs cases and prints one JSON object; `... SEED NUMBER+1 FOLDER NUMBER` runs one.
+"""`python -m tests.fuzz SEED END FOLDER [FIRST]`: runs cases FIRST (0) to END - 1 and prints one JSON object; one case in full.
 
 Works in a namespace of its own, where everything but FOLDER can only be read and `full` and `readonly` are file systems that are.
 """
@@ -82,7 +82,7 @@ def prepare(folder: Path, made: Path) -> None:
         assert ended.code == 0, ended.out + ended.err
 
 
-def main(seed: int, count: int, folder: Path, first: int = 0) -> int:
+def main(seed: int, end: int, folder: Path, first: int = 0) -> int:
     made = folder / "made"
     made.mkdir(exist_ok=True)
     (made / "full" / "filler").write_bytes(bytes(60_000))
@@ -98,16 +98,16 @@ def main(seed: int, count: int, folder: Path, first: int = 0) -> int:
     problems, slowest = [], 0.0
     start = time.monotonic()
     known = {} if first else KNOWN
-    if known and count < MANY:
+    if known and end < MANY:
         known = {name: KNOWN[name] for name in random.Random(seed).sample(sorted(KNOWN.keys() - SLOW), 10)}
-    for number in [*known, *range(first, count)]:
+    for number in [*known, *range(first, end)]:
         case, wanted = known[number] if number in known else (make_case(seed, number), None)
         ended = run_case(case, folder / "case", made)
         codes[ended.code] += 1
         if codes.total() % 50 == 0:
             print(f"{codes.total()} cases in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         slowest = max(slowest, ended.seconds)
-        if first or ended.problem() or wanted not in (None, ended.code):
+        if end == first + 1 or ended.problem() or wanted not in (None, ended.code):
             problems.append(described(number, case, ended))
             print(json.dumps(problems[-1], indent=1), file=sys.stderr, flush=True)
     seconds = time.monotonic() - start
@@ -118,7 +118,7 @@ def main(seed: int, count: int, folder: Path, first: int = 0) -> int:
 def described(number: int | str, case: Case, ended: Ended) -> dict[str, object]:
     """For a person: how to see it again, and its ends."""
     said = {
-        name: value if isinstance(value, list | dict | str) else value.decode(errors="replace")[:1500]
+        name: value.decode(errors="replace")[:1500] if isinstance(value, bytes) else value
         for name, value in asdict(case).items()
     }
     said["arguments"] = [

@@ -34,21 +34,23 @@ ENVIRONMENT = [
     "SLURM_STEP_NODELIST", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TMPDIR", "HOME", "PATH", "CC",
     "COLUMNS", "OMP_NUM_THREADS", "TERM", "NO_COLOR",
 ]  # fmt: skip
+LAUNCHERS: list[dict[str, str]] = [
+    {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"},
+    {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
+     "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"},
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"},
+    {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7",
+     "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_NUM_TASKS": "1"},
+]  # fmt: skip
+"""What launchers set; a case has one of these in which something is wrong."""
 CONDITIONS = (
-    *(
-        "stdin closed",
-        "stdout closed",
-        "stdout full",
-        "stdout ended",
-        "files 16",
-        "files 24",
-        "files 48",
-        "disk 0",
-        "disk 4096",
-    ),
-    *("disk 100000", "memory 64", "memory 400", "umask", "no folder"),
+    *("stdin closed", "stdout closed", "stdout full", "stdout ended", "umask", "no folder"),
+    *("files #", "disk #", "memory #", "space #", "folder readonly"),
 )
-"""What `tests.fuzz.forks` does before the command starts."""
+"""What `tests.fuzz.forks` does before the command starts; # stands for a number. `disk` limits the size of files, `space` what
+is left on the disk of the case's folder."""
+LIMITS = {"files": (8, 200), "disk": (0, 300_000), "memory": (64, 600), "space": (0, 400_000)}
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Case:
     Attributes:
         arguments, environment: {case} and {made} stand for folders.
         recipe, machine, study: contents of the files that arguments may name.
+        damage: chooses a file of the finished run and what is wrong with it.
     """
 
     script: str
@@ -67,6 +70,7 @@ class Case:
     study: bytes
     environment: dict[str, str] = field(default_factory=dict)
     conditions: list[str] = field(default_factory=list)
+    damage: int | None = None
 
 
 def tiny() -> dict[str, Any]:
@@ -108,19 +112,40 @@ def make_case(seed: int, number: int) -> Case:
                 _change_arguments(case.arguments, script, rng)
             case "environment":
                 case.environment[rng.choice(ENVIRONMENT)] = _environment_value(rng)
+            case "launcher":
+                launcher = rng.choice(LAUNCHERS)
+                case.environment |= launcher | {rng.choice(list(launcher)): _environment_value(rng)}
             case "condition":
-                case.conditions.append(rng.choice(CONDITIONS))
+                what, _, how = rng.choice(CONDITIONS).partition(" ")
+                case.conditions.append(
+                    f"{what} {rng.randint(*LIMITS[what])}" if how == "#" else f"{what} {how}".strip()
+                )
+            case "damage":
+                case.damage = rng.randrange(10**9)
     case.recipe, case.study = made_toml(recipe), made_toml(study)
     case.machine = values.to_json(machine).encode(errors="surrogatepass")
     for name, number in texts.items():
-        setattr(case, name, _damaged(getattr(case, name), random.Random(number)))
+        setattr(case, name, damaged(getattr(case, name), random.Random(number)))
     return case
 
 
 def _kinds(script: str) -> list[str]:
-    common = ["option", "option", "option", "environment", "condition"]
+    common = ["option", "option", "option", "environment", "condition", "damage"]
     if script == "train":
-        return [*common, "recipe", "recipe", "recipe", "override", "override", "override", "machine", "machine", "text"]
+        return [
+            *common,
+            "launcher",
+            "condition",
+            "recipe",
+            "recipe",
+            "recipe",
+            "override",
+            "override",
+            "override",
+            "machine",
+            "machine",
+            "text",
+        ]
     if script == "plan":
         return [*common, "option", "recipe", "machine", "text"]
     return [*common, "study", "study", "recipe", "text"] if script == "study" else [*common, "option", "option"]
@@ -211,7 +236,8 @@ def made_toml(tree: Mapping[str, Any]) -> bytes:
     return "".join(f"{key} = {values.to_toml(value)}\n" for key, value in tree.items()).encode(errors="surrogatepass")
 
 
-def _damaged(content: bytes, rng: random.Random) -> bytes:
+def damaged(content: bytes, rng: random.Random) -> bytes:
+    """A file as a disk, an editor or somebody else may have left it."""
     changed = bytearray(content)
     match rng.randrange(7):
         case 0:

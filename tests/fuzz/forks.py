@@ -3,10 +3,12 @@
 import contextlib
 import importlib
 import os
+import random
 import resource
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.fuzz.cases import ROOT, Case
+from tests.fuzz.cases import ROOT, Case, damaged
 from tests.fuzz.commands import SCRIPTS
 
 SECONDS = 60.0
@@ -67,18 +69,51 @@ def preload() -> None:
 
 
 def run_case(case: Case, folder: Path, made: Path) -> Ended:
-    """Runs one case in a fork; `folder` is its own and is removed."""
+    """Runs one case in a fork; `folder` is its own and is removed. It may be on a disk that is nearly full, or takes no files."""
+    limits = dict(condition.split(" ", 1) for condition in case.conditions if " " in condition)
+    mounted = {"space", "folder"} & limits.keys()
     folder.mkdir()
     try:
+        if mounted:
+            _run("mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder))
         if (made / "run").is_dir():
             shutil.copytree(made / "run", folder / "run")
         for name in ("recipe.toml", "machine.json", "study.toml"):
             content = getattr(case, name.partition(".")[0])
             (folder / name).write_bytes(content.replace(b"{case}", bytes(folder)))
+        (folder / "tmp").mkdir()
+        if case.damage is not None:
+            _damage(folder / "run", random.Random(case.damage))
+        if "space" in limits:
+            left = os.statvfs(folder)
+            (folder / "filler").write_bytes(bytes(max(0, left.f_bavail * left.f_bsize - int(limits["space"]))))
+        if "folder" in limits:
+            _run("mount", "-o", "remount,ro", str(folder))
         return _forked(case, folder, made)
     finally:
+        if mounted:
+            _run("umount", "--lazy", str(folder))
         _make_removable(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def _damage(run: Path, rng: random.Random) -> None:
+    """Changes, cuts off or removes one file of a run; the small ones as often as the large ones."""
+    file = rng.choice(sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size))
+    match rng.randrange(6):
+        case 0:
+            file.unlink()
+        case 1:
+            file.write_bytes(b"")
+        case 2:
+            file.unlink()
+            file.mkdir()
+        case _:
+            file.write_bytes(damaged(file.read_bytes(), rng))
 
 
 def _forked(case: Case, folder: Path, made: Path) -> Ended:
@@ -155,7 +190,6 @@ def _child(case: Case, folder: Path, made: Path) -> None:
         return text
 
     os.chdir(ROOT)
-    (folder / "tmp").mkdir()
     os.environ.update(TMPDIR=str(folder / "tmp"), HOME=str(folder / "tmp"), DS_ACCELERATOR="cpu")
     for name, value in case.environment.items():
         os.environ[name] = placed(value)
@@ -167,8 +201,9 @@ def _child(case: Case, folder: Path, made: Path) -> None:
     module: Any = importlib.import_module(f"launch_scripts.{case.script}")
     _limit_memory(MEMORY_MIB)
     for condition in case.conditions:
-        _apply(condition)
+        _apply(condition, folder)
     if case.script == "train":
+        signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(7))  # as the script does before its imports
         module.main(["--rendezvous_seconds", "3", *arguments] if "--rendezvous_seconds" not in arguments else arguments)
     else:
         from trainer.config.cli import run_command
@@ -176,7 +211,7 @@ def _child(case: Case, folder: Path, made: Path) -> None:
         run_command(module.main)
 
 
-def _apply(condition: str) -> None:
+def _apply(condition: str, folder: Path) -> None:
     what, _, how = condition.partition(" ")
     match what:
         case "stdin":
@@ -199,7 +234,7 @@ def _apply(condition: str) -> None:
         case "umask":
             os.umask(0o777)
         case "no":
-            gone = Path(os.environ["TMPDIR"]) / "gone"
+            gone = folder.parent / "gone"
             gone.mkdir()
             os.chdir(gone)
             gone.rmdir()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def test_the_generator_reaches_every_key_option_and_condition() -> None:
         for path, action in options(parser_of(script)):
             if path[:1] not in (("demo",), ("mechanism",)):
                 assert any(option in words for option in action.option_strings), (script, path, action.dest)
-    assert {condition for case in cases for condition in case.conditions} == set(CONDITIONS)
+    assert {re.sub(r"\d+", "#", condition) for case in cases for condition in case.conditions} == set(CONDITIONS)
     assert {case.script for case in cases} == set(SCRIPTS)
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from privacy.errors import PrivacyConfigError
 from tests.processes import run_python
+from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DPCAP = "--num_examples 233000000 --expected_batch_size 1310720 --num_steps 5708 --delta 4.2918e-9"
@@ -73,6 +75,80 @@ def test_human_output_with_cap_and_reserve():
         assert text in done.stdout
 
 
+BANDS = "--num_examples 2000 --expected_batch_size 200 --num_steps 40 --delta 1e-5 --no_extras"
+
+
+def _in_process(arguments):
+    from launch_scripts import plan
+
+    return plan.plan(plan.parse_args(arguments.split()))
+
+
+def test_correlated_noise_at_equal_epsilon(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    result = _in_process(f"{BANDS} --target_epsilon 4 --bands auto")
+    ratios = {row["bands"]: row["error_ratio"] for row in result["by_bands"]}
+    assert list(ratios) == [1, 2, 4, 8] and ratios[1] == 1.0
+    assert result["bands"] == min(ratios, key=ratios.get) > 1
+    assert result["error_ratio"] == pytest.approx(ratios[result["bands"]], rel=1e-3) and result["error_ratio"] < 1
+    assert result["noise_multiplier"] > result["independent_noise_multiplier"]
+    assert 3.999 <= result["epsilon_pld"] <= 4 and result["epsilon_prv_lower"] <= result["epsilon_pld"]
+    assert result["epochs"] == pytest.approx(4) and result["scaling_rule"] is None
+    shown = capsys.readouterr()
+    for text in ("error ratio", "the best", "which take turns", "past noise"):
+        assert text in shown.out
+    assert (
+        shown.err
+        == "warning: correlated noise can be planned, but training with it is not supported yet (docs/correlated_noise.md)\n"
+    )
+    # The noise that was found, given back: the same epsilon and the same ratio.
+    sigma, bands = result["noise_multiplier"], result["bands"]
+    again = _in_process(f"{BANDS} --noise_multiplier {sigma} --bands {bands} --json")
+    assert again["epsilon_pld"] == result["epsilon_pld"] and json.loads(capsys.readouterr().out) == again
+    assert again["error_ratio"] == pytest.approx(result["error_ratio"], rel=1e-3)
+
+
+def test_one_band_says_what_no_band_says(capsys):
+    alone = _in_process(f"{BANDS} --noise_multiplier 2 --json")
+    assert alone["bands"] == 1 and alone["error_ratio"] == 1.0 and alone["by_bands"] is None
+    assert _in_process(f"{BANDS} --noise_multiplier 2 --bands 1 --json") == alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--noise_multiplier 2 --bands some", "a number of bands or auto"),
+        ("--noise_multiplier 2 --bands -2", "bands"),
+        ("--noise_multiplier 2 --bands 99999999999999", "a number of bands or auto"),
+        ("--noise_multiplier 2 --bands 0", "from 1 to"),
+        ("--noise_multiplier 2 --bands 11", "take 10 bands or fewer"),
+        ("--noise_multiplier 2 --bands auto", "give --target_epsilon"),
+        ("--noise_multiplier 0 --bands 2", "makes no formal claim"),
+        ("--noise_multiplier 2 --bands 2 --arithmetic certified", "need arithmetic 'floating'"),
+    ],
+)
+def test_bands_that_cannot_be_planned_are_refused_in_one_line(arguments, words):
+    with pytest.raises((PrivacyConfigError, ConfigError), match=words) as refused:
+        _in_process(f"{BANDS} {arguments}")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.full
+def test_bands_of_a_recipe_keep_its_epsilon_and_take_memory(capsys):
+    """The recipe's own noise is that of independent noise; its workload and the past noise of a rank are planned too."""
+    arguments = "--recipe recipes/tiny.toml --no_extras --json train.num_steps=40 data.num_examples=2000 "
+    arguments += "privacy.expected_batch_size=200 --ds_config ds_configs/zero3.json --world_size 8"
+    alone, four = (_in_process(f"{arguments}{more}") for more in ("", " --bands 4"))
+    assert alone["noise_multiplier"] == pytest.approx(four["independent_noise_multiplier"], rel=5e-3)
+    assert four["epsilon_with_reserve"] == pytest.approx(alone["epsilon_with_reserve"], rel=5e-3)
+    assert four["optimised_error_ratio"] <= four["workload_error_ratio"] and four["error_ratio"] != 1.0
+    assert len(four["optimised_coefficients"]) == 4 and alone["optimised_coefficients"] is None
+    before, after = (result["resources"]["memory"] for result in (alone, four))
+    owned = -(-four["resources"]["parameters"] // 8)
+    assert before["noise_history"] == 0 and after["noise_history"] == pytest.approx(8 * 3 * owned, rel=0.05)
+    assert after["peak"] - before["peak"] == after["noise_history"]
+
+
 def test_no_noise_prints_no_epsilon():
     done = _plan(f"{SMALL} --noise_multiplier 0 --json")
     result = json.loads(done.stdout)
@@ -126,6 +202,42 @@ def test_memory_and_time_of_every_recipe(recipe):
     assert after.ru_utime - before.ru_utime < 60
 
 
+def _plan_here(arguments, monkeypatch, capsys):
+    from launch_scripts import plan
+
+    monkeypatch.setattr(sys, "argv", ["plan.py", *arguments.split()])
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(ROOT)
+    assert plan.main() == 0
+    return capsys.readouterr()
+
+
+def test_noise_to_signal_of_numbers_alone(monkeypatch, capsys):
+    arguments = f"{SMALL} --noise_multiplier 4 --no_extras --json"
+    assert json.loads(_plan_here(arguments, monkeypatch, capsys).out).get("noise_to_signal") is None, "nobody said P"
+    found = json.loads(_plan_here(f"{arguments} --parameters 90000", monkeypatch, capsys).out)["noise_to_signal"]
+    assert found["per_step"] == pytest.approx(4 * 300 / 60) and found["learns"] is False
+    assert found["accumulated"] == pytest.approx(4 * 300 / 60 / 50**0.5)
+    silent = f"{SMALL} --noise_multiplier 0 --no_extras --json --parameters 90000"
+    assert json.loads(_plan_here(silent, monkeypatch, capsys).out)["noise_to_signal"] is None
+
+
+@pytest.mark.full
+def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_in_a_batch(monkeypatch, capsys):
+    arguments = "--recipe recipes/quickstart.toml --choose --num_examples 1500 --target_epsilon 2 --no_extras"
+    shown = _plan_here(f"{arguments} --json", monkeypatch, capsys)
+    assert "2,000 is larger than the data: compared with 1,500 in 160 steps" in shown.err
+    found = json.loads(shown.out)
+    assert found["expected_batch_size"] == 1500 and found["noise_to_signal"]["kind"] == "captioner"
+    chosen = found["choice"]
+    assert chosen["expected_batch_size"] <= chosen["num_examples"] == 1500 and chosen["target_epsilon"] == 2
+    assert chosen["epsilon_with_reserve"] <= 2 and chosen["reason"]
+    assert chosen["expected_batch_size"] * chosen["num_steps"] == pytest.approx(240_000, rel=0.01)
+    table = _plan_here(f"{arguments} --compute 60000", monkeypatch, capsys).out
+    for text in ("noise-to-signal", "accumulated", "chosen batch", "chosen steps", "expect nothing"):
+        assert text in table, text
+
+
 def test_table_of_memory_and_time(monkeypatch, capsys):
     from launch_scripts import plan
 
@@ -160,6 +272,12 @@ def test_table_of_memory_and_time(monkeypatch, capsys):
         (f"{QUICK}/zero3.json --world_size 0", "at least 1"),
         (f"{QUICK}/zero3.json --engine fairscale", "stage 3 is refused"),
         (f"{QUICK}/nowhere.json", "nowhere.json"),
+        (f"{SMALL} --noise_multiplier 4 --choose", "--choose is for the choice .*: give --recipe too"),
+        ("--recipe recipes/vip_nano.toml --compute 1000", "--compute is for the choice .*: give --choose too"),
+        ("--recipe recipes/vip_nano.toml --parameters 7", "--parameters is for a plan without --recipe"),
+        ("--recipe recipes/vip_nano.toml --num_examples 5000000", "change it by data.num_examples=5000000"),
+        ("--recipe recipes/quickstart.toml --choose", "names no data.num_examples"),
+        ("--recipe recipes/vip_nano.toml --choose --no_extras privacy.simulation=true", "a target epsilon"),
     ],
 )
 def test_bad_resources_are_refused(arguments, message, monkeypatch):

@@ -45,6 +45,26 @@ def test_index_and_verify(tmp_path: Path) -> None:
     assert done.returncode == 0 and "20 of 2000 examples: 20 usable, 0 without image" in done.stdout
 
 
+def test_verify_of_a_sample_that_nobody_can_use_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same rule as at the start of a run: more than half of what was looked at."""
+    for share in (0.25, 0.75):
+        path, folder = tmp_path / f"{share}.tar", tmp_path / f"index-{share}"
+        with tarfile.open(ROOT / "data" / "demo" / "heldout-00000.tar") as source, tarfile.open(path, "w") as target:
+            members = source.getmembers()[:40]
+            for number, member in enumerate(members):
+                member.size = 0 if member.name.endswith("webp") and number < share * len(members) else member.size
+                target.addfile(member, source.extractfile(member) if member.size else None)
+        index(IndexOptions(shards=str(path), output=folder, workers=1))
+        options = VerifyOptions(shards=str(path), index=folder, sample=20, workers=1)
+        if share < 0.5:
+            verify(options)
+        else:
+            with pytest.raises(DataError, match=r"15 of 20 examples cannot be used") as caught:
+                verify(options)
+            assert "\n" not in str(caught.value)
+        assert "20 of 20 examples: " in capsys.readouterr().out
+
+
 def test_shards_on_a_server(tmp_path: Path) -> None:
     with range_server(ROOT / "data" / "demo") as server:
         pattern = f"{server.url}/train-{{00000..00001}}.tar"

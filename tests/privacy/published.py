@@ -9,7 +9,7 @@ from typing import Any
 
 from privacy.ledger.chain import encode_line, hash_line
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.signature import SigningKey
+from privacy.ledger.signature import SigningKey, fingerprint
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
@@ -110,7 +110,16 @@ def rewrite(folder: Path, key: SigningKey, edit: Callable[[Records], object]) ->
     card = folder / "report" / "privacy_card.json"
     if card.exists():
         content = json.loads(card.read_text())
-        content["provenance"]["ledger"] |= {"lines": len(lines), "last_line_sha256": hash_line(lines[-1])}
+        content["provenance"]["ledger"] |= {
+            "lines": len(lines), "last_line_sha256": hash_line(lines[-1]), "signer_fingerprint": fingerprint(key.public),
+            "signed_lines": max(number for number, line in enumerate(lines) if b'"type":"signature"' in line),
+        }  # fmt: skip
+        kinds = [record["type"] for record in records]
+        content["provenance"]["sessions"] = content["provenance"]["sessions"][: kinds.count("session")]
+        content["released"]["checkpoints_recorded"] = kinds.count("checkpoint")
+        if manifests := sorted((folder / "checkpoints").glob("step-*/manifest.json")):
+            digest = hashlib.sha256(manifests[-1].read_bytes()).hexdigest()
+            content["released"]["last_checkpoint"]["manifest_sha256"] = digest
         card.write_text(json.dumps(content))
 
 

@@ -1,6 +1,7 @@
 """Contract 4 for an example that is not drawn: where all others stand, and so how they round, does not depend on it."""
 
 import itertools
+import math
 from collections import Counter
 from unittest import mock
 
@@ -10,7 +11,7 @@ from scipy import stats
 
 from privacy.errors import PrivacyConfigError
 from privacy.sampling import rows
-from privacy.sampling.rows import deal, rows_of_members
+from privacy.sampling.rows import deal, most_of_share, rows_of_members, shares_of_nodes
 
 KEY = bytes(range(32))
 
@@ -58,3 +59,57 @@ def test_equal_numbers_are_passed_over_together() -> None:
 def test_more_members_than_rows_are_refused() -> None:
     with pytest.raises(PrivacyConfigError, match="8 members do not fit 7 rows"):
         rows_of_members(KEY, 0, 8, 7)
+
+
+@pytest.mark.parametrize("x", [0, 5])
+def test_contract_4_with_shares_the_rows_of_the_others_do_not_depend_on_one(x: int) -> None:
+    """Two nodes of one rank and four rows each; examples 0 to 3 are of the first, 4 to 7 of the second."""
+    shares, draws = shares_of_nodes((0, 1), 8), 2000
+    others = np.array([2, 3, 6])
+
+    def places(step: int, members: np.ndarray) -> tuple[int, ...]:
+        dealt = deal(KEY, step, members, 4, 2, shares)
+        found = {
+            int(i): int(row) + 4 * rank
+            for rank, (ids, rows) in enumerate(dealt)
+            for i, row in zip(ids, rows, strict=True)
+        }
+        return tuple(found[int(i)] for i in others)
+
+    without = Counter(places(step, others) for step in range(draws))
+    there = Counter(places(step, np.sort(np.append(others, x))) for step in range(draws))
+    possible = {(*pair, one) for pair in itertools.permutations(range(4), 2) for one in range(4, 8)}
+    for found in (without, there):
+        assert set(found) == possible
+        assert stats.chisquare([found[place] for place in possible]).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 1), (0, 0, 1, 1), (0, 1, 0, 2, 2, 2)])
+@pytest.mark.parametrize("num_examples", [3, 100, 1001])
+def test_every_example_is_of_one_node_and_its_members_come_there(nodes: tuple[int, ...], num_examples: int) -> None:
+    shares = shares_of_nodes(nodes, num_examples)
+    assert [share.start for share in shares] == [0, *[share.stop for share in shares[:-1]]]
+    assert shares[-1].stop == num_examples and sorted(r for s in shares for r in s.ranks) == list(range(len(nodes)))
+    for share in shares:
+        assert abs((share.stop - share.start) - num_examples * len(share.ranks) / len(nodes)) <= 1
+    members = np.arange(0, num_examples, 2)
+    dealt = deal(KEY, 1, members, num_examples, len(nodes), shares)
+    assert sorted(np.concatenate([ids for ids, _ in dealt])) == members.tolist()
+    for rank, (ids, places) in enumerate(dealt):
+        share = shares[nodes[rank]]
+        assert all(share.start <= i < share.stop for i in ids) and len(set(places.tolist())) == len(places)
+
+
+def test_a_share_that_does_not_fit_is_dealt_over_all_rows() -> None:
+    shares = shares_of_nodes((0, 1), 100)
+    members = np.arange(50)  # all of the first node
+    dealt = deal(KEY, 1, members, 30, 2, shares)
+    assert sorted(np.concatenate([ids for ids, _ in dealt])) == members.tolist()
+    np.testing.assert_array_equal(dealt[0][0], deal(KEY, 1, members, 30, 2)[0][0])
+
+
+@pytest.mark.parametrize(("size", "rate"), [(10, 0.5), (300, 0.1), (100_000, 0.001), (10**8, 1e-3)])
+def test_a_share_has_rows_for_all_but_2_to_the_minus_100(size: int, rate: float) -> None:
+    most = most_of_share(size * rate)
+    assert stats.binom.logsf(most, size, rate) <= -100 * math.log(2)
+    assert most <= size * rate + 12 * math.sqrt(size * rate) + 50

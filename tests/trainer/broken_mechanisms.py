@@ -14,6 +14,7 @@ from torch import Tensor
 from data.reading import loader
 from privacy.clipping import ClippedSum, accumulators, clipped_sum, functions
 from privacy.clipping.functions import ClippingFunction
+from privacy.correlated import segment
 from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
 from privacy.noise import NoiseSource, SystemNoise, add_noise
@@ -53,11 +54,13 @@ Patches = list[tuple[Any, str, Any]]
 
 
 def noise_divided_by_world_size() -> Patches:
-    return [(loop, "add_noise", lambda values, std, source: add_noise(values, std / distributed.world_size(), source))]
+    return [
+        (segment, "add_noise", lambda values, std, source: add_noise(values, std / distributed.world_size(), source))
+    ]
 
 
 def sigma_of_another_recipe() -> Patches:
-    return [(loop, "add_noise", lambda values, std, source: add_noise(values, 0.97 * std, source))]
+    return [(segment, "add_noise", lambda values, std, source: add_noise(values, 0.97 * std, source))]
 
 
 def noise_before_the_reduction() -> Patches:
@@ -73,7 +76,7 @@ def noise_before_the_reduction() -> Patches:
         with mock.patch.object(loop, "reduce_to_owners", reduce):
             return train_step(run, number, micro_batches)
 
-    return [(loop, "add_noise", lambda values, std, source: None), (audit_sandbox, "train_step", step)]
+    return [(segment, "add_noise", lambda values, std, source: None), (audit_sandbox, "train_step", step)]
 
 
 def reduction_averages() -> Patches:
@@ -119,7 +122,7 @@ def sum_and_noise_in_single_precision() -> Patches:
         add_noise(noise, std, source)
         values.copy_(values.float() + noise.float())
 
-    return [(loop, "add_noise", add)]
+    return [(segment, "add_noise", add)]
 
 
 def noise_follows_the_realised_batch() -> Patches:
@@ -130,7 +133,7 @@ def noise_follows_the_realised_batch() -> Patches:
         mine = torch.tensor(float(sum(int((~batch.is_padding_B).sum()) for batch in kept)))
         scale = (2 * float(distributed.all_reduce_sum(mine)) / run.plan.expected_batch_size) ** 0.5
         scaled = lambda values, std, source: add_noise(values, std * scale, source)  # noqa: E731
-        with mock.patch.object(loop, "add_noise", scaled):
+        with mock.patch.object(segment, "add_noise", scaled):
             return train_step(run, number, iter(kept))
 
     return [(audit_sandbox, "train_step", step)]

@@ -11,11 +11,11 @@ from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.audit.report import AuditReport
 from privacy.clipping import clipped_sum
 from privacy.clipping.functions import unclipped
+from privacy.correlated import segment
 from privacy.noise import add_noise
 from tests.distributed.ranks import run_ranks
 from tests.trainer.test_audit_mechanism import audit
 from trainer.loop import adaptive_bound
-from trainer.loop import step as loop
 
 ADAPTIVE = AdaptiveClipping(0.5, 0.2, 5.0)
 
@@ -47,7 +47,7 @@ MISTAKES: dict[str, tuple[Any, str, Values, set[str]]] = {
         {"count_draws"},
     ),
     "the sum is noised as if there were no count": (
-        loop, "add_noise", lambda values, std, source: add_noise(values, std * 0.9, source), {"noise_variance"},
+        segment, "add_noise", lambda values, std, source: add_noise(values, std * 0.9, source), {"noise_variance"},
     ),
 }  # fmt: skip
 

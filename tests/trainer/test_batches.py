@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from data.reading.loader import StepPlan
+from privacy.sampling.cyclic import CyclicPoissonSampler
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, default_cap, example_keys
 from trainer.ranks import distributed
@@ -18,10 +19,15 @@ KEY = SamplingKey(bytes(32))
 
 
 def logical_batches(
-    expected: int, cap: int | None, attempts: dict[int, int] | None = None, *, pads_to_cap: bool = True
+    expected: int,
+    cap: int | None,
+    attempts: dict[int, int] | None = None,
+    *,
+    pads_to_cap: bool = True,
+    nodes: tuple[int, ...] = (),
 ) -> LogicalBatches:
     sampler = PoissonSampler.with_expected_batch(NUM_EXAMPLES, expected, cap)
-    return LogicalBatches(sampler, KEY, NONCE, attempts or {}, micro_batch_size=4, pads_to_cap=pads_to_cap)
+    return LogicalBatches(sampler, KEY, NONCE, attempts or {}, 4, pads_to_cap, nodes, expected)
 
 
 def plans_of_all(made: LogicalBatches, world_size: int, step: int, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
@@ -65,6 +71,27 @@ def test_members_do_not_depend_on_the_world(
         if not pads_to_cap:
             assert count == max(1, math.ceil(math.ceil(len(members) / world_size) / 4))
         assert {plan.step for plan in found} == {step}
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 1), (0, 0, 1), (0, 1, 1, 0, 2)])
+@pytest.mark.parametrize(("expected", "cap"), [(40, None), (40, default_cap(40)), (1, 9), (503, 503)])
+@pytest.mark.parametrize("pads_to_cap", [True, False])
+def test_with_stores_of_their_own_nodes_get_their_share_of_the_same_members(
+    nodes: tuple[int, ...], expected: int, cap: int | None, pads_to_cap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = logical_batches(expected, cap, pads_to_cap=pads_to_cap, nodes=nodes)
+    bounds = [NUM_EXAMPLES * sum(n < node for n in nodes) // len(nodes) for node in range(max(nodes) + 2)]
+    counts = set()
+    for step in (1, 2, 3):
+        found = plans_of_all(made, len(nodes), step, monkeypatch)
+        members = made.sampler.members(KEY.coin_key(NONCE, 0), step)
+        assert sorted(np.concatenate([plan.example_ids for plan in found])) == members.tolist()
+        for rank, plan in enumerate(found):
+            first, stop = bounds[nodes[rank]], bounds[nodes[rank] + 1]
+            assert all(first <= i < stop for i in plan.example_ids)
+            assert len(set(plan.rows.tolist())) == len(plan.rows) == len(plan.example_ids)
+        counts |= {plan.num_micro_batches for plan in found}
+    assert len(counts) == 1 or not pads_to_cap
 
 
 def test_a_retry_takes_new_coins_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,3 +149,14 @@ def test_plans_are_drawn_when_pulled() -> None:
     plans = [next(pulled), next(pulled)]
     assert [plan.step for plan in plans] == [3, 4]
     assert np.array_equal(plans[1].example_ids, made.sampler.members(KEY.coin_key(NONCE, 0), 4))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_session_goes_on_where_the_intents_before_it_ended() -> None:
+    """Attempts of earlier sessions count, also those of steps that are repeated."""
+    bands, sampler = 7, CyclicPoissonSampler(PoissonSampler.with_expected_batch(NUM_EXAMPLES, 7 * 20, None), 7)
+    attempts = {1: 2, 2: 1, 3: 1}  # 4 intents: step 1 twice
+    plans = list(LogicalBatches(sampler, KEY, NONCE, attempts, micro_batch_size=64).plans(2, 12))
+    assert [plan.step for plan in plans] == list(range(2, 13))
+    for position, plan in enumerate(plans):
+        assert len(plan.example_ids) and (plan.example_ids % bands == (4 + position) % bands).all()

@@ -8,24 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import dp_accounting
+import numpy as np
 import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
 
+from evaluation.private_head.run import train_head
+from evaluation.private_head.sweep import spent_in
+from evaluation.results import ModelFacts
 from privacy import verify
 from privacy.accounting import accountants
 from privacy.card import numbers
 from privacy.card.composition import read_copies
 from privacy.card.model import PrivacyCard
+from privacy.card.text import rounded_up
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.records import read_ledger
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
+from trainer.loop.metrics import read_metrics
 from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
 from trainer.report import build_card, write_card
 from trainer.run import start as training
+from trainer.weights.behind import ledgers_of
 from trainer.weights.export import export
 from trainer.weights.open_model import open_model
 
@@ -59,6 +66,14 @@ def pld(*runs: tuple[Path, int], delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
+def without_surroundings(patched: pytest.MonkeyPatch) -> None:
+    """What surrounds the claims takes most of a card's time."""
+    patched.setattr(numbers, "curves", lambda *_: ([], None))
+    patched.setattr(numbers, "_epsilon_group", lambda *_: None)
+    patched.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
+    patched.setattr(accountants, "epsilon_replace_one", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device) -> dict[str, Path]:
     """A run, and one from its weights on the same shard."""
@@ -67,11 +82,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device) -> d
         patched.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends
         assert run(folder / "first", "privacy.target_delta=1e-6") == 0
         assert run(folder / "second", f"init.checkpoint={folder / 'first'}", steps=3) == 0
-        # What surrounds the claims takes most of a card's time.
-        patched.setattr(numbers, "curves", lambda *_: ([], None))
-        patched.setattr(numbers, "_epsilon_group", lambda *_: None)
-        patched.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
-        patched.setattr(accountants, "epsilon_replace_one", lambda *_: None)
+        without_surroundings(patched)
         write_card(folder / "second", build_card(folder / "second"))
     return {name: folder / name for name in ("first", "second")}
 
@@ -119,7 +130,7 @@ def test_declared_disjoint_the_larger_side_counts_and_the_declaration_is_named(
     assert [entry.disjoint_from_those_before for entry in card.composition.runs] == [True, False, False]
     page = (folder / "report/privacy_card.md").read_text()
     assert "declared disjoint" in page and "Declared, not attested" in page
-    found = verified(folder, tmp_path, capsys)
+    found = verified(folder, tmp_path, capsys, with_card=True)
     assert found["epsilon"] == pytest.approx(card.epsilon, abs=1e-6)
 
 
@@ -136,9 +147,11 @@ def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(chain: dict
     assert hashes and not [digest for digest in hashes if digest.encode() in public]
 
 
-def verified(run_dir: Path, tmp_path: Path, capsys: Any) -> dict[str, Any]:
+def verified(run_dir: Path, tmp_path: Path, capsys: Any, *, with_card: bool) -> dict[str, Any]:
     folder = tmp_path / "published"
     publish(run_dir, folder, card_of(run_dir).provenance.ledger)
+    if not with_card:
+        shutil.rmtree(folder / "report")
     code = verify.main([str(folder), "--json"])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert code == 0, found["checks"]
@@ -147,7 +160,7 @@ def verified(run_dir: Path, tmp_path: Path, capsys: Any) -> dict[str, Any]:
 
 
 def test_the_verifier_composes_the_same(chain: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
-    found = verified(chain["second"], tmp_path, capsys)
+    found = verified(chain["second"], tmp_path, capsys, with_card=False)
     assert found["epsilon"] == pytest.approx(card_of(chain["second"]).epsilon, abs=1e-6) and found["delta"] == 1e-6
 
 
@@ -162,6 +175,44 @@ def test_the_verifier_misses_what_is_left_out(chain: dict[str, Path], tmp_path: 
     assert verify.main([str(folder)]) == 6 and "behind/ledger-1.jsonl is missing" in capsys.readouterr().out
     with pytest.raises(PrivacyStateRefused, match="behind the initial weights cannot be read"):
         build_card(folder)
+
+
+def test_metrics_and_evaluation_state_the_composed_number_first(chain: dict[str, Path]) -> None:
+    card = card_of(chain["second"])
+    assert card.epsilon is not None and card.accounting.epsilon is not None
+    lines = read_metrics(chain["second"])
+    said = [line["privacy/epsilon"] for line in lines if "privacy/epsilon" in line]
+    assert len(said) == 3 and said == sorted(said)
+    assert 0 <= said[-1] - card.epsilon < 1e-5 and said[0] > card.accounting.epsilon
+    opened = open_model(chain["second"])
+    facts = ModelFacts.of(opened.path, opened.manifest)
+    assert (facts.epsilon, facts.delta) == (pytest.approx(card.epsilon, abs=1e-9), card.delta)
+    assert rounded_up(card.epsilon, 4) in facts.statement()
+
+
+def test_a_private_head_composes_with_its_private_encoder(
+    chain: dict[str, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, opened = np.random.default_rng(0), open_model(chain["second"])
+    behind = ledgers_of(opened.path, opened.manifest)
+    assert [one.run for one in behind] == ["second", "first"]
+    data = rng.normal(size=(60, 4)), rng.integers(0, 3, 60)
+    head = train_head(*data, 3, "dp-ls", epsilon=1.0, delta=1e-3, output=tmp_path / "heads/one", behind=behind)
+    encoder = card_of(chain["second"])
+    assert head.epsilon is not None and encoder.epsilon is not None
+    assert head.delta == 1e-6 and encoder.epsilon < head.epsilon
+    without_surroundings(monkeypatch)
+    card = build_card(tmp_path / "heads/one")
+    assert (card.epsilon, card.delta) == (head.epsilon, head.delta) and card.composition is not None
+    assert [run.name for run in card.composition.runs] == ["this run", "second", "first"]
+    together = spent_in(tmp_path / "heads")
+    assert together.num_releases == 1 and together.delta == 1e-3 and together.epsilon > 1
+    code = verify.main([str(tmp_path / "heads/one"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and found["epsilon"] == pytest.approx(head.epsilon, abs=1e-6), found["checks"]
+    stated = json.loads((tmp_path / "heads/one/head.json").read_text())
+    (tmp_path / "heads/one/head.json").write_text(json.dumps(stated | {"epsilon": card.accounting.epsilon}))
+    assert verify.main([str(tmp_path / "heads/one")]) == 5 and "head.json's epsilon" in capsys.readouterr().out
 
 
 @pytest.mark.full

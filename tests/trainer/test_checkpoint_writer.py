@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.trainer.test_checkpoint import OPTIMIZER, assert_same, flip_a_bit, new_engine, new_model, resume, take_steps
 from trainer.checkpoints import write as checkpoint_writer
-from trainer.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint, newest_whole
+from trainer.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint, newest_whole, set_aside_newer
 from trainer.checkpoints.write import CheckpointWriteError, CheckpointWriter, Retention
 from trainer.config.recipe import OptimizerSection
 from trainer.engines.local import LocalEngine
@@ -50,7 +50,11 @@ def names(folder: Path) -> list[str]:
 
 
 def find(folder: Path, positions: list[Mapping[str, Any]] | None = None) -> Checkpoint | None:
-    return newest_whole(folder, (positions if positions is not None else []).append)
+    """As a start finds it, which then sets aside what is newer."""
+    found = newest_whole(folder, (positions if positions is not None else []).append)
+    if found is not None:
+        set_aside_newer(folder, found.path.name)
+    return found
 
 
 class TestRetention:

@@ -39,6 +39,7 @@ def onto_a_full_disk() -> None:
         (too_much_memory, 1, ["memory"]),
         (too_deep, 2, ["nested"]),
         (lambda: (_ for _ in ()).throw(RuntimeError("can't start new thread")), 1, ["threads"]),
+        (lambda: (_ for _ in ()).throw(RuntimeError("could not create a primitive")), 1, ["memory"]),
     ],
 )
 def test_what_a_machine_refuses_is_one_line(

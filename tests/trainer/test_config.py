@@ -1,5 +1,6 @@
 """Recipes and overrides: what is accepted, what is refused and how the refusal reads."""
 
+import json
 import math
 import tomllib
 from pathlib import Path
@@ -250,3 +251,34 @@ def test_no_plan_is_without_limits(numbers: dict[str, float]) -> None:
     usual = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 50, "target_delta": 1e-5}
     with pytest.raises(PrivacyConfigError):
         make_plan(PlanRequest(**usual | numbers))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "..",
+        ".",
+        "",
+        "a/b",
+        "../b",
+        "/",
+        "a\\b",
+        "a\n",
+        "\n",
+        "a b",
+        "-x",
+        ".x",
+        "x" * 201,
+        "\u202e",
+        "\x1b[31m",
+        "~",
+        "é",
+    ],
+)
+def test_a_run_s_name_is_the_name_of_one_folder(name: str, recipe: Path) -> None:
+    """The default run folder is runs/NAME, which must not be another folder, or be shown as another one."""
+    recipe.write_text(MINIMAL.replace('"small"', json.dumps(name)))
+    assert "name" in refusal(recipe)
+    for kept in ("a", "a.b", "v1.0_x-2", "x" * 200, "a..b"):
+        recipe.write_text(MINIMAL.replace('"small"', f'"{kept}"'))
+        assert load_config(recipe).name == kept

@@ -1,6 +1,7 @@
 """Which data a run accepts: exactly the shards it names, and after its first start exactly those it started with."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from data.errors import DataError
 from data.index.build import BAD_SHARDS, build_index
 from data.index.shards import find_shards, read_shard_list
 from data.index.tar_index import MANIFEST
+from data.reading.reader import TarReader
 from privacy.errors import PrivacyConfigError
 from tests.data.conftest import picture, write_shard
 from trainer.config.recipe import RunConfig, load_config
+from trainer.run import datasets
 from trainer.run.datasets import heldout_table, training_table
 from trainer.run.folder import RunFolder
 from trainer.run.ledger import open_run_ledger
@@ -126,9 +129,36 @@ def test_remote_settings_reach_the_table_and_the_record(folder: RunFolder, tmp_p
     from trainer.config.recipe import to_toml
     from trainer.run.datasets import remote_options
 
-    chosen = config("data.remote.tries=2", "data.remote.cache_dir=cache", "data.remote.timeout_seconds=1.5")
-    options = remote_options(chosen, tmp_path)
-    assert (options.tries, options.cache_dir, options.timeout_seconds) == (2, str(tmp_path / "cache"), 1.5)
+    chosen = config("data.remote.tries=2", "data.remote.connections=3", "data.remote.timeout_seconds=1.5")
+    options = remote_options(chosen)
+    assert (options.tries, options.connections, options.timeout_seconds) == (2, 3, 1.5)
     for loaded in (chosen, config()):
         (tmp_path / "again.toml").write_text(to_toml(loaded))
         assert load_config(tmp_path / "again.toml") == loaded
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_staging_reads_from_the_folder_that_this_rank_names(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = mock.Mock()
+    context.return_value.Process.return_value.is_alive.return_value = False
+    monkeypatch.setattr(datasets, "worker_context", context)
+    table = training_table(config(), folder, ROOT)
+    expected = list(TarReader(table).read_all([0, 1000, 2999]))
+    assert datasets.stage(table, config(), ROOT) == () and table.staging is None
+    chosen = config("data.staging=$STORE_OF_THE_TEST/shards")
+    monkeypatch.delenv("STORE_OF_THE_TEST", raising=False)
+    with pytest.raises(DataError, match="has a variable that is not set"):
+        datasets.stage(table, chosen, ROOT)
+    monkeypatch.setenv("STORE_OF_THE_TEST", str(tmp_path))
+    assert datasets.stage(table, chosen, ROOT) == (0,)
+    assert list(TarReader(table).read_all([0, 1000, 2999])) == expected
+    assert len(list((tmp_path / "shards" / "staged-shards").glob("*.tar"))) == len(table.entries)
+    assert (tmp_path / "shards").stat().st_mode & 0o7 and not (
+        tmp_path / "shards" / "staged-shards"
+    ).stat().st_mode & 0o77
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STORE_OF_THE_TEST", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="cannot use the folder"):
+        datasets.stage(table, chosen, ROOT)

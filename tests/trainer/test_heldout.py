@@ -12,6 +12,8 @@ from data.index.build import build_index
 from data.index.shards import common_root, expand_shards
 from data.index.tar_index import ExampleTable
 from data.reading.loader import eval_batches
+from data.reading.reader import RawExample
+from models.base import VisionModel
 from models.masked_autoencoder import MaskedAutoencoder, reconstruction_loss
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import OptimizerSection, load_config
@@ -52,7 +54,10 @@ def make_example(task: CaptioningTask) -> CaptionExample:
 
 @pytest.fixture(scope="module")
 def engine(one_rank: torch.device, task: CaptioningTask) -> LocalEngine:
-    model = task.build(torch.Generator().manual_seed(0))
+    return local_engine(task.build(torch.Generator().manual_seed(0)))
+
+
+def local_engine(model: VisionModel) -> LocalEngine:
     machine = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
     return LocalEngine(model, OptimizerSection(peak_lr=1e-3), machine, torch.device("cpu"))
 
@@ -76,25 +81,52 @@ def _one_by_one(table: ExampleTable, make_example: CaptionExample, count: int): 
         yield from eval_batches(table, make_example, 1, 0, 1, num_examples=count)
 
 
+@pytest.mark.parametrize("count", [8, 9])
 def test_baselines(
-    table: ExampleTable, task: CaptioningTask, make_example: CaptionExample, engine: LocalEngine
+    table: ExampleTable, task: CaptioningTask, make_example: CaptionExample, engine: LocalEngine, count: int
 ) -> None:
-    """Each of nine captions beside the picture four places on, whatever the micro-batches; the tables know these nine alone."""
-    examples = [batch.inputs for batch in _one_by_one(table, make_example, 9)]
+    """Examples that lie half of the data set apart exchange pictures, whatever the micro-batches; an odd one has no other."""
+    examples = [batch.inputs for batch in _one_by_one(table, make_example, count)]
     captions = Counter(tuple(one["tokens_BL"][0][one["token_mask_BL"][0]][1:].tolist()) for one in examples)
+    half = (count + 1) // 2
+    others = {place: place + half if place < half else place - half for place in range(count)}
     with torch.no_grad():
         losses = [
-            float(engine.module(**{**one, "images_BCHW": examples[(place + 4) % 9]["images_BCHW"]})[0])
-            for place, one in enumerate(examples)
+            float(engine.module(**{**examples[place], "images_BCHW": examples[other]["images_BCHW"]})[0])
+            for place, other in others.items()
+            if other < count
         ]
-    for size in (1, 2, 9, 16):
-        found = heldout(table, task, 9, size).baselines(engine)
+    assert len(losses) == 8
+    for size in (1, 2, 5, 9, 16):
+        means, found = heldout(table, task, count, size).means_and_baselines(engine)
         assert found["shuffled_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
         assert found["blind_loss"] == min(caption_losses(captions, make_example.tokenizer.vocab_size).values())
+        assert means == {"loss": pytest.approx(heldout(table, task, count, 3).loss(engine), rel=1e-5)}
+
+
+def test_every_example_is_decoded_once(
+    table: ExampleTable, task: CaptioningTask, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss, the word frequencies and the loss beside other pictures come from one pass; samples show their own few again."""
+    decoded: Counter[bytes] = Counter()
+
+    class Counting(CaptionExample):
+        def __call__(self, raw: RawExample, key: int) -> dict[str, np.ndarray]:
+            assert raw.image is not None
+            decoded[raw.image] += 1
+            return super().__call__(raw, key)
+
+    plain = task.make_example(train=False)
+    counting = Counting.__new__(Counting)
+    counting.__dict__.update(plain.__dict__)
+    monkeypatch.setattr(task, "make_example", lambda *, train: counting)
+    found = heldout(table, task, 30, 4).results(engine, None, 2).inside()
+    assert {"loss"} == set(found.means) and {"blind_loss", "shuffled_loss"} <= set(found.baselines)
+    assert sorted(decoded.values()) == [1] * 28 + [2] * 2
 
 
 @pytest.mark.parametrize("normalise", ["true", "false"])
-def test_baseline_of_a_masked_autoencoder(table: ExampleTable, engine: LocalEngine, normalise: str) -> None:
+def test_baseline_of_a_masked_autoencoder(table: ExampleTable, one_rank: torch.device, normalise: str) -> None:
     """The model's own loss, where the mean of the other five pictures is what it reconstructs."""
     shape = f"model.overrides={{patch_size = 8, encoder_depth = 1, decoder_depth = 1, normalise_pixels = {normalise}}}"
     overrides = ["model.kind=masked_autoencoder", "model.size=pico", "data.image_size=16", shape]
@@ -105,20 +137,21 @@ def test_baseline_of_a_masked_autoencoder(table: ExampleTable, engine: LocalEngi
     targets_BPQ, mask_BP = model.targets(batch.inputs["images_BCHW"]).double(), batch.inputs["mask_BP"]
     means_BPQ = (targets_BPQ.sum(dim=0) - targets_BPQ) / 5
     expected = float(reconstruction_loss(means_BPQ, targets_BPQ, mask_BP).mean())
+    engine = local_engine(model)
     for size in (1, 4, 6):
-        found = Heldout(table, task, num_examples=6, micro_batch_size=size).baselines(engine)
+        _, found = Heldout(table, task, num_examples=6, micro_batch_size=size).means_and_baselines(engine)
         assert list(found) == ["blind_loss"] and found["blind_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_one_example_has_no_other(table: ExampleTable, task: CaptioningTask, engine: LocalEngine) -> None:
-    assert heldout(table, task, 1, 4).baselines(engine) == {}
+    assert heldout(table, task, 1, 4).means_and_baselines(engine)[1] == {}
 
 
 def test_the_mode_of_the_model_is_restored(table: ExampleTable, task: CaptioningTask, engine: LocalEngine) -> None:
     for training in (True, False):
         engine.module.train(training)
         heldout(table, task, 2, 2).loss(engine)
-        heldout(table, task, 2, 2).baselines(engine)
+        heldout(table, task, 2, 2).means_and_baselines(engine)
         assert engine.module.training is training
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 
 from data.examples import examples as making
@@ -31,17 +32,18 @@ from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
 from privacy.ledger import ledger as run_ledger
 from privacy.sampling.poisson import Decided, PoissonSampler
-from tests.distributed.ranks import ROOT
+from tests.distributed.ranks import ROOT, run_ranks
 from tests.e2e.repeatable_train import SeededNoise
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.loop import step as one_step
 from trainer.publish import publish
-from trainer.ranks.distributed import Ranks
+from trainer.ranks.discovery import Ranks, discover_ranks
 from trainer.run import clipping_mode
 from trainer.run.folder import RunFolder
 from trainer.run.start import train
 
+ALONE = Ranks()
 MACHINE = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
 X = 7
 """The id of the example in which the data differ."""
@@ -57,6 +59,7 @@ RECIPES = {
     "vip_nano": [*ENCODER, *DECODER, *AT_RANDOM],
     "finetune_vit_base": [*ENCODER, *AT_RANDOM, "model.overrides.num_classes=10", "data.label_field=label"],
 }
+ADAPTIVE = ["privacy.clipping_function=adaptive"]
 SAMPLING = {0.05: (40, 2), 0.96: (25, 24)}
 """Sampling rate -> number of examples, expected batch size."""
 
@@ -116,18 +119,27 @@ def train_and_publish(
     device: torch.device,
     *more: str,
     real_sums: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Outcome:
-    """A run that stops on request and is resumed, and its published folder, under the same names; quickstart's with a card."""
+    """A run that stops on request and is resumed, and its published folder, under the same names; quickstart's with a card.
+
+    Collective; the others than rank 0 return nothing that was published.
+    """
     run, (count, batch_size) = tmp_path / "run", SAMPLING[rate]
-    write_data(tmp_path / "train.tar", count, neighbour.kind)
-    if not (tmp_path / "heldout.tar").exists():
+    if ranks.is_main:
+        write_data(tmp_path / "train.tar", count, neighbour.kind)
+    if ranks.is_main and not (tmp_path / "heldout.tar").exists():
         write_data(tmp_path / "heldout.tar", 6)
+    if ranks.world_size > 1:
+        dist.barrier()
     named = [f"data.shards={tmp_path}/train.tar", f"heldout.shards={tmp_path}/heldout.tar", "heldout.is_public=true"]
     sizes = [f"data.num_examples={count}", f"privacy.expected_batch_size={batch_size}"]
     config = load_config(ROOT / "recipes" / f"{recipe}.toml", [*named, *sizes, *SHORT, *RECIPES[recipe], *more])
     with pytest.MonkeyPatch.context() as patched:
-        inject(patched, run, neighbour, real_sums=real_sums)
-        codes = [train(config, MACHINE, "local", run, ROOT, Ranks(), device, SeededNoise()) for _ in range(2)]
+        inject(patched, run, neighbour, real_sums=real_sums, pace=1.0 if ranks.world_size == 1 else 1e-3)
+        codes = [train(config, MACHINE, "local", run, ROOT, ranks, device, SeededNoise()) for _ in range(2)]
+        if not ranks.is_main:
+            return Outcome(codes, {})
         if recipe == "quickstart":
             report(ReportOptions(run_dir=run, publish=tmp_path / "published"))
         else:  # a card takes seconds
@@ -143,8 +155,12 @@ def train_and_publish(
     return Outcome(codes, found)
 
 
-def inject(patched: pytest.MonkeyPatch, run: Path, neighbour: Neighbour, *, real_sums: bool) -> None:
-    """Equal: coins, key, nonce, sums, the first program's start. Different: every clock, the host, the process, free memory."""
+def inject(patched: pytest.MonkeyPatch, run: Path, neighbour: Neighbour, *, real_sums: bool, pace: float = 1.0) -> None:
+    """Equal: coins, key, nonce, sums, the first program's start. Different: every clock, the host, the process, free memory.
+
+    Args:
+        pace: how fast clocks run; ranks that wait for each other give up after minutes of their own clocks.
+    """
     numbers, rng = itertools.count(), random.Random(neighbour.seed)
 
     def keys_and_nonces(size: int = 32) -> bytes:
@@ -157,7 +173,7 @@ def inject(patched: pytest.MonkeyPatch, run: Path, neighbour: Neighbour, *, real
     seconds = [1e6 * neighbour.seed]
 
     def clock() -> float:
-        seconds[0] += rng.expovariate(1 / neighbour.seed)
+        seconds[0] += pace * rng.expovariate(1 / neighbour.seed)
         return seconds[0]
 
     for name in ("time", "monotonic", "perf_counter"):
@@ -195,7 +211,7 @@ def inject(patched: pytest.MonkeyPatch, run: Path, neighbour: Neighbour, *, real
         if b'"kind": "nan"' in raw.fields.get("json", b""):
             found = np.full_like(found, np.nan)
         if b'"kind": "slow"' in raw.fields.get("json", b""):
-            seconds[0] += 5e4
+            seconds[0] += pace * 5e4
         return found
 
     patched.setattr(making, "_image", maybe_odd_image)
@@ -210,6 +226,13 @@ def inject(patched: pytest.MonkeyPatch, run: Path, neighbour: Neighbour, *, real
         return shards
 
     patched.setattr(one_step, "reduce_to_owners", equal_sums)
+    adapt = one_step.adapt_bound
+
+    def equal_counts(clipped: Any, plan: Any, noise: Any, stats: Any, *arguments: Any) -> Any:
+        none = [one._replace(centred_unclipped=torch.zeros_like(one.centred_unclipped)) for one in stats]
+        return adapt(clipped, plan, noise, stats if real_sums else none, *arguments)
+
+    patched.setattr(one_step, "adapt_bound", equal_counts)
 
 
 def differing(one: Outcome, other: Outcome) -> list[str]:
@@ -226,6 +249,45 @@ def test_a_large_example_and_none_publish_the_same_bytes(tmp_path: Path, one_ran
     assert {"ledger.jsonl", "metrics.jsonl", "evaluation/heldout.jsonl", "checkpoints/LATEST"} <= set(one.published)
     privates = [sorted(tmp_path.glob(f"run-tiny-*-{kind}-*/private/metrics.jsonl"))[0] for kind in ("large", "plain")]
     assert privates[0].read_bytes() != privates[1].read_bytes(), "the two runs did see different things"
+
+
+def test_nor_does_the_count_of_adaptive_clipping_leave_without_noise(tmp_path: Path, one_rank: torch.device) -> None:
+    one, other = (
+        train_and_publish(tmp_path, "tiny", 0.96, neighbour, one_rank, *ADAPTIVE)
+        for neighbour in (Neighbour("large", 1), Neighbour("plain", 2, is_drawn=False))
+    )
+    assert one.codes == other.codes == [7, 0] and differing(one, other) == []
+    assert b"privacy/noised_unclipped_fraction" in one.published["metrics.jsonl"][0]
+
+
+@pytest.mark.full
+def test_the_comparison_sees_one_example_in_the_count(tmp_path: Path, one_rank: torch.device) -> None:
+    """Without equal counts the same two runs publish other bounds."""
+    one, other = (
+        train_and_publish(tmp_path, "tiny", 0.96, neighbour, one_rank, *ADAPTIVE, real_sums=True)
+        for neighbour in (PLAIN, Neighbour("zero", 2))
+    )
+    assert "ledger.jsonl" in differing(one, other), "the ledger states C"
+
+
+def on_two_ranks(device: torch.device, folder: str, more: list[str]) -> list[Outcome]:
+    ranks = discover_ranks(os.environ)
+    neighbours = [PLAIN, Neighbour("large", 2), Neighbour("undecodable", 3), Neighbour("plain", 4, is_drawn=False)]
+    return [
+        train_and_publish(Path(folder), "tiny", 0.96, neighbour, device, *more, ranks=ranks) for neighbour in neighbours
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("more", [[], ADAPTIVE], ids=["flat", "adaptive"])
+def test_two_ranks_publish_the_same_bytes_for_all_neighbours(tmp_path: Path, more: list[str]) -> None:
+    plain, *others = run_ranks(
+        "tests.trainer.test_non_interference:on_two_ranks", 2, timeout=400, folder=str(tmp_path), more=more
+    )[0]
+    assert plain.codes == [7, 0] and len(plain.published) > 10
+    for other in others:
+        assert other.codes == plain.codes and differing(plain, other) == []
 
 
 @pytest.mark.full

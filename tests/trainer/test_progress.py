@@ -21,10 +21,26 @@ def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_is_slow_says_once_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_slow_says_what_it_does_and_for_how_long(capsys: pytest.CaptureFixture[str]) -> None:
     with working("counting"):
-        time.sleep(0.2)
+        time.sleep(0.1)
     assert capsys.readouterr() == ("", "counting ...\n")
+    with working("counting"):
+        time.sleep(0.5)
+    time.sleep(0.2)
+    first, *others = capsys.readouterr().err.splitlines()
+    assert (
+        first == "counting ..."
+        and 2 <= len(others) <= 4
+        and set(others) <= {"counting: 0 s so far", "counting: 1 s so far"}
+    )
+
+
+def test_a_bar_speaks_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with working("counting"):
+        for _ in track(range(20), "numbers", 20):
+            time.sleep(0.02)
+    assert {line.split(":")[0] for line in capsys.readouterr().err.splitlines()} == {"counting ...", "numbers"}
 
 
 def test_a_slow_loop_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:

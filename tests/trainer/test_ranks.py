@@ -116,6 +116,12 @@ def test_a_rank_outside_of_the_world(rank: str) -> None:
         discover_ranks({"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "8", **ADDRESS})
 
 
+@pytest.mark.parametrize("address", ["a b", "=1!\f\f<j", "http://host", "x\ny"])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR is"):
+        discover_ranks({**LAUNCHERS["torchrun"], "MASTER_ADDR": address, "MASTER_PORT": "1"})
+
+
 def test_a_port_that_is_none() -> None:
     with pytest.raises(ConfigError):
         discover_ranks({**LAUNCHERS["torchrun"], "MASTER_ADDR": "node0", "MASTER_PORT": "http"})

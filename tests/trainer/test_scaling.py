@@ -259,6 +259,7 @@ def result(batch: int, seed: int, blind: float | None = 2.0, **plan: Any) -> Res
         plan=made,
         charged=4,
         epsilon=batch / 10 if made.formal_guarantee else None,
+        delta=made.target_delta if made.formal_guarantee else None,
         losses={0: 3.0, 2: 2.5 + seed / 10, 4: 2.0 - seed / 10 - batch / 1000},
         blind_loss=blind,
         shuffled_loss=3.5,

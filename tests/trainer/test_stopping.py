@@ -63,11 +63,12 @@ def test_max_minutes(tmp_path: Path) -> None:
     requests.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_step_that_does_not_end_is_abandoned_while_the_main_thread_is_blocked(
-    requests: StopRequests, abandoned: threading.Event
+    requests: StopRequests, abandoned: threading.Event, number: signal.Signals
 ) -> None:
     """No Python handler runs inside a C call; the signal is noticed all the same."""
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
     with requests.step():
         assert abandoned.wait(10)
 
@@ -122,9 +123,9 @@ lock.acquire()
 lock.acquire()  # blocked where no handler runs
 """
 
-    def start(self, mode: str) -> subprocess.Popen[str]:
+    def start(self, mode: str, before: str = "") -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", self.SCRIPT, mode],
+            [sys.executable, "-c", before + self.SCRIPT, mode],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -134,7 +135,17 @@ lock.acquire()  # blocked where no handler runs
         assert process.stdout.readline() == "ready\n"
         return process
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    def test_what_a_shell_had_ignored_stays_ignored(self) -> None:
+        process = self.start("setup", "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 7
+
+    @pytest.mark.parametrize(
+        "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
+    )
     def test_a_signal_ends_it(self, number: signal.Signals) -> None:
         process = self.start("setup")
         time.sleep(0.2)

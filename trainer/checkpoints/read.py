@@ -11,7 +11,6 @@ the ledger has charged the steps between, which are repeated with new coins and 
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -214,8 +213,7 @@ class Checkpoint:
 def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) -> Checkpoint | None:
     """The checkpoint to resume from: the one that LATEST names or, if that is damaged, the newest whole one before it.
 
-    Collective. Damaged and newer ones are set aside under another name, with one line on the console each, so that no later
-    start meets them.
+    Collective. Each damaged one is a line on the console; nothing is written (`set_aside_newer`).
 
     Args:
         remembered: called with the ledger position of every manifest that can be read, damaged checkpoint or not; refuses
@@ -242,7 +240,6 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
                     print(
                         f"damaged checkpoint: {line}; resuming from {name}, the steps after it stay charged", flush=True
                     )
-            distributed.on_main(functools.partial(_set_aside_newer, folder, name))
             return checkpoint
         damaged.append(failures[0])
     if damaged:
@@ -271,8 +268,8 @@ def _readable_manifests(folder: Path) -> list[dict[str, Any]]:
     return manifests
 
 
-def _set_aside_newer(folder: Path, kept: str) -> None:
-    """Renames what is newer than the one that is used, and points LATEST at that."""
+def set_aside_newer(folder: Path, kept: str) -> None:
+    """Renames what is newer than the one that is used, or damaged, and points LATEST at that: no later start meets them."""
     for path in sorted(folder.glob("step-*")):
         if path.name > kept:
             target = folder / f"set-aside-{path.name}"

@@ -43,9 +43,6 @@ class RemoteSection(Section):
     """First pause between tries; it doubles."""
     connections: int = Field(16, ge=1, le=1024)
     """Requests at the same time, per data worker."""
-    cache_dir: str | None = None
-    """A local folder that keeps examples that were read; private."""
-    cache_mib: int = Field(1024, ge=1, le=2**30)
     allow_plain_http: bool = False
     """Permits http:// beyond this machine: everyone on the network then knows who is in every batch."""
 
@@ -91,6 +88,8 @@ class DataSection(Section):
     bucket_captions: bool = False
     """Captions of like length share a micro-batch: less padding, equal gradients. For runs without privacy."""
     remote: RemoteSection = RemoteSection()
+    staging: str | None = None
+    """A local folder of each node, e.g. "/local/nvme" or "$TMPDIR/shards", to which the shards of its ranks are copied whole."""
     streaming: bool = False
     """Reads the shards in order through webdataset: for public data in runs without privacy only (data/reading/streaming.py)."""
     dataset_name: str | None = None
@@ -266,7 +265,7 @@ class TrainSection(Section):
 class RunConfig(Section):
     """The whole recipe. `name` names the default run folder."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=200)
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)
     model: ModelSection
     init: InitSection | None = None
     data: DataSection
@@ -287,8 +286,9 @@ class RunConfig(Section):
             raise ValueError(
                 "data.streaming amplifies no privacy: it needs privacy.enabled = false and data.provenance = public or synthetic"
             )
-        if self.data.streaming and self.data.bucket_captions:
-            raise ValueError("data.bucket_captions needs random access; remove it or data.streaming")
+        for key in ("bucket_captions", "staging"):
+            if self.data.streaming and getattr(self.data, key):
+                raise ValueError(f"data.{key} needs random access; remove it or data.streaming")
         if self.data.bucket_captions and self.privacy.enabled:
             raise ValueError(
                 "data.bucket_captions: one long caption changes the shape of its whole micro-batch, and with it how every other "

@@ -17,11 +17,17 @@ def _refuse_huge(value: Any) -> None:
         _refuse_huge(one)
 
 
+def parse_toml(text: str) -> dict[str, Any]:
+    """A TOML tree whose numbers can be written out; ValueError or RecursionError for anything else."""
+    tree = tomllib.loads(text)
+    _refuse_huge(tree)
+    return tree
+
+
 def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
     """The tree of a TOML file; ConfigError says `what` cannot be read."""
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        _refuse_huge(tree)
+        tree = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{what} {path}: {error.strerror}; {hint}") from error
     except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
@@ -43,8 +49,7 @@ def refuse_nul(value: Any, where: str) -> None:
 def toml_value(text: str) -> Any:
     """A TOML value; anything that is none is a string, so that paths need no quotes."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-        _refuse_huge(value)
+        value = parse_toml(f"value = {text}")["value"]
     except ValueError:
         return text
     except RecursionError as error:

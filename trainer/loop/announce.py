@@ -4,9 +4,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+from privacy.card.text import rounded_up
 from trainer.config.machine import MachineSettings
 from trainer.loop.fit import BUDGET_SPENT, DONE
 from trainer.loop.stopping import STOPPED_EARLY
+from trainer.planner.signal import NoiseToSignal
 from trainer.ranks import distributed
 from trainer.ranks.discovery import Ranks
 from trainer.run.clipping_mode import ModeChoice
@@ -32,6 +34,9 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
         f"C = {plan.max_grad_norm:g}, sigma = {plan.noise_multiplier:.4f}, "
         f"{plan.num_steps} steps and {plan.reserved_attempts} reserved attempts"
     )
+    signal = NoiseToSignal.of(plan, count, run.config.model.kind)
+    if signal is not None:
+        print(signal.line)
     if plan.lattice is not None:
         print(
             f"certified arithmetic: sums are multiples of 2^{-plan.lattice.exponent}, one example adds at most C; made-up "
@@ -47,16 +52,14 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
             f"warning: the warm-up takes {warmup} steps and the run {plan.num_steps}: the learning rate never reaches its peak "
             "(schedule.warmup_steps)"
         )
-    if plan.formal_guarantee:
+    planned, whole = run.ledger.claim(plan.num_steps), run.ledger.claim(plan.max_intents)
+    if planned is not None and whole is not None:
+        own = run.ledger.epsilon(plan.max_intents)
+        behind = "" if own == whole[0] else f"; of it, this run alone spends at most {rounded_up(own or 0.0)}"
         print(
-            f"epsilon planned {run.ledger.epsilon(plan.num_steps):.3f}, with the whole reserve "
-            f"{run.ledger.epsilon(plan.max_intents):.3f}, at delta {plan.target_delta:.3g}"
+            f"epsilon planned {rounded_up(planned[0])}, with the whole reserve {rounded_up(whole[0])}, at delta {whole[1]:.3g}"
+            f"{behind}"
         )
-        carried = run.ledger.carried(plan.max_intents)
-        if carried is not None:
-            print(
-                f"with what the initial weights had spent, at most epsilon {carried[0]:.3f} at delta {carried[1]:.3g}"
-            )
     else:
         print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
     if run.ledger.fingerprint is not None:
@@ -101,21 +104,26 @@ def few_cpus(cpus: Sequence[int], hosts: Sequence[str], num_workers: int) -> str
     )
 
 
+def _claim(run: Run) -> str:
+    """What the weights carry for everything charged, rounded up."""
+    claim, own = run.ledger.claim(), run.ledger.epsilon()
+    if claim is None or own is None:
+        return "no formal guarantee"
+    delta, words = run.mechanism.plan.target_delta, f"epsilon {rounded_up(claim[0], 4)} at delta {claim[1]:g}"
+    if claim == (own, delta):
+        return words
+    alone = f"epsilon {rounded_up(own, 4)} at delta {delta:g} for this run alone"
+    return f"{words} with what the initial weights had spent ({alone})"
+
+
 def conclude(run: Run, outcome: int) -> None:
-    """Prints in one line how the run ended; on the main rank."""
-    epsilon = run.ledger.epsilon()
-    claim = (
-        f"epsilon {epsilon:.4f} at delta {run.mechanism.plan.target_delta:g}"
-        if epsilon is not None
-        else "no formal guarantee"
-    )
-    carried = run.ledger.carried()
-    if carried is not None:
-        alone = f"{claim} for this run alone"
-        claim = f"epsilon {carried[0]:.4f} at delta {carried[1]:g} with what the initial weights had spent ({alone})"
+    """Prints how the run ended, and what recognises its ledger; on the main rank."""
+    claim = _claim(run)
     ending = {
         DONE: f"done: {run.mechanism.plan.num_steps} steps, {claim}",
         BUDGET_SPENT: f"stopped: the budget of {run.mechanism.plan.max_intents} attempts is spent and steps remain; {claim}",
         STOPPED_EARLY: f"stopped on request; the same command resumes; {claim}",
     }
+    line = run.ledger.position()["hash"]
+    print(f"the ledger's last line is {line}: keep it with the fingerprint (verify.py --head), and no cut goes unseen")
     print(f"{ending[outcome]}; run folder {run.folder.root}", flush=True)

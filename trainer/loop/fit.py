@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trainer import clock
 from trainer.checkpoints.read import has_checkpoints
 from trainer.engines.base import ShardState, holds_whole_weights
-from trainer.errors import StepDropped
+from trainer.errors import RemoteError, StepDropped, WeightsNotFinite
 from trainer.loop.reporting import StepReporter
 from trainer.loop.step import train_step
 from trainer.loop.stopping import STOPPED_EARLY, StopRequests
@@ -28,8 +28,8 @@ def fit(run: "Run") -> int:
     reporter = StepReporter(run)
     grace = run.config.train.grace_seconds
     words = (
-        f"stopped: a step did not end within {grace:g} s of SIGTERM; it is abandoned, what the ledger charged for it stays "
-        "charged, and the same command resumes from the newest checkpoint"
+        f"stopped: a step did not end within {grace:g} s of SIGTERM or SIGINT; it is abandoned, what the ledger charged for it "
+        "stays charged, and the same command resumes from the newest checkpoint"
     )
     requests = StopRequests(
         run.folder.stop,
@@ -58,7 +58,7 @@ def fit(run: "Run") -> int:
             started = clock.now()
             plan, micro_batches = next(steps)
             step = plan.step
-            run.ledger.note(plan, run.batches.micro_batch_size)
+            run.ledger.note(plan, run.batches.micro_batch_size, run.batches.nodes)
             distributed.note_progress(step)
             if run.sanity is not None:
                 micro_batches = run.sanity.before_step(step, micro_batches, plan.num_micro_batches)
@@ -91,7 +91,19 @@ def fit(run: "Run") -> int:
 
 
 def save(run: "Run", step: int) -> int:
-    """Writes a checkpoint, or starts to; the ledger notes it when it is whole."""
+    """Writes a checkpoint, or starts to; the ledger notes it when it is whole.
+
+    Raises:
+        WeightsNotFinite: there is nothing to save (on rank 0, RemoteError elsewhere).
+    """
+    broken = [s.piece.name for s in run.mechanism.engine.state() if not bool(s.tensors["param"].isfinite().all())]
+    names = [name for names in distributed.gather_objects(broken) for name in names]
+    if names:  # of noised weights, so it may be said
+        error = (
+            f"after step {step} the weights hold NaN or infinity ({names[0]}, {len(names)} parts in all); they are not saved, "
+            "and the same command resumes from the newest checkpoint: lower optimizer.peak_lr, or look at the memory of the host"
+        )
+        raise WeightsNotFinite(error) if distributed.rank() == 0 else RemoteError(error, WeightsNotFinite.exit_code)
     states: Iterable[ShardState] = run.average.states() if run.average is not None else run.mechanism.engine.state()
     states = itertools.chain(states, run.frozen.states())
     run.checkpoints.save(step, states, {**run.mechanism.engine.shapes, **run.frozen.shapes}, run.checkpoint_facts())

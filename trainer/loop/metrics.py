@@ -97,6 +97,12 @@ def as_fp32(value: float) -> float:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
+def fp32_above(value: float) -> float:
+    """The smallest fp32 number that is not below `value`: an epsilon is never published below what was spent."""
+    nearest = np.float32(value)
+    return float(nearest if nearest >= value else np.nextafter(nearest, np.float32(np.inf)))
+
+
 class _EventFile:
     """A new file of TensorBoard events, durable against a kill event by event.
 

@@ -17,7 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from data.files import write_durably
 from privacy.boundary import Private, Public, Reason
-from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32
+from privacy.card.text import rounded_up
+from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32, fp32_above
 from trainer.ranks import distributed
 from trainer.run.heldout import HeldoutResults
 from trainer.tasks.base import Samples
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
     from trainer.loop.step import StepRecord
     from trainer.run.run import Run
 
-PLAIN_INTERVAL_SECONDS = 10.0
+PLAIN_INTERVAL_SECONDS = 30.0
+SHOWN_CAPTIONS = 4
+"""On the console; the others are in the picture of samples."""
+WHERE_TRAINING_LOSS_IS = (
+    "This page shows what may be published. The training loss, the sizes of batches and all times come from single training "
+    "examples without noise; they are private: `tensorboard --logdir RUN_DIR/private/tensorboard`."
+)
 
 
 class ProgressLine:
@@ -48,7 +55,7 @@ class ProgressLine:
             self._bar.start()
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
-        """Shows a finished step; plain lines appear at most every ten seconds, and for the last step."""
+        """Shows a finished step; plain lines appear at most every half minute, and for the last step."""
         # rich's own estimate forgets what is older than half a minute, and a step may take longer.
         now, done = time.monotonic(), step - self._first
         eta = timedelta(seconds=int((now - self._started) / done * (self._total - step))) if done > 0 else "?"
@@ -74,6 +81,8 @@ class StepReporter:
         if self._is_main:
             self._public = PublicMetrics(run.folder.root)
             self._private = PrivateMetrics(run.folder.private)
+            if run.first_step == 1:
+                self._public.text(0, "where the training loss is", Public(WHERE_TRAINING_LOSS_IS, Reason.SETTINGS))
             self._progress = ProgressLine(run.first_step - 1, run.config.train.num_steps)
 
     def close(self) -> None:
@@ -89,18 +98,18 @@ class StepReporter:
             self.heldout(step)
         if not self._is_main:
             return
-        epsilon = self._run.ledger.epsilon()
+        claim = self._run.ledger.claim()
         private = self._private_values(record, duration)
         if step % self._run.config.train.log_every == 0 or step == self._run.config.train.num_steps:
             public = {"optimizer/lr": record.lr, "optimizer/noised_grad_norm": record.noised_grad_norm, **record.public}
-            if epsilon is not None:
-                public["privacy/epsilon"] = Public(epsilon, Reason.CHARGED)
+            if claim is not None:
+                public["privacy/epsilon"] = Public(fp32_above(claim[0]), Reason.CHARGED)
                 public["privacy/charged_attempts"] = Public(self._run.ledger.num_charged, Reason.CHARGED)
             self._public.scalars(step, public)
             self._private.scalars(step, private)
         shown = {name: value.inside() for name, value in private.items()}
         console = {
-            "eps": f"{epsilon:.3f}" if epsilon is not None else "none (no formal guarantee)",
+            "eps": rounded_up(claim[0]) if claim is not None else "none (no formal guarantee)",
             "lr": f"{record.lr.value:.1e}",
             "loss": f"{shown['train/loss']:.3f}",
             "ex/s": f"{shown['performance/examples_per_second']:.0f}",
@@ -141,12 +150,20 @@ class StepReporter:
         if not self._is_main:
             return
         found = results.inside()
-        others = "".join(f", {name} {value:.4f}" for name, value in found.means.items() if name != "loss")
-        print(f"held-out {run.heldout.loss_name} after step {step}: {found.means['loss']:.4f}{others}", flush=True)
-        for line in learned(found.means, found.baselines):
-            print(f"  {line}", flush=True)
-        for generated, reference in found.samples.lines if found.samples else ():
-            print(f"  model: {generated!r}   reference: {reference!r}", flush=True)
+        values = {**found.means, **found.baselines}
+        shown = {
+            "loss": "",
+            "accuracy": ", accuracy",
+            "blind_loss": "; without looking",
+            "shuffled_loss": ", with another picture",
+        }
+        numbers = "".join(f"{word} {values[name]:.4f}" for name, word in shown.items() if name in values)
+        print(f"held-out {run.heldout.loss_name} after step {step}:{numbers}", flush=True)
+        if step == run.config.train.num_steps:
+            for line in learned(found.means, found.baselines):
+                print(f"  {line}", flush=True)
+            for generated, reference in found.samples.lines[:SHOWN_CAPTIONS] if found.samples else ():
+                print(f"  model: {generated!r}   reference: {reference!r}", flush=True)
         if run.config.heldout.is_public:
             write_public(step, Public(found, Reason.DECLARED), self._public, run.folder.evaluation)
         else:
@@ -191,7 +208,7 @@ def _write_files(step: int, numbers: Mapping[str, float], samples: Samples | Non
 
 
 def learned(means: dict[str, float], baselines: dict[str, float]) -> list[str]:
-    """Whether the model has learned anything, in plain words: its loss beside what one gets without looking."""
+    """Whether the model has learned anything, in plain words: its loss against what one gets without looking."""
     lines, loss = [], means["loss"]
     blind, shuffled = baselines.get("blind_loss"), baselines.get("shuffled_loss")
     if blind is not None:

@@ -6,7 +6,7 @@ the optimizer and writes `done`. `trainer/loop/fit.py` repeats it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,7 +16,9 @@ from data.batch import Batch
 from privacy.boundary import Private, Public, Reason
 from privacy.clipping import ClippedSum, MicroBatchStats
 from privacy.clipping.integers import to_real
-from privacy.noise import NoiseSource, add_noise, add_rounded_noise
+from privacy.correlated.segment import Segment
+from privacy.correlated.strategy import Strategy
+from privacy.noise import NoiseSource, add_rounded_noise
 from privacy.plan import PrivacyPlan
 from privacy.releases import Release
 from trainer.engines.base import Engine, GradShard
@@ -48,6 +50,7 @@ class Mechanism:
         noise: gives the owner of a shard its standard normals.
         noise_variance: what DP-AdamBC subtracts from its second moment.
         learning_rate: gives the rate of a step, from 1 on.
+        segment: adds the noise to this rank's shards; what of it the next steps need is here alone, and ends with the process.
     """
 
     plan: PrivacyPlan
@@ -57,6 +60,7 @@ class Mechanism:
     noise: NoiseSource
     noise_variance: NoiseVariance
     learning_rate: Callable[[int], float]
+    segment: Segment = field(default_factory=lambda: Segment(Strategy.independent()))
 
 
 @dataclass(frozen=True)
@@ -100,12 +104,12 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) 
             add_rounded_noise(shard.values, deviation, mechanism.noise)
         shards = [s._replace(values=to_real(s.values, plan.lattice.exponent)) for s in shards]
     else:
-        for shard in shards:
-            add_noise(shard.values, noise_std, mechanism.noise)
+        mechanism.segment.add_row([shard.values for shard in shards], noise_std, mechanism.noise)
     for shard in shards:
         shard.values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
     lr = mechanism.learning_rate(step)
-    noise_variance = mechanism.noise_variance.after(step, noise_std / plan.expected_batch_size)
+    added = noise_std * mechanism.segment.spread
+    noise_variance = mechanism.noise_variance.after(step, added / plan.expected_batch_size)
     engine.step(shards, lr=lr, noise_variance=noise_variance)
     public = adapt_bound(clipped, plan, mechanism.noise, stats, releases)
     mechanism.ledger.done(step)

@@ -1,10 +1,10 @@
-"""Requests to stop: a file named STOP in the run folder, SIGTERM or SIGUSR1 to a rank, or `train.max_minutes`.
+"""Requests to stop: a file named STOP in the run folder, SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 to a rank, or `train.max_minutes`.
 
-All of them save at the next step boundary and end with exit 7. After SIGTERM that boundary must come soon, because launchers and
-schedulers kill half a minute later: a step that has not ended within the grace time is given up. Up to its intent nothing of it
-has left its process, so it is dropped, costs nothing, and the state of the step before is saved. After its intent the step is
-abandoned: it stays charged, and the newest checkpoint is what resumes. Before training there is nothing to save: a signal ends
-all ranks at once, with exit 7 too.
+All of them save at the next step boundary and end with exit 7. After SIGTERM and SIGINT that boundary must come soon, because
+launchers and schedulers kill half a minute later: a step that has not ended within the grace time is given up. Up to its intent
+nothing of it has left its process, so it is dropped, costs nothing, and the state of the step before is saved. After its intent
+the step is abandoned: it stays charged, and the newest checkpoint is what resumes. Before training there is nothing to save: a
+signal ends all ranks at once, with exit 7 too.
 
 A rank whose launcher is gone sends SIGUSR1 to itself (trainer/ranks/launcher.py).
 """
@@ -24,9 +24,15 @@ T = TypeVar("T")
 
 STOPPED_EARLY = 7
 """Exit code: stopped on request, and the same command resumes."""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+HURRIED = frozenset((signal.SIGTERM, signal.SIGINT))
 MARGIN_SECONDS = 4.0
 """A step that was not dropped between two micro-batches is abandoned so long after the grace time."""
+
+
+def heard() -> list[signal.Signals]:
+    """The signals that ask this process to stop; a shell has its background jobs ignore SIGINT, and so it stays."""
+    return [number for number in SIGNALS if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def end_on_signals(
@@ -34,7 +40,7 @@ def end_on_signals(
         "stopped on request; no step was running, and the same command resumes", STOPPED_EARLY
     ),
 ) -> None:
-    """From here until training, when `StopRequests` takes over, SIGTERM or SIGUSR1 ends all ranks, whatever they wait for.
+    """From here until training, when `StopRequests` takes over, each of SIGNALS ends all ranks, whatever they wait for.
 
     The run folder is then as after a crash, and the same command resumes.
 
@@ -49,7 +55,7 @@ def end_on_signals(
             pass
         end()
 
-    for number in SIGNALS:
+    for number in heard():
         signal.signal(number, lambda number, frame: None)  # the number goes to the socket at once
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
     threading.Thread(target=watch, name="stop before training", daemon=True).start()
@@ -76,13 +82,13 @@ class StopRequests:
         self._ends_at = time.monotonic() + 60 * max_minutes if max_minutes else None
         self._abandon = abandon
         self._signalled = threading.Event()
-        self._terminated_at: float | None = None
+        self._hurried_at: float | None = None
         self._in_step = False
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         # The handlers make the signals arrive; their numbers go to the socket at once, whatever the main thread does.
         self._before = {
-            number: signal.signal(number, lambda number, frame: self._signalled.set()) for number in SIGNALS
+            number: signal.signal(number, lambda number, frame: self._signalled.set()) for number in heard()
         }
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="stop requests", daemon=True).start()
@@ -101,7 +107,7 @@ class StopRequests:
 
     def grace_is_over(self) -> bool:
         """Whether a step that is not charged yet should be dropped."""
-        return self._terminated_at is not None and time.monotonic() - self._terminated_at > self._grace
+        return self._hurried_at is not None and time.monotonic() - self._hurried_at > self._grace
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -140,6 +146,6 @@ class StopRequests:
                 return
             if any(number in numbers for number in SIGNALS):
                 self._signalled.set()
-            if signal.SIGTERM in numbers and self._terminated_at is None:
-                self._terminated_at = time.monotonic()
+            if HURRIED.intersection(numbers) and self._hurried_at is None:
+                self._hurried_at = time.monotonic()
                 threading.Thread(target=end_of_grace, name="grace", daemon=True).start()

@@ -102,11 +102,13 @@ class Examples:
         count: how many there are; None where nobody says.
         mean_bytes: mean size of an example's members in the shard, headers included.
         source: where the mean is from, in words.
+        num_shards: how many shards they lie in; None where no index says.
     """
 
     count: int | None
     mean_bytes: float
     source: str
+    num_shards: int | None = None
 
 
 def examples(config: RunConfig, root: Path, bytes_per_example: float | None) -> Examples:
@@ -119,10 +121,11 @@ def examples(config: RunConfig, root: Path, bytes_per_example: float | None) -> 
     if config.data.index is not None and (root / config.data.index / MANIFEST).exists():
         table = ExampleTable.open(root / config.data.index, root, check_shards=False)
     count = config.data.num_examples if table is None else len(table)
+    num_shards = None if table is None else len(table.entries)
     if bytes_per_example is not None:
-        return Examples(count, bytes_per_example, "--bytes_per_example")
+        return Examples(count, bytes_per_example, "--bytes_per_example", num_shards)
     if table is None or len(table) == 0:
         return Examples(count, BYTES_PER_EXAMPLE, "assumed: no index; --bytes_per_example says better")
     step = -(-len(table) // SAMPLED)
     lengths = table.extents(np.arange(0, len(table), step)).lengths
-    return Examples(count, float(lengths.mean()), f"index {config.data.index}")
+    return Examples(count, float(lengths.mean()), f"index {config.data.index}", num_shards)

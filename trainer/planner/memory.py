@@ -131,6 +131,7 @@ class RankMemory:
         gradient_buffer: what the engine keeps for gradients.
         moments: optimizer states.
         average: the moving average of the weights.
+        noise_history: the past noise of correlated noise.
         sums: clipped gradients, in fp64: whole sums, or this rank's part of them (sharded accumulation).
         bucket: what sharded accumulation takes during a micro-batch.
         gathered: weights that exist while a micro-batch runs.
@@ -144,6 +145,7 @@ class RankMemory:
     gradient_buffer: int
     moments: int
     average: int
+    noise_history: int
     sums: int
     bucket: int
     gathered: int
@@ -154,7 +156,7 @@ class RankMemory:
     @property
     def lasting(self) -> int:
         """What is there all the time."""
-        states = self.masters + self.gradient_buffer + self.moments + self.average
+        states = self.masters + self.gradient_buffer + self.moments + self.average + self.noise_history
         return self.weights + states + self.sums
 
     @property
@@ -195,8 +197,15 @@ def rank_memory(
     accumulation: str,
     world_size: int,
     average: bool,
+    on_cpu: bool = False,
+    bands: int = 1,
 ) -> RankMemory:
-    """Everything but the activations."""
+    """Everything but the activations.
+
+    Args:
+        on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`trainer.ranks.distributed.reduce_scatter_sum`).
+        bands: of correlated noise; the owner of a coordinate keeps its noise of so many steps less one.
+    """
     compute = machine.compute_dtype.itemsize
     sums, bucket = accumulator_bytes(trainable, accumulation, world_size)
     keeps_gradients = engine == "deepspeed" and (machine.stage == 3 or machine.offload_optimizer)
@@ -205,11 +214,13 @@ def rank_memory(
         "gradient_buffer": FP32 * shares.stepped if keeps_gradients else 0,
         "moments": FP32 * len(moments(optimizer)) * shares.stepped,
         "average": FP32 * shares.owned if average else 0,
+        "noise_history": FP64 * (bands - 1) * shares.owned,
     }
     weights = compute * shares.weights
     # At the end of a logical batch: the reduction with its packing buffer, the noise, or the optimizer with an fp32 gradient and
     # as much scratch memory.
-    packed = FP64 * min(PACKED_COORDINATES, world_size * shares.owned) if accumulation == "local" else 0
+    copies = 2 if on_cpu and world_size > 1 else 1
+    packed = FP64 * copies * min(PACKED_COORDINATES, world_size * shares.owned) if accumulation == "local" else 0
     stepping = FP32 * (3 if engine == "deepspeed" else 2) * shares.stepped
     if engine == "local":  # whole gradients are gathered and copied
         stepping = FP32 * (trainable.count + max(trainable.count, world_size * shares.owned))
@@ -226,7 +237,7 @@ def rank_memory(
         weights=weights + compute * trainable.buffers,
         **states,
         sums=sums,
-        bucket=bucket,
+        bucket=copies * bucket,
         gathered=compute * shares.gathered,
         step=FP64 * shares.owned + max(packed, 3 * FP64 * shares.largest_piece, stepping),
         host=on_host,
@@ -239,7 +250,7 @@ def room(memory: RankMemory, total: int) -> int:
 
     The rest is for scratch memory inside of operations, the device's context, communication buffers and fragmentation.
     """
-    there = memory.weights + memory.masters + memory.gradient_buffer + memory.average + memory.sums
+    there = memory.lasting - memory.moments  # which are made at the end of the first step
     return int(USABLE * (total - there)) - memory.on_top
 
 

@@ -35,6 +35,7 @@ def summarise(
         "expected_batch_size": plan.expected_batch_size,
         "num_steps": plan.num_steps,
         "reserved_attempts": plan.reserved_attempts,
+        "bands": plan.bands,
         "cap": plan.cap,
         "sample_rate": plan.sample_rate,
         "noise_multiplier": plan.noise_multiplier,
@@ -48,7 +49,7 @@ def summarise(
         "reasons": list(plan.reasons),
         "warnings": list(plan.warnings),
         "accountant": accounting.accountant_version(),
-        "epochs": plan.num_steps * plan.sample_rate,
+        "epochs": plan.num_steps * plan.sample_rate / plan.bands,
         "examples_processed": plan.num_steps * plan.expected_batch_size,
     }
     epsilons = _epsilons(plan, warn, extras)
@@ -58,7 +59,7 @@ def summarise(
         result["max_examples_per_owner"], epsilons["epsilon_owner"] = max_examples_per_owner, None
         if plan.formal_guarantee and plan.accounted_delta >= accounting.PLD_SMALLEST_DELTA:
             groups, delta = [plan.release_group(plan.num_steps)], plan.accounted_delta
-            epsilons["epsilon_owner"] = accounting.epsilon_group(groups, delta, max_examples_per_owner, _GROUP_INTERVAL)
+            epsilons["epsilon_owner"] = _epsilon_of(max_examples_per_owner, groups, delta, plan)
     result |= {name: value if value is None or value < math.inf else None for name, value in epsilons.items()}
     return result | (_extras(plan) if extras else {}) | {"scaling_rule": scaling_rule(plan)}
 
@@ -73,10 +74,11 @@ def _extras(plan: PrivacyPlan) -> dict[str, Any]:
     whole = accounting.loss_distribution([group.without_cap()], accounting.COARSE_INTERVAL)
     values["epsilon_by_delta"] = attack_risk.epsilon_curve(whole)
     values["attack_risk"] = attack_risk.risk_of(whole, attack_risk.FALSE_POSITIVE_RATES)
-    values["replays"] = what_if.replay_costs(group, delta)
     values["private_selection"] = what_if.selection_costs(group, delta)
-    steps = steps_per_epoch(plan.num_examples, plan.expected_batch_size)
-    values["shuffled_instead"] = what_if.shuffled_instead(group, delta, steps)
+    if plan.bands == 1:  # both are about releases whose noise is independent
+        values["replays"] = what_if.replay_costs(group, delta)
+        steps = steps_per_epoch(plan.num_examples, plan.expected_batch_size)
+        values["shuffled_instead"] = what_if.shuffled_instead(group, delta, steps)
     return values | what_if.opacus_opinion(group, delta)
 
 
@@ -101,8 +103,15 @@ def _epsilons(plan: PrivacyPlan, warn: Callable[[str], None], extras: bool) -> d
         if extras:
             values["replace_one"] = accounting.epsilon_replace_one(groups, delta, accounting.COARSE_INTERVAL)
             for count in (2, 5):
-                values[f"group_{count}"] = accounting.epsilon_group(groups, delta, count, _GROUP_INTERVAL)
+                values[f"group_{count}"] = _epsilon_of(count, groups, delta, plan)
     return values
+
+
+def _epsilon_of(count: int, groups: accounting.Groups, delta: float, plan: PrivacyPlan) -> float:
+    """Epsilon of so many examples together; under correlated noise they may take turns."""
+    if plan.bands > 1:
+        return accounting.epsilon_any_group(groups, delta, count)
+    return accounting.epsilon_group(groups, delta, count, _GROUP_INTERVAL)
 
 
 def epsilon_formula(eta: float, delta: float) -> float:
@@ -119,13 +128,13 @@ def scaling_rule(plan: PrivacyPlan) -> dict[str, Any] | None:
     curve of large ones, and eta and the formula's epsilon are equal too. The real epsilon is so only while sigma is above about
     2: below, it explodes. A simulation at a smaller batch therefore has no privacy to speak of: what it trains is not private.
 
-    None for a run without a guarantee, or one that is not Poisson sampled.
+    None for a run without a guarantee, one that is not Poisson sampled, and one whose noise is correlated.
 
     `smallest_batch_size` is the batch at which sigma is 2 at the run's own sigma / B: simulate this run's quality at any batch,
     but expect its epsilon from batches of at least that size only. `by_sigma` has, at equal sigma / B, (sigma, batch, epsilon
     by RDP), where the batch is no larger than the data.
     """
-    if not plan.formal_guarantee or plan.sampling != "poisson":
+    if not plan.formal_guarantee or plan.sampling != "poisson" or plan.bands > 1:
         return None
     group = plan.release_group(plan.num_steps).without_cap()
     tan = accounting.tan([group])

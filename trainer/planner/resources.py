@@ -24,6 +24,7 @@ from trainer.planner.memory import (
     shares,
 )
 from trainer.planner.probe import Probe
+from trainer.planner.staging import REQUEST_PRICE, STORE_GBITS, micro_batches_of_shares, staging_costs
 from trainer.run.clipping_mode import better_mode
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.captioning import CaptioningTask
@@ -34,6 +35,8 @@ LATTICE_BYTES = 190
 """Bytes that a coordinate of one example moves through memory in certified arithmetic once its gradient is written out: 4 for
 the norm, 76 to scale and round in fp64, 80 for exact squares, 30 to multiply and add up, in the unfused operations of
 privacy/clipping/integers.py."""
+DECODED_PER_SECOND = 366.0
+"""Examples that one core decodes and transforms: JPEGs of 82 kB to 224 pixels (benchmarks/loader.py, 2026-11-22)."""
 PLAIN_SAMPLE = 64
 """The non-private step, for comparison, has at most this many examples: then the captioner's head works in one piece."""
 
@@ -46,6 +49,8 @@ class Cluster:
         gpu: None leaves out everything that depends on it.
         efficiency: share of the peak, see EFFICIENCY.
         gpus_per_node, network_bandwidth: in place of the reference system's; bytes/s per GPU and direction.
+        decoded_per_second: examples that one core decodes.
+        store_gbits, request_price: see `trainer.planner.staging`.
     """
 
     engine: EngineName
@@ -54,6 +59,15 @@ class Cluster:
     efficiency: float = EFFICIENCY
     gpus_per_node: int | None = None
     network_bandwidth: float | None = None
+    decoded_per_second: float = DECODED_PER_SECOND
+    store_gbits: float = STORE_GBITS
+    request_price: float = REQUEST_PRICE
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Without a GPU or a number, all ranks are on one node."""
+        of_gpu = self.gpu.gpus_per_node if self.gpu is not None else self.world_size
+        return min(self.world_size, self.gpus_per_node or of_gpu)
 
 
 def planning_task(config: RunConfig, root: Path) -> tuple[TrainingTask, list[str]]:
@@ -105,7 +119,14 @@ def plan_resources(
     trainable = Trainable.of(probe.model)
     busiest = shares(trainable, cluster.engine, machine, config.optimizer, cluster.world_size)
     batches, size = Batches.of(config, plan), config.train.micro_batch_size
-    micro_batches, expected = batches.micro_batches(cluster.world_size, size), config.privacy.expected_batch_size
+    expected = config.privacy.expected_batch_size
+    micro_batches = micro_batches_of_shares(
+        config,
+        batches.micro_batches(cluster.world_size, size),
+        max(batches.counts),
+        cluster.world_size,
+        cluster.ranks_per_node,
+    )
     rows = micro_batches * size * cluster.world_size
     batch = {  # on average over steps where the number of micro-batches follows the sample
         "expected_batch_size": expected,
@@ -127,11 +148,12 @@ def plan_resources(
         accumulation=config.train.accumulation,
         world_size=cluster.world_size,
         average=config.train.ema_decay is not None,
+        on_cpu=cluster.gpu is not None and cluster.gpu.name == "cpu",
+        bands=1 if plan is None else plan.bands,
     )
     available = free = None
     if cluster.gpu is not None:
-        ranks_on_node = min(cluster.world_size, cluster.gpus_per_node or cluster.gpu.gpus_per_node)
-        available = cluster.gpu.memory_per_rank(ranks_on_node)
+        available = cluster.gpu.memory_per_rank(cluster.ranks_per_node)
         free = room(memory, available)
     mode, peaks = _choose(config, probe, memory, free)
     memory = replace(memory, activations=peaks[mode])
@@ -173,6 +195,9 @@ def plan_resources(
             "bytes_per_step": read,
             "bytes_of_run": read * config.train.num_steps,
             "bytes_of_data_set": None if examples.count is None else examples.mean_bytes * examples.count,
+            "staging": staging_costs(
+                config, examples, cluster.world_size, cluster.ranks_per_node, cluster.store_gbits, cluster.request_price
+            ),
         },
         "notes": notes,
     }
@@ -183,7 +208,14 @@ def plan_resources(
             "fits": peaks[mode] <= free,
             "largest_micro_batch": largest_that_fits(lambda n: probe.micro_batch(mode, n).peak, free, size),
         }
-        result["time"] = _time(result, config, machine, cluster, cluster.gpu, peak_rate, trainable, busiest)
+        time = _time(result, config, machine, cluster, cluster.gpu, peak_rate, trainable, busiest)
+        result["time"] = time
+        cores, workers = time["decoding_cores_per_rank"], config.data.num_workers
+        if cores > workers:
+            notes.append(
+                f"data.num_workers is {workers}, but a rank needs {cores:.3g} cores to decode: give it as many CPUs and workers, "
+                "or the device waits"
+            )
     return result
 
 
@@ -263,10 +295,12 @@ def _time(
         "sent_bytes": asdict(sent),
         "reads_per_second": per_second,
         "reads_per_second_and_rank": per_second / cluster.world_size,
+        "decoding_cores_per_rank": per_second / cluster.world_size / cluster.decoded_per_second,
         "read_bytes_per_second": per_second * result["reading"]["bytes_per_example"],
         "assumptions": {
             "efficiency": cluster.efficiency,
             "peak_flop_per_second": peak_rate,
+            "decoded_per_second_and_core": cluster.decoded_per_second,
             **asdict(network),
             "left_out": "decoding, noise, optimizer step, checkpoints, held-out evaluation, stragglers, failures",
         },

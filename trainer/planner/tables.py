@@ -1,8 +1,11 @@
 """The plan as tables for the console."""
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
+
+from privacy.card.text import rounded_down, rounded_up
 
 
 def _empty_table(title: str) -> Table:
@@ -17,25 +20,35 @@ def _empty_table(title: str) -> Table:
 def privacy_table(result: dict[str, Any]) -> Table:
     """What the plan claims, and what it does not."""
 
-    def text(name: str, digits: int = 3) -> str:
-        return "none" if result[name] is None else f"{result[name]:.{digits}f}"
+    def text(name: str, rounded: Callable[[float], str] = rounded_up) -> str:
+        return "none" if result[name] is None else rounded(result[name])
 
     table = _empty_table("Privacy plan")
     row = table.add_row
     cap = "no cap" if result["cap"] is None else f"batches cut at {result['cap']:,}"
     row("examples", f"{result['num_examples']:,}", "one example is the unit of privacy")
-    row("expected batch", f"{result['expected_batch_size']:,}", f"Poisson, {cap}")
+    bands = result["bands"]
+    sampling = "Poisson" if bands == 1 else f"Poisson in one of {bands} groups, which take turns"
+    row("expected batch", f"{result['expected_batch_size']:,}", f"{sampling}, {cap}")
     row("sample rate", f"{result['sample_rate']:.6g}", "")
     row("steps", f"{result['num_steps']:,}", f"{result['epochs']:.1f} epochs")
     row("noise multiplier", f"{result['noise_multiplier']:.4f}", "")
     row("delta", f"{result['delta']:.4g}", "")
+    if bands > 1:
+        independent = f"independent noise has {result['independent_noise_multiplier']:.4f} at this epsilon"
+        row("bands", str(bands), f"correlated noise; {independent}")
+        row("error ratio", f"{result['error_ratio']:.3f}", "noise in running sums over that of independent noise")
+        if result["optimised_error_ratio"] is not None:
+            row("of this schedule", f"{result['workload_error_ratio']:.3f}", "in the weights, square-root coefficients")
+            row("", f"{result['optimised_error_ratio']:.3f}", "optimised coefficients")
+        row("past noise", f"{result['history_bytes_per_coordinate']} B", "a coordinate, on the rank that owns it")
     if result["lattice_exponent"] is not None:
         row("arithmetic", result["arithmetic"], f"multiples of 2^{-result['lattice_exponent']}; no slack for rounding")
     table.add_section()
     row("epsilon (PLD)", text("epsilon_pld"), "the claim; zero-out adjacency")
     reserve = f"with {result['reserved_attempts']} reserved"
     row(reserve, text("epsilon_with_reserve"), "the most that the run can spend")
-    row("PRV bracket", f"[{text('epsilon_prv_lower')}, {text('epsilon_prv_upper')}]", "without the cap")
+    row("PRV bracket", f"[{text('epsilon_prv_lower', rounded_down)}, {text('epsilon_prv_upper')}]", "without the cap")
     row("epsilon (RDP)", text("epsilon_rdp"), "upper bound, without the cap")
     table.add_section()
     row("replace-one", text("replace_one"), "one example exchanged for another")
@@ -44,35 +57,64 @@ def privacy_table(result: dict[str, Any]) -> Table:
     if "epsilon_owner" in result:
         note = f"all of at most {result['max_examples_per_owner']} examples of one owner, without the cap"
         row("owner", text("epsilon_owner"), note)
-    row("total amount of noise", text("tan"), "TAN = sigma / (q sqrt(T / 2))")
+    row("total amount of noise", text("tan", rounded_down), "TAN = sigma / (q sqrt(T / 2))")
+    if result.get("noise_to_signal") is not None:
+        _add_signal(table, result["noise_to_signal"])
+    if result.get("choice") is not None:
+        chosen = result["choice"]
+        table.add_section()
+        row("chosen batch", f"{chosen['expected_batch_size']:,}", f"privacy.expected_batch_size; {chosen['reason']}")
+        row("chosen steps", f"{chosen['num_steps']:,}", "train.num_steps; the learning rate has to follow")
+        note = f"for epsilon {rounded_up(chosen['epsilon_with_reserve'], 3)} with the reserve"
+        row("its noise multiplier", f"{chosen['noise_multiplier']:.4f}", note)
+        _add_signal(table, chosen["noise_to_signal"])
     if result.get("attack_risk") is not None:
         _add_extras(table, result)
     return table
 
 
+def _add_signal(table: Table, signal: dict[str, Any]) -> None:
+    """Noise against signal; see `trainer.planner.signal`."""
+    table.add_section()
+    note = f"sigma sqrt(P) / B per step, P = {signal['parameters']:,}"
+    table.add_row("noise-to-signal", f"{signal['per_step']:.2g}", note)
+    table.add_row("accumulated", f"{signal['accumulated']:.2g}", f"over all steps: {signal['sentence']}")
+
+
 def _add_extras(table: Table, result: dict[str, Any]) -> None:
     """What the guarantee means, and what else the run could cost."""
     row = table.add_row
-    prv = "none" if result["opacus_prv"] is None else f"{result['opacus_prv']:.3f}"
-    row("opacus RDP / PRV", f"{result['opacus_rdp']:.3f} / {prv}", "third opinion, without the cap")
+    prv = "none" if result["opacus_prv"] is None else rounded_up(result["opacus_prv"])
+    row("opacus RDP / PRV", f"{rounded_up(result['opacus_rdp'])} / {prv}", "third opinion, without the cap")
     table.add_section()
     for delta, epsilon in result["epsilon_by_delta"]:
-        row(f"epsilon at {delta:g}", "none" if epsilon is None else f"{epsilon:.3f}", "coarse grid, without the cap")
+        row(f"epsilon at {delta:g}", "none" if epsilon is None else rounded_up(epsilon), "coarse grid, without the cap")
     table.add_section()
     row("attack advantage", f"{result['attack_risk']['advantage']:.3f}", "most that true exceed false positives")
     for rate, bound in result["attack_risk"]["true_positive_rates"]:
         row(f"true positives at {rate:g}", f"{bound:.2%}", "bound for any membership attack")
     table.add_section()
-    for cost in result["replays"]:
-        note = f"{cost['same_batch']:.3f} on the same batches"
-        row(f"{cost['replays']} steps replayed", f"{cost['fresh_coins']:.3f}", f"fresh coins, as here; {note}")
+    for cost in result["replays"] or ():
+        note = f"{rounded_up(cost['same_batch'])} on the same batches"
+        row(f"{cost['replays']} steps replayed", rounded_up(cost["fresh_coins"]), f"fresh coins, as here; {note}")
     for cost in result["private_selection"]:
         note = f"K {cost['distribution']}, drawn in secret, by RDP"
-        row(f"best of {cost['candidates']} on average", f"{cost['epsilon']:.3f}", note)
+        row(f"best of {cost['candidates']} on average", rounded_up(cost["epsilon"]), note)
     shuffled = result["shuffled_instead"]
+    if shuffled is None:
+        return
     lower = "0" if shuffled["lower"] is None else f"{shuffled['lower']:.1f}"
     note = f"worst case on shuffled data; Poisson's {shuffled['poisson_would_say']:.2f} would be false"
-    row("shuffled instead", f"{lower} to {shuffled['upper']:.1f}", note)
+    row("shuffled instead", f"{lower} to {rounded_up(shuffled['upper'], 1)}", note)
+
+
+def bands_table(rows: list[dict[str, Any]], best: int) -> Table:
+    """Numbers of bands at equal epsilon; see `trainer.planner.bands`."""
+    table = _empty_table("Correlated noise at equal epsilon: noise multiplier, and noise in running sums")
+    for row in rows:
+        note = f"error ratio {row['error_ratio']:.3f}{', the best' if row['bands'] == best else ''}; without the cap"
+        table.add_row(f"{row['bands']} bands", f"{row['noise_multiplier']:.4f}", note)
+    return table
 
 
 def scaling_table(rule: dict[str, Any], noise_multiplier: float) -> Table:
@@ -80,11 +122,11 @@ def scaling_table(rule: dict[str, Any], noise_multiplier: float) -> Table:
     table = _empty_table("Scaling rule (TAN): equal sigma / B and steps, other batch sizes")
     row = table.add_row
     row("total amount of noise", f"{rule['tan']:.3f}", "TAN = sigma / (q sqrt(T / 2)), the same in every row")
-    row("epsilon by the rule", f"{rule['epsilon_formula']:.3f}", "eta^2 + 2 eta sqrt(log(1 / delta)), eta = 1 / TAN")
+    row("epsilon by the rule", rounded_up(rule["epsilon_formula"]), "eta^2 + 2 eta sqrt(log(1 / delta)), eta = 1 / TAN")
     for other in rule["by_sigma"]:
         row(
             f"sigma {other['noise_multiplier']:g}",
-            f"{other['epsilon_rdp']:.3f}",
+            rounded_up(other["epsilon_rdp"]),
             f"RDP, B = {other['expected_batch_size']:,}",
         )
     smallest = rule["smallest_batch_size"]
@@ -134,6 +176,23 @@ def resource_table(plan: dict[str, Any]) -> Table:
         _size(reading["bytes_per_step"]),
         f"{reading['bytes_per_example']:,.0f} bytes an example ({reading['source']})",
     )
+    staging = reading["staging"]
+    if "staged" in staging:
+        staged, note = (
+            staging["staged"],
+            f"at {staging['store_gbits']:g} Gb/s: {staging['staged']['seconds'] / 60:,.3g} minutes",
+        )
+        row("staged per node", _size(staged["bytes_per_node"]), f"{note}; {staging['nodes']} nodes (data.staging)")
+        row(
+            "requests, staged",
+            f"{staged['requests']:,}",
+            f"whole shards, for the whole run: {staged['price']:,.2f} dollars",
+        )
+    one_by_one = staging["one_by_one"]
+    note = (
+        f"one by one, for the whole run: {one_by_one['price']:,.2f} dollars at {staging['request_price']:g} for 1,000"
+    )
+    row("requests, examples", f"{one_by_one['requests']:,}", note)
     if "time" in plan:
         time = plan["time"]
         given = time["assumptions"]
@@ -150,6 +209,8 @@ def resource_table(plan: dict[str, Any]) -> Table:
         decoded = f"each rank decodes {time['reads_per_second_and_rank']:,.1f} examples/s"
         note = f"{_size(time['read_bytes_per_second'])}/s; {decoded}"
         row("random reads", f"{time['reads_per_second']:,.0f} /s", note)
+        note = f"to decode, at {given['decoded_per_second_and_core']:,.0f} examples/s a core; Slurm: --cpus-per-task"
+        row("cores per rank", f"{time['decoding_cores_per_rank']:,.2f}", note)
     for note in plan["notes"]:
         row("note", "", note)
     return table
@@ -161,6 +222,7 @@ _MEMORY_ROWS = {
     "gradient_buffer": "the engine's",
     "moments": "optimizer states",
     "average": "moving average of the weights",
+    "noise_history": "past noise of correlated noise, fp64",
     "sums": "clipped sums, fp64 or int64",
     "bucket": "of sharded accumulation",
     "gathered": "weights while a micro-batch runs",

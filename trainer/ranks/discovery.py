@@ -93,6 +93,8 @@ def discover_ranks(environ: Mapping[str, str]) -> Ranks:
             "several ranks were started, but MASTER_ADDR is not set: export the host name of rank 0, to all ranks (Open MPI: "
             "mpirun -x MASTER_ADDR=HOST, as launch_scripts/cluster/openmpi.sh does; others: docs/running.md)"
         )
+    if not re.fullmatch(r"[\w.:%-]+", address):
+        raise ConfigError(f"MASTER_ADDR is {address!r}: that is neither the name nor the address of a host")
     return Ranks(rank, local_rank, world_size, address, port)
 
 

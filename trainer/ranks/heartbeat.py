@@ -9,6 +9,7 @@ A rank is dead when its heartbeat stops, which does not depend on how long its s
 off, or kept the interpreter lock in one C call for longer than `Timing.dead_after`. A rank that fails leaves its last words.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -49,7 +50,8 @@ class Verdict(NamedTuple):
 def end_process(message: str, exit_code: int) -> NoReturn:
     """Ends this process from any thread, whatever the main thread is doing; what is written durably stays whole."""
     if message:
-        os.write(2, f"{message}\n".encode())
+        with contextlib.suppress(OSError):  # nobody may be left to read it
+            os.write(2, f"{message}\n".encode())
     os._exit(exit_code)
 
 

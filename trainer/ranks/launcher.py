@@ -5,28 +5,37 @@ on for hours, charge every step, and be in the way of the next start. So each ra
 and asks for a stop, like a scheduler with SIGUSR1, when one of them ends. Shells, terminals, `nohup` and whatever else stands
 above a launcher may end: only an unbroken line of launchers counts, from the rank upwards.
 
+A launcher on another host (pdsh) is no process that a rank can see, but it carries what ranks print. So a rank also looks
+whether anybody can still read its console, where that is a pipe.
+
 Processes are found in Linux' /proc; elsewhere none is found, and none is watched.
 """
 
 import contextlib
+import io
 import os
 import re
+import select
 import signal
+import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 PROGRAMS = frozenset(
     (
         *("deepspeed", "ds", "torchrun", "slurmstepd", "mpirun", "mpiexec", "orterun", "orted", "prterun", "prted"),
-        *("hydra_pmi_proxy", "hydra_bstrap_proxy", "mpirun_rsh", "mpispawn"),
+        *("pdsh", "hydra_pmi_proxy", "hydra_bstrap_proxy", "mpirun_rsh", "mpispawn"),
     )
 )
 MODULES = frozenset(
     ("deepspeed.launcher.runner", "deepspeed.launcher.launch", "torch.distributed.run", "torch.distributed.launch")
 )
+DEEPSPEED_ON_HOST = "deepspeed.launcher.launch"
+"""What a launcher of DeepSpeed between hosts starts on each of them; nobody types it."""
 INTERVAL = 0.5
 """Seconds between two looks."""
 
@@ -40,20 +49,53 @@ class Process(NamedTuple):
 
 
 def launcher_processes() -> tuple[Process, ...]:
-    """The launchers above this process, the nearest first; none if no launcher started it."""
-    launchers: list[Process] = []
-    pid = os.getppid()
-    while (status := _status(pid)) is not None:
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-        except OSError:  # it has ended, or hides its command line
-            break
-        name = launcher_name(command)
-        if name is None:
-            break
-        launchers.append(Process(pid, status[2], name))
-        pid = status[1]
+    """The launchers above this process, the nearest first; none if no launcher started it.
+
+    `deepspeed --hostfile` starts its part on each host by pdsh and ssh. There the shell and sshd's session above that part count
+    too, because they end with pdsh's ssh, and on the host where pdsh itself runs also pdsh and the `deepspeed` above it.
+    """
+    launchers, top = _above(os.getppid(), launcher_name)
+    if launchers and launchers[-1].name == DEEPSPEED_ON_HOST:
+        hosts = [word for word in _command(launchers[-1].pid) if word.startswith("--world_info=")]
+        launchers += _above(top, _carrier_name)[0]
+        found = [process for argument in hosts for process in _with_argument("pdsh", argument)]
+        if found:  # the oldest: its children look the same for a moment
+            launchers += _above(min(found, key=lambda process: process.started).pid, launcher_name)[0]
     return tuple(launchers)
+
+
+def _above(pid: int, name_of: Callable[[Sequence[str]], str | None]) -> tuple[list[Process], int]:
+    """The unbroken line of processes with a name, from `pid` upwards, and the process where it ends."""
+    line: list[Process] = []
+    while (status := _status(pid)) is not None and (name := name_of(_command(pid))) is not None:
+        line.append(Process(pid, status[2], name))
+        pid = status[1]
+    return line, pid
+
+
+def _carrier_name(command: Sequence[str]) -> str | None:
+    """A login shell that runs DeepSpeed's part on a host, or the session of sshd above it (one process of sshd has a title)."""
+    if len(command) > 2 and DEEPSPEED_ON_HOST in command[-1]:
+        return _program(command[0])
+    return "sshd" if command[0].startswith("sshd") and "@" in command[0] else None
+
+
+def _with_argument(program: str, argument: str) -> list[Process]:
+    """Processes of this host that run `program` with this argument, as a word of its own or as a part of one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        command, status = _command(int(folder.name)), _status(int(folder.name))
+        if status is not None and _program(command[0]) == program and any(argument in word for word in command):
+            found.append(Process(int(folder.name), status[2], program))
+    return found
+
+
+def _command(pid: int) -> list[str]:
+    """Words of a process's command line; one empty word where it has ended, or hides them."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return [""]
 
 
 def launcher_name(command: Sequence[str]) -> str | None:
@@ -92,24 +134,58 @@ def is_gone(process: Process) -> bool:
 
 
 def watch(processes: Sequence[Process], *, speaks: bool, stop: Callable[[], None] | None = None) -> None:
-    """Starts a thread that asks this process to stop, once, when one of `processes` has gone.
+    """Starts a thread that asks this process to stop, once, when one of `processes` or the console's reader has gone.
+
+    From here on, what is printed to a reader that has gone is lost without an error: the run has to save first.
 
     Args:
         speaks: whether to print that; not all ranks of a host need to.
         stop: by default this process gets SIGUSR1, see trainer/loop/stopping.py.
     """
+    consoles = [stream.fileno() for stream in (sys.stdout, sys.stderr) if _has_reader(stream)]
 
     def look() -> None:
-        while not any(map(is_gone, processes)):
+        while not (any(map(is_gone, processes)) or any(map(_reader_is_gone, consoles))):
             time.sleep(INTERVAL)
-        gone = next(filter(is_gone, processes))
+        gone = next((f"{process.name}, process {process.pid}" for process in processes if is_gone(process)), "console")
         (stop or (lambda: os.kill(os.getpid(), signal.SIGUSR1)))()
         if speaks:
             with contextlib.suppress(OSError):  # the console may have gone with the launcher
-                os.write(2, f"the launcher is gone ({gone.name}, process {gone.pid}): the run stops\n".encode())
+                os.write(2, f"the launcher is gone ({gone}): the run stops\n".encode())
 
-    if processes:
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if _has_reader(stream):
+            raw = io.BufferedWriter(_Console(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, errors="backslashreplace", line_buffering=True))
+    if processes or consoles:
         threading.Thread(target=look, name="launcher", daemon=True).start()
+
+
+class _Console(io.FileIO):
+    """A pipe whose reader may end: what nobody can read is dropped."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def _has_reader(stream: TextIO) -> bool:
+    """Whether a stream goes to another process: launchers between hosts carry what ranks print."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):  # it is closed, or a stand-in
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def _reader_is_gone(descriptor: int) -> bool:
+    """Whether nobody can read any more what is written to a pipe or a socket; nothing is written to find out."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors are always reported
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _status(pid: int) -> tuple[str, int, int] | None:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from trainer.errors import RemoteError
 
 _POLL = 0.1
+ANSWER_SECONDS = 10.0
+"""A store answers within milliseconds, so after this what listens is none."""
 
 
 class RendezvousError(RuntimeError):
@@ -61,8 +63,8 @@ def find_store(address: str, port: int, rank: int, world_size: int, seconds: flo
         RendezvousError: no store, or no rank 0, within `seconds`.
     """
     prefix = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if world_size == 1:
-        place = Place(address, 0, True, prefix)
+    if world_size == 1:  # wherever rank 0 is said to be
+        place = Place("127.0.0.1", 0, True, prefix)
         return connect(place, seconds), place
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         place = Place(address, port, rank == 0, prefix)
@@ -95,7 +97,8 @@ def connect(place: Place, seconds: float) -> dist.PrefixStore:
     """A new connection to the store.
 
     Raises:
-        RendezvousError: the port is taken, or nothing that is a store answers within `seconds`.
+        RendezvousError: the port is taken, or nothing that is a store answers within `seconds`; ANSWER_SECONDS after something
+            else has answered there.
     """
     made: list[dist.TCPStore] = []
     failed: list[str] = []
@@ -114,14 +117,34 @@ def connect(place: Place, seconds: float) -> dist.PrefixStore:
         except Exception as error:  # of several kinds; one line below names it
             failed.append(str(error).split("\n")[0])
 
-    # Its own timeouts are not kept where something else listens on that port, or where an address never answers.
-    thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not made:
-        reason = failed[0] if failed else f"no answer within {seconds:.0f} s"
-        raise RendezvousError(f"no rendezvous at {place}: {reason}")
-    return dist.PrefixStore(place.prefix, made[0])
+    deadline = time.monotonic() + seconds
+    reason = "" if place.is_host else _wait_for_listener(place, deadline)
+    patience = deadline - time.monotonic() if place.is_host else min(ANSWER_SECONDS, deadline - time.monotonic())
+    if not reason:
+        # Its own timeouts are not kept where something else listens on that port, or where an address never answers.
+        thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
+        thread.start()
+        thread.join(max(patience, 0.0))
+    if made:
+        return dist.PrefixStore(place.prefix, made[0])
+    if not reason:
+        reason = failed[0] if failed else f"no answer within {patience:.0f} s"
+        taken = "EADDRINUSE" in reason if place.is_host else True
+        reason = f"something else has that port; choose another MASTER_PORT ({reason})" if taken else reason
+    raise RendezvousError(f"no rendezvous at {place}: {reason}")
+
+
+def _wait_for_listener(place: Place, deadline: float) -> str:
+    """Waits until something listens at the place; returns why nothing does, or nothing."""
+    while True:
+        try:
+            remaining = max(_POLL, deadline - time.monotonic())
+            socket.create_connection((place.address, place.port), timeout=remaining).close()
+            return ""
+        except (OSError, UnicodeError, OverflowError) as error:
+            if time.monotonic() + _POLL > deadline:
+                return str(error)
+        time.sleep(_POLL)
 
 
 def meet(
@@ -140,6 +163,8 @@ def meet(
         Exception: on rank 0, what its judge raises.
     """
     deadline = time.monotonic() + seconds
+    if store.check([f"here/{rank}"]):
+        raise RendezvousError(f"another run is at {place}, and has a rank {rank} already; choose another MASTER_PORT")
     store.set(f"beat/{rank}", "0:0")  # see trainer/ranks/heartbeat.py
     store.set(f"settings/{rank}", json.dumps(dict(introduction.settings)))
     store.set(f"here/{rank}", socket.gethostname())

@@ -7,7 +7,7 @@ that members do not depend on the number of ranks (contract 1). They stand in ra
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from data.reading.loader import StepPlan
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import Decided, Sampler, example_keys, slice_bounds
-from privacy.sampling.rows import deal
+from privacy.sampling.rows import deal, most_of_share, shares_of_nodes
 from trainer.ranks import distributed
 
 
@@ -34,6 +34,8 @@ class LogicalBatches:
         attempts: the ledger's number of earlier attempts by step; a retry takes new coins.
         pads_to_cap: every step runs the number and shapes of micro-batches of the capped batch (contracts 4 and 12). Runs
             without privacy run as many as the sample fills.
+        nodes: the node of each rank, where each node reads its share of the examples (data.staging); empty otherwise.
+        expected_batch_size: needed with `nodes`.
     """
 
     sampler: Sampler
@@ -42,11 +44,15 @@ class LogicalBatches:
     attempts: Mapping[int, int]
     micro_batch_size: int
     pads_to_cap: bool = True
+    nodes: tuple[int, ...] = ()
+    expected_batch_size: int = 0
 
     def plans(self, first_step: int, last_step: int) -> Iterator[StepPlan]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""
+        earlier = sum(self.attempts.values())
         for step in range(first_step, last_step + 1):
-            yield self.plan(step)
+            # In a session every step is attempted once, and one follows the other.
+            yield replace(self, sampler=self.sampler.of_attempt(earlier + step - first_step)).plan(step)
 
     def plan(self, step: int) -> StepPlan:
         """The plan of one step. Collective."""
@@ -57,8 +63,14 @@ class LogicalBatches:
         members = self.sampler.merge(_gather(self.sampler.decide(coin_key, step, start, stop)))
         most = self.sampler.num_examples if self.sampler.cap is None else self.sampler.cap
         count = num_micro_batches(most if self.pads_to_cap else len(members), world_size, self.micro_batch_size)
+        shares = shares_of_nodes(self.nodes, self.sampler.num_examples) if self.nodes else []
+        for share in shares:
+            here = most_of_share(self.expected_batch_size * (share.stop - share.start) / self.sampler.num_examples)
+            if not self.pads_to_cap:
+                here = int(np.diff(np.searchsorted(members, (share.start, share.stop)))[0])
+            count = max(count, num_micro_batches(min(here, most), len(share.ranks), self.micro_batch_size))
         row_key = self.key.row_key(self.nonce, attempt)
-        ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size)[rank]
+        ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size, shares)[rank]
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
         return StepPlan(step, ids, keys, count, rows)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from privacy.clipping.certified_sum import CertifiedSum
-from privacy.clipping.selfcheck import nothing_is_small
+from privacy.clipping.untouched import nothing_is_small
 from privacy.errors import PrivacyConfigError
 from trainer.engines.base import Engine, holds_whole_weights
 from trainer.ranks import distributed

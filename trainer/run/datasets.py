@@ -1,21 +1,34 @@
 """Opens the run's data: tar indexes, made once where the recipe names none, of exactly the shards that were asked for."""
 
+import atexit
+import os
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from data.errors import DataError, DecodeError
+from data.errors import DataError, DecodeError, ReadError
 from data.examples.examples import CaptionExample, MakeExample
 from data.index.build import build_index
 from data.index.shards import ShardSet, find_shards
 from data.index.tar_index import MANIFEST, ExampleTable
 from data.reading.reader import TarReader, json_record
 from data.reading.records import RemoteOptions
+from data.reading.staging import Staging, is_at_work, open_folder, require_room
+from data.reading.workers import copy_shards, worker_context
+from privacy.sampling.rows import shares_of_nodes
 from trainer.config.recipe import RunConfig
-from trainer.ranks.distributed import first_on_main, rank
+from trainer.errors import RemoteError
+from trainer.ranks.distributed import first_on_main, gather_objects, host_name, rank
 from trainer.run.folder import RunFolder
 
+T = TypeVar("T")
+
+STAGED = "staged-shards"
+"""Folder in data.staging, which may be a place for everybody; it is private."""
 LOOKED_AT = 64
 """The number of examples that a start decodes before it spends anything."""
 
@@ -27,7 +40,7 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
         DataError: no shards, no examples, or an index of other shards.
         ReadError: remote shards cannot be read.
     """
-    shards, remote = first_on_main(lambda: find_shards(config.data.shards, root)), remote_options(config, root)
+    shards, remote = first_on_main(lambda: find_shards(config.data.shards, root)), remote_options(config)
     given = config.data.index
     table = _open_table(folder.index if given is None else root / given, shards, remote, make=given is None)
     if len(table) == 0:
@@ -38,13 +51,77 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
             f"{config.data.shards} holds {len(table):,} examples, but data.num_examples is {stated:,}: the recipe's noise "
             f"multiplier belongs to that number. Set data.num_examples={len(table)} and calibrate again (plan.py --recipe)"
         )
-    if shards.is_remote and rank() == 0:
+    if shards.is_remote and rank() == 0 and config.data.staging is None:
         print(
             f"warning: examples are read from {shards.root}: whoever serves it or sees the requests knows who is in every "
-            "batch, and must be inside the trust boundary (docs/data.md)",
+            "batch, and must be inside the trust boundary (docs/data.md); with data.staging they see whole shards only",
             flush=True,
         )
     return table
+
+
+def stage(table: ExampleTable, config: RunConfig, root: Path) -> tuple[int, ...]:
+    """Begins to copy the shards of each node to its own disk, where the recipe says so; collective.
+
+    Ranks that see the same folder share one store, wherever they run. From here on this rank's table reads from its store.
+
+    Returns:
+        The node of each rank, numbered in the order of their first ranks; empty without data.staging.
+
+    Raises:
+        DataError: the folder cannot be used, or its disk cannot hold the shards of this node.
+    """
+    if config.data.staging is None:
+        return ()
+    text = os.path.expandvars(config.data.staging)
+    folder = root / Path(text).expanduser() / STAGED
+
+    def open_store() -> str:
+        if "$" in text:
+            raise DataError(
+                f"data.staging: {text} has a variable that is not set on {host_name()}; set it on every node"
+            )
+        return open_folder(folder)
+
+    names = _on_every_rank(open_store)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    nodes = tuple(numbers[name] for name in names)
+    share = shares_of_nodes(nodes, len(table))[nodes[rank()]]
+    shards, is_first = table.shards_of(share.start, share.stop), share.ranks[0] == rank()
+
+    def look_for_room() -> None:
+        if is_first:
+            require_room(folder, shards)
+
+    _on_every_rank(look_for_room)
+    table.staging = Staging(str(folder), share.start, share.stop)
+    if is_first:
+        copying = worker_context().Process(target=copy_shards, args=(table,), daemon=True)
+        copying.start()
+        atexit.register(copying.kill)  # It ignores SIGTERM, and multiprocessing would wait for it at the end.
+        while copying.is_alive() and not is_at_work(folder):  # before any reader could take the work over
+            time.sleep(0.05)
+    if rank() == 0:
+        size, where = sum(shard.size for shard in shards) / 1e9, "nodes" if len(numbers) > 1 else "node"
+        print(
+            f"staging: {len(numbers)} {where}; this one needs {len(shards)} shards, {size:.3g} GB, in {folder}",
+            flush=True,
+        )
+    return nodes
+
+
+def _on_every_rank(function: Callable[[], T]) -> list[T]:
+    """The results of all ranks, on each; an error of one of them is raised by all."""
+    try:
+        mine: tuple[T | None, str | None] = function(), None
+    except (DataError, ReadError) as error:
+        mine = None, str(error)
+    every = gather_objects(mine)
+    problems = {number: problem for number, (_, problem) in enumerate(every) if problem is not None}
+    if problems:
+        first = min(problems)
+        raise DataError(problems[first]) if rank() == first else RemoteError(problems[first], DataError.exit_code)
+    return [result for result, _ in every]  # type: ignore[misc]
 
 
 def heldout_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTable | None:
@@ -57,7 +134,7 @@ def heldout_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTa
     if config.heldout is None:
         return None
     pattern = config.heldout.shards
-    shards, remote = first_on_main(lambda: find_shards(pattern, root)), remote_options(config, root)
+    shards, remote = first_on_main(lambda: find_shards(pattern, root)), remote_options(config)
     private = first_on_main(lambda: find_shards(config.data.shards, root)).locations()
     if config.heldout.is_public and not set(private).isdisjoint(shards.locations()):
         raise DataError("heldout.shards contains training shards, so it cannot be declared public (heldout.is_public)")
@@ -97,6 +174,8 @@ def require_usable(
         ReadError: examples cannot be read.
     """
     used = min(len(table), count or len(table))
+    if table.staging is not None:  # the first shard, which comes first anyway
+        used = min(used, table.shards_of(0, 1)[0].count)
     ids = np.unique(np.linspace(0, used - 1, min(used, LOOKED_AT)).astype(np.int64))
     reader, reasons, fields = TarReader(table), Counter[str](), Counter[str]()
     unknown_and_all = np.zeros(2, dtype=np.int64)
@@ -129,11 +208,9 @@ def require_usable(
         )
 
 
-def remote_options(config: RunConfig, root: Path) -> RemoteOptions:
+def remote_options(config: RunConfig) -> RemoteOptions:
     """How the recipe wants shards to be read over the network."""
-    remote = config.data.remote
-    cache_dir = None if remote.cache_dir is None else str(root / Path(remote.cache_dir).expanduser())
-    return RemoteOptions(**{**remote.model_dump(), "cache_dir": cache_dir})
+    return RemoteOptions(**config.data.remote.model_dump())
 
 
 def _open_table(index: Path, shards: ShardSet, remote: RemoteOptions, *, make: bool) -> ExampleTable:

@@ -15,6 +15,7 @@ from typing import Any
 from data.files import write_durably
 from privacy import verify
 from privacy.audit.members import FILE
+from privacy.errors import PrivacyStateRefused
 from privacy.ledger.durable import make_directory
 from trainer.errors import ConfigError
 
@@ -39,6 +40,7 @@ class RunFolder:
         self.evaluation = root / "evaluation"
         self.stop = root / "STOP"
         self._lock: int | None = None
+        self._old_request: tuple[int, int] | None = None
 
     def create(self) -> None:
         """Makes the folders; `private` is for the owner alone."""
@@ -69,14 +71,36 @@ class RunFolder:
         self._lock = lock
 
     def take(self) -> None:
-        """Makes the folders, locks them, and removes an old request to stop.
+        """Enters and locks the folder, in which nothing else changes until `begin`.
 
         Raises:
-            ConfigError: the folders cannot be made, or another trainer has them.
+            ConfigError, PrivacyStateRefused: as `enter`; ConfigError also where another trainer has it.
         """
-        self.create()
+        self.enter()
         self.lock()
-        self.stop.unlink(missing_ok=True)
+        self._old_request = _identity(self.stop)
+
+    def enter(self) -> None:
+        """Makes a folder that is new, and refuses one that has lost what nothing can make again.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+            PrivacyStateRefused: `private/` is gone, or a checkpoint stands without its ledger.
+        """
+        if self.ledger.exists() and not self.private.is_dir():
+            raise PrivacyStateRefused(
+                f"{self.private}: is gone, and with it the sampling key of {self.ledger}: restore it, or start another run folder"
+            )
+        if not self.ledger.exists() and any(self.checkpoints.glob("step-*")):
+            raise PrivacyStateRefused(f"{self.ledger}: a checkpoint without its ledger; what it spent is unknown")
+        if not self.ledger.exists():  # also after a crash in here, which may have left names that are not durable
+            self.create()
+
+    def begin(self) -> None:
+        """What a start does to the folder once nothing refuses it: makes what is missing and removes an old request to stop."""
+        self.create()
+        if self._old_request is not None and self._old_request == _identity(self.stop):
+            self.stop.unlink(missing_ok=True)
 
     def record_configuration(
         self, config_toml: str, ds_config: Mapping[str, Any], chosen: Mapping[str, Any] | None = None
@@ -106,6 +130,15 @@ def try_lock(path: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells a file from a later one of its name; None where there is none."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def environment() -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Held-out loss and samples, by which a run shows its progress without touching training data."""
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from data.batch import Batch
 from data.index.tar_index import ExampleTable
 from data.reading.loader import eval_batches
 from privacy.boundary import Private
@@ -14,7 +13,7 @@ from trainer.engines.base import Engine, holds_whole_weights
 from trainer.loop.averaging import WeightAverage
 from trainer.ranks import distributed
 from trainer.tasks.base import Samples, TrainingTask, to_device
-from trainer.tasks.blind import LOOKED_AT, blind_baseline
+from trainer.tasks.blind import LOOKED_AT, BlindBaseline, blind_baseline
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class HeldoutResults:
 
     Attributes:
         means: the loss and, for a classifier, the accuracy.
-        baselines: what to compare them with; see `Heldout.baselines`.
+        baselines: what to compare them with; see `Heldout.means_and_baselines`.
         loss_of_average: the loss of the averaged weights, where a run keeps them.
     """
 
@@ -56,14 +55,9 @@ class Heldout:
         self._micro_batch_size = micro_batch_size
         self._blind: dict[str, float] | None = None
 
-    def _batches(self, count: int, rank: int, world_size: int, shift: int = 0) -> Iterator[Batch]:
-        return eval_batches(
-            self.table, self._make_example, self._micro_batch_size, rank, world_size, num_examples=count, shift=shift
-        )
-
     def results(self, engine: Engine, average: WeightAverage | None, num_samples: int) -> Private[HeldoutResults]:
         """All that a run says about held-out data; private until somebody declares the data public."""
-        means, baselines = self.means(engine), self.baselines(engine)
+        means, baselines = self.means_and_baselines(engine)
         loss_of_average = None
         if average is not None and holds_whole_weights(engine):
             with average.in_use():
@@ -72,60 +66,56 @@ class Heldout:
 
     def loss(self, engine: Engine) -> float:
         """Mean over held-out examples of the model's own loss (captions: nats per token, averaged within a caption first)."""
-        return self.means(engine)["loss"]
+        return self._means(engine, None)["loss"]
+
+    def means_and_baselines(self, engine: Engine) -> tuple[dict[str, float], dict[str, float]]:
+        """The loss and, for a classifier, the accuracy; and what to compare them with. Means over examples that can be decoded.
+
+        blind_loss and the like take no model (`trainer.tasks.blind`); they are counted once. shuffled_loss is the model's own
+        where each of two examples, half of the data set apart, has the input (captions: the picture) of the other: a model that
+        does not look at it loses nothing by that. Every example is decoded once.
+        """
+        baseline = blind_baseline(self._task) if self._blind is None else None
+        means = self._means(engine, LOOKED_AT.get(self._task.kind), baseline)
+        if baseline is not None:
+            self._blind = baseline.values()
+        shuffled = means.pop("shuffled_loss", math.nan)
+        return means, {**(self._blind or {}), **({} if math.isnan(shuffled) else {"shuffled_loss": shuffled})}
 
     @torch.no_grad()
-    def means(self, engine: Engine) -> dict[str, float]:
-        """The loss and, for a classifier, the accuracy; means over the held-out examples that can be decoded."""
+    def _means(self, engine: Engine, swapped: str | None, baseline: BlindBaseline | None = None) -> dict[str, float]:
+        """Means over examples; with the name of an input, also of the loss where pairs of examples have exchanged it."""
         was_training = engine.module.training
         engine.module.eval()
-        totals: dict[str, Tensor] = {}
-        count = torch.zeros(1, dtype=torch.float64)
-        for batch in self._batches(self._num_examples, distributed.rank(), distributed.world_size()):
-            values = self._task.heldout_values(engine, to_device(batch.inputs, engine))
-            for name, value_B in values.items():
-                part = value_B.double().cpu()[~batch.is_padding_B].sum().view(1)
-                totals[name] = totals.get(name, torch.zeros_like(part)) + part
-            count += int((~batch.is_padding_B).sum())
+        sums: dict[str, Tensor] = {}  # (sum, count) by name
+
+        def add(name: str, value_B: Tensor, counts_B: Tensor) -> None:
+            part = torch.stack([value_B.double().cpu()[counts_B].sum(), counts_B.sum().double()])
+            sums[name] = sums.get(name, torch.zeros_like(part)) + part
+
+        batches = eval_batches(
+            self.table, self._make_example, self._micro_batch_size, distributed.rank(), distributed.world_size(),
+            num_examples=self._num_examples, paired=True,
+        )  # fmt: skip
+        for batch in batches:
+            known_B = ~batch.is_padding_B
+            for name, value_B in self._task.heldout_values(engine, to_device(batch.inputs, engine)).items():
+                add(name, value_B, known_B)
+            if baseline is not None:
+                baseline.add(batch.inputs, batch.is_padding_B)
+            if swapped is not None and self._num_examples > 1:
+                other_B = torch.arange(len(known_B)) ^ 1
+                inputs = {**batch.inputs, swapped: batch.inputs[swapped][other_B]}
+                loss_B = self._task.heldout_values(engine, to_device(inputs, engine))["loss"]
+                add("shuffled_loss", loss_B, known_B & known_B[other_B])
         engine.module.train(was_training)
-        distributed.all_reduce_sum(count)
-        return {name: float(distributed.all_reduce_sum(total) / count) for name, total in totals.items()}
+        totals = {name: distributed.all_reduce_sum(part) for name, part in sums.items()}
+        return {name: float(total[0] / total[1]) for name, total in totals.items()}
 
     def samples(self, engine: Engine, count: int) -> Samples | None:
         """The model's work on the first `count` held-out examples, made by all ranks alike; None if none can be decoded."""
-        made = self._task.samples(engine, self._batches(count, 0, 1)) if count > 0 else None
-        return made if made is not None and made.picture_HWC.size > 0 else None
-
-    @torch.no_grad()
-    def baselines(self, engine: Engine) -> dict[str, float]:
-        """What the loss is to be compared with, in its units (`trainer.tasks.blind`).
-
-        blind_loss and the like take no model. shuffled_loss is the model's own where every example has the input (captions: the
-        picture) of the example half of the data set away: a model that does not look at it loses nothing by that.
-        """
-        found = self._blind_values()
-        swapped, shift = LOOKED_AT.get(self._task.kind), self._num_examples // 2
-        if swapped is None or shift == 0:
-            return found
-        was_training = engine.module.training
-        engine.module.eval()
-        total = torch.zeros(2, dtype=torch.float64)
-        place = distributed.rank(), distributed.world_size()
-        own, others = (self._batches(self._num_examples, *place, shift=s) for s in (0, shift))
-        for batch, other in zip(own, others, strict=True):
-            inputs = {**batch.inputs, swapped: other.inputs[swapped]}
-            loss_B = self._task.heldout_values(engine, to_device(inputs, engine))["loss"].double().cpu()
-            loss_B = loss_B[~batch.is_padding_B & ~other.is_padding_B]
-            total += torch.tensor([float(loss_B.sum()), len(loss_B)], dtype=torch.float64)
-        engine.module.train(was_training)
-        distributed.all_reduce_sum(total)
-        return found | {"shuffled_loss": float(total[0] / total[1])} if total[1] > 0 else found
-
-    def _blind_values(self) -> dict[str, float]:
-        """Counted at the first call."""
-        if self._blind is None:
-            baseline = blind_baseline(self._task)
-            for batch in self._batches(self._num_examples, distributed.rank(), distributed.world_size()):
-                baseline.add(batch.inputs, batch.is_padding_B)
-            self._blind = baseline.values()
-        return self._blind
+        if count == 0:
+            return None
+        first = eval_batches(self.table, self._make_example, self._micro_batch_size, num_examples=count)
+        made = self._task.samples(engine, first)
+        return made if made.picture_HWC.size > 0 else None

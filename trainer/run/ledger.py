@@ -18,7 +18,7 @@ from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger import durable
 from privacy.ledger.durable import torn_line_end
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.records import read_ledger
+from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.signature import fingerprint
 from privacy.plan import PrivacyPlan, make_plan
@@ -43,7 +43,7 @@ class MembersLog:
     def __init__(self, path: Path, key: SamplingKey, nonce: bytes, position: Callable[[], tuple[int, str]]) -> None:
         self._path, self._key, self._nonce, self._position = path, key, nonce, position
 
-    def attempt(self, plan: StepPlan, attempt: int, rows_per_rank: int) -> None:
+    def attempt(self, plan: StepPlan, attempt: int, rows_per_rank: int, nodes: tuple[int, ...]) -> None:
         """What the ranks were dealt; before the step's intent, so that every charge has its line. Collective."""
         rank = distributed.rank()
         digest = members_digest(self._key, self._nonce, attempt, plan.step, rank, plan.example_ids)
@@ -51,7 +51,7 @@ class MembersLog:
         nonce = self._nonce.hex()
         distributed.on_main(
             lambda: self._append(
-                MembersRecord(*self._position(), plan.step, attempt, nonce, rows_per_rank, counts, digests)
+                MembersRecord(*self._position(), plan.step, attempt, nonce, rows_per_rank, counts, digests, nodes)
             )
         )
 
@@ -91,6 +91,7 @@ class RunLedger:
         self.plan = plan
         self._members: MembersLog | None = None
         self._table: EpsilonTable | None = None
+        self._behind: list[LedgerState] | None = None
 
         def recorded() -> tuple[dict[int, int], bool, int | None]:
             state = self._on_main.state
@@ -149,6 +150,10 @@ class RunLedger:
         """Whether an intent for `step` would pass the budget; False on ranks other than 0."""
         return self._ledger is not None and self._ledger.budget_spent(step) is not None
 
+    def mend(self) -> None:
+        """Repairs what a crash left of ledger and mirror; nothing that this start can be refused for comes after it."""
+        distributed.on_main(lambda: self._on_main.mend())
+
     def start_session(self, *, restarted: bool = False) -> bytes:
         """Records this start and returns its nonce; on rank 0 the epsilon table is computed too.
 
@@ -168,12 +173,12 @@ class RunLedger:
             self._table = self.plan.epsilon_table(cache=self._table_cache)
         return nonce
 
-    def note(self, plan: StepPlan, micro_batch_size: int) -> None:
+    def note(self, plan: StepPlan, micro_batch_size: int, nodes: tuple[int, ...] = ()) -> None:
         """Records, privately, whom the next attempt is about to train on; the intent follows."""
         if self.plan.enabled:
             assert self._members is not None, "a session comes first"
             rows_per_rank = plan.num_micro_batches * micro_batch_size
-            self._members.attempt(plan, self.attempts.get(plan.step, 0), rows_per_rank)
+            self._members.attempt(plan, self.attempts.get(plan.step, 0), rows_per_rank, nodes)
 
     def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         """Charges the attempt; see `Ledger.intent`. The private record knows of the charge before any rank goes on."""
@@ -228,20 +233,26 @@ class RunLedger:
             return self._ledger.state.epsilon() if num_charged is None else self.plan.epsilon_after(num_charged)
         return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
 
-    def carried(self, num_charged: int | None = None) -> tuple[float, float] | None:
-        """(epsilon, delta) of this run composed with the private runs behind its initial weights; on rank 0.
+    def claim(self, num_charged: int | None = None) -> tuple[float, float] | None:
+        """(epsilon, delta) of what the weights carry: this run's, composed with the private runs behind its initial weights.
 
-        None where there are none, and without a guarantee.
+        On rank 0; None without a guarantee. It is the number to print first, and everywhere.
 
         Args:
             num_charged: as for `epsilon`.
         """
-        if self._ledger is None or not self.plan.formal_guarantee or not self._ledger.state.opened.get("behind"):
+        own = self.epsilon(num_charged)
+        if own is None or self._ledger is None:
             return None
-        states = [self._ledger.state, *states_behind(self._ledger.path.parent, self._ledger.state.opened)]
-        delta = min(state.plan.target_delta for state in states)
-        own = None if num_charged is None else [self.plan.release_group(num_charged)]
-        return composed_epsilon(states, delta, own), delta
+        state = self._ledger.state
+        if not state.opened.get("behind"):
+            return own, self.plan.target_delta
+        if self._behind is None:
+            self._behind = states_behind(self._ledger.path.parent, state.opened)
+        states = [state, *self._behind]
+        delta = min(one.plan.target_delta for one in states)
+        charged = state.charged_groups() if num_charged is None else [self.plan.release_group(num_charged)]
+        return composed_epsilon(states, delta, charged), delta
 
 
 def open_run_ledger(
@@ -254,7 +265,7 @@ def open_run_ledger(
     behind: Callable[[], Sequence[LedgerBehind]] | None = None,
     disjoint_from_start: bool = False,
 ) -> RunLedger:
-    """Opens or creates ledger and key of a run folder. Collective.
+    """Opens ledger and key of a run folder without writing to them (`RunLedger.mend` does), or creates them. Collective.
 
     Args:
         unit: what one example is, for the ledger and the card.
@@ -305,6 +316,7 @@ def open_run_ledger(
             shared=None if shared is None else SharedTerms(shared, folder.root.name, privacy.fixed_in_advance),
             has_checkpoint=has_checkpoints(folder.checkpoints),
             members=folder.members,
+            mended=False,
         )
         return ledger, key, plan
 

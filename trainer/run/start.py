@@ -18,10 +18,12 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.selfcheck import check_against_autograd
+from privacy.correlated.segment import Segment
+from privacy.correlated.strategy import Strategy
 from privacy.errors import PrivacyStateRefused
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
-from trainer.checkpoints.read import Checkpoint, has_checkpoints, newest_whole
+from trainer.checkpoints.read import Checkpoint, has_checkpoints, newest_whole, set_aside_newer
 from trainer.checkpoints.write import CheckpointWriter, Retention
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig, to_toml
@@ -46,7 +48,7 @@ from trainer.run.allocator import keep_freed_memory
 from trainer.run.batches import LogicalBatches
 from trainer.run.certified import require_same_integers, use_deterministic_kernels
 from trainer.run.clipping_mode import ModeChoice, choose_mode
-from trainer.run.datasets import heldout_table, require_other_bytes, require_usable, training_table
+from trainer.run.datasets import heldout_table, require_other_bytes, require_usable, stage, training_table
 from trainer.run.folder import RunFolder
 from trainer.run.frozen import FrozenWeights, require_start
 from trainer.run.heldout import Heldout
@@ -109,6 +111,7 @@ def train(
     model = _checked_model(setup)
     section, heldout_examples = config.heldout, heldout_table(config, folder, root)
     table = training_table(config, folder, root)  # last of these: hashing a large data set takes hours
+    nodes = stage(table, config, root)
     on_main(lambda: require_usable(table, task.make_example(train=True), config, key="data.shards"))
     heldout = None
     if section is not None and heldout_examples is not None:
@@ -135,6 +138,7 @@ def train(
                 f"{run_dir} is finished and its budget is closed, but its last checkpoint is damaged or gone: the newest whole "
                 f"one is that of step {last}; restore checkpoints/ from a copy"
             )
+        ledger.mend()  # the crash may have come between the end and its signature
         if ranks.is_main:
             print(f"{run_dir} is finished: all {num_steps} steps are done; nothing to do", flush=True)
         return DONE
@@ -144,7 +148,7 @@ def train(
     elif init is not None:
         start["at_random"] = load_start(checkpoint, init, model, task.facts().get("tokenizer_sha256"))
     facts = {**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table, resumed)}
-    run, choice = _build_run(setup, model, table, ledger, resumed, heldout, facts, noise, restarted=restarted)
+    run, choice = _build_run(setup, model, table, nodes, ledger, resumed, heldout, facts, noise, restarted=restarted)
     chosen = {"clipping_mode": asdict(choice)} if choice is not None else {}
     on_main(lambda: folder.record_configuration(to_toml(config), dict(machine.raw), chosen))
     warn_of_few_cpus(config.data.num_workers)
@@ -227,6 +231,7 @@ def _build_run(
     setup: _Setup,
     model: nn.Module,
     table: ExampleTable,
+    nodes: tuple[int, ...],
     ledger: RunLedger,
     resumed: Checkpoint | None,
     heldout: Heldout | None,
@@ -235,7 +240,10 @@ def _build_run(
     *,
     restarted: bool,
 ) -> tuple[Run, ModeChoice | None]:
-    """Builds engine, clipper, loader and the rest of what steps need. `start_session` tells the ledger of this start."""
+    """Builds engine, clipper, loader and the rest of what steps need; writes nothing before all of it is there.
+
+    Then the folder is made whole, newer checkpoints are set aside, the ledger is mended, and `start_session` records this start.
+    """
     config, folder = setup.config, setup.folder
     frozen = FrozenWeights(model)
     engine = build_engine(
@@ -245,11 +253,20 @@ def _build_run(
         resumed.restore(engine, moments(config.optimizer))
     if config.train.compile:
         compile_blocks(engine.module)
-    nonce = ledger.start_session(restarted=restarted)
     clipped, choice = _clipped_sum(config, ledger.plan, setup.task, engine, resumed)
     source = noise or ledger.plan.noise()
     sanity = SanityChecks(engine, source) if config.train.sanity_checks else None
     first_step = resumed.step + 1 if resumed is not None else 1
+    offloads = setup.machine.offload_optimizer or (setup.engine_name == "fsdp" and setup.machine.offload_param)
+    loader = _loader(setup, table, first_step)
+    average = WeightAverage(engine, config.train.ema_decay, resumed) if config.train.ema_decay else None
+    # Nothing was written so far, so that a refused start changes nothing; from here on no check is left that refuses it.
+    on_main(folder.begin)
+    if resumed is not None:
+        kept = resumed.path.name
+        on_main(lambda: set_aside_newer(folder.checkpoints, kept))
+    ledger.mend()
+    nonce = ledger.start_session(restarted=restarted)
     known_variance = resumed.manifest["noise_variance"] if resumed is not None else 0.0
     run = Run(
         config=config,
@@ -267,6 +284,7 @@ def _build_run(
                 peak_lr=config.optimizer.peak_lr,
                 schedule=config.schedule,
             ),
+            segment=Segment(Strategy.square_root(ledger.plan.bands), keep_on=torch.device("cpu") if offloads else None),
         ),
         ledger=ledger,
         frozen=frozen,
@@ -278,8 +296,10 @@ def _build_run(
             ledger.attempts,
             config.train.micro_batch_size,
             pads_to_cap=ledger.plan.enabled,
+            nodes=nodes,
+            expected_batch_size=config.privacy.expected_batch_size,
         ),
-        loader=_loader(setup, table, first_step),
+        loader=loader,
         heldout=heldout,
         first_step=first_step,
         checkpoints=CheckpointWriter(
@@ -288,7 +308,7 @@ def _build_run(
             in_background=config.train.async_checkpoints,
             published=ledger.checkpoint,
         ),
-        average=WeightAverage(engine, config.train.ema_decay, resumed) if config.train.ema_decay else None,
+        average=average,
         model_facts=model_facts,
     )
     return run, choice

@@ -1,13 +1,14 @@
 """What the runs of a study show, from their public files: epsilon from the ledgers, held-out losses from evaluation/."""
 
-import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from privacy.accounting.accountants import ReleaseGroup, epsilon
+from privacy.card.composition import claim_of
 from privacy.card.report import read_snapshot
+from privacy.ledger.records import LedgerState
 from privacy.plan import PrivacyPlan
 from trainer.checkpoints.read import Checkpoint, newest_checkpoint
 from trainer.report import read_utility
@@ -29,7 +30,8 @@ class Result:
         labels: axis -> value.
         kind: what the model does, by its name in recipes.
         plan: frozen in the run's ledger.
-        epsilon: what is spent by everything charged so far; None without a formal guarantee, whatever the recipe says.
+        epsilon, delta: what the weights carry for everything charged so far, private runs that they started from included; None
+            without a formal guarantee, whatever the recipe says.
         losses: step -> held-out loss, as far as the held-out data are public.
         blind_loss: what one gets on the same held-out data without looking at them (`trainer.tasks.blind`).
         shuffled_loss: the last held-out loss with another example's picture beside every caption; captioners only.
@@ -46,6 +48,7 @@ class Result:
     plan: PrivacyPlan
     charged: int
     epsilon: float | None
+    delta: float | None
     losses: dict[int, float]
     blind_loss: float | None
     shuffled_loss: float | None
@@ -73,7 +76,7 @@ class Result:
             "status": self.progress,
             "formal_guarantee": formal,
             "epsilon": self.epsilon,
-            "delta": self.plan.target_delta if formal else None,
+            "delta": self.delta,
             "why_no_guarantee": "; ".join(self.plan.reasons),
             "num_examples": self.plan.num_examples,
             "expected_batch_size": self.plan.expected_batch_size,
@@ -103,7 +106,7 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
             continue
         state = read_snapshot(folder.run(one.name) / "ledger.jsonl").state
         plan = state.plan
-        value = _epsilon(tuple(state.charged_groups()), plan.accounted_delta) if plan.formal_guarantee else None
+        claim = _claim(folder.run(one.name), state)
         losses = read_utility(folder.run(one.name)).heldout_loss
         newest = newest_checkpoint(folder.run(one.name) / "checkpoints")
         checkpoint = None if newest is None else Checkpoint(newest)
@@ -119,7 +122,8 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
                 simulation=one.is_simulation,
                 plan=plan,
                 charged=state.num_charged,
-                epsilon=value,
+                epsilon=None if claim is None else claim[0],
+                delta=None if claim is None else claim[1],
                 losses={point.step: point.loss for point in losses if point.loss is not None},
                 blind_loss=losses[-1].blind_loss if losses else None,
                 shuffled_loss=losses[-1].shuffled_loss if losses else None,
@@ -131,10 +135,15 @@ def collect(folder: StudyFolder, planned: Sequence[PlannedPoint]) -> tuple[list[
     return results, missing
 
 
-@functools.cache
-def _epsilon(groups: tuple[ReleaseGroup, ...], delta: float) -> float:
-    """Runs that differ by their seed alone have one epsilon, which takes seconds."""
-    return epsilon(list(groups), delta)
+_known: dict[str, tuple[float, float] | None] = {}
+
+
+def _claim(run_dir: Path, state: LedgerState) -> tuple[float, float] | None:
+    """(epsilon, delta) of a run; those that differ by their seed alone have one, which takes seconds."""
+    name = repr((state.charged_groups(), state.plan.accounted_delta, state.opened.get("behind")))
+    if name not in _known:
+        _known[name] = claim_of(run_dir, state)
+    return _known[name]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How the points of a study come to run: here, in a pool of processes; or by a script or an array job of Slurm."""
+"""How the points of a study come to run here, in a pool of processes, or by a script. An array job of Slurm: slurm.py."""
 
 import ctypes
 import os
@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.files import write_durably
-from trainer.config.recipe import load_config
-from trainer.errors import ConfigError
 from trainer.loop.fit import BUDGET_SPENT, DONE
 from trainer.loop.stopping import STOPPED_EARLY
 from trainer.studies.folder import StudyFolder
@@ -162,7 +160,6 @@ class LocalPool:
             self._say(f"{name}: {ending} ({seconds:.0f} s)")
 
 
-_ARRAY_JOB = "launch_scripts/cluster/slurm_array.sbatch"
 _SCRIPT = """\
 #!/bin/bash
 # Study {study}: trains the points with the given numbers (0 to {last}), all of them without a number. The same call resumes.
@@ -207,37 +204,3 @@ def write_script(folder: StudyFolder, trainer: Trainer, study: str, names: Seque
     write_durably(path, text)
     path.chmod(0o755)
     return path
-
-
-def submit_array(folder: StudyFolder, trainer: Trainer, names: Sequence[str], at_once: int) -> str:
-    """Submits a Slurm array job over the points that are not done; returns what sbatch printed.
-
-    A task gets as many CPUs as its recipe has data workers. Partition, devices and time limit come from sbatch's own
-    environment variables (SBATCH_PARTITION, ...). A task that is preempted goes back to the queue by itself; the same call
-    submits again what is left.
-
-    Raises:
-        ConfigError: there is no sbatch, or it refuses.
-    """
-    points = folder.root / "points.txt"
-    # Words of train.py's command line; --run_dir comes again after the array job's own, and the last one counts.
-    words = [["--recipe", str(folder.recipe(name)), "--run_dir", str(folder.run(name))] for name in names]
-    write_durably(points, "".join(shlex.join(line) + "\n" for line in words))
-    left = [str(number) for number, name in enumerate(names, start=1) if folder.progress(name) in ("new", "begun")]
-    if not left:
-        return "all points are done; nothing to submit"
-    workers = max(load_config(folder.recipe(name)).data.num_workers for name in names)
-    command = [
-        "sbatch", f"--cpus-per-task={max(workers, 1)}", f"--array={','.join(left)}%{at_once}",
-        f"--output={folder.logs}/slurm-%A_%a.log",
-        _ARRAY_JOB, str(points), str(folder.runs), "--ds_config", trainer.ds_config, "--engine", trainer.engine,
-    ]  # fmt: skip
-    try:
-        done = subprocess.run(command, cwd=trainer.root, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "there is no sbatch here: submit from a login node of the cluster, or use --executor script"
-        ) from error
-    if done.returncode != 0:
-        raise ConfigError(f"sbatch refused the array job: {' '.join(done.stderr.split())}")
-    return done.stdout.strip()

@@ -4,7 +4,7 @@ What they charged is part of what the new weights carry (privacy/card/compositio
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,23 +42,35 @@ def ledgers_behind(checkpoint: Checkpoint, start: Start, *, is_private: bool) ->
         ConfigError: a private run is behind the weights of a private one, and its ledger is not in the checkpoint's run folder.
         PrivacyStateRefused: a ledger is broken.
     """
-    run_dir, manifest = checkpoint.path.resolve().parent.parent, checkpoint.manifest
-    state, found = require_proof_of(checkpoint.path, manifest).state, list[LedgerBehind]()
-    if state is not None:
-        if start.training_data == "private" and state.plan.formal_guarantee:
-            data = (run_dir / "ledger.jsonl").read_bytes()
-            if not data.endswith(b"\n"):  # a write under way, or a crash: charged as its repair would charge it
-                data += TORN_MARK + b"\n"
-            found.append(LedgerBehind(str(manifest.get("run")), data, int(manifest["ledger"]["seq"]) + 1))
-        found += [LedgerBehind(run, data, data.count(b"\n")) for run, data in read_copies(run_dir, state.opened)]
+    found = ledgers_of(checkpoint.path, checkpoint.manifest)
     private = [link.run for link in start.chain() if link.training_data == "private"]
     if is_private and len(found) < len(private):
+        run_dir = checkpoint.path.resolve().parent.parent
         raise ConfigError(
             f"init.checkpoint {checkpoint.path}: run {private[len(found)]} behind its weights trained on private data, and its "
             f"ledger is not in {run_dir}: what it spent cannot be composed with this run; start from the checkpoint in its own "
             "run folder"
         )
     return found
+
+
+def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehind]:
+    """The ledgers of the private runs that made a checkpoint's weights, as far as its run folder has them, the newest first.
+
+    Raises:
+        PrivacyStateRefused: a ledger is broken.
+    """
+    run_dir, found = checkpoint.resolve().parent.parent, list[LedgerBehind]()
+    state = require_proof_of(checkpoint, manifest).state
+    if state is None:
+        return found
+    is_private = (manifest.get("training_data") or {}).get("provenance", "private") == "private"
+    if is_private and state.plan.formal_guarantee:
+        data = (run_dir / "ledger.jsonl").read_bytes()
+        if not data.endswith(b"\n"):  # a write under way, or a crash: charged as its repair would charge it
+            data += TORN_MARK + b"\n"
+        found.append(LedgerBehind(str(manifest.get("run")), data, int(manifest["ledger"]["seq"]) + 1))
+    return found + [LedgerBehind(run, data, data.count(b"\n")) for run, data in read_copies(run_dir, state.opened)]
 
 
 def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:

@@ -1,5 +1,6 @@
 """The audit of the schedule: honest coins pass, and every way of choosing members otherwise is found."""
 
+import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +19,7 @@ from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, example_keys
-from privacy.sampling.rows import deal
+from privacy.sampling.rows import deal, shares_of_nodes
 from tests.privacy.audit.broken_samplers import SAMPLERS
 
 SECRET = bytes(range(32))
@@ -47,7 +48,7 @@ def record(attempt: Attempt, ids: np.ndarray, world_size: int = 2) -> MembersRec
         members_digest(KEY, attempt.nonce, attempt.attempt, attempt.step, rank, part) for rank, part in enumerate(parts)
     ]
     named = (attempt.step, attempt.attempt, attempt.nonce.hex(), rows_per_rank)
-    return MembersRecord(0, "0" * 64, *named, tuple(map(len, parts)), tuple(digests))
+    return MembersRecord(0, "0" * 64, *named, tuple(map(len, parts)), tuple(digests), ())
 
 
 def trained(own: PrivacyPlan, attempts: Sequence[Attempt]) -> dict:
@@ -197,10 +198,19 @@ def test_the_second_sampler_agrees_with_the_product(num_examples: int, expected:
         np.testing.assert_array_equal(kept, sampler.members(coin_key, attempt.step))
         keys = example_keys(KEY.example_key(attempt.nonce, attempt.attempt), attempt.step, kept)
         np.testing.assert_array_equal(second.keys(attempt, kept), keys)
-        for world_size in (1, 2, 3, 5):
-            row_key, most = KEY.row_key(attempt.nonce, attempt.attempt), 3 + len(kept) // world_size
-            products = deal(row_key, attempt.step, kept, most, world_size)
-            for rank, (part, rows) in enumerate(second.deal(attempt, kept, most, world_size)):
+        cases: list[tuple[int, tuple[int, ...]]] = [
+            (1, ()),
+            (2, ()),
+            (3, ()),
+            (5, ()),
+            (2, (0, 1)),
+            (5, (0, 0, 1, 2, 1)),
+        ]
+        for (world_size, nodes), spare in itertools.product(cases, (3, 40)):  # with 3 a share may not fit
+            row_key, most = KEY.row_key(attempt.nonce, attempt.attempt), spare + len(kept) // world_size
+            shares = shares_of_nodes(nodes, num_examples) if nodes else []
+            products = deal(row_key, attempt.step, kept, most, world_size, shares)
+            for rank, (part, rows) in enumerate(second.deal(attempt, kept, most, world_size, nodes)):
                 np.testing.assert_array_equal(part, products[rank][0])
                 np.testing.assert_array_equal(rows, products[rank][1])
                 digest = members_digest(KEY, attempt.nonce, attempt.attempt, attempt.step, rank, part)

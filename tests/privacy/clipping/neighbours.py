@@ -183,7 +183,7 @@ class Construction:
 
     Attributes:
         micro_batches: sizes, in turn.
-        bound: C; 1e30 clips nothing, so that every lane may have a magnitude of its own.
+        bound: C; 1e20 clips nothing, so that every lane may have a magnitude of its own.
     """
 
     rule: str
@@ -209,7 +209,7 @@ def draw_construction(rng: random.Random, rule: str) -> Construction:
     )
     before = rng.choice([rng.randint(1, most - 2), 1 << ((most // 2).bit_length() - 1)])
     function = rng.choice(["flat", "flat", "flat", "flat", "flat", "per_layer", "per_layer", "automatic"])
-    bound = 1.0 if function == "automatic" else rng.choice([1e30, 1e30, 1e30, 1.0])
+    bound = 1.0 if function == "automatic" else rng.choice([1e20, 1e20, 1e20, 1.0])
     return Construction(rule, dtype, rng.choice(MODES), function, tokens, sizes, before, most - before - 1, bound)
 
 
@@ -310,7 +310,7 @@ def climb(device: torch.device, seed: str, num_pairs: int, accumulator: type | N
     """Hill climbing: the worst quarter of a construction's lanes is kept, and the others become changed copies of it."""
     rng = random.Random(seed)
     for rule in itertools.cycle(RULES):
-        of = replace(draw_construction(rng, rule), function="flat", bound=1e30)
+        of = replace(draw_construction(rng, rule), function="flat", bound=1e20)
         generator = torch.Generator().manual_seed(rng.getrandbits(63))
         values = draw_values(of, rng)
         for _ in range(12):

@@ -92,7 +92,7 @@ def test_setting_the_bound_starts_a_new_batch() -> None:
     fresh.add_micro_batch(model, {k: v[:1] for k, v in inputs.items()}, torch.zeros(1, dtype=torch.bool))
     fresh.detach()
     assert torch.equal(oracle.flat(dict(total.sums())), oracle.flat(dict(fresh.sums())))
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(PrivacyConfigError, match="between 1e-12, "):
         total.max_grad_norm = 0.0
 
 

@@ -61,20 +61,80 @@ def test_a_check_that_failed_does_not_count() -> None:
         add(ClippedSum(model, 1.0), model, x=torch.randn(3, 4))
 
 
+class Words(nn.Module):
+    """Layers of which attributes decide what they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.positions = nn.Embedding(9, 4), nn.Embedding(3, 4).requires_grad_(False)
+        self.drop, self.norm, self.last = nn.Dropout(0.0), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.calls, self.cache = 0, {}  # type: ignore[var-annotated]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        shift = self.cache.setdefault("shift", torch.ones(4, dtype=self.last.weight.dtype))
+        h = self.table(ids) + self.positions(torch.arange(ids.shape[1])[None]) + shift
+        return self.last(self.norm(self.drop(h))).sin().sum((1, 2))
+
+
+def doubled(module: nn.Module, args: object, y: Tensor) -> Tensor:
+    return 2 * y
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda model: model.eval(), r"model\.train\(\) or model\.eval"),
-        (lambda model: model.a.bias.requires_grad_(False), "frozen or unfrozen"),
-        (lambda model: setattr(model, "a", nn.Sequential(nn.Linear(4, 5))), "layers were exchanged"),
+        (lambda m: m.eval(), r"training has changed .*model\.train\(\) or model\.eval"),
+        (lambda m: m.norm.eval(), r"norm\.training"),
+        (lambda m: m.last.bias.requires_grad_(False), r"last\.bias has changed .*frozen or unfrozen"),
+        (lambda m: m.positions.requires_grad_(True), r"positions\.weight"),
+        (lambda m: setattr(m, "last", nn.Linear(4, 3)), r"self-check, last\W.*layers were exchanged"),
+        (lambda m: setattr(m.last, "weight", nn.Parameter(torch.ones(3, 4))), r"last\.weight"),
+        (lambda m: setattr(m.last, "extra", nn.Parameter(torch.ones(3))), r"last\.extra"),
+        (lambda m: setattr(m.table, "max_norm", 0.1), r"table\.max_norm"),
+        (lambda m: setattr(m.positions, "max_norm", 0.1), r"positions\.max_norm"),
+        (lambda m: setattr(m.table, "scale_grad_by_freq", True), r"table\.scale_grad_by_freq"),
+        (lambda m: setattr(m.table, "sparse", True), r"table\.sparse"),
+        (lambda m: setattr(m.table, "padding_idx", 1), r"table\.padding_idx"),
+        (lambda m: setattr(m.drop, "p", 0.5), r"drop\.p"),
+        (lambda m: setattr(m.norm, "eps", 0.1), r"norm\.eps"),
+        (lambda m: setattr(m.last, "forward", lambda x: x[..., :3]), r"last\.forward"),
+        (lambda m: setattr(m, "mixes", True), "mixes"),
+        (lambda m: m.last.register_forward_hook(doubled), r"last\._forward_hooks"),
+        (lambda m: m.last.register_forward_pre_hook(lambda m, args: args), r"last\._forward_pre_hooks"),
+        (lambda m: m.norm.register_full_backward_hook(lambda m, g, h: None), r"norm\._"),
     ],
 )
 def test_the_model_must_be_what_it_was_when_it_passed(change: Callable[[Any], object], line: str) -> None:
-    model, x = Net(), torch.randn(3, 4)
-    check_against_autograd(model, made_up())
-    add(total := ClippedSum(model, 1.0), model, x=x)
+    """But for what its own forward changes."""
+    model, ids = Words(), torch.tensor([[1, 2], [3, 4], [5, 6]])
+    check_against_autograd(model, {"ids": ids})
+    assert model.calls == 0 and not model.cache
+    total = ClippedSum(model, 1.0)
+    for _ in range(2):
+        add(total, model, ids=ids)
     change(model)
     with pytest.raises(PrivacyConfigError, match=line):
+        add(total, model, ids=ids)
+    try:  # checked again, it is what it was; what no clipping can follow is refused by the check
+        check_against_autograd(model, {"ids": ids})
+        fresh = ClippedSum(model, 1.0)
+    except PrivacyConfigError:
+        return
+    add(fresh, model, ids=ids)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: m.a.bias.requires_grad_(False), lambda m: m.double(), lambda m: setattr(m, "a", nn.Linear(4, 5))],
+)
+def test_a_sum_is_for_the_parameters_that_it_was_made_for(change: Callable[[Any], object]) -> None:
+    model = Net()
+    total = ClippedSum(model, 1.0)
+    change(model)
+    x = torch.randn(3, 4, dtype=model.b.weight.dtype)
+    check_against_autograd(model, {"x": x})
+    with pytest.raises(PrivacyConfigError, match="since this sum was made"):
         add(total, model, x=x)
 
 
@@ -186,9 +246,58 @@ def test_a_small_gradient_is_compared_with_itself() -> None:
         check_against_autograd(Net(wrong=0.05), inputs)
 
 
-def test_half_precision_is_refused_with_a_way_out() -> None:
+@pytest.mark.parametrize("wrong", [0.0, 1e-6])
+def test_half_precision_is_checked_in_double_precision(wrong: float) -> None:
+    model, inputs = Net(wrong=wrong).bfloat16(), {"x": made_up()["x"].bfloat16()}
+
+    def task(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    for used in (model, task):
+        if wrong:
+            with pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
+                check_against_autograd(model, inputs, used)
+        else:
+            check_against_autograd(model, inputs, used)
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_half_precision_that_cannot_be_widened_is_refused_with_a_way_out() -> None:
+    model, inputs = Net().bfloat16(), {"x": made_up()["x"].bfloat16()}
     with pytest.raises(PrivacyConfigError, match="before it is cast"):
-        check_against_autograd(Net().bfloat16(), {"x": made_up()["x"].bfloat16()})
+        check_against_autograd(model, inputs, lambda x: model(x.bfloat16()))
+
+
+def test_a_model_that_only_runs_in_float32_is_checked_in_float32() -> None:
+    for wrong in (0.0, 1.0):
+        model = Net(wrong=wrong)
+
+        def task(x: Tensor, model: Net = model) -> Tensor:
+            return model(x.float())
+
+        if wrong:
+            with pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
+                check_against_autograd(model, made_up(), task)
+        else:
+            check_against_autograd(model, made_up(), task)
+            assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, 1e-45, 1e-13, 1e21, float("nan"), -float("inf")])
+def test_bounds_at_which_norms_underflow_or_overflow_are_refused(bound: float) -> None:
+    with pytest.raises(PrivacyConfigError, match="between 1e-12, "):
+        ClippedSum(Net(), bound, self_check=False)
+    total = ClippedSum(Net(), 1.0, self_check=False)
+    with pytest.raises(PrivacyConfigError, match="between 1e-12, "):
+        total.max_grad_norm = bound
+
+
+def test_no_noise_is_worth_anything_without_clipping() -> None:
+    total = ClippedSum(Net(), float("inf"), self_check=False)
+    assert total.releases(0.0)
+    with pytest.raises(PrivacyConfigError, match="not clipped"):
+        total.releases(1.0)
 
 
 # Every way in which a rule can be wrong, in a rule.

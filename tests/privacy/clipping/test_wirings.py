@@ -72,6 +72,7 @@ def test_chains_of_wirings() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_many_chains_of_wirings() -> None:
     assert tried(range(25, 2025)).total() == 2000

@@ -315,7 +315,7 @@ PIECES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
         tied(lambda m: m.a.weight.register_hook(lambda g: 2 * g), lambda m, x: m.a(x)),
     ),
     # what rules cannot express
-    "layer_on_table": ("refused", lambda: Piece(lambda m, x: x * m.a(m.table[0, :3]).sum())),
+    "layer_on_table": ("refused", lambda: Piece(lambda m, x: x * m.a(m.table[0, :2]).sum())),
     "layer_on_layer_of_shared_row": ("refused", lambda: Piece(lambda m, x: x * m.b(m.a(m.table)))),
     "windows": ("refused", lambda: Piece(windows)),
     "tokens_as_batch": ("refused", lambda: Piece(lambda m, x: m.a(x.flatten(0, 1)).view_as(x))),

@@ -12,7 +12,7 @@ from tests.privacy.published import publish
 from tests.privacy.verify.judging import KEY, Judge
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return publish(tmp_path_factory.mktemp("published") / "run", KEY)
 

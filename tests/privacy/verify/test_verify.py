@@ -168,7 +168,7 @@ REWRITTEN: dict[str, tuple[Callable[[Records], None], str]] = {
     "another cap": (plan_of(cap=None), "plan: config.toml asks for cap"),
     "another adjacency": (plan_of(adjacency="replace_one"), "adjacency must be zero_out"),
     "a claim without grounds": (plan_of(enabled=False), "formal_guarantee does not follow"),
-    "less slack": (plan_of(sensitivity_slack=0.0), "card: the card's mechanism.sensitivity_slack"),
+    "less slack": (plan_of(sensitivity_slack=0.0), "card: the card's epsilon is"),
     "another sampling key": (change("open", key_commitment="cd" * 32), "card: the card's sampling.key_commitment"),
     "another time": (change("intent", 0, time_utc="2020"), "ok"),
 }
@@ -231,7 +231,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], None], int, str]] = {
         "manifest.json is not the one that the ledger recorded",
     ),
     "weights": (text_of(WEIGHTS, "weights", "weight5"), 5, "weights.safetensors has another hash"),
-    "metrics: steps": (text_of("metrics.jsonl", '"step": 4', '"step": 5'), 5, "metrics: line 1 shows step 5"),
+    "metrics: steps": (text_of("metrics.jsonl", '"step": 4', '"step": 5'), 5, "metrics.jsonl: line 1 shows step 5"),
     "metrics: epsilon": (
         text_of("metrics.jsonl", '"privacy/epsilon": 0', '"privacy/epsilon": -0'),
         5,

@@ -1,0 +1,44 @@
+"""torchrun that ends as its ranks end: with their exit code, and with the one line that they have printed.
+
+    python launch_scripts/cluster/torchrun.py --nproc_per_node 8 launch_scripts/train.py ARGUMENTS
+
+It takes torchrun's own options. The command `torchrun` ends with 1 and a traceback of its own whatever its ranks say, also where
+they have saved and ended with 7 because they were asked to stop; a scheduler then cannot tell a stop from a crash.
+"""
+
+import signal
+import sys
+from pathlib import Path
+
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.run import main
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from trainer.loop.stopping import STOPPED_EARLY
+
+
+def run(arguments: list[str]) -> int:
+    """Runs torchrun's agent on this host and returns the exit code of the rank that ended first with another one than 0."""
+    try:
+        main(arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        name = signal.Signals(-failure.exitcode).name
+        print(f"error: rank {rank} was ended by {name}; the same command resumes", file=sys.stderr)
+        return 1
+    except SignalException:  # the agent has passed the signal on and has waited until its ranks had ended
+        return STOPPED_EARLY
+    except (RendezvousError, DistError) as error:  # nobody at the endpoint, or its port is taken
+        print(f"error: the agents did not meet: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

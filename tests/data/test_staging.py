@@ -1,0 +1,277 @@
+"""Shards staged on a node: the same examples, whole shards in one order whatever the key, kills, rot and full disks."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.errors import DataError, ReadError
+from data.index.build import build_index
+from data.index.tar_index import ExampleTable
+from data.reading import staging as module
+from data.reading.reader import RawExample, TarReader
+from data.reading.records import RemoteOptions
+from data.reading.staging import StagedStorage, Staging, open_folder, require_room
+from privacy.sampling.keys import SamplingKey
+from privacy.sampling.poisson import PoissonSampler, default_cap
+from privacy.sampling.rows import deal, most_of_share, shares_of_nodes
+from tests.data.conftest import ROOT
+from tests.data.servers import RangeServer, range_server
+from tests.data.test_whole_shards import archive, members
+
+NUM_SHARDS, FEW, PER_SHARD, EXPECTED, NUM_STEPS = 64, 12, 5, 40, 20
+QUICK = RemoteOptions(timeout_seconds=10, tries=2, backoff_seconds=0.01, connections=1)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    for number in range(NUM_SHARDS):
+        (folder / f"train-{number:03d}.tar").write_bytes(archive(members(PER_SHARD, np.random.default_rng(number))))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def many(served: Path, tmp_path_factory: pytest.TempPathFactory) -> ExampleTable:
+    return build_index(sorted(served.glob("*.tar")), tmp_path_factory.mktemp("index"))
+
+
+@pytest.fixture(scope="module")
+def local(served: Path, tmp_path_factory: pytest.TempPathFactory) -> ExampleTable:
+    """A few of them."""
+    return build_index(sorted(served.glob("*.tar"))[:FEW], tmp_path_factory.mktemp("index"))
+
+
+@pytest.fixture
+def server(served: Path) -> Iterator[RangeServer]:
+    with range_server(served) as server:
+        yield server
+
+
+def staged(
+    local: ExampleTable, server: RangeServer, folder: Path, start: int = 0, stop: int | None = None
+) -> ExampleTable:
+    """The table of a process on the node that has `folder`."""
+    open_folder(folder)
+    table = ExampleTable.open(local.index_dir, server.url, remote=QUICK, check_shards=False)
+    table.staging = Staging(str(folder), start, len(local) if stop is None else stop)
+    return table
+
+
+def steps_of(secret: bytes, nodes: tuple[int, ...], steps: range) -> list[list[np.ndarray]]:
+    """Ids of each step and rank, as training deals them."""
+    key, nonce, size = SamplingKey(secret), bytes(16), NUM_SHARDS * PER_SHARD
+    sampler = PoissonSampler.with_expected_batch(size, EXPECTED, default_cap(EXPECTED))
+    rows = most_of_share(EXPECTED)
+    found = []
+    for step in steps:
+        ids = sampler.members(key.coin_key(nonce, 0), step)
+        dealt = deal(key.row_key(nonce, 0), step, ids, rows, len(nodes), shares_of_nodes(nodes, size))
+        found.append([mine for mine, _ in dealt])
+    return found
+
+
+def read(
+    local: ExampleTable, server: RangeServer, stores: list[Path], secret: bytes, nodes: tuple[int, ...], steps: range
+) -> list[dict[int, RawExample]]:
+    """What all ranks read in each step; those of different nodes one after the other, as no two share a store."""
+    shares = shares_of_nodes(nodes, len(local))
+    readers = [TarReader(staged(local, server, stores[node], shares[node].start, shares[node].stop)) for node in nodes]
+    found: list[dict[int, RawExample]] = []
+    for ranks in steps_of(secret, nodes, steps):
+        found.append({})
+        for reader, ids in zip(readers, ranks, strict=True):
+            found[-1].update(zip(ids.tolist(), reader.read_all(ids), strict=True))
+    return found
+
+
+def shard_requests(server: RangeServer) -> list[str]:
+    """Paths in order; no request had a range."""
+    assert all(span is None for _, span in server.requests)
+    return [path for path, _ in server.requests]
+
+
+def test_two_nodes_read_the_same_members_and_the_server_learns_nothing(
+    many: ExampleTable, server: RangeServer, tmp_path: Path
+) -> None:
+    """64 shards, 20 steps, a stop and a start with another number of ranks, under two keys."""
+    logs = []
+    for secret in (bytes(32), bytes(range(32))):
+        server.requests.clear()
+        stores = [tmp_path / secret.hex()[:4] / f"node{number}" for number in range(2)]
+        found = read(many, server, stores, secret, (0, 1), range(1, 11))
+        before = len(server.requests)
+        found += read(many, server, stores, secret, (0, 1, 1, 1), range(11, NUM_STEPS + 1))
+        reader = TarReader(many)
+        for (ids,), raws in zip(steps_of(secret, (0,), range(1, NUM_STEPS + 1)), found, strict=True):
+            assert sorted(raws) == ids.tolist()
+            assert [raws[int(i)] for i in ids] == list(reader.read_all(ids))
+        # Each node has its shards once; then the second has three quarters, and fetches only those that are new.
+        per_node = [[f"/train-{n:03d}.tar" for n in part] for part in (range(32), range(32, 64))]
+        first = shard_requests(server)[:before]
+        for names in per_node:
+            assert [path for path in first if path in names] == names
+        assert shard_requests(server)[before:] == [f"/train-{n:03d}.tar" for n in range(16, 32)]
+        logs.append(list(server.requests))
+    # The nodes run side by side in a real run: what each of them asks for is the same, in the same order.
+    for names in per_node:
+        assert [path for path, _ in logs[0] if path in names] == [path for path, _ in logs[1] if path in names]
+    assert sorted(logs[0]) == sorted(logs[1])
+
+
+def test_many_readers_copy_each_shard_once(local: ExampleTable, server: RangeServer, tmp_path: Path) -> None:
+    table = staged(local, server, tmp_path / "store")
+    expected = list(TarReader(local).read_all(range(len(local))))
+    orders = [np.random.default_rng(number).permutation(len(local)) for number in range(6)]
+    found: list[list[RawExample]] = [[] for _ in orders]
+
+    def work(number: int) -> None:
+        found[number] = list(TarReader(table).read_all(orders[number]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(orders))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for order, raws in zip(orders, found, strict=True):
+        assert raws == [expected[i] for i in order]
+    assert shard_requests(server) == [f"/train-{number:03d}.tar" for number in range(FEW)]
+
+
+COPY = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from data.index.tar_index import ExampleTable
+from data.reading.records import RemoteOptions
+from data.reading.staging import Staging
+table = ExampleTable.open(Path(sys.argv[2]), sys.argv[3], remote=RemoteOptions(connections=1), check_shards=False)
+table.staging = Staging(sys.argv[4], 0, len(table))
+table.storage().stage_all()
+"""
+
+
+def test_a_kill_loses_nothing_and_nothing_torn_is_trusted(
+    local: ExampleTable, server: RangeServer, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    table = staged(local, server, store)
+    server.faults.extend([None] * 7 + ["hang"])
+    command = [sys.executable, "-c", COPY, str(ROOT), str(local.index_dir), server.url, str(store)]
+    process = subprocess.Popen(command)
+    deadline = time.monotonic() + 60
+    while len(server.requests) < 8 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(list(store.glob("*.tar"))) == 7
+    whole = {entry.sha256 for entry in local.entries[:7]}
+    assert {path.stem for path in store.glob("*.tar")} == whole
+    (store / f"{local.entries[7].sha256}.part").write_bytes(b"half of a shard")
+    server.requests.clear()
+    require_room(store, table.entries)
+    assert list(TarReader(table).read_all(range(len(local)))) == list(TarReader(local).read_all(range(len(local))))
+    assert shard_requests(server) == [f"/train-{number:03d}.tar" for number in range(7, FEW)]
+    assert not list(store.glob("*.part"))
+
+
+def test_several_shards_are_copied_at_a_time(local: ExampleTable, server: RangeServer, tmp_path: Path) -> None:
+    table = staged(local, server, tmp_path / "store")
+    table.remote = replace(QUICK, connections=4, tries=6)
+    server.faults.extend(["hang"] * 4 + [503, None, 503])
+
+    def release() -> None:
+        deadline = time.monotonic() + 8
+        while server.most_at_once < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        server.released.set()
+
+    threading.Thread(target=release).start()
+    assert list(TarReader(table).read_all(range(len(local)))) == list(TarReader(local).read_all(range(len(local))))
+    assert server.most_at_once == 4
+    assert sorted(set(shard_requests(server))) == [f"/train-{number:03d}.tar" for number in range(FEW)]
+
+
+def test_a_copy_that_rots_is_made_again_and_once(local: ExampleTable, server: RangeServer, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    table = staged(local, server, store)
+    expected = list(TarReader(local).read_all(range(len(local))))
+    assert list(TarReader(table).read_all(range(len(local)))) == expected
+    server.requests.clear()
+    for number, spoil in ((3, lambda body: body[:700] + bytes(9) + body[709:]), (9, lambda body: body[:-512])):
+        path = store / f"{local.entries[number].sha256}.tar"
+        path.write_bytes(spoil(path.read_bytes()))
+        ids = range(PER_SHARD * number, PER_SHARD * (number + 1))
+        assert list(TarReader(table).read_all(ids)) == [expected[i] for i in ids]
+        assert shard_requests(server)[-1] == f"/train-{number:03d}.tar"
+    assert len(server.requests) == 2
+
+
+def test_a_shard_that_is_not_what_was_indexed_is_an_error(local: ExampleTable, served: Path, tmp_path: Path) -> None:
+    """Of the same size: only its hash tells. Nothing of it stays."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in served.glob("train-00*.tar"):
+        (other / path.name).write_bytes(path.read_bytes())
+    body = bytearray((other / "train-001.tar").read_bytes())
+    body[600] ^= 1
+    (other / "train-001.tar").write_bytes(body)
+    with range_server(other) as server:
+        table = staged(local, server, tmp_path / "store")
+        with pytest.raises(ReadError, match=r"train-001\.tar is not what was indexed") as caught:
+            TarReader(table).read(PER_SHARD)
+        assert "\n" not in str(caught.value)
+    there = {path.stem for path in (tmp_path / "store").glob("*.[tp]ar*")}
+    assert local.entries[0].sha256 in there and local.entries[1].sha256 not in there
+
+
+def test_a_disk_that_is_too_small_ends_in_one_line(
+    local: ExampleTable, server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    table = staged(local, server, store)
+    TarReader(table).read(0)
+    size = sum(entry.size for entry in local.entries)
+    for free, is_enough in ((size, True), (size - local.entries[0].size - 1, False)):
+        usage = type("Usage", (), {"free": free + module._MARGIN_BYTES})()
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda _, usage=usage: usage)
+        if is_enough:
+            require_room(store, table.entries)
+        else:
+            with pytest.raises(DataError, match=r"has .* GB free, but the shards of this node take") as caught:
+                require_room(store, table.entries)
+            assert "\n" not in str(caught.value) and str(store) in str(caught.value)
+    with pytest.raises(DataError, match="of shards that this start does not need"):
+        require_room(store, table.entries[1:])
+
+
+def test_a_store_is_private_and_keeps_its_name(tmp_path: Path) -> None:
+    names: list[str] = []
+    threads = [threading.Thread(target=lambda: names.append(open_folder(tmp_path / "store"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(names)) == 1 and len(names[0]) == 32 and open_folder(tmp_path / "other") != names[0]
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match="cannot use the folder"):
+        open_folder(tmp_path / "file")
+
+
+def test_shards_of_a_file_system_are_copied_too(local: ExampleTable, tmp_path: Path) -> None:
+    table = ExampleTable.open(local.index_dir, local.shard_root)
+    open_folder(tmp_path / "store")
+    table.staging = Staging(str(tmp_path / "store"), 0, len(local))
+    storage = table.storage()
+    assert isinstance(storage, StagedStorage)
+    storage.stage_all()
+    assert len(list((tmp_path / "store").glob("*.tar"))) == FEW
+    assert list(TarReader(table).read_all(range(FEW))) == list(TarReader(local).read_all(range(FEW)))

@@ -1,0 +1,113 @@
+"""The faults, each under one of the launchers."""
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.e2e.launch import count
+from tests.faults.runs import Fault, NotHere, Run
+
+CGROUP = Path("/sys/fs/cgroup/memory/fault-test")
+WORKER = ("data.num_workers=1",)
+SLOW = ("before_intent", "1", "3", "40")
+FAILED = (1,)
+
+
+def signals(number: signal.Signals, who: str, rank: int = 1) -> Callable[[Run], None]:
+    def send(run: Run) -> None:
+        os.kill(run.worker(rank) if who == "worker" else run.rank(rank), number)
+
+    return send
+
+
+def signals_launcher(number: signal.Signals) -> Callable[[Run], None]:
+    return lambda run: run.launcher.send_signal(number)
+
+
+def little_memory(who: str) -> Callable[[Run], None]:
+    """No more address space than the process has."""
+
+    def limit(run: Run) -> None:
+        pid = run.worker(1) if who == "worker" else run.rank(1)
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+
+    return limit
+
+
+def out_of_memory(run: Run) -> None:
+    """The kernel's own OOM killer, in a memory cgroup whose limit is what the rank may still take."""
+    try:
+        CGROUP.mkdir(exist_ok=True)
+        (CGROUP / "memory.limit_in_bytes").write_text("1M")
+        (CGROUP / "cgroup.procs").write_text(str(run.rank(1)))
+    except OSError as error:
+        raise NotHere(f"no memory cgroup can be made: {error.strerror}") from error
+
+
+def no_cgroup(run: Run) -> None:
+    CGROUP.rmdir()
+
+
+def small_disk(run: Run) -> None:
+    """A disk of its own for the mirror of the ledger."""
+    disk = run.folder / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False).returncode:
+        raise NotHere("no file system can be mounted")
+
+
+def without_disk(run: Run) -> None:
+    subprocess.run(["umount", "--lazy", str(run.folder / "disk")], check=False)
+
+
+def fill_disk(run: Run) -> None:
+    with (run.folder / "disk" / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(512))
+
+
+def room_again(run: Run) -> None:
+    (run.folder / "disk" / "filler").unlink()
+
+
+def stop_after_step_4(run: Run) -> None:
+    deadline = time.monotonic() + 100
+    while count(run.run_dir, "done") < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(run.rank(0), signal.SIGUSR1)
+
+
+FAULTS = [
+    Fault("rank killed", "deepspeed", signals(signal.SIGKILL, "rank"), (1, 247), "rank 1 (host"),
+    Fault("rank stopped (SIGSTOP)", "torchrun.py", signals(signal.SIGSTOP, "rank"), FAILED, "rank 1 (host"),
+    Fault("rank calls abort()", "deepspeed", None, (1, 250), "rank 1 (host", ("abort", "1", "3", "0")),
+    Fault("rank raises", "torchrun.py", None, FAILED, "error on rank 1:", ("raise", "1", "3", "0")),
+    Fault("rank holds the interpreter lock", "torchrun.py", None, FAILED, "rank 1 (host", ("hold", "1", "3", "40")),
+    Fault("rank slower by 40 s, then SIGUSR1", "deepspeed", stop_after_step_4, (7,), "stopped on request", SLOW),
+    Fault("rank killed by the kernel, out of memory", "torchrun.py", out_of_memory, FAILED, "rank 1", undo=no_cgroup),
+    Fault("rank out of address space (RLIMIT_AS)", "deepspeed", little_memory("rank"), FAILED, "no more memory"),
+    Fault("data worker killed", "deepspeed", signals(signal.SIGKILL, "worker"), FAILED, "a data worker died", settings=WORKER),
+    Fault("data worker stopped", "torchrun.py", signals(signal.SIGSTOP, "worker"), FAILED, "was stopped", settings=WORKER),
+    Fault("data worker out of memory", "deepspeed", little_memory("worker"), FAILED, "memory", settings=WORKER),
+    Fault("disk full in a checkpoint", "torchrun.py", None, FAILED, "No space left", ("disk", "1", "4", "0")),
+    Fault("a weight is NaN", "deepspeed", None, FAILED, "NaN or infinity", ("nan", "1", "3", "0")),
+    Fault("SIGTERM to mpirun", "mpirun", signals_launcher(signal.SIGTERM), (7, 143, -15, 15), ""),
+    Fault("SIGINT to mpirun", "mpirun", signals_launcher(signal.SIGINT), (7, 130, -2, 2), ""),
+    Fault("SIGTERM to torchrun.py", "torchrun.py", signals_launcher(signal.SIGTERM), (7,), "stopped on request"),
+    Fault("SIGTERM to deepspeed", "deepspeed", signals_launcher(signal.SIGTERM), (-15,), "the launcher is gone"),
+    Fault(
+        "mirror of the ledger on a full disk", "deepspeed", fill_disk, (4,), "cannot write the mirror",
+        settings=("privacy.ledger_mirror={folder}/disk/mirror.jsonl",), prepare=small_disk, undo=room_again, clean=without_disk,
+    ),
+    Fault(
+        "another bound at the resume", "torchrun.py", signals(signal.SIGUSR1, "rank"), (7,), "stopped on request",
+        resumed_with=("privacy.max_grad_norm=2.0",), resume_code=2,
+    ),
+    Fault("a rank that never comes", "rank 0 of 2 alone", None, (2,), "rank 1 of 2 did not come"),
+]  # fmt: skip

@@ -1,0 +1,189 @@
+"""A run under a launcher, the processes that belong to it, and what is left of it after a fault."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.distributed.ranks import ROOT, free_port, quiet_environment, rank_environment
+from tests.e2e.launch import alone, count, train_arguments
+
+BIN = Path(sys.executable).parent
+FAILING = "tests/e2e/failing_train.py"
+PATIENCE = 120.0
+WORDS = ("error", "warning: rank", "stopped", "damaged", "the launcher is gone")
+
+
+class NotHere(RuntimeError):
+    """This machine cannot have the fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        inflict: called once two steps are done; None where `failure` does it.
+        failure: the first arguments of failing_train.py.
+        undo: called after the end, before the same command starts again.
+        prepare, clean: called before the first start and after the last.
+        resume_code: how the same command, with `resumed_with`, ends when it has one step boundary to stop at.
+        codes: exit codes of the launcher that are right.
+        says: words that one line must hold.
+    """
+
+    name: str
+    launcher: str
+    inflict: "Callable[[Run], None] | None"
+    codes: tuple[int, ...]
+    says: str
+    failure: tuple[str, ...] = ("none", "-1", "0", "0")
+    settings: tuple[str, ...] = ()
+    resumed_with: tuple[str, ...] = ()
+    resume_code: int = 7
+    prepare: "Callable[[Run], None]" = lambda run: None
+    undo: "Callable[[Run], None]" = lambda run: None
+    clean: "Callable[[Run], None]" = lambda run: None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a fault left."""
+
+    code: int
+    seconds: float
+    lines: list[str]
+    tracebacks: int
+    audit: int | None  # no ledger was begun
+    resumed: bool
+    problem: str | None
+
+
+class Run:
+    """Two ranks of a tiny recipe that would go on for long."""
+
+    def __init__(self, fault: Fault, folder: Path) -> None:
+        self.fault, self.folder, self.run_dir, self.log = fault, folder, folder / "run", folder / "log"
+
+    def arguments(self, *more: str) -> list[str]:
+        settings = [text.format(folder=self.folder) for text in self.fault.settings]
+        return train_arguments(
+            self.run_dir, "--engine", "local", "train.num_steps=4000", "heldout.num_captions=0", "train.checkpoint_every=2",
+            "train.grace_seconds=5", *settings, *more, ds_config="ds_configs/zero1.json",
+        )  # fmt: skip
+
+    def start(self) -> None:
+        port, script = str(free_port()), [FAILING, *self.fault.failure]
+        environment = quiet_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RUN_OF_A_FAULT=str(self.run_dir))
+        options = {
+            "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", port],
+            "torchrun.py": [
+                *(sys.executable, "launch_scripts/cluster/torchrun.py", "--nproc_per_node", "2", "--master_port", port)
+            ],
+            "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable, "-u"],
+            "rank 0 of 2 alone": [sys.executable, "-u"],
+        }
+        if self.fault.launcher == "rank 0 of 2 alone":
+            environment = rank_environment(0, 2, port, RUN_OF_A_FAULT=str(self.run_dir))
+            script += ["--rendezvous_seconds", "10"]
+        with self.log.open("ab") as log:
+            self.launcher = subprocess.Popen(
+                [*options[self.fault.launcher], *script, *self.arguments()], cwd=ROOT, env=environment, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def processes(self) -> dict[int, tuple[list[str], dict[str, str]]]:
+        """Command line and environment of everything that this run has started and that has not ended."""
+        found = {}
+        mark = f"RUN_OF_A_FAULT={self.run_dir}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment, command = (folder / "environ").read_bytes(), (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if mark in environment and command:
+                pairs = (pair.partition("=") for pair in environment.decode(errors="replace").split("\0"))
+                words = command.decode(errors="replace").split("\0")
+                found[int(folder.name)] = words, {name: value for name, _, value in pairs}
+        return found
+
+    def rank(self, number: int) -> int:
+        """The process of a rank."""
+        for pid, (words, environment) in self.processes().items():
+            said = environment.get("RANK", environment.get("PMI_RANK"))
+            if FAILING in words[1:3] and said == str(number):
+                return pid
+        raise AssertionError(f"there is no rank {number}: {self.log.read_text()[-2000:]}")
+
+    def worker(self, rank: int) -> int:
+        """A data worker of a rank: a child of its fork server."""
+        servers = [pid for pid in children(self.rank(rank)) if children(pid)]
+        return children(servers[0])[0]
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def inflict(fault: Fault, folder: Path) -> Ended:
+    """Starts a run, waits for two steps, inflicts the fault, and looks at what is left."""
+    run = Run(fault, folder)
+    fault.prepare(run)
+    try:
+        seconds, left = _ended(run)
+        fault.undo(run)
+        said = run.log.read_text(errors="replace")
+        lines = [line for line in said.splitlines() if line.startswith(WORDS)]
+        has_ledger = (run.run_dir / "ledger.jsonl").exists()
+        audit = alone(["ledger", "--run_dir", str(run.run_dir)], script="launch_scripts/audit.py").returncode
+        again = alone([*run.arguments(*fault.resumed_with), "train.max_minutes=1e-6"])
+    finally:
+        fault.clean(run)
+    resumed = again.returncode == fault.resume_code
+    problems = [
+        (left > 0, f"{left} processes were left"),
+        (run.launcher.returncode not in fault.codes, "another exit code was expected"),
+        (not any(fault.says in line for line in [*lines, ""]), f"no line says {fault.says!r}"),
+        (len(lines) > 3, "more than three lines"),
+        (audit != 0 and has_ledger, "the ledger fails its audit"),
+        (not resumed, f"not resumed: {again.stderr[-300:]}"),
+    ]
+    problem = "; ".join(words for is_so, words in problems if is_so) or None
+    return Ended(
+        run.launcher.returncode,
+        seconds,
+        lines,
+        said.count("Traceback"),
+        audit if has_ledger else None,
+        resumed,
+        problem,
+    )
+
+
+def _ended(run: Run) -> tuple[float, int]:
+    """Seconds from the fault to the end of the last process, and how many were still there after PATIENCE."""
+    run.start()
+    try:
+        deadline = time.monotonic() + 300
+        needs_steps = run.fault.inflict is not None or run.fault.failure[0] != "none"
+        while needs_steps and count(run.run_dir, "done") < 2 and run.launcher.poll() is None:
+            assert time.monotonic() < deadline, run.log.read_text()[-3000:]
+            time.sleep(0.05)
+        begun = time.monotonic()
+        if run.fault.inflict is not None:
+            run.fault.inflict(run)
+        while run.processes() and time.monotonic() < begun + PATIENCE:
+            run.launcher.poll()
+            time.sleep(0.05)
+        return time.monotonic() - begun, len(run.processes())
+    finally:
+        for pid in run.processes():
+            os.kill(pid, signal.SIGKILL)
+        run.launcher.wait()

@@ -1,0 +1,121 @@
+"""Whatever a run folder holds, report.py ends in a card or in one line, and reads nothing outside of the folder's own files."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from privacy.accounting import accountants
+from privacy.card import numbers
+from tests.privacy.published import publish
+from tests.privacy.verify.judging import KEY
+from tests.privacy.verify.test_fuzz import disturb
+from trainer.errors import in_one_line
+from trainer.report import build_card, write_card
+
+HUGE = "0x" + "f" * 8000
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = publish(tmp_path_factory.mktemp("reported") / "run", KEY)
+    (folder / "head.json").write_text("{}")
+    (folder / "behind").mkdir()
+    shutil.copy(folder / "ledger.jsonl", folder / "behind/ledger-1.jsonl")
+    (folder / "evaluation").mkdir()
+    (folder / "evaluation/heldout.jsonl").write_text('{"step": 4, "loss": 1.5}\n')
+    (folder / "report/audit-ledger.json").write_text(json.dumps({"audit": "ledger", "verdict": "consistent"}))
+    return folder
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what surrounds the claim, which takes most of a card's time."""
+    monkeypatch.setattr(numbers, "curves", lambda *_: ([], None))
+    monkeypatch.setattr(numbers, "_epsilon_group", lambda *_: None)
+    monkeypatch.setattr(numbers, "_epsilon_by_attempts", lambda *_: [])
+    monkeypatch.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
+    monkeypatch.setattr(accountants, "epsilon_replace_one", lambda *_: None)
+
+
+def reported(folder: Path) -> str | None:
+    """The line that ends it; None where a card was written."""
+    raised = None
+    try:
+        write_card(folder, build_card(folder))
+    except Exception as error:
+        raised = error
+    if raised is None:
+        return None
+    said = in_one_line(raised)
+    assert said is not None and "\n" not in said.line, repr(raised)
+    return said.line
+
+
+def search(original: Path, tmp_path: Path, seeds: range) -> None:
+    ends = set()
+    for seed in seeds:
+        folder = tmp_path / str(seed)
+        shutil.copytree(original, folder)
+        disturb(folder, random.Random(seed))
+        try:
+            ends.add(reported(folder) is None)
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {folder}") from error
+        shutil.rmtree(folder)
+    assert ends == {True, False}
+
+
+def test_a_disturbed_folder_ends_in_a_card_or_in_one_line(original: Path, tmp_path: Path, quick: None) -> None:
+    search(original, tmp_path, range(20))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_many_disturbed_folders_end_in_a_card_or_in_one_line(original: Path, tmp_path: Path, quick: None) -> None:
+    search(original, tmp_path, range(1000, 1400))
+
+
+@pytest.mark.parametrize("section", ["data", "privacy", "train"])
+@pytest.mark.parametrize("value", [HUGE, "[" * 3000, f"{{ a = {HUGE} }}", "1e400", "nan"])
+def test_a_number_that_cannot_be_written_out_is_one_line(
+    section: str, value: str, original: Path, tmp_path: Path, quick: None
+) -> None:
+    names = {"data": "dataset_name", "privacy": "noise_multiplier", "train": "num_steps"}
+    folder = Path(shutil.copytree(original, tmp_path / "run"))
+    lines = [line for line in (folder / "config.toml").read_text().splitlines() if not line.startswith(names[section])]
+    at = lines.index(f"[{section}]")
+    (folder / "config.toml").write_text("\n".join([*lines[: at + 1], f"{names[section]} = {value}", *lines[at + 1 :]]))
+    said = reported(folder)
+    assert said is not None or section == "data"
+
+
+PLACES = [
+    "ledger.jsonl", "config.toml", "evaluation/heldout.jsonl", "report/audit-ledger.json", "behind/ledger-1.jsonl",
+    "checkpoints/step-00000004/manifest.json", "evaluation/samples-00000004.png",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_link_leads_into_private(place: str, original: Path, tmp_path: Path, quick: None) -> None:
+    folder = Path(shutil.copytree(original, tmp_path / "run"))
+    (folder / "private").mkdir(0o700)
+    secret: Any = folder / "private/secret"
+    if (folder / place).exists():
+        shutil.move(folder / place, secret)
+    else:
+        secret.write_text("secret")
+    marked = b"4242424242"
+    secret.write_bytes(
+        secret.read_bytes().replace(b'"loss": 1.5', b'"loss": 4242424242').replace(b"consistent", marked)
+    )
+    os.symlink(secret, folder / place)
+    said = reported(folder)
+    pages = b"".join(path.read_bytes() for path in (folder / "report").glob("privacy_card*"))
+    assert marked not in pages
+    if place == "ledger.jsonl":
+        assert said is not None and "no link is followed" in said

@@ -1,0 +1,228 @@
+"""Correlated noise as it is added, against dense matrices in double precision."""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from privacy.correlated import segment as module
+from privacy.correlated.segment import Segment
+from privacy.correlated.strategy import Strategy
+from privacy.noise import SystemNoise, add_noise
+
+CPU = torch.device("cpu")
+
+
+class Recorded(SystemNoise):
+    """Keeps every draw."""
+
+    def __init__(self) -> None:
+        self.draws: list[Tensor] = []
+
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        self.draws.append(super().standard_normal(count, device))
+        return self.draws[-1]
+
+
+def dense(strategy: Strategy, rows: int) -> np.ndarray:
+    return sum(
+        (c * np.eye(rows, k=-k) for k, c in enumerate(strategy.coefficients[:rows])), start=np.zeros((rows, rows))
+    )
+
+
+@pytest.mark.parametrize("bands", [2, 3, 4, 16])
+@pytest.mark.parametrize("keep_on", [None, CPU])
+def test_c_times_the_noise_is_fresh_noise_and_the_sums_get_the_noise(bands: int, keep_on: torch.device | None) -> None:
+    """C W = Z and released = S + W, over more rows than bands, on shards of unequal sizes and an empty one."""
+    strategy, source, rows, sizes, std = Strategy.square_root(bands), Recorded(), 3 * bands + 2, (5, 0, 17, 1), 0.3
+    run = Segment(strategy, keep_on)
+    rng = np.random.default_rng(bands)
+    sums = rng.standard_normal((rows, sum(sizes))) * 100
+    released = np.empty_like(sums)
+    for t in range(rows):
+        shards = list(torch.from_numpy(sums[t].copy()).split(sizes))
+        run.add_row(shards, std, source)
+        released[t] = torch.cat(shards).numpy()
+        spread = np.linalg.norm(np.linalg.inv(dense(strategy, rows))[t])
+        assert run.spread == pytest.approx(spread, rel=1e-12)
+    fresh = std * torch.cat(source.draws).view(rows, -1).numpy()
+    np.testing.assert_allclose(dense(strategy, rows) @ (released - sums), fresh, atol=1e-12)
+    assert len(np.unique(fresh)) == fresh.size  # each draw is used once
+
+
+def test_pieces_of_a_large_shard_are_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_DRAWN", 3)
+    strategy, source = Strategy.square_root(4), Recorded()
+    run, released = Segment(strategy), []
+    for _ in range(9):
+        values = torch.zeros(10, dtype=torch.float64)
+        run.add_row([values], 1.0, source)
+        released.append(values.numpy())
+    fresh = torch.cat(source.draws).view(9, 10).numpy()
+    np.testing.assert_allclose(dense(strategy, 9) @ np.stack(released), fresh, atol=1e-12)
+
+
+def test_covariance_of_a_million_draws() -> None:
+    """Rows of W have the covariance sigma^2 (C'C)^-1, to sampling error, and coordinates none."""
+    strategy, rows, count, std = Strategy.square_root(3), 6, 1_000_000, 2.0
+    run, released = Segment(strategy), np.empty((rows, count))
+    for t in range(rows):
+        values = torch.zeros(count, dtype=torch.float64)
+        run.add_row([values], std, SystemNoise())
+        released[t] = values.numpy()
+    inverse = np.linalg.inv(dense(strategy, rows))
+    expected = std**2 * inverse @ inverse.T
+    limit = 6 * np.sqrt((expected**2 + np.outer(np.diag(expected), np.diag(expected))) / count)
+    assert (abs(np.cov(released) - expected) < limit).all()
+    assert abs(np.corrcoef(released[:, :-1].ravel(), released[:, 1:].ravel())[0, 1]) < 6 / math.sqrt(rows * count)
+
+
+def test_one_band_is_the_noise_of_dp_sgd() -> None:
+    """The very draws, added by the very function; nothing is kept, and nothing has to stay as it was."""
+    run, source = Segment(Strategy.independent()), Recorded()
+    for std in (0.5, 0.0, 2.0):
+        values = torch.ones(4, dtype=torch.float64)
+        run.add_row([values], std, source)
+        expected = torch.ones(4, dtype=torch.float64)
+        if std > 0:
+            expected.add_(source.draws[-1], alpha=std)
+        assert torch.equal(values, expected) and run.spread == 1.0
+    assert len(source.draws) == 2
+
+
+def test_no_two_segments_share_noise() -> None:
+    """A new segment knows nothing of the one before: its first row is fresh noise over c_0."""
+    strategy, source = Strategy.square_root(4), Recorded()
+    for _ in range(2):
+        run = Segment(strategy)
+        for t in range(5):
+            values = torch.zeros(3, dtype=torch.float64)
+            run.add_row([values], 1.0, source)
+            if t == 0:
+                torch.testing.assert_close(values, source.draws[-1] / strategy.coefficients[0])
+
+
+def test_what_remains_in_a_second_moment_that_subtracts_the_variance() -> None:
+    """Weights remember noise that w_t is correlated with: at curvature x rate 0.1 nine percent of the variance remain."""
+    strategy, count, rate, rows = Strategy.square_root(16), 100_000, 0.1, 80
+    run, weights = Segment(strategy), torch.zeros(count, dtype=torch.float64)
+    for _ in range(rows):
+        noise = torch.zeros(count, dtype=torch.float64)
+        run.add_row([noise], 1.0, SystemNoise())
+        gradient = weights.clone()
+        weights -= rate * (gradient + noise)
+    remains = float((2 * gradient * noise).mean()) / run.spread**2
+    a = strategy.inverse(2000)
+    correlation = np.array([a[: 2000 - k] @ a[k:] for k in range(1, 500)]) / (a @ a)
+    expected = -2 * rate * float(sum((1 - rate) ** k * rho for k, rho in enumerate(correlation)))
+    assert expected == pytest.approx(0.09, abs=0.002) and remains == pytest.approx(expected, abs=0.015)
+
+
+def row(size: int = 3) -> list[Tensor]:
+    return [torch.zeros(size, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
+
+
+class Failing(SystemNoise):
+    """Fails at the second shard of its second row."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def standard_normal(self, count: int, device: torch.device) -> Tensor:
+        self.count += 1
+        if self.count == 4:
+            raise OSError("no entropy")
+        return super().standard_normal(count, device)
+
+
+def test_a_row_that_did_not_end_ends_the_segment() -> None:
+    run, source = Segment(Strategy.square_root(3)), Failing()
+    run.add_row(row(), 1.0, source)
+    with pytest.raises(OSError, match="no entropy"):
+        run.add_row(row(), 1.0, source)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="did not end"):
+            run.add_row(row(), 1.0, source)
+
+
+def test_noise_is_kept_before_it_is_added() -> None:
+    """Wherever a program dies, what was added to a sum is in the history, or nothing was added."""
+
+    class Watched(Tensor):
+        seen: list[bool] = []  # noqa: RUF012
+
+        def __iadd__(self, noise: Tensor) -> Tensor:  # type: ignore[override]
+            kept = run._past[0][(run._rows) % (run._strategy.bands - 1)]
+            self.seen.append(torch.equal(kept, noise.as_subclass(Tensor)))
+            return self
+
+    run = Segment(Strategy.square_root(3))
+    for _ in range(4):
+        run.add_row([torch.zeros(6, dtype=torch.float64).as_subclass(Watched)], 1.0, SystemNoise())
+    assert Watched.seen == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("shards", "std", "words"),
+    [
+        (row(), 2.0, "must stay"),
+        (row(4), 1.0, "not the shards"),
+        (row()[:1], 1.0, "not the shards"),
+        (row(), 0.0, "positive"),
+        (row(), math.nan, "positive"),
+    ],
+)
+def test_rows_that_do_not_belong_together_are_refused(shards: list[Tensor], std: float, words: str) -> None:
+    run = Segment(Strategy.square_root(3))
+    run.add_row(row(), 1.0, SystemNoise())
+    with pytest.raises(ValueError, match=words):
+        run.add_row(shards, std, SystemNoise())
+    assert all(not values.any() for values in shards)
+
+
+def test_single_precision_is_refused_and_past_noise_is_double() -> None:
+    run = Segment(Strategy.square_root(2))
+    with pytest.raises(TypeError, match="float64"):
+        run.add_row([torch.zeros(3)], 1.0, SystemNoise())
+    run = Segment(Strategy.square_root(2))
+    run.add_row(row(), 1.0, SystemNoise())
+    assert {past.dtype for past in run._past} == {torch.float64}
+
+
+@pytest.mark.parametrize("store", [pickle.dumps, copy.deepcopy, lambda run: torch.save({"noise": run}, "/dev/null")])
+def test_past_noise_cannot_be_stored(store) -> None:
+    with pytest.raises(TypeError, match="checkpoint"):
+        store(Segment(Strategy.square_root(2)))
+
+
+def rounded_history_shift(dtype: torch.dtype, size: int) -> float:
+    """How far one example moves the next row beyond its own column, in sensitivities, were past noise rounded."""
+    noise = torch.randn(size, dtype=torch.float64)
+    example = torch.randn(size, dtype=torch.float64)
+    example /= example.norm()
+    rounded = noise.to(dtype).double() - (noise - example).to(dtype).double()
+    return float((rounded - example).norm())
+
+
+def test_what_rounded_history_would_cost() -> None:
+    """Doubles cost nothing that can be seen; bf16 more than a whole sensitivity, and more with more coordinates."""
+    assert rounded_history_shift(torch.float64, 1 << 20) < 1e-6
+    small, large = (rounded_history_shift(torch.bfloat16, size) for size in (1 << 16, 1 << 20))
+    assert 0.3 < small < large and large > 1
+
+
+def test_the_noise_of_a_row_is_drawn_by_the_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def watched(values: Tensor, std: float, source: SystemNoise) -> None:
+        drawn.append((values.numel(), std))
+        add_noise(values, std, source)
+
+    monkeypatch.setattr(module, "add_noise", watched)
+    for bands in (1, 3):
+        Segment(Strategy.square_root(bands)).add_row(row(), 0.7, SystemNoise())
+    assert drawn == [(3, 0.7), (2, 0.7)] * 2

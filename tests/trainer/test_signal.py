@@ -1,0 +1,223 @@
+"""Noise-to-signal against drawn noise and clipped signal, the sentence at its edges, and the choice of a batch."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from privacy.accounting.accountants import (
+    ReleaseGroup,
+    effective_noise_multiplier,
+    epsilon_pld,
+    epsilon_rdp,
+    tan,
+)
+from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.errors import PrivacyConfigError
+from privacy.noise import add_noise
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
+from trainer.config.recipe import ModelSection, load_config
+from trainer.planner.memory import Trainable
+from trainer.planner.resources import planning_task
+from trainer.planner.signal import FEWEST_STEPS, LARGEST_THAT_LEARNS, WORTH_DOUBLING, NoiseToSignal, choose
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUEST = PlanRequest(
+    num_examples=10_000, expected_batch_size=200, num_steps=600, target_epsilon=8.0, target_delta=1e-5
+)
+
+
+class Pull(nn.Module):
+    """Every example pulls the weights in one direction, with a gradient far longer than C."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, 1, bias=False)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.layer(x_BD)[:, 0]
+
+
+@pytest.mark.parametrize("adaptive", [None, AdaptiveClipping(0.5, 0.2, 2.0)], ids=["constant", "adaptive"])
+def test_ratios_are_those_of_real_sums_and_real_noise(adaptive: AdaptiveClipping | None) -> None:
+    """Steps of the plan's own clipper and noise on examples that all agree: the most signal that there can be."""
+    size, batch, steps, bound = 20_000, 12, 25, 0.37
+    plan = make_plan(
+        PlanRequest(
+            num_examples=1000, expected_batch_size=batch, num_steps=steps, noise_multiplier=1.7, max_grad_norm=bound,
+            adaptive_clipping=adaptive,
+        )
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, x_BD = Pull(size), torch.randn(1, size).expand(batch, size).contiguous()
+    found = NoiseToSignal.of(plan, size)
+    assert found is not None
+    clipped = plan.clipped_sum(model, self_check=False)
+    clipped.add_micro_batch(model, {"x_BD": x_BD}, torch.zeros(batch, dtype=torch.bool))
+    ((_, total),) = clipped.sums()
+    signal = total.double().flatten() / batch
+    sigma = adaptive.gradient_noise_multiplier(1.7) if adaptive is not None else 1.7
+    source, noises = plan.noise(), []
+    for _ in range(steps):
+        noise = torch.zeros(size, dtype=torch.float64)
+        add_noise(noise, sigma * clipped.sensitivity, source)
+        noises.append(noise / batch)
+    lengths = [float(noise.norm() / signal.norm()) for noise in noises]
+    assert np.mean(lengths) == pytest.approx(found.per_step, rel=0.01)
+    assert float(sum(noises).norm() / (steps * signal.norm())) == pytest.approx(found.accumulated, rel=0.03)
+    assert float(signal.norm()) == pytest.approx(bound, rel=2e-3)
+
+
+def test_the_accumulated_ratio_is_the_total_amount_of_noise() -> None:
+    """TAN sqrt(P / 2) / n (Sander et al. 2023): at one TAN, batch and steps do not matter."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        n, steps, parameters = int(rng.integers(100, 10**8)), int(rng.integers(1, 10**4)), int(rng.integers(1, 10**9))
+        batch, sigma = int(rng.integers(1, n)), float(rng.uniform(0.3, 20))
+        found = NoiseToSignal(parameters, sigma, batch, steps)
+        amount = tan([ReleaseGroup(batch / n, sigma, steps)])
+        assert found.accumulated == pytest.approx(amount * math.sqrt(parameters / 2) / n)
+
+
+def test_nothing_without_noise_and_the_same_for_every_way_to_clip() -> None:
+    request = replace(REQUEST, target_epsilon=None, noise_multiplier=1.0)
+    plain = NoiseToSignal.of(make_plan(request), 1000)
+    assert plain is not None
+    assert NoiseToSignal.of(make_plan(replace(request, noise_multiplier=0.0)), 1000) is None
+    assert NoiseToSignal.of(make_plan(replace(request, enabled=False, noise_multiplier=None)), 1000) is None
+    assert NoiseToSignal.of(make_plan(replace(request, bands=2, cap=None)), 1000) is None, (
+        "correlated noise adds up in another way"
+    )
+    others = [{"clipping_function": name} for name in ("automatic", "per_layer", "grouped")]
+    others += [{"arithmetic": "certified"}, {"max_grad_norm": 1e-3}, {"informal_reasons": ("a simulation",)}]
+    for other in others:
+        assert NoiseToSignal.of(make_plan(replace(request, **other)), 1000) == plain
+    adaptive = make_plan(replace(request, adaptive_clipping=AdaptiveClipping(0.5, 0.2, 0.6)))
+    noisier = NoiseToSignal.of(adaptive, 1000)
+    assert noisier is not None and noisier.per_step > 1.5 * plain.per_step, "the count takes part of sigma"
+
+
+def test_only_what_is_trained_counts() -> None:
+    """LoRA and a head on frozen features: the noise is added to their coordinates alone."""
+    for name, few in (("finetune_vit_base_lora", 3e6), ("finetune_vit_base_last_layer", 1e6)):
+        task, _ = planning_task(load_config(ROOT / f"recipes/{name}.toml"), ROOT)
+        model = task.skeleton()
+        assert Trainable.of(model).count < few < 80e6 < sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", LARGEST_THAT_LEARNS)
+def test_the_sentence_changes_at_the_threshold(kind: str) -> None:
+    """With one coordinate and one step of one example the ratio is sigma itself."""
+    largest = LARGEST_THAT_LEARNS[kind]
+    for sigma, learns in ((largest, True), (math.nextafter(largest, math.inf), False)):
+        found = NoiseToSignal(1, sigma, 1, 1, kind)
+        assert found.accumulated == sigma and found.learns is learns and found.as_json()["learns"] is learns
+        assert found.sentence.startswith("as the published runs" if learns else "expect nothing")
+        assert found.sentence in found.line
+
+
+def test_every_kind_of_model_has_a_threshold() -> None:
+    assert set(LARGEST_THAT_LEARNS) == set(get_args(ModelSection.model_fields["kind"].annotation))
+
+
+PUBLISHED = [
+    # kind, what, P, sigma, B, T, ratio per step
+    ("captioner", "DP-Cap Base (Sander et al. 2024)", 189_776_442, 0.728, 1_310_720, 5708, 0.0077),
+    ("masked_autoencoder", "ViP Base (Yu et al. 2023)", 99_046_144, 0.48, 98_304, 6026, 0.0486),
+    ("classifier", "TAN, ImageNet (Sander et al. 2023)", 25_600_000, 2.5, 32_768, 18_000, 0.386),
+    ("classifier", "TAN, CIFAR-10 (WRN-16-4)", 2_750_000, 3.0, 4096, 2500, 1.21),
+]
+
+
+@pytest.mark.parametrize(("kind", "what", "parameters", "sigma", "batch", "steps", "per_step"), PUBLISHED)
+def test_published_runs_read_as_published(
+    kind: str, what: str, parameters: int, sigma: float, batch: int, steps: int, per_step: float
+) -> None:
+    found = NoiseToSignal(parameters, sigma, batch, steps, kind)
+    assert found.per_step == pytest.approx(per_step, rel=0.01), what
+    assert found.sentence == "as the published runs", what
+
+
+@pytest.mark.parametrize("name", ["dpcap_tiny", "dpcap_base", "dpcap_large", "vip_nano", "vip_base", "vip_large"])
+def test_recipes_of_publications_read_as_published(name: str) -> None:
+    config = load_config(ROOT / f"recipes/{name}.toml")
+    assert config.data.num_examples is not None
+    parameters = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count
+    plan = make_plan(config.privacy.request(config.train.num_steps, config.data.num_examples))
+    found = NoiseToSignal.of(plan, parameters, config.model.kind)
+    assert found is not None and found.sentence == "as the published runs"
+    if name == "dpcap_base":
+        assert f"{found.per_step:.4f}" == "0.0074"
+
+
+def test_clip_art_reads_as_hopeless() -> None:
+    """3,000 pictures: held-out loss 6.12 where word frequencies reach 5.78 (the quickstart until 2026-11-22)."""
+    config = load_config(ROOT / "tests/trainer/clip_art.toml")
+    parameters = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count
+    request = replace(config.privacy.request(120, 3000), target_epsilon=None, noise_multiplier=0.906321)  # epsilon 8
+    found = NoiseToSignal.of(make_plan(request), parameters, config.model.kind)
+    assert found is not None and found.sentence.startswith("expect nothing")
+
+
+# The choice
+
+
+def require_best_of_its_row(request: PlanRequest, computed: int) -> PrivacyPlan:
+    """The choice keeps compute, data and epsilon, and no step along the row of powers of two is better by the rule."""
+    chosen = choose(request, 100_000, computed)
+    plan, largest = chosen.plan, min(request.num_examples, computed // FEWEST_STEPS)
+    batch, steps = plan.expected_batch_size, plan.num_steps
+    assert 1 <= batch <= largest and steps == round(computed / batch) >= FEWEST_STEPS
+
+    def ratio(size: int) -> float:
+        resized = replace(request, expected_batch_size=size, num_steps=round(computed / size), cap=None)
+        found = NoiseToSignal.of(make_plan(resized), 100_000)
+        assert found is not None
+        return found.accumulated
+
+    assert 2 * batch > largest or ratio(2 * batch) > (1 - WORTH_DOUBLING) * ratio(batch)
+    assert batch == 1 or batch % 2 or ratio(batch) <= (1 - WORTH_DOUBLING) * ratio(batch // 2)
+    assert chosen.signal.accumulated == pytest.approx(ratio(batch), rel=0.02), "the cap costs next to nothing"
+    assert request.target_epsilon is not None and chosen.as_json()["epsilon_with_reserve"] <= request.target_epsilon
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_choice_is_feasible_and_the_best_of_its_row(seed: int) -> None:
+    """A delta below 1e-12, which exact noise allows, is accounted by RDP, which is fast; epsilon is recomputed from numbers."""
+    rng = np.random.default_rng(seed)
+    n, own, epsilon = int(10 ** rng.uniform(3, 5)), 2 ** int(rng.integers(3, 8)), float(rng.uniform(1, 10))
+    computed = int(n * rng.uniform(1, 10)) + FEWEST_STEPS * own
+    sizes = {"num_examples": n, "expected_batch_size": own, "num_steps": 500}
+    request = PlanRequest(**sizes, target_epsilon=epsilon, target_delta=1e-13, cap=None, arithmetic="certified")
+    plan = require_best_of_its_row(request, computed)
+    sigma = effective_noise_multiplier(plan.noise_multiplier, plan.sensitivity_slack)
+    group = ReleaseGroup(plan.sample_rate, sigma, plan.num_steps + plan.reserved_attempts)
+    assert epsilon_rdp([group], plan.accounted_delta) <= epsilon
+
+
+@pytest.mark.full
+def test_the_choice_by_privacy_loss_distributions() -> None:
+    plan = require_best_of_its_row(REQUEST, 200 * 600)
+    assert plan.expected_batch_size > 200, "sigma is far below 1 at 200, where a larger batch pays"
+    sigma = effective_noise_multiplier(plan.noise_multiplier, plan.sensitivity_slack)
+    group = ReleaseGroup(plan.sample_rate, sigma, plan.num_steps + plan.reserved_attempts, 10_000, plan.cap)
+    assert 7.9 <= epsilon_pld([group], plan.accounted_delta) <= 8.0
+
+
+def test_a_choice_needs_poisson_sampling_and_an_epsilon() -> None:
+    wrong = [
+        replace(REQUEST, target_epsilon=None, noise_multiplier=1.0),
+        replace(REQUEST, sampling="shuffle", shuffle_as_gaussian=True),
+        replace(REQUEST, enabled=False),
+        replace(REQUEST, informal_reasons=("a simulation",)),
+    ]
+    for request in wrong:
+        with pytest.raises(PrivacyConfigError, match="needs a private run, Poisson sampling and a target epsilon"):
+            choose(request, 1000)

@@ -1,0 +1,206 @@
+"""Will a private run learn? Its noise against its signal, from public numbers, before any data are touched.
+
+One step releases (sum of clipped gradients + sigma C z) / B, where z is standard normal in each of the P trainable coordinates.
+Its noise is about sigma C sqrt(P) / B long; its signal, a mean of gradients that are at most C long, at most about C. C cancels:
+
+    per step       sigma sqrt(P) / B
+    accumulated    sigma sqrt(P) / (B sqrt(T)) = TAN sqrt(P / 2) / n
+
+Over T steps independent noises add up to sqrt(T) times one of them, and signals that all point one way to T times. TAN = sigma /
+(q sqrt(T / 2)) is the total amount of noise of Sander et al. 2023 (https://arxiv.org/abs/2210.03403). Where sigma is above
+about 2, epsilon and delta alone decide TAN, and only fewer parameters or more examples lower the accumulated ratio; below, a
+larger batch lowers it too.
+
+Both ratios are lower bounds, as the real signal is shorter than C. The length of the noise is no bound on its harm: De et al.
+2022 (https://arxiv.org/abs/2204.13650) and others train large models well, and where gradients keep to few directions most of
+the noise points elsewhere. So what a ratio means was measured: docs/planning.md.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+from privacy.errors import PrivacyConfigError
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
+
+LARGEST_THAT_LEARNS: Mapping[str, float] = {"captioner": 0.25, "masked_autoencoder": 0.1, "classifier": 0.8}
+"""Accumulated, by kind of model; calibrated on the grid of benchmarks/results/2026-11-22-noise-to-signal."""
+FEWEST_STEPS = 120
+"""No choice has fewer: small runs of 60 steps learned much less than those of 120 at an equal ratio (same record)."""
+WORTH_DOUBLING = 0.05
+"""A larger batch is chosen while doubling it lowers the accumulated ratio by at least this share."""
+
+
+@dataclass(frozen=True)
+class NoiseToSignal:
+    """The noise of a run against its signal; all of it is public.
+
+    Attributes:
+        parameters: P, the trainable coordinates: of frozen weights and adapted layers only what is trained.
+        noise_multiplier: that of the gradient's sum (under adaptive clipping a little more than the plan's sigma).
+        expected_batch_size, num_steps: B and T.
+        kind: of the model, as in a recipe.
+    """
+
+    parameters: int
+    noise_multiplier: float
+    expected_batch_size: int
+    num_steps: int
+    kind: str = "captioner"
+
+    @classmethod
+    def of(cls, plan: PrivacyPlan, parameters: int, kind: str = "captioner") -> "NoiseToSignal | None":
+        """That of a plan; None where there is no noise, or noise that is correlated over steps, which adds up in another way."""
+        sigma = plan.noise_multiplier
+        if not plan.enabled or sigma == 0 or plan.bands > 1:
+            return None
+        if plan.adaptive_clipping is not None:
+            sigma = plan.adaptive_clipping.gradient_noise_multiplier(sigma)
+        return cls(parameters, sigma, plan.expected_batch_size, plan.num_steps, kind)
+
+    @property
+    def per_step(self) -> float:
+        """sigma sqrt(P) / B."""
+        return self.noise_multiplier * math.sqrt(self.parameters) / self.expected_batch_size
+
+    @property
+    def accumulated(self) -> float:
+        """sigma sqrt(P) / (B sqrt(T))."""
+        return self.per_step / math.sqrt(self.num_steps)
+
+    @property
+    def threshold(self) -> float:
+        """The largest accumulated ratio at which such models still learn."""
+        return LARGEST_THAT_LEARNS[self.kind]
+
+    @property
+    def learns(self) -> bool:
+        """Whether such runs got below what one gets without looking, where small runs were tried."""
+        return self.accumulated <= self.threshold
+
+    @property
+    def sentence(self) -> str:
+        """What to expect, in one sentence."""
+        if self.learns:
+            return "as the published runs"
+        return "expect nothing; fewer parameters, more examples or a larger batch"
+
+    @property
+    def line(self) -> str:
+        """Both ratios and what they mean, for the console."""
+        return (
+            f"noise-to-signal {self.per_step:.2g} per step (sigma sqrt(P) / B), {self.accumulated:.2g} accumulated over "
+            f"{self.num_steps:,} steps: {self.sentence}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What `plan.py --json` has under `noise_to_signal`."""
+        ratios = {"per_step": self.per_step, "accumulated": self.accumulated, "threshold": self.threshold}
+        return {**asdict(self), **ratios, "learns": self.learns, "sentence": self.sentence}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A batch and steps for a number of examples to compute and an epsilon.
+
+    Attributes:
+        plan: with cap and reserve, as a run would have it.
+        reason: why these, in one sentence.
+    """
+
+    plan: PrivacyPlan
+    signal: NoiseToSignal
+    reason: str
+
+    def as_json(self) -> dict[str, Any]:
+        """What `plan.py --json` has under `choice`."""
+        names = (
+            "expected_batch_size",
+            "num_steps",
+            "noise_multiplier",
+            "target_epsilon",
+            "target_delta",
+            "num_examples",
+        )
+        chosen = {name: getattr(self.plan, name) for name in names}
+        return {
+            **chosen,
+            "epsilon_with_reserve": self.plan.epsilon_with_reserve,
+            "noise_to_signal": self.signal.as_json(),
+            "reason": self.reason,
+        }
+
+
+def choose(
+    request: PlanRequest, parameters: int, examples_computed: int | None = None, *, kind: str = "captioner"
+) -> Choice:
+    """The batch and steps with the least accumulated noise-to-signal that the examples to compute and epsilon allow.
+
+    Doubling the batch halves the steps. It lowers the ratio while sigma is small, and then hardly any more; so the answer is the
+    smallest batch, in powers of two from the request's, whose doubling is worth less than `WORTH_DOUBLING`: of two runs with as
+    much noise the one with more steps learns more. Sigma of each batch is calibrated, for the search without the cap.
+
+    Args:
+        request: with a target epsilon; its batch and steps are what the answer is compared with.
+        examples_computed: B T; None takes the request's.
+
+    Raises:
+        PrivacyConfigError: the request has no target epsilon, makes no claim, is not Poisson sampled, or cannot be met.
+    """
+    is_formal = request.enabled and request.sampling == "poisson" and not request.informal_reasons
+    if not is_formal or request.target_epsilon is None:
+        raise PrivacyConfigError(
+            "a choice of batch and steps needs a private run, Poisson sampling and a target epsilon"
+        )
+    computed = examples_computed or request.expected_batch_size * request.num_steps
+    largest = max(1, min(request.num_examples, computed // FEWEST_STEPS))
+
+    def resized(size: int) -> PlanRequest:
+        adaptive = request.adaptive_clipping
+        if adaptive is not None:
+            std = adaptive.unclipped_num_std * size / request.expected_batch_size
+            adaptive = replace(adaptive, unclipped_num_std=std)
+        return replace(
+            request, expected_batch_size=size, num_steps=max(1, round(computed / size)), adaptive_clipping=adaptive
+        )
+
+    @cache
+    def ratio(size: int) -> float:
+        found = NoiseToSignal.of(make_plan(replace(resized(size), cap=None)), parameters)
+        assert found is not None
+        return found.accumulated
+
+    def doubling_is_worth_it(size: int) -> bool:
+        return 2 * size <= largest and ratio(2 * size) <= (1 - WORTH_DOUBLING) * ratio(size)
+
+    size = min(request.expected_batch_size, largest)
+    while doubling_is_worth_it(size):
+        size *= 2
+    while size > 1 and not doubling_is_worth_it(size // 2):
+        size //= 2
+    plan = None
+    while plan is None:
+        try:
+            plan = make_plan(resized(size))
+        except PrivacyConfigError:  # the cap of a small batch alone can spend a small delta
+            if 2 * size > largest:
+                raise
+            size *= 2
+    signal = NoiseToSignal.of(plan, parameters, kind)
+    assert signal is not None
+    own = request.expected_batch_size
+    if size == own:
+        compared = f"the batch of {size:,} stays"
+    else:
+        compared = f"a batch of {size:,} accumulates {ratio(size):.2g}, one of {own:,} {ratio(own):.2g}"
+    if 2 * size <= largest:
+        gain = max(0.0, 1 - ratio(2 * size) / ratio(size))
+        limit = f"doubling it, with half the steps, lowers the noise by {gain:.1%} only"
+    elif 2 * size > request.num_examples:
+        limit = "twice as many are more than the examples"
+    else:
+        limit = f"with twice as many there are fewer than {FEWEST_STEPS} steps"
+    return Choice(plan, signal, f"{compared}: {limit}")
