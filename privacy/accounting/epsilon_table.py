@@ -83,6 +83,11 @@ class EpsilonTable:
         index = bisect_left(self._counts, num_charged)
         return self._values[index] if index < len(self._values) else self.exact(num_charged)
 
+    def count_for(self, num_charged: int) -> int:
+        """The count whose epsilon stands for that of `num_charged` intents: the next one that the table has."""
+        index = bisect_left(self._counts, num_charged)
+        return self._counts[index] if num_charged > 0 and index < len(self._counts) else num_charged
+
     def exact(self, num_charged: int) -> float:
         """The fine PLD value for this very count: the number for reports (seconds at a million-example batch)."""
         return epsilon([self._group.times(num_charged)], self._delta)

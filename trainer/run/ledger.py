@@ -11,6 +11,7 @@ from typing import Any
 
 from data.index.tar_index import ExampleTable
 from data.reading.loader import StepPlan
+from privacy.accounting.accountants import ReleaseGroup
 from privacy.accounting.epsilon_table import EpsilonTable
 from privacy.audit.members import LedgerMark, MembersRecord, members_digest
 from privacy.card.composition import composed_epsilon, states_behind
@@ -92,6 +93,7 @@ class RunLedger:
         self._members: MembersLog | None = None
         self._table: EpsilonTable | None = None
         self._behind: list[LedgerState] | None = None
+        self._composed: dict[tuple[ReleaseGroup, ...], float] = {}
 
         def recorded() -> tuple[dict[int, int], bool, int | None]:
             state = self._on_main.state
@@ -252,7 +254,13 @@ class RunLedger:
         states = [state, *self._behind]
         delta = min(one.plan.target_delta for one in states)
         charged = state.charged_groups() if num_charged is None else [self.plan.release_group(num_charged)]
-        return composed_epsilon(states, delta, charged), delta
+        if self._table is not None:  # a composition takes seconds, and most steps stand between two counts of the table
+            count = self._table.count_for(self.num_charged if num_charged is None else num_charged)
+            charged = [self.plan.release_group(count)] if count else []
+        known = tuple(charged)
+        if known not in self._composed:
+            self._composed[known] = composed_epsilon(states, delta, charged)
+        return self._composed[known], delta
 
 
 def open_run_ledger(
