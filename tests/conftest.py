@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import multiprocessing
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -29,6 +30,10 @@ AT_LEAST = 60.0  # seconds in all; a single file run by hand needs no table
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    ):  # as a shell starts what runs in the background; ranks inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if loss_distributions.FOLDER not in os.environ:  # the workers of this session inherit it
         os.environ[loss_distributions.FOLDER] = tempfile.mkdtemp(prefix="loss-distributions-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(loss_distributions.FOLDER)))

@@ -154,7 +154,7 @@ def _epsilon_by_attempts(state: LedgerState, plan: PrivacyPlan, claim: float) ->
     values = []
     even = {math.ceil(num_charged * point / points) for point in range(points)}
     early = {2**power for power in range((num_charged // points).bit_length())}
-    for count in sorted(even | early):
+    for count in sorted((even | early) - {num_charged}):
         if plan.sampling == "shuffle":
             steps = [intent.step for intent in state.intents[:count]]
             replays = len(steps) - len(set(steps)) + state.charged_torn

@@ -34,6 +34,7 @@ class RangeServer(ThreadingHTTPServer):
         self.faults: deque[int | str | None] = deque()
         self.requests: list[tuple[str, str | None]] = []
         self.num_now = self.most_at_once = 0
+        self.seconds_each = 0.0
         self.lock = threading.Lock()
         self.released = threading.Event()
 
@@ -75,6 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.num_now += 1
             self.server.most_at_once = max(self.server.most_at_once, self.server.num_now)
             fault = self.server.faults.popleft() if self.server.faults else None
+        time.sleep(self.server.seconds_each)
         try:
             if not self._redirected():
                 self._get(fault)

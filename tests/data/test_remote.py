@@ -150,7 +150,7 @@ def test_a_refused_connection(remote: ExampleTable) -> None:
 
 
 def test_parallelism_is_bounded(server: RangeServer, remote: ExampleTable) -> None:
-    server.most_at_once = 0
+    server.most_at_once, server.seconds_each = 0, 0.01  # so that requests meet
     assert len(list(using(remote, connections=3).read_all(np.arange(12).repeat(5)))) == 60
     assert 1 < server.most_at_once <= 3
 

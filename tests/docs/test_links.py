@@ -234,7 +234,9 @@ def is_module(dotted: str) -> bool:
 def known_options() -> frozenset[str]:
     """Every option of a command's model, every string that begins with -- in our programs, and launchers' options."""
     sources = [
-        n for n in project_files() if re.match(r"(launch_scripts|evaluation|data|trainer|benchmarks|privacy)/.*\.(py|s\w+)$", n)
+        n
+        for n in project_files()
+        if re.match(r"(launch_scripts|evaluation|data|trainer|benchmarks|privacy)/.*\.(py|s\w+)$", n)
     ]
     text = "\n".join((ROOT / name).read_text() for name in sources)
     foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}

@@ -158,7 +158,7 @@ def test_a_private_head_on_an_encoder_without_guarantee(run: Evaluate, whole: Pa
     told = ("--train", arrays(tmp_path), "--test", arrays(tmp_path), "--method", "dp-gd", "--target_epsilon", 1)
     for checkpoint, said in (
         (tmp_path / "alone", "given the encoder, which has no formal guarantee: if it has seen them, none is left"),
-        (whole, "given the encoder, whose epsilon is to be added where it has seen them"),
+        (whole, "given nothing: what the encoder spent is composed with the head, in case it has seen them"),
     ):
         out = tmp_path / f"out-{checkpoint.name}"
         record = head(run, out, "--checkpoint", checkpoint, *told, "--cache", tmp_path / "f")

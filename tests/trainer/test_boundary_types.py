@@ -21,7 +21,6 @@ READS_A_CLOCK = {
     "data/importers/sources.py": "a fingerprint of the source files, before any run",
     "data/index/shard.py": "whether a shard changed while it was indexed",
     "data/reading/loader.py": "data_wait, which trainer/loop/reporting.py boxes as private",
-    "data/reading/remote.py": "the age of cached blocks, in the cache's own folder",
     "data/reading/storage.py": "whether a shard is still the one that was indexed",
     "evaluation/results.py": "the day of an evaluation",
     "evaluation/sources/records.py": "a fingerprint of public files",

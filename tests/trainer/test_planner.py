@@ -235,7 +235,7 @@ def test_room_is_the_rule_of_the_automatic_mode() -> None:
     """choose_mode: what comes on top may take 80 % of what is free when weights, masters and sums are there."""
     memory = RankMemory(
         weights=100, masters=200, gradient_buffer=0, moments=40, average=0, sums=300, bucket=7, gathered=13,
-        step=0, host=0,
+        step=0, host=0, noise_history=0,
     )  # fmt: skip
     assert room(memory, 2000) == int(0.8 * (2000 - 600)) - 40 - 7 - 13
 
