@@ -16,6 +16,7 @@ The sums gather in an accumulator: by default in this process, without communica
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Literal, NamedTuple
@@ -31,8 +32,9 @@ from privacy.clipping.compiled import compiled_weights
 from privacy.clipping.contributions import Contribution
 from privacy.clipping.coverage import claims
 from privacy.clipping.functions import ClippingFunction, flat, unclipped
+from privacy.clipping.in_place import Writes, require_unwritten, writes_to
 from privacy.clipping.norms import NormTally
-from privacy.clipping.precision import exact, wide_dtype
+from privacy.clipping.precision import exact, wide, wide_dtype
 from privacy.clipping.recorder import Call, Forward, Recorder, Task
 from privacy.errors import PrivacyConfigError
 from privacy.releases import Release, step_releases
@@ -42,6 +44,12 @@ NEVER_CLIPS = 1e20
 
 Mode = Literal["bookkeeping", "two_pass", "certified"]
 Parts = list[Contribution]
+
+NOT_REPEATED = (
+    "clipping that computes gradients twice (two_pass, a vocabulary by chunks) is refused: the same backward gave different "
+    "gradients the second time; use deterministic kernels, write to no tensor in place in a backward, or take bookkeeping with a "
+    "larger max_logits"
+)
 
 
 class MicroBatchStats(NamedTuple):
@@ -115,6 +123,8 @@ class ClippedSum:
                 f"{' and '.join(sorted(wide.values()))} are of dtypes whose sums have different precision: train a model in "
                 "float64 as a whole, or none of it"
             )
+        self._differs = torch.empty(0, dtype=torch.bool)
+        """() or (1,): whether a second pass of this logical batch differed from its first."""
         self._keeps_graph = not compiled_weights(model) and all(
             type(p) is nn.Parameter and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
             for name, p in model.named_parameters()
@@ -169,11 +179,23 @@ class ClippedSum:
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, this process's part of the clipped sum), of an accumulator that holds it whole."""
         assert isinstance(self.accumulator, LocalSums)
+        self.require_repeated()
         yield from self.accumulator.sums()
 
     def zero_(self) -> None:
         """Starts a new logical batch."""
+        self._differs = torch.empty(0, dtype=torch.bool)
         self.accumulator.zero_()
+
+    def require_repeated(self) -> None:
+        """Call it before anything of this logical batch is released; `sums` does.
+
+        Raises:
+            PrivacyConfigError: a second pass met other gradients than the first, so that something is clipped by a norm that
+                is not its own.
+        """
+        if len(self._differs) and bool(self._differs):
+            raise PrivacyConfigError(NOT_REPEATED)
 
     def detach(self) -> None:
         """Removes the hooks from the model."""
@@ -214,17 +236,15 @@ class ClippedSum:
         """
         batch_size = len(next(iter(inputs.values())))
         with torch.no_grad(), closing(self._twice(task, inputs, batch_size)) as passes:
-            first, again = (self._tallies(passed) for passed in passes)
+            first, again = (self._tallies(passed)[0] for passed in passes)
         if any(not torch.equal(a.squared_B, b.squared_B) for a, b in zip(first, again, strict=True)):
-            raise PrivacyConfigError(
-                "clipping that computes gradients twice (two_pass, a vocabulary by chunks) is refused: the same backward gave "
-                "different gradients the second time; use deterministic kernels, or bookkeeping with a larger max_logits"
-            )
+            raise PrivacyConfigError(NOT_REPEATED)
 
     def _in_one_pass(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         kept: dict[str, Parts] = {}
         with self._recorder.forward(task, inputs, len(is_padding_B)) as passed:
-            tallies = self._tallies(passed, kept)
+            tallies, writes = self._tallies(passed, kept)
+        require_unwritten(writes, "a backward of the model")
         with exact(passed.loss_B.device):
             factors = self._factors(tallies, passed.loss_B, is_padding_B)
             for name in list(kept):  # the last layer first, as two_pass does; what has been summed makes room
@@ -234,34 +254,55 @@ class ClippedSum:
     def _in_two_passes(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         with closing(self._twice(task, inputs, len(is_padding_B))) as passes:
             first = next(passes)
-            tallies = self._tallies(first)
+            marks: list[Tensor] = []
+            tallies, _ = self._tallies(first, marks=marks)
             with exact(first.loss_B.device):
                 factors = self._factors(tallies, first.loss_B, is_padding_B)
             second = next(passes)
-            by_parameter(second, lambda name, parts: self._accumulate(name, parts, factors))
+            again: list[Tensor] = []
+            by_parameter(second, lambda name, parts: self._accumulate(name, parts, factors), again)
+        if len(marks) != len(again):
+            raise PrivacyConfigError(NOT_REPEATED)
+        differ = [(before != after).any() for before, after in zip(marks, again, strict=True)]
+        self._differs = torch.stack([*differ, *self._differs[:1]]).any()[
+            None
+        ]  # on the device: no wait in a micro-batch
         return factors.stats(first.loss_B, is_padding_B)
 
     def _twice(self, task: Task, inputs: Mapping[str, Tensor], batch_size: int) -> Generator[Forward, None, None]:
         """Yields two forwards to differentiate: the same one, whose graph is kept, or two where it cannot be kept."""
+        writes = [(name, tensor, writes_to(tensor)) for name, tensor in inputs.items()]
         with self._recorder.forward(task, inputs, batch_size, num_backwards=2 if self._keeps_graph else 1) as passed:
             yield passed
             if self._keeps_graph:
                 yield passed
                 return
+        require_unwritten(writes, "the forward of the model")
         with self._recorder.forward(task, inputs, batch_size) as passed:
             yield passed
 
-    def _tallies(self, passed: Forward, kept: dict[str, Parts] | None = None) -> list[NormTally]:
-        """The norms of each group of parameters, by a backward; the contributions are kept in `kept`, if given."""
+    def _tallies(
+        self, passed: Forward, kept: dict[str, Parts] | None = None, marks: list[Tensor] | None = None
+    ) -> tuple[list[NormTally], Writes]:
+        """The norms of each group of parameters, by a backward, and how often the tensors in `kept` had been written to by then.
+
+        Args:
+            kept: takes the contributions, if given.
+            marks: see `by_parameter`.
+        """
         tallies = [NormTally.zeros(len(passed.loss_B), self._device, self._dtype) for _ in self._function.bounds]
 
+        writes: Writes = []
+
         def add(name: str, parts: Parts) -> None:
-            tallies[self._function.group_of[name]].add(parts)
             if kept is not None:
                 kept[name] = parts
+                tensors = [value for part in parts for value in vars(part).values() if isinstance(value, Tensor)]
+                writes.extend((name, tensor, writes_to(tensor)) for tensor in tensors)
+            tallies[self._function.group_of[name]].add(parts)
 
-        by_parameter(passed, add)
-        return tallies
+        by_parameter(passed, add, marks)
+        return tallies, writes
 
     def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> "Factors":
         norms = [tally.safe_norm() for tally in tallies]
@@ -307,15 +348,31 @@ class Factors(NamedTuple):
         )
 
 
-def by_parameter(passed: Forward, use: Callable[[str, Parts], None]) -> None:
+def by_parameter(passed: Forward, use: Callable[[str, Parts], None], marks: list[Tensor] | None = None) -> None:
     """Hands over the contributions of a backward, parameter by parameter, as soon as the last call of its layers is there.
 
     That is usually the only one, and its tensors are still in the processor's caches.
+
+    Args:
+        marks: takes the norm of every gradient that a layer reports, by which two backwards are compared; NaN reads as -1.
+
+    Raises:
+        PrivacyConfigError: a layer reports more gradients than it had calls: something differentiates through it twice.
     """
     waiting: dict[str, Parts] = {}
+    reported: Counter[str] = Counter()
 
     def take(call: Call) -> None:
+        if marks is not None:
+            rows = call.output_gradient.reshape(len(call.output_gradient), -1)
+            marks.append(torch.linalg.vector_norm(wide(rows), dim=1).nan_to_num(nan=-1.0))
         for name, part in call.contributions():
+            reported[name] += 1
+            if reported[name] > passed.num_calls[name]:
+                raise PrivacyConfigError(
+                    f"{name} has more gradients in one backward than it had calls: a hook or an autograd function differentiates "
+                    "through its layer (torch.autograd.grad), which clipping cannot follow"
+                )
             parts = waiting.setdefault(name, [])
             parts.append(part)
             if len(parts) == passed.num_calls[name]:

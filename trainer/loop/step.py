@@ -94,6 +94,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) 
         is_padding_B = batch.is_padding_B.to(engine.device, non_blocking=True)  # pinned by the loader
         stats.append(clipped.add_micro_batch(engine.module, to_device(batch.inputs, engine), is_padding_B))
         num_undecodable += batch.num_undecodable
+    clipped.require_repeated()
     if not clipped.leaves_process:
         _intend(mechanism, step, releases)
 
