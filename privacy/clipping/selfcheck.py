@@ -79,7 +79,7 @@ def check_against_autograd(
     """
     task = task or model
     count = _require_different(inputs)
-    before = structure(model)
+    before = structure(model, task)
     with nothing_is_small(model):
         for dtype in (torch.float64, None):
             made_up = {name: _in(dtype, x[:count]) for name, x in inputs.items()}
@@ -88,7 +88,7 @@ def check_against_autograd(
                     precision = _precision(model, task, made_up, dtype)
                     if precision is not None:
                         _check(model, task, made_up, precision, unreached)
-                after = structure(model)
+                after = structure(model, task)
             if precision is not None:
                 break
     note_passed(model, task, inputs, before, after)
