@@ -1,10 +1,11 @@
 """Rechecks a published run folder. It needs this file, numpy, dp-accounting and cryptography, and nothing of the trainer.
 
-    python verify.py [FOLDER] [--fingerprint F] [--head H] [--json]
+    python -I verify.py [FOLDER] [--fingerprint F] [--head H] [--json]
 
 FOLDER is by default the one that holds this file. A published folder is a run folder without `private/`. The start of a run puts
 this file there; whoever does not trust the publisher takes it from the project instead, since it judges the folder that it is in.
 
+files        the folder holds no other code, no link to a folder, and no ledger that nothing names
 chain        every line of ledger.jsonl is canonical JSON and repeats the SHA-256 of the line before
 signature    the key in the first line has signed what it should have; with --fingerprint, it is the key that you were told
 order        sessions, intents, attempts, `done`, checkpoints and repairs follow each other as they must; with --head, the ledger
@@ -23,8 +24,18 @@ that a check needs, as config.toml, a ledger in behind/, a checkpoint's file or 
 stranger may hold anything: what is too large, too deep, no plain file or of a wrong type ends in one line.
 """
 
-from __future__ import annotations
+import os
+import sys
 
+if (
+    __name__ == "__main__"
+):  # modules that lie beside this file are part of what is judged, so nothing is imported from there
+    _beside = {
+        os.path.realpath(os.path.dirname(place)) for place in (os.path.abspath(__file__), os.path.realpath(__file__))
+    }
+    sys.path[:] = [place for place in sys.path if os.path.realpath(place or os.curdir) not in _beside]
+
+# Hence no `from __future__`, which is a file too and would be looked for first; os is loaded before any script.
 import argparse
 import functools
 import hashlib
@@ -32,11 +43,9 @@ import io
 import json
 import logging
 import math
-import os
 import re
 import signal
 import stat
-import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -247,7 +256,7 @@ class Plan:
         sigma, count_std = self["noise_multiplier"], self["adaptive_clipping"]["unclipped_num_std"]
         return float(sigma / math.sqrt(1 - (sigma / (2 * count_std)) ** 2))
 
-    def releases(self, count: int) -> Group:
+    def releases(self, count: int) -> "Group":
         """`count` charges, as the accountant sees them; shuffled, the first ones are all different steps."""
         if self.shuffled:
             steps = min(count, self["num_steps"])
@@ -321,7 +330,7 @@ def read_plan(fields: Any, head: bool) -> Plan:
     return plan
 
 
-def check_releases(plan: Plan, head: bool, releases: Any) -> Releases:
+def check_releases(plan: Plan, head: bool, releases: Any) -> "Releases":
     """Every intent states the planned noise for the planned sensitivity; the first sensitivity is C."""
     require(isinstance(releases, list) and 1 <= len(releases) <= 1000, "an intent lists its releases")
     for release in releases:
@@ -413,7 +422,7 @@ class Ledger:
     def last_done(self) -> int:
         return max((step for _, step in self.done), default=0)
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> "list[Group]":
         """Everything that the ledger charges, for the accountant."""
         group = self.plan.releases(self.charged())
         if not group.count or not self.plan.shuffled:
@@ -779,6 +788,28 @@ class Folder:
             return compute()
         except (MemoryError, OverflowError, ValueError, ArithmeticError) as error:
             raise Undecided(f"{what} cannot be computed here: {type(error).__name__}: {shown(error)}") from error
+
+
+def check_files(folder: Folder) -> str:
+    """What has no place in a run folder: code that a start of this file could have run, links to folders, further ledgers."""
+    ledgers = folder.ledger.opened.get("behind", [])
+    named = {place.get("file") for place in ledgers if isinstance(place, dict)} if isinstance(ledgers, list) else set()
+    for entry in sorted(os.scandir(folder.path), key=lambda one: one.name):
+        code = entry.name.endswith((".py", ".pyc", ".pyd", ".so")) and entry.name != "verify.py"
+        package = entry.is_dir() and os.path.lexists(os.path.join(entry.path, "__init__.py"))
+        require(not code and not package, f"{shown(entry.name)} is code, which no run writes here: python may run it")
+    for number, (place, folders, _) in enumerate(os.walk(folder.path)):
+        for name in folders:
+            path = Path(place) / name
+            if path.is_symlink() and name in ("behind", "checkpoints", "evaluation", "report"):
+                raise BadInput(f"{shown(path)}: is no folder")
+            require(not path.is_symlink(), f"{shown(path.relative_to(folder.path))} is a link to a folder")
+        if number > 10_000:
+            raise Undecided("there are more than 10,000 folders")
+    if folder.has("behind") and is_folder(folder.path / "behind"):
+        for name in sorted(os.listdir(folder.path / "behind")):
+            require(f"behind/{name}" in named, f"behind/{shown(name)} is no ledger that ledger.jsonl names")
+    return "no other code, no link to a folder, and no ledger that ledger.jsonl does not name"
 
 
 def check_signature(folder: Folder) -> str:
@@ -1361,8 +1392,8 @@ def check_metrics(folder: Folder) -> str:
 
 
 CHECKS = (
-    check_signature, check_order, check_plan, check_budget, check_behind, check_epsilon, check_card, check_checkpoints,
-    check_metrics,
+    check_files, check_signature, check_order, check_plan, check_budget, check_behind, check_epsilon, check_card,
+    check_checkpoints, check_metrics,
 )  # fmt: skip
 
 
