@@ -1,10 +1,11 @@
 """Rechecks a published run folder. It needs this file, numpy, dp-accounting and cryptography, and nothing of the trainer.
 
-    python verify.py [FOLDER] [--fingerprint F] [--head H] [--json]
+    python -I verify.py [FOLDER] [--fingerprint F] [--head H] [--json]
 
 FOLDER is by default the one that holds this file. A published folder is a run folder without `private/`. The start of a run puts
 this file there; whoever does not trust the publisher takes it from the project instead, since it judges the folder that it is in.
 
+files        the folder holds no other code, no link to a folder, and no ledger that nothing names
 chain        every line of ledger.jsonl is canonical JSON and repeats the SHA-256 of the line before
 signature    the key in the first line has signed what it should have; with --fingerprint, it is the key that you were told
 order        sessions, intents, attempts, `done`, checkpoints and repairs follow each other as they must; with --head, the ledger
@@ -23,8 +24,18 @@ that a check needs, as config.toml, a ledger in behind/, a checkpoint's file or 
 stranger may hold anything: what is too large, too deep, no plain file or of a wrong type ends in one line.
 """
 
-from __future__ import annotations
+import os
+import sys
 
+if (
+    __name__ == "__main__"
+):  # modules that lie beside this file are part of what is judged, so nothing is imported from there
+    _beside = {
+        os.path.realpath(os.path.dirname(place)) for place in (os.path.abspath(__file__), os.path.realpath(__file__))
+    }
+    sys.path[:] = [place for place in sys.path if os.path.realpath(place or os.curdir) not in _beside]
+
+# Hence no `from __future__`, which is a file too and would be looked for first; os is loaded before any script.
 import argparse
 import functools
 import hashlib
@@ -32,12 +43,10 @@ import io
 import json
 import logging
 import math
-import os
 import re
 import signal
 import stat
-import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -51,6 +60,13 @@ CONSISTENT, BAD_INPUT, VIOLATED, INCONCLUSIVE = 0, 2, 5, 6
 LARGEST_LEDGER, LARGEST_LINE, LARGEST_FILE = 1 << 30, 1 << 20, 1 << 26
 MINUTES = 20
 MOST = 10**12
+MOST_COUNTS = 200
+KNOWN_METRICS = (
+    "privacy/epsilon",
+    "privacy/charged_attempts",
+    "privacy/clipping_bound",
+    "privacy/noised_unclipped_fraction",
+)
 SIGNED = b"dp-trainer ledger head v1\n"
 TORN = b" #torn"
 HEADER = ("seq", "type", "time_utc", "previous")
@@ -181,7 +197,9 @@ def printable(text: str) -> str:
 
 def rounded_up(value: float, digits: int = 6) -> str:
     """An epsilon as text, never below its value."""
-    return "inf" if math.isinf(value) else f"{math.ceil(value * 10**digits - 1e-9) / 10**digits:.{digits}f}"
+    if math.isinf(value):
+        return "inf"
+    return f"{math.ceil(Fraction(repr(float(value))) * 10**digits) / 10**digits:.{digits}f}"
 
 
 def is_hex(value: object, digits: int) -> bool:
@@ -247,7 +265,7 @@ class Plan:
         sigma, count_std = self["noise_multiplier"], self["adaptive_clipping"]["unclipped_num_std"]
         return float(sigma / math.sqrt(1 - (sigma / (2 * count_std)) ** 2))
 
-    def releases(self, count: int) -> Group:
+    def releases(self, count: int) -> "Group":
         """`count` charges, as the accountant sees them; shuffled, the first ones are all different steps."""
         if self.shuffled:
             steps = min(count, self["num_steps"])
@@ -321,7 +339,7 @@ def read_plan(fields: Any, head: bool) -> Plan:
     return plan
 
 
-def check_releases(plan: Plan, head: bool, releases: Any) -> Releases:
+def check_releases(plan: Plan, head: bool, releases: Any) -> "Releases":
     """Every intent states the planned noise for the planned sensitivity; the first sensitivity is C."""
     require(isinstance(releases, list) and 1 <= len(releases) <= 1000, "an intent lists its releases")
     for release in releases:
@@ -413,7 +431,7 @@ class Ledger:
     def last_done(self) -> int:
         return max((step for _, step in self.done), default=0)
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> "list[Group]":
         """Everything that the ledger charges, for the accountant."""
         group = self.plan.releases(self.charged())
         if not group.count or not self.plan.shuffled:
@@ -761,6 +779,7 @@ class Folder:
     facts: dict[str, Any] = field(default_factory=dict)
     not_attested: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+    partly: list[tuple[str, str]] = field(default_factory=list)
 
     def has(self, *names: str) -> bool:
         """Whether there is anything of this name; a link in place of a folder is bad input."""
@@ -779,6 +798,28 @@ class Folder:
             return compute()
         except (MemoryError, OverflowError, ValueError, ArithmeticError) as error:
             raise Undecided(f"{what} cannot be computed here: {type(error).__name__}: {shown(error)}") from error
+
+
+def check_files(folder: Folder) -> str:
+    """What has no place in a run folder: code that a start of this file could have run, links to folders, further ledgers."""
+    ledgers = folder.ledger.opened.get("behind", [])
+    named = {place.get("file") for place in ledgers if isinstance(place, dict)} if isinstance(ledgers, list) else set()
+    for entry in sorted(os.scandir(folder.path), key=lambda one: one.name):
+        code = entry.name.endswith((".py", ".pyc", ".pyd", ".so")) and entry.name != "verify.py"
+        package = entry.is_dir() and os.path.lexists(os.path.join(entry.path, "__init__.py"))
+        require(not code and not package, f"{shown(entry.name)} is code, which no run writes here: python may run it")
+    for number, (place, folders, _) in enumerate(os.walk(folder.path)):
+        for name in folders:
+            path = Path(place) / name
+            if path.is_symlink() and name in ("behind", "checkpoints", "evaluation", "report"):
+                raise BadInput(f"{shown(path)}: is no folder")
+            require(not path.is_symlink(), f"{shown(path.relative_to(folder.path))} is a link to a folder")
+        if number > 10_000:
+            raise Undecided("there are more than 10,000 folders")
+    if folder.has("behind") and is_folder(folder.path / "behind"):
+        for name in sorted(os.listdir(folder.path / "behind")):
+            require(f"behind/{name}" in named, f"behind/{shown(name)} is no ledger that ledger.jsonl names")
+    return "no other code, no link to a folder, and no ledger that ledger.jsonl does not name"
 
 
 def check_signature(folder: Folder) -> str:
@@ -1144,7 +1185,7 @@ class Comparison:
     def compare(self, stated: Any, expected: Any, place: str = "") -> None:
         """Raises Violated at the first field that is unknown, lacking or another."""
         if expected is SAID:
-            self.not_attested += [place] if stated not in (None, [], {}) else []
+            self.not_attested.append(place)  # an emptied field too: that nothing stands there is a statement
         elif isinstance(stated, dict) and isinstance(expected, dict):
             for name in [*stated, *expected]:
                 where = f"{place}.{name}" if place else name
@@ -1166,6 +1207,12 @@ class Comparison:
             infinite = isinstance(computed, float) and math.isinf(computed) and stated is None
             same = type(stated) is type(computed) and stated == computed
             require(infinite or same, f"{what} is {shown(stated)}, not {shown(computed)}")
+            return
+        if isinstance(computed, int):
+            require(
+                type(stated) is int and stated == computed,
+                f"{what} is {shown(stated)}, and the ledger gives {computed}",
+            )
             return
         tolerance = 1e-2 if isinstance(computed, Rough) and computed < 1e-8 else TOLERANCE
         if math.isclose(stated, computed, rel_tol=tolerance, abs_tol=TOLERANCE if abs(computed) > 0.01 else 0.0):
@@ -1308,6 +1355,35 @@ def check_checkpoints(folder: Folder) -> str:
     return f"{len(names)} manifests are those that the ledger recorded, and {hashed} files have their hashes"
 
 
+def torn_entry(line: bytes) -> dict[str, Any] | None:
+    """The whole fields of an entry that a crash cut off; None for what is not the beginning of an entry."""
+    text = line.decode(errors="replace").removesuffix("\n")
+    start = '{"step": '
+    if start.startswith(text):
+        return {}
+    if not text.startswith(start):
+        return None
+    pair = r'"[^"\\]*("(:( (-?[0-9.eE+-]*|[A-Za-z]*|"([^"\\]|\\.)*\\?|\[.*))?)?)?'
+    for end in (place for place in range(len(text), 0, -1) if place == len(text) or text[place] == ","):
+        try:
+            entry = parsed(f"{text[:end]}}}".encode(), with_nan=True)
+        except ValueError:
+            continue
+        rest = text[end + 1 :].removeprefix(" ")
+        whole = rest == "" or re.fullmatch(pair, rest) is not None
+        return entry if whole and isinstance(entry, dict) else None
+    return {} if re.fullmatch(r"[0-9]*", text.removeprefix(start)) else None
+
+
+def checked_counts(counts: list[int]) -> set[int]:
+    """Up to 200 distinct counts: all. Of more, the first, the last, and the next one after each 1/200 of what lies between."""
+    if len(counts) <= MOST_COUNTS:
+        return set(counts)
+    first, last = counts[0], counts[-1]
+    marks = (first + (last - first) * part // MOST_COUNTS for part in range(MOST_COUNTS + 1))
+    return {counts[bisect_left(counts, mark)] for mark in marks}
+
+
 def check_metrics(folder: Folder) -> str:
     """What other files say of steps and charges: each pair is one that the ledger passed through, and no step is beyond it."""
     ledger, plan, torn, lines = folder.ledger, folder.ledger.plan, 0, 0
@@ -1316,16 +1392,39 @@ def check_metrics(folder: Folder) -> str:
     for file in ("metrics.jsonl", "evaluation/heldout.jsonl"):
         if not folder.has(*file.split("/")):
             continue
+        torn_here = 0
         for number_of_line, line in enumerate(lines_of(folder.path / file), start=1):
             where, lines = f"{file}: line {number_of_line}", lines + 1
             try:
                 entry = parsed(line, with_nan=True)
-            except json.JSONDecodeError:  # cut off by a crash
-                torn += 1
-                continue
+            except json.JSONDecodeError as error:
+                cut, torn, torn_here = torn_entry(line), torn + 1, torn_here + 1
+                later = line.rfind(b'{"step": ')
+                if cut is None and later > 0 and file != "metrics.jsonl" and torn_entry(line[:later]) is not None:
+                    cut = torn_entry(line[later:])  # held-out results go on in the line that a crash has cut off
+                    try:
+                        cut = parsed(line[later:], with_nan=True) if cut is None else cut
+                    except ValueError:
+                        cut = None
+                    require(
+                        b"privacy/" not in line[:later], f"{where} is torn, and states what no held-out result does"
+                    )
+                require(cut is not None, f"{where} is neither an entry nor the beginning of one")
+                restarts = len(ledger.sessions) - 1 + (not line.endswith(b"\n"))
+                explained = not plan["enabled"] or torn_here <= restarts
+                require(explained, f"{where} is torn, and no restart of the ledger explains it: {error.msg}")
+                entry = cut or {}
+                if "step" not in entry:
+                    continue
+                if "privacy/epsilon" in entry and "privacy/charged_attempts" not in entry:
+                    charges = [charged for step, charged in passed if step == entry["step"]]
+                    entry["privacy/charged_attempts"] = min(charges, default=None)
             except ValueError as error:  # what other readers would read, each in its own way
                 raise Violated(f"{where}: {shown(error)}") from error
             require(isinstance(entry, dict) and type(entry.get("step")) is int, f"{where} has no step")
+            for key in entry:
+                strange = key not in KNOWN_METRICS and re.search("privacy|epsilon", key, re.IGNORECASE)
+                require(not strange, f"{where} states {shown(key)}, which this verifier does not know")
             step, charged, claim = entry["step"], entry.get("privacy/charged_attempts"), entry.get("privacy/epsilon")
             require(
                 not plan["enabled"] or step <= ledger.last_done(),
@@ -1349,20 +1448,27 @@ def check_metrics(folder: Folder) -> str:
     for before, after in pairwise(counts):
         require(claims[before] <= claims[after], f"epsilon falls from {before} to {after} charges")
     if counts and not plan.shuffled and folder.epsilon is not None:
-        chosen = {
-            counts[round(part * (len(counts) - 1) / 7)] for part in range(8)
-        }  # the others lie between, by their order
-        for count in sorted(chosen):
-            true = epsilon_of(folder, [ledger, *folder.chain], folder.delta, count)
+        chosen, true = checked_counts(counts), 0.0
+        for count in counts:  # one that is not chosen is at least the epsilon of the last one that was
+            if count in chosen:
+                true = epsilon_of(folder, [ledger, *folder.chain], folder.delta, count)
             require(
-                claims[count] >= true * (1 - 1e-6), f"epsilon {claims[count]:.6g} after {count}, where it is {true:.6g}"
+                claims[count] >= true * (1 - 1e-6),
+                f"epsilon {claims[count]:.8g} after {count}, where it is {rounded_up(true)} or more",
             )
+        if len(chosen) < len(counts):
+            said = f"recomputed for {len(chosen)} of {len(counts)} counts of charges; the others are no less than the one before"
+            folder.partly.append(("epsilon in metrics.jsonl", said))
+    elif counts and plan.shuffled:
+        folder.partly.append(
+            ("epsilon in metrics.jsonl", "not recomputed, since the data were shuffled; it only never falls")
+        )
     return f"{lines} lines show nothing that the ledger lacks" + (f"; {torn} of them are torn" if torn else "")
 
 
 CHECKS = (
-    check_signature, check_order, check_plan, check_budget, check_behind, check_epsilon, check_card, check_checkpoints,
-    check_metrics,
+    check_files, check_signature, check_order, check_plan, check_budget, check_behind, check_epsilon, check_card,
+    check_checkpoints, check_metrics,
 )  # fmt: skip
 
 
@@ -1429,6 +1535,19 @@ def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
             ("that no later schedule was chosen after looking at outputs of the earlier runs", fixed, operator)
         )
     publisher = "whoever publishes the folder"
+    words += [(what, how, publisher) for what, how in folder.partly]
+    unchecked = "all values but step, charged attempts and epsilon"
+    for name in ("metrics.jsonl", "evaluation/heldout.jsonl"):
+        if folder.has(*name.split("/")):
+            words.append((f"in {name}", unchecked, publisher))
+    if folder.config is not None:
+        words.append(("in config.toml", "everything that is not of the privacy plan", publisher))
+    if folder.has("verify.py"):
+        words.append(
+            ("verify.py", "judges nothing about itself: take it from the project, not from the folder", publisher)
+        )
+    if folder.has("private"):
+        words.append(("private/", "nothing here looks at it, and it is not for publication", publisher))
     words.append((
         "privacy_card.md and .html", "nothing here compares them: take numbers from privacy_card.json or from the last line here",
         publisher,

@@ -6,8 +6,8 @@ import html
 import math
 import re
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
-_ROUNDING_GUARD = 1e-9
 _ACTIVE = re.compile(r"[\\`*\[\]|~#]|(?<![^\W_])_|_(?![^\W_])|^[+=-]")
 """What Markdown reads as a mark: punctuation, an underscore except inside of a word, and marks at the start of a line."""
 
@@ -17,7 +17,7 @@ def rounded_up(epsilon: float, digits: int = 3) -> str:
     if math.isinf(epsilon):
         return "inf"
     scale = 10**digits
-    return f"{math.ceil(epsilon * scale - _ROUNDING_GUARD) / scale:.{digits}f}"
+    return f"{math.ceil(Fraction(repr(float(epsilon))) * scale) / scale:.{digits}f}"
 
 
 def rounded_down(epsilon: float, digits: int = 3) -> str:
@@ -26,7 +26,7 @@ def rounded_down(epsilon: float, digits: int = 3) -> str:
 
 def percent(rate: float) -> str:
     """A rate in percent, never below its value."""
-    return f"{rounded_up(min(100 * rate, 100.0), 2)} %"
+    return f"{math.ceil(min(Fraction(repr(float(rate))), Fraction(1)) * 10**4) / 100:.2f} %"
 
 
 def one_line(value: object) -> str:

@@ -72,7 +72,9 @@ def _check(words: list[str]) -> None:
         _check_requirements(words[2:])
     elif Path(words[0]).name == "python" and words[1] == "-m":
         importlib.import_module(words[2])
-    elif words[0] == "python" and Path(words[1]).name == "verify.py":  # it lies in run folders
+    elif words[:2] == ["python", "-I"] and Path(words[2]).name == "verify.py":  # it lies in run folders
+        verify.parse_args(words[3:])
+    elif words[0] == "python" and Path(words[1]).name == "verify.py":
         verify.parse_args(words[2:])
     elif words[0] == "python" and words[1] == "-c":
         ast.parse(words[2])

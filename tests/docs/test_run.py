@@ -49,7 +49,7 @@ NOT_RUN = {
     r"https://host/": "a made-up host; tests/data/test_remote.py and test_index_build.py have servers and ranks",
     r"audit\.py run": "a run that trained on the canaries; tests/trainer/test_audit_run.py has one",
     r"--metrics": "an extra that needs Java; tests/evaluation/test_caption_commands.py",
-    r"^pip install numpy|^python verify\.py": "in a published folder; tests/privacy/verify",
+    r"^pip install numpy|^python -I verify\.py": "in a published folder; tests/privacy/verify",
     r"^(\.|export|printf|exit)( |$)": "of the shell",
 }
 """Commands that match are not run here, and why."""
