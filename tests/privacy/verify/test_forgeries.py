@@ -67,7 +67,7 @@ METRICS = {
     "fewer charges": ('{"step":4,"privacy/charged_attempts":1,"privacy/epsilon":9}', 5),
     "words": ('{"step":4,"privacy/charged_attempts":5,"privacy/epsilon":"0.01 (one person)"}', 5),
     "a number of many digits": (f'{{"step":4,"privacy/charged_attempts":5,"privacy/epsilon":{"9" * 50}}}', 5),
-    "cut off": ('{"step":4,"privacy/char', 0),
+    "cut off": ('{"step": 4, "privacy/char', 0),
     "a loss that is no number": ('{"step":4,"heldout/loss":NaN}', 0),
 }
 
