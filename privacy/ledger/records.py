@@ -65,6 +65,8 @@ class LedgerState(ChainState):
         shared_seen: the last line (seq, hash) of the shared ledger at the newest session.
         pending: the intent whose `done` has not come.
         checkpointed_step: of the newest checkpoint since the run began, or began again at step 0.
+        session_lines, done_lines, checkpoint_lines: number of the line of each `session`; also step of each `done`; also step and
+            digest of the manifest of each `checkpoint`.
         torn_run: whether each of the torn lines that wait for their `repair` was charged.
         num_signed: how many lines, from the first, the newest signature covers.
         is_final: whether nothing can follow: the run is closed, and the end signed if the ledger has a signer.
@@ -79,6 +81,9 @@ class LedgerState(ChainState):
     position_in_session: int | None = None
     last_done_step: int = 0
     checkpointed_step: int | None = None
+    session_lines: list[int] = field(default_factory=list)
+    done_lines: list[tuple[int, int]] = field(default_factory=list)
+    checkpoint_lines: list[tuple[int, int, str]] = field(default_factory=list)
     charged_torn: int = 0
     torn_run: list[bool] = field(default_factory=list)
     num_signed: int = 0
@@ -258,6 +263,7 @@ class LedgerState(ChainState):
         match record["type"]:
             case "session":
                 self.nonces.append(record["nonce"])
+                self.session_lines.append(record["seq"])
                 self.mirrored = self.mirrored or record["mirror"]
                 if "shared_hash" in record:
                     self.shared_seen = (record["shared_seq"], record["shared_hash"])
@@ -271,9 +277,11 @@ class LedgerState(ChainState):
                 self.attempts[record["step"]] += 1
             case "done":
                 self.pending, self.position_in_session = None, record["step"]
+                self.done_lines.append((record["seq"], record["step"]))
                 self.last_done_step = max(self.last_done_step, record["step"])
             case "checkpoint":
                 self.checkpointed_step = record["step"]
+                self.checkpoint_lines.append((record["seq"], record["step"], record["digest"]))
             case "repair":
                 self.torn_run = []
                 # The program that tore the line is dead: only a new session, with a new nonce, can go on.

@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from privacy.card.model import LedgerFile
+from privacy.card.report import read_snapshot
+from privacy.errors import NotRecorded
+from privacy.ledger.chain import hash_line
 from tests.trainer.test_chains import run
 from trainer.checkpoints.read import sealed
 from trainer.errors import in_one_line
+from trainer.publish import publish
 from trainer.run.folder import RunFolder
+from trainer.weights.open_model import open_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 LINES = "ledger.jsonl"
@@ -72,6 +78,27 @@ def of_another_run(folder: Path) -> None:
     manifest.write_text(json.dumps(sealed(content)))
 
 
+def resealed(folder: Path, **changes: object) -> None:
+    manifest = newest(folder) / "manifest.json"
+    manifest.write_text(json.dumps(sealed(json.loads(manifest.read_text()) | changes)))
+
+
+def called_public(folder: Path) -> None:
+    resealed(folder, training_data={"provenance": "public", "shards": []})
+
+
+def other_weights(folder: Path) -> None:
+    part = next(newest(folder).glob("rank-*"))
+    part.write_bytes(part.read_bytes()[:-400] + bytes(400))
+    resealed(folder, files={part.name: hashlib.sha256(part.read_bytes()).hexdigest()})
+
+
+def behind_the_last_line(folder: Path) -> None:
+    """As if no record of it had been written yet, although there is one."""
+    known = lines(folder)
+    resealed(folder, noise_variance=9.0, ledger={"seq": len(known) - 1, "hash": hash_line(known[-1].rstrip(b"\n"))})
+
+
 def no_checkpoints(folder: Path) -> None:
     for path in (folder / "checkpoints").glob("step-*"):
         shutil.rmtree(path)
@@ -92,6 +119,9 @@ REFUSED: dict[str, tuple[list[Callable[[Path], object]], list[str]]] = {
     "cut behind a checkpoint": ([cut_behind_a_checkpoint], []),
     "cut, and a new mirror": ([cut_behind_a_checkpoint], [MIRROR]),
     "a checkpoint of another run": ([torn, of_another_run], []),
+    "a checkpoint called public": ([torn, called_public], []),
+    "other weights": ([torn, other_weights], []),
+    "a checkpoint that claims to be without record": ([behind_the_last_line, torn], []),
     "all checkpoints gone": ([torn, no_checkpoints], []),
     "no folder of checkpoints": ([torn, lambda folder: shutil.rmtree(folder / "checkpoints")], []),
     "all checkpoints damaged": ([torn, all_damaged], [MIRROR]),
@@ -129,6 +159,51 @@ def test_a_refused_start_changes_nothing(
         run(folder, "train.keep_checkpoints=3", "privacy.reserved_attempts=9", *changes, steps=4)
     assert image(tmp_path) == before, refusal.value
     assert in_one_line(refusal.value) is not None, repr(refusal.value)
+
+
+def published(folder: Path, target: Path) -> None:
+    snapshot = read_snapshot(folder / LINES)
+    ledger = LedgerFile(
+        format=1, lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash, mirrored_sessions=0
+    )
+    publish(folder, target, ledger)
+
+
+@pytest.mark.parametrize("damage", [called_public, other_weights, behind_the_last_line])
+def test_nothing_uses_a_checkpoint_that_the_ledger_did_not_record(
+    damage: Callable[[Path], None], stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seal of a manifest has no key, so whoever edits a checkpoint seals it again; the ledger's record is signed."""
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    folder = Path(shutil.copytree(stopped, tmp_path / "run"))
+    open_model(folder)
+    damage(folder)
+    with pytest.raises(NotRecorded, match="is not the one that the ledger recorded"):
+        run(tmp_path / "new", f"init.checkpoint={folder}", steps=1)
+    assert not (tmp_path / "new" / LINES).exists()
+    with pytest.raises(NotRecorded, match="take it away"):  # as evaluate.py and export.py do
+        open_model(folder)
+    with pytest.raises(NotRecorded, match=f"^{newest(folder)}: .*--no_checkpoints"):
+        published(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    alone = shutil.copytree(newest(folder), tmp_path / "alone")
+    open_model(Path(alone))  # no ledger, so nothing is attested
+
+
+def test_a_crash_between_a_checkpoint_and_its_record_loses_neither(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    folder = Path(shutil.copytree(stopped, tmp_path / "run"))
+    last = max(number for number, line in enumerate(lines(folder)) if b'"type":"checkpoint"' in line)
+    write(folder, lines(folder)[:last])
+    record = folder / "private/members.jsonl"
+    marks = [line for line in record.read_bytes().splitlines(keepends=True) if json.loads(line)["seq"] < last]
+    record.write_bytes(b"".join(marks))
+    open_model(folder)
+    published(folder, tmp_path / "out")
+    assert run(folder, "train.keep_checkpoints=3", "privacy.reserved_attempts=9", steps=4) == 0
+    open_model(folder / "checkpoints/step-00000002")  # later sessions record others
 
 
 def test_what_is_not_refused_is_mended_and_goes_on(

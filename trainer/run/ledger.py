@@ -26,6 +26,7 @@ from privacy.plan import PrivacyPlan, make_plan
 from privacy.releases import Release
 from privacy.sampling.keys import SamplingKey
 from trainer.checkpoints.read import has_checkpoints
+from trainer.checkpoints.recorded import require_recorded
 from trainer.config.recipe import PrivacySection
 from trainer.ranks import distributed
 from trainer.run.folder import RunFolder, environment
@@ -226,6 +227,10 @@ class RunLedger:
     def require_not_shorter_than(self, position: Mapping[str, Any]) -> None:
         """Refuses a ledger that does not contain the line a checkpoint remembers (exit 4)."""
         distributed.on_main(lambda: self._on_main.require_not_shorter_than(position["seq"], position["hash"]))
+
+    def require_recorded(self, checkpoint: Path) -> None:
+        """Refuses a checkpoint that is not the one that the ledger recorded (exit 4)."""
+        distributed.on_main(lambda: require_recorded(checkpoint, self._on_main.state))
 
     def epsilon(self, num_charged: int | None = None) -> float | None:
         """Epsilon of everything charged so far, or of `num_charged` attempts; on rank 0. None without a guarantee."""

@@ -377,7 +377,8 @@ def load_newest(folder: RunFolder, ledger: RunLedger, model: nn.Module | None) -
         model: None for a model that was built in shards: it takes its weights with the engine's state, piece by piece.
 
     Raises:
-        PrivacyStateRefused: the checkpoint knows more of the ledger than the ledger itself, or is of another run.
+        PrivacyStateRefused: the checkpoint knows more of the ledger than the ledger itself, is of another run, or is not the
+            one that the ledger recorded.
     """
     checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
     if checkpoint is not None and not checkpoint.manifest.get("ledger"):
@@ -385,6 +386,8 @@ def load_newest(folder: RunFolder, ledger: RunLedger, model: nn.Module | None) -
             f"{checkpoint.path} remembers no line of this run's ledger, so it was not written by this run: take it away; "
             "weights from elsewhere are for [init]"
         )
+    if checkpoint is not None:
+        ledger.require_recorded(checkpoint.path)
     if checkpoint is not None and model is not None:
         checkpoint.load_weights(model)
     return checkpoint

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from models.adapters import is_adapter
 from privacy.card.report import read_snapshot
-from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.records import LedgerState
+from trainer.checkpoints.recorded import require_recorded
 
 IMPORTED = "imported"
 
@@ -110,9 +111,15 @@ class Proof(NamedTuple):
 
 
 def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
-    """Reads the ledger of the run folder around a checkpoint; a broken one proves nothing."""
+    """Reads the ledger of the run folder around a checkpoint; a broken one proves nothing.
+
+    Raises:
+        NotRecorded: the ledger is whole, and recorded another checkpoint.
+    """
     try:
         return require_proof_of(checkpoint, manifest)
+    except NotRecorded:
+        raise
     except (PrivacyStateRefused, PrivacyConfigError):
         return Proof(None, "the ledger in its run folder is broken")
 
@@ -121,7 +128,7 @@ def require_proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
     """Reads the ledger of the run folder around a checkpoint.
 
     Raises:
-        PrivacyStateRefused, PrivacyConfigError: the ledger is broken.
+        PrivacyStateRefused, PrivacyConfigError: the ledger is broken, or recorded another checkpoint (NotRecorded).
     """
     checkpoint = checkpoint.resolve()
     ledger = checkpoint.parent.parent / "ledger.jsonl"
@@ -133,6 +140,7 @@ def require_proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
     seq = position.get("seq")
     if type(seq) is not int or not 0 <= seq < len(state.hashes) or state.hashes[seq] != position.get("hash"):
         return Proof(None, "the ledger in its run folder is that of another run, or was rolled back")
+    require_recorded(checkpoint, state)
     if guaranteed and not manifest.get("formal_guarantee"):
         return Proof(None, "its manifest claims no guarantee, although the ledger in its run folder does")
     return Proof(state)
