@@ -121,6 +121,8 @@ def start(root: Path, number: int, note: Note, opening: Callable[[RunLedger], No
         if run.is_closed:
             return
         nonce = run.start_session()
+        if resumed is not None:
+            run.adopt(resumed)
         writer = CheckpointWriter(RunFolder(root / RUN).checkpoints, Retention(1), published=run.checkpoint)
         for step in range(1 if resumed is None else resumed.step + 1, STEPS + 1):
             run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1), micro_batch_size=40)
