@@ -11,11 +11,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from models.adapters import is_adapter
 from privacy.card.report import read_snapshot
+from privacy.card.text import rounded_up
 from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.records import LedgerState
 from trainer.checkpoints.recorded import require_recorded
 
 IMPORTED = "imported"
+
+
+class Spent(BaseModel):
+    """What the ledger of a run behind a start says of that run alone."""
+
+    model_config = ConfigDict(frozen=True)
+
+    epsilon: float
+    delta: float
 
 
 class Start(BaseModel):
@@ -36,7 +46,7 @@ class Start(BaseModel):
     run: str | None = None
     step: int | None = None
     training_data: str | None = None
-    guarantee: dict[str, Any] | None = None
+    guarantee: Spent | None = None
     at_random: tuple[str, ...] = ()
     before_that: "Start | None" = None
     format: str | None = None
@@ -93,9 +103,8 @@ def _statement(start: Start) -> str:
     if not start.guarantee:
         return f"{origin}, trained on private data without a guarantee that a ledger proves.{behind}"
     return (
-        f"{origin}, trained on private data with epsilon {start.guarantee.get('epsilon')} at delta "
-        f"{start.guarantee.get('delta')} of its own. The two compose: the card's first number holds what "
-        f"both spent.{behind}"
+        f"{origin}, trained on private data with epsilon {rounded_up(start.guarantee.epsilon, 2)} at delta "
+        f"{start.guarantee.delta:g} of its own. The two compose: the card's first number holds what both spent.{behind}"
     )
 
 
