@@ -33,7 +33,9 @@ def require_apart(roles: Mapping[str, Path], run_dir: Path | None = None) -> Non
             )
         if not place.parent.is_dir():
             raise PrivacyConfigError(f"{role} {path}: its folder is not there; make it, or name another one")
-        names = [place, *([_inode(place)] if place.exists() else [])]
+        names: list[Path | tuple[int, int]] = [place]
+        if place.exists():
+            names.append(_inode(place))
         other = next((files[name] for name in names if name in files), None)
         if other is not None:
             raise PrivacyConfigError(f"{role} {path}: is the same file as {other}; name another one")

@@ -18,9 +18,10 @@ def require_recorded(checkpoint: Path, state: LedgerState) -> None:
     step, position = manifest["step"], manifest.get("ledger")
     if not state.plan.enabled or state.has_recorded(step, file_digest(checkpoint / MANIFEST)):
         return  # without privacy the ledger records no checkpoint
-    line = position.get("seq") if isinstance(position, dict) else None
-    is_line = type(line) is int and 0 <= line < state.num_lines and state.hashes[line] == position.get("hash")
-    if not (is_line and state.may_lack_record(step, line)):
+    position = position if isinstance(position, dict) else {}
+    line = position.get("seq")
+    is_known = isinstance(line, int) and 0 <= line < state.num_lines and state.hashes[line] == position.get("hash")
+    if not (is_known and state.may_lack_record(step, position["seq"])):
         raise NotRecorded(
             f"{checkpoint}: its {MANIFEST} is not the one that the ledger recorded, so it was replaced or edited: restore it "
             "from a copy, or take it away, and the checkpoint before it is used"

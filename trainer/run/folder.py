@@ -98,12 +98,15 @@ class RunFolder:
 
         Raises:
             ConfigError: a file is no regular file, or a folder none; a link counts as what it leads to.
+            PrivacyStateRefused: the same of ledger, sampling key or record of attempts.
         """
         for patterns, kind, fits in ((FILES, "file", Path.is_file), (FOLDERS, "folder", Path.is_dir)):
             for pattern in patterns:
                 for path in sorted(self.root.glob(pattern)) if "*" in pattern else [self.root / pattern]:
                     if os.path.lexists(path) and not fits(path):
-                        raise ConfigError(f"{path}: is no {kind}, and a run needs a {kind} of this name: move it away")
+                        is_privacy_state = path in (self.ledger, self.key, self.members)
+                        error = PrivacyStateRefused if is_privacy_state else ConfigError
+                        raise error(f"{path}: is no {kind}, and a run needs a {kind} of this name: move it away")
         for path in self.checkpoints.glob("step-*"):
             if not path.name.removeprefix("step-").isdigit():
                 raise ConfigError(f"{path}: has no name of a checkpoint, step-NUMBER: move it away")
