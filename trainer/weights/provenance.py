@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from models.adapters import is_adapter
 from privacy.card.report import read_snapshot
@@ -24,8 +24,8 @@ class Spent(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    epsilon: float
-    delta: float
+    epsilon: float = Field(ge=0)
+    delta: float = Field(ge=0)
 
 
 class Start(BaseModel):
