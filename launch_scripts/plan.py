@@ -9,7 +9,7 @@ python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --bands auto [--j
 The first computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for. The
 second gives what training with the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third
 adds memory per rank, the largest micro-batch, FLOP, time, traffic and reads (docs/planning.md). The fourth asks what correlated
-noise would buy at the same epsilon (docs/correlated_noise.md); training with it is not supported yet.
+noise would buy at the same epsilon (docs/correlated_noise.md).
 """
 
 from __future__ import annotations
@@ -325,8 +325,6 @@ def _privacy(
     planned = make_plan(request, progress=_report_progress)
     for line in planned.warnings:
         _warn(line)
-    if planned.bands > 1:
-        _warn("correlated noise can be planned, but training with it is not supported yet (docs/correlated_noise.md)")
     result = summarise(planned, _warn, extras=not options.no_extras, max_examples_per_owner=max_examples_per_owner)
     return planned, result | compare(planned, request, config) | {"by_bands": rows}
 

@@ -388,7 +388,8 @@ def make_plan(
 def require_equal(recorded: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
     """PrivacyConfigError naming the first field that differs: privacy fields are frozen when a run folder opens."""
     # In the order of the plan's fields, so that what was asked for is named before what follows from it.
-    for name in [*current, *(name for name in recorded if name not in current)]:
+    names = [*current, *(name for name in recorded if name not in current)]
+    for name in sorted(names, key=lambda name: name != "correlated"):
         independent = {"bands": 1} if name == "correlated" else None
         was, now = recorded.get(name, independent), current.get(name, independent)
         if isinstance(was, dict) and isinstance(now, dict):

@@ -15,8 +15,6 @@ CLIPPING_FUNCTIONS = ("flat", "automatic", "per_layer", "grouped")
 STRATEGIES = ("square_root", "optimised")
 MOST_BANDS = 4096
 """More would help nobody: past noise takes 8 bytes a band and coordinate."""
-MOST_TRAINABLE = 1
-"""Bands that a ledger can be opened with."""
 GROUP_OF_EXAMPLE = "its number modulo bands"
 GROUP_OF_ATTEMPT = "the number of attempts charged before it modulo bands"
 
@@ -76,8 +74,6 @@ class PlanChoices:
         """What a ledger's `open` record says about correlated noise, under `correlated`; nothing where noise is independent."""
         if self.bands == 1:
             return {}
-        if self.bands > MOST_TRAINABLE:
-            raise PrivacyConfigError(f"bands {self.bands} can be planned, but not trained with yet: take bands 1")
         return {
             "correlated": {
                 "bands": self.bands,

@@ -1727,6 +1727,9 @@ def verify(path: Path, fingerprint: str | None, head: str | None = None) -> tupl
         "state of the run": ledger.closed or OPEN,
         "commitment of the sampling key": ledger.opened["key_commitment"], "last line": ledger.hashes[-1],
     }  # fmt: skip
+    if plan.bands > 1:
+        most = plan.turns(ledger.charged())
+        attested |= {"groups that take turns": plan.bands, "charged attempts of the group with most of them": most}
     finite = folder.epsilon is not None and math.isfinite(folder.epsilon)
     return code, {
         "verdict": verdict,

@@ -39,7 +39,7 @@ class Sampler(ABC):
     """What decides who is in a step; cyclic.py and shuffle.py hold the other two."""
 
     num_examples: int
-    group = None  # all examples, but for cyclic sampling
+    group: int | None = None  # all examples, but for cyclic sampling
 
     @property
     @abstractmethod
