@@ -54,7 +54,7 @@ def interleaved(run: Callable[[int], object], rounds: int, all_bands: Sequence[i
 
 
 def shard_noise(coordinates: int, rounds: int) -> dict[str, Any]:
-    """A row of noise on a shard of so many coordinates."""
+    """A row of noise on a shard of this size."""
     source, shard = SystemNoise(), torch.zeros(coordinates, dtype=torch.float64)
     segments = {bands: Segment(Strategy.square_root(bands)) for bands in BANDS}
     found = interleaved(lambda bands: segments[bands].add_row([shard], 1.0, source), rounds, BANDS)

@@ -257,11 +257,11 @@ class Plan:
 
     @property
     def bands(self) -> int:
-        """So many groups of examples take turns, under correlated noise; 1 without."""
+        """b, the number of groups of examples that take turns under correlated noise; 1 without."""
         return int(self.fields.get("bands", 1))
 
     def turns(self, count: int) -> int:
-        """How many of so many charges the group with most of them has."""
+        """How many of `count` charges the group with most of them has."""
         return -(-count // self.bands)
 
     def participations(self, last_step: int, replays: int) -> int:
@@ -810,9 +810,9 @@ def epsilon_of_copies(groups: list[Group], delta: float, copies: int, grid: floa
 
 
 def epsilon_of_any(groups: list[Group], delta: float, copies: int) -> float:
-    """Epsilon of so many examples that may be in different groups, which take turns: generic group privacy (Dwork and Roth 2014).
+    """Epsilon of `copies` examples, which may be in groups that take turns: generic group privacy (Dwork and Roth 2014).
 
-    If one example has (e, d), so many have (copies e, d (1 + exp(e) + ... + exp((copies - 1) e))); d is found by halving.
+    If one example has (e, d), all have (copies e, d (1 + exp(e) + ... + exp((copies - 1) e))); d is found by halving.
     """
     low, high, best = math.log(delta) - 700.0, math.log(delta), math.inf
     for _ in range(20):

@@ -52,7 +52,7 @@ class EpsilonTable:
         """Args:
         group: one release of the schedule; its count is ignored.
         cache: file to take the values from, or to write them to; a file of another schedule is replaced.
-        bands: so many groups of examples take turns, so that the group with most of k intents has ceil(k / bands) of them.
+        bands: number of groups of examples that take turns; the group with most of k intents has ceil(k / bands).
         """
         self._group, self._delta, self._bands = group.times(1), delta, bands
         max_intents, num_steps = self._turns(max_intents), None if num_steps is None else self._turns(num_steps)
@@ -92,7 +92,7 @@ class EpsilonTable:
         return self._counts[index] * self._bands if num_charged > 0 and index < len(self._counts) else num_charged
 
     def _turns(self, num_charged: int) -> int:
-        """How many of so many intents the group of examples with most of them has."""
+        """How many of these intents the group of examples with most of them has."""
         return -(-num_charged // self._bands)
 
     def exact(self, num_charged: int) -> float:

@@ -43,7 +43,7 @@ class SandboxPlan:
 
     @property
     def bands(self) -> int:
-        """So many groups of examples take turns, and so many steps share noise."""
+        """b, the number of groups of examples that take turns, and of steps that share noise."""
         return len(self.coefficients)
 
     @property

@@ -23,7 +23,7 @@ HISTORY_BYTES = 8
 
 
 def with_bands(request: PlanRequest, bands: int) -> PlanRequest:
-    """The request with so many bands and square-root coefficients, whatever it had."""
+    """The request with this number of bands and square-root coefficients, whatever it had."""
     return replace(request, bands=bands, strategy="square_root", coefficients=())
 
 

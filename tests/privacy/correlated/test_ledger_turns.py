@@ -245,7 +245,7 @@ def test_strategies_that_do_not_fit_are_refused_in_one_line(changes: dict[str, A
 
 
 def test_the_table_counts_turns_of_the_group_with_most_of_them() -> None:
-    """Never less than epsilon of so many charges, and equal at the planned steps and at the budget."""
+    """Never less than epsilon of the charges, and equal at the planned steps and at the budget."""
     table = PLAN.epsilon_table()
     assert table is not None
     for count in range(1, PLAN.max_intents + 1):
