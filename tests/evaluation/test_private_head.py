@@ -79,8 +79,9 @@ def test_more_examples_than_the_slack_covers_are_refused() -> None:
 
 def _keeping(self: Recorder, name: str, values: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
     self.seen[name] = np.array(values)
-    self.answers[name] = Budget.release(self, name, values, piece)  # type: ignore[attr-defined]
-    return self.answers[name]  # type: ignore[attr-defined, no-any-return]
+    released = Budget.release(self, name, values, piece)
+    self.answers[name] = released.copy()  # type: ignore[attr-defined]
+    return released
 
 
 def test_some_example_comes_close_to_each_bound() -> None:
