@@ -1,16 +1,17 @@
 """Private heads at the size of ImageNet: 1,281,167 examples, 768 features, 1,000 classes, random features.
 
-    python benchmarks/heads.py --json      # about a quarter of an hour on one core
+    python benchmarks/heads.py --json      # six minutes on one core
 
 * `whole`: DP-LS over all examples, which lie in memory in fp32.
 * `fiftieth`: every method over a fiftieth of the examples; the time that they take is extrapolated, the rest is not. DP-Newton
   has 56 classes there (two chunks: a chunk's work is the same for all), and its Hessians' part is scaled to all of them.
-* `newton_all_classes`: a DP-Newton step for all classes over 1,024 examples: its memory, and its time for projecting
-  and solving, which the number of examples does not change.
+* `newton_all_classes`: a DP-Newton step for all classes over 1,024 examples: its memory, and its time for noise and
+  projection, which the number of examples does not change.
 * `dense`: the largest difference from a dense computation for 2,000 examples and 12 classes, relative to the largest weight.
 * `digits`: both kinds of DP-FC at equal epsilon on scikit-learn's digits (benchmarks/results/private_heads/private_heads.py).
 
-Peak memory is that of the process, features included. With --json one JSON object on stdout, everything else on stderr.
+Peak memory is that of the process so far, features included. SHARED_WITH says what else the machine did.
+With --json one JSON object on stdout, everything else on stderr.
 """
 
 import argparse
@@ -144,7 +145,7 @@ def measure() -> dict[str, Any]:
         "machine": {
             "cores": os.cpu_count(), "threads": os.environ.get("OMP_NUM_THREADS"), "cpu": platform.processor(),
             "load_before": load, "load_after": os.getloadavg(),
-            "shared_with": "training runs and tests on the same two cores: times are upper bounds, memory is not affected",
+            "shared_with": os.environ.get("SHARED_WITH", "not stated"),
         },
         "python": platform.python_version(), "numpy": np.__version__,
     }  # fmt: skip

@@ -274,7 +274,7 @@ def softmax_residuals(scores_BL: np.ndarray, labels_B: np.ndarray) -> np.ndarray
 def _clipped(residual_BL: np.ndarray, x_BD: np.ndarray, bound: float) -> np.ndarray:
     """sum_b clip(g_b), (L, D), where g_b = residual_b (x) x_b has the product of two lengths as its norm."""
     length_B = np.linalg.norm(residual_BL, axis=1) * np.linalg.norm(x_BD, axis=1)
-    factor_B = np.minimum(1.0, bound / np.maximum(length_B, np.finfo(np.float64).tiny))
+    factor_B = bound / np.maximum(length_B, bound)
     return np.asarray((residual_BL * factor_B[:, None]).T @ x_BD)
 
 

@@ -98,13 +98,14 @@ class Rows:
         if whole is None:
             features_ND = np.empty((own.stop - own.start, width), dtype=np.float32)
             labels_N = np.empty(own.stop - own.start, dtype=np.int64)
-            for rows in _blocks(len(labels_N)):
-                dist.recv(torch.from_numpy(features_ND[rows]), 0)
-                dist.recv(torch.from_numpy(labels_N[rows]), 0)
+            for start in range(0, len(labels_N), ROWS_PER_BLOCK):
+                part = slice(start, start + ROWS_PER_BLOCK)
+                dist.recv(torch.from_numpy(features_ND[part]), 0)
+                dist.recv(torch.from_numpy(labels_N[part]), 0)
             return cls(features_ND, labels_N, num_examples, num_ranks, digest)
         for r, run in enumerate(runs[1:], start=1):
-            for rows in _blocks(run.stop - run.start):
-                part = slice(run.start + rows.start, run.start + rows.stop)
+            for start in range(run.start, run.stop, ROWS_PER_BLOCK):
+                part = slice(start, min(start + ROWS_PER_BLOCK, run.stop))
                 dist.send(torch.from_numpy(np.array(whole.features_ND[part], dtype=np.float32)), r)
                 dist.send(torch.from_numpy(np.array(whole.labels_N[part], dtype=np.int64)), r)
         return cls(whole.features_ND[own], whole.labels_N[own], num_examples, num_ranks, digest)
@@ -175,5 +176,5 @@ def clip_rows(rows_ND: np.ndarray, bound: float) -> np.ndarray:
     largest_N1 = np.maximum(np.abs(rows_ND).max(axis=1, keepdims=True, initial=0.0), np.finfo(np.float64).tiny)
     with np.errstate(over="ignore"):  # an infinite length is dealt with below, without a word about an example
         length_N1 = largest_N1 * np.linalg.norm(rows_ND / largest_N1, axis=1, keepdims=True)
-    factor_N1 = np.minimum(1.0, bound / np.maximum(length_N1, np.finfo(np.float64).tiny))
+    factor_N1 = bound / np.maximum(length_N1, bound)
     return np.where(np.isfinite(length_N1), rows_ND * factor_N1, 0.0)

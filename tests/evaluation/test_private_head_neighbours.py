@@ -44,6 +44,9 @@ class Answers(Budget):
         return rng.normal(size=values.shape) * self._scale
 
 
+pytestmark = pytest.mark.filterwarnings("error")  # a warning would tell of an example too
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "ROWS_PER_BLOCK", 8)
