@@ -19,6 +19,7 @@ from privacy import verify
 from privacy.card.composition import claim_of
 from privacy.errors import BudgetSpent, PrivacyConfigError
 from privacy.ledger.durable import make_directory
+from privacy.ledger.places import require_apart
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
@@ -94,6 +95,8 @@ def train_head(
     rows.require_labels_below(num_classes)
     plan = head_plan(rows.num_examples, epsilon, delta, rows.num_ranks)
     private = output / "private"
+    if shared is not None:
+        require_apart({"the shared ledger": Path(shared.path)}, output)
     make_directory(private, 0o700)
     facts: dict[str, Any] = {"head": {"method": method, "num_classes": num_classes, **asdict(head), "covers": covers}}  # type: ignore[call-overload]
     facts |= {"behind": keep_copies(output, behind)} if behind and not (output / "ledger.jsonl").exists() else {}
