@@ -180,7 +180,8 @@ def read_features(folder: Path) -> Features:
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        facts, joined, filled = manifest["facts"], {}, 0
+        facts, filled = manifest["facts"], 0
+        joined: dict[str, np.ndarray] = {}
         for r in range(manifest["num_parts"]):  # one after the other into their place: both copies of all would not fit
             part = load_file(folder / _part(r, manifest["num_parts"]))
             if not joined:

@@ -28,13 +28,13 @@ class Statistic:
 
 
 class Piece(NamedTuple):
-    """A statistic that does not fit into memory is released in `count` pieces, which share no entry; this is one of them.
+    """A statistic that does not fit into memory is released in `of` pieces, which share no entry; this is one of them.
 
     Noise is independent for every entry, so pieces that are noised one after the other are the same Gaussian mechanism.
     """
 
     number: int = 0
-    count: int = 1
+    of: int = 1
 
 
 class Budget:
@@ -102,7 +102,7 @@ class Budget:
             raise RuntimeError(f"planned but never released: {', '.join(left)}")
 
     def _take(self, name: str, piece: Piece) -> float:
-        pieces = self._left.setdefault(name, {Piece(number, piece.count) for number in range(piece.count)})
+        pieces = self._left.setdefault(name, {Piece(number, piece.of) for number in range(piece.of)})
         if name not in self._stds or piece not in pieces:
             raise RuntimeError(f"statistic {name} was released before, or never planned")
         pieces.remove(piece)

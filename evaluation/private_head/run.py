@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def make_method(method: str, options: dict[str, Any]) -> HeadMethod:
     """
     if method not in METHODS:
         raise PrivacyConfigError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
-    known = METHODS[method].__dataclass_fields__
+    known = [field.name for field in fields(METHODS[method])]
     for name in options:
         if name not in known:
             raise PrivacyConfigError(f"{method} has no option {name!r}; choose among {', '.join(known)}")
