@@ -89,14 +89,14 @@ class Rows:
             whole: from `of` on rank 0, None elsewhere.
         """
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        facts = [None if whole is None else (whole.num_examples, whole.width, whole.data_digest())]
+        facts = [None if whole is None else (whole.num_examples, whole.features_ND[:0], whole.data_digest())]
         dist.broadcast_object_list(facts, 0)
         assert facts[0] is not None
-        num_examples, width, digest = facts[0]
+        num_examples, no_rows, digest = facts[0]
         runs = [slice(num_examples * r // num_ranks, num_examples * (r + 1) // num_ranks) for r in range(num_ranks)]
         own = runs[rank]
         if whole is None:
-            features_ND = np.empty((own.stop - own.start, width), dtype=np.float32)
+            features_ND = np.empty((own.stop - own.start, no_rows.shape[1]), dtype=no_rows.dtype)
             labels_N = np.empty(own.stop - own.start, dtype=np.int64)
             for start in range(0, len(labels_N), ROWS_PER_BLOCK):
                 part = slice(start, start + ROWS_PER_BLOCK)
@@ -106,7 +106,7 @@ class Rows:
         for r, run in enumerate(runs[1:], start=1):
             for start in range(run.start, run.stop, ROWS_PER_BLOCK):
                 part = slice(start, min(start + ROWS_PER_BLOCK, run.stop))
-                dist.send(torch.from_numpy(np.array(whole.features_ND[part], dtype=np.float32)), r)
+                dist.send(torch.from_numpy(np.array(whole.features_ND[part])), r)
                 dist.send(torch.from_numpy(np.array(whole.labels_N[part], dtype=np.int64)), r)
         return cls(whole.features_ND[own], whole.labels_N[own], num_examples, num_ranks, digest)
 
