@@ -169,7 +169,9 @@ def structure(model: nn.Module, task: object = None) -> Structure:
         if isinstance(function, types.FunctionType):
             around = function.__globals__
             for name in function.__code__.co_names:
-                if name in around and isinstance(around[name], (*SIMPLE, Tensor, dict, list, set)):
+                if name in around and (
+                    type(around[name]) in SIMPLE or isinstance(around[name], Tensor | dict | list | set)
+                ):
                     look.found["", f"global {name}"] = look.into(around[name], 2)
     return look.found
 

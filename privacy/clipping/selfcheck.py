@@ -301,10 +301,11 @@ def _compare_neighbours(first: Together, second: Together, *, is_wide: bool) -> 
 
 def _require_as_many_calls(batches: Sequence[Together]) -> None:
     """Contributions are as many in every batch: their number moves how the gradient of every example is rounded."""
-    calls = [set(batch.num_calls.items()) for batch in batches]
-    if differing := set.union(*calls) - set.intersection(*calls):
+    first, *others = (batch.num_calls for batch in batches)
+    differing = {name for calls in others for name in {**first, **calls} if first.get(name) != calls.get(name)}
+    if differing:
         raise PrivacyConfigError(
-            f"the layer of {min(differing)[0]} is called more or less often beside other examples, which moves how the gradient "
+            f"the layer of {min(differing)} is called more or less often beside other examples, which moves how the gradient "
             "of every example is rounded: call it as often in every micro-batch, and mask what is not needed"
         )
 
