@@ -32,7 +32,7 @@ def require_apart(task: Callable[..., Tensor], inputs: Mapping[str, Tensor], siz
         size: rows of the micro-batch.
 
     Raises:
-        PrivacyConfigError: the loss of an example changes with its neighbours, or with chance.
+        PrivacyConfigError: the loss of an example changes with its neighbours, or with chance, or there is not one for each.
     """
     if size < 2:
         return
@@ -51,10 +51,15 @@ def require_apart(task: Callable[..., Tensor], inputs: Mapping[str, Tensor], siz
             if not is_hostile:
                 raise
             continue
+        if loss_B.shape != (size,):
+            raise PrivacyConfigError(
+                f"the task returned a tensor of shape {tuple(loss_B.shape)} for {size} examples, not one loss for each"
+            )
         seen.append(loss_B[stays_B.to(loss_B.device)].double())
     first, second = seen
     tolerance = 0.0 if loss_B.device.type == "cpu" else IN_ANY_ORDER
-    if not torch.allclose(first, second, rtol=tolerance, atol=0, equal_nan=True):
+    largest = float(first.nan_to_num(0, 0, 0).abs().max())
+    if not torch.allclose(first, second, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
         raise PrivacyConfigError(
             f"in micro-batches of {size} examples, in the precision of the run, the loss of an example changes with the others: "
             "every example's loss must depend on that example alone, at every size (no mean, limit, group or length that "

@@ -237,7 +237,11 @@ class _Look:
         if isinstance(x, FUNCTIONS):
             return _Same(x)
         if isinstance(x, Tensor):
-            return _Same(x), x.dtype, writes_to(x)
+            return (
+                _Same(x),
+                x.dtype,
+                None if isinstance(x, nn.Parameter) else writes_to(x),
+            )  # training writes to weights
         if id(x) in self.known:
             return self.known[id(x)]
         if depth == 0 or len(self.known) > MOST_VALUES:

@@ -102,11 +102,19 @@ def test_a_change_beside_what_the_forward_moves_is_noticed(change: str, monkeypa
 
 
 def test_a_change_of_weights_is_training() -> None:
+    """Wherever else the model or its task holds them."""
     model = Kept()
-    check_against_autograd(model, made_up())
+    model.cache["weight"] = weight = model.a.weight
+
+    def task(x: Tensor) -> Tensor:
+        assert weight is model.a.weight
+        y: Tensor = model(x)
+        return y
+
+    check_against_autograd(model, made_up(), task)
     total = ClippedSum(model, 1.0)
     for p in model.parameters():
         p.data.mul_(0.5)
         with torch.no_grad():
             p.sub_(0.1)
-        add(total, model, x=torch.randn(3, 4))
+        add(total, task, x=torch.randn(3, 4))
