@@ -336,17 +336,21 @@ def recompute_epsilon(plan: Mapping[str, Any], count: int) -> float:
     """
     if count == 0:
         return 0.0
+    # Where groups of examples take turns, the group with most of them counts, and its size.
+    bands = plan.get("correlated", {"bands": 1})["bands"]
     rate, sigma = int(plan["sampling_threshold"]) / 2**64, plan["noise_multiplier"] / (1 + plan["sensitivity_slack"])
     if plan["cap"] is None:
         one = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
     else:
-        one = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(plan["num_examples"], rate, plan["cap"], sigma)
-    intents = plan["num_steps"] + plan["reserved_attempts"]
+        one = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(
+            math.ceil(plan["num_examples"] / bands), rate, plan["cap"], sigma
+        )
+    turns = math.ceil((plan["num_steps"] + plan["reserved_attempts"]) / bands)
     # The sampler of certified arithmetic is exact: no tail is cut off.
     is_exact = plan["arithmetic"] == "certified"
-    tail = 0.0 if is_exact else noise_tail_delta(plan["noise_source"], sigma, rate * intents)
+    tail = 0.0 if is_exact else noise_tail_delta(plan["noise_source"], sigma, rate * turns, rows=bands)
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
-    accountant.compose(dp_accounting.SelfComposedDpEvent(one, count))
+    accountant.compose(dp_accounting.SelfComposedDpEvent(one, math.ceil(count / bands)))
     return float(accountant.get_epsilon(plan["target_delta"] - tail))
 
 
@@ -354,17 +358,15 @@ def _checkpoints(reading: _Reading, state: LedgerState, claims: Sequence[Checkpo
     """Each manifest remembers a line of this very ledger, the charges up to it, and is known to the ledger."""
     if not claims:
         return [fact("checkpoints", True, "there is no checkpoint to compare with")]
-    recorded = {(record["step"], record["digest"]) for record in reading.of_type("checkpoint")}
-    steps = {step for step, _ in recorded}
     bad: list[str] = []
     unknown: list[str] = []
     for claim in claims:
         problem = _checkpoint_problem(reading, state, claim)
         if problem:
             bad.append(f"{claim.name} {problem}")
-        elif (claim.step, claim.digest) not in recorded and state.plan.enabled:
-            # A crash between the checkpoint and its record leaves one that the ledger does not know.
-            (bad if claim.step in steps else unknown).append(f"{claim.name} is not the one that the ledger recorded")
+        elif state.plan.enabled and not state.has_recorded(claim.step, claim.digest):
+            honest = claim.seq is not None and state.may_lack_record(claim.step, claim.seq)
+            (unknown if honest else bad).append(f"{claim.name} is not the one that the ledger recorded")
     sentence = f"{len(claims)} checkpoints were compared with the ledger; wrong: {'; '.join(bad) or 'none'}"
     if unknown and not bad:
         return [undecided("checkpoints", f"{sentence}; without a record: {'; '.join(unknown)}")]
