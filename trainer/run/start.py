@@ -53,6 +53,7 @@ from trainer.run.frozen import FrozenWeights, require_start
 from trainer.run.heldout import Heldout
 from trainer.run.ledger import RunLedger, open_run_ledger, require_places
 from trainer.run.memory_estimate import total_memory
+from trainer.run.neighbours import require_neighbours_apart
 from trainer.run.run import Run
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.base import to_device
@@ -251,6 +252,7 @@ def _build_run(
     )
     if resumed is not None:
         resumed.restore(engine, moments(config.optimizer))
+    require_neighbours_apart(engine, setup.task.synthetic_inputs, config.train.micro_batch_size)
     if config.train.compile:
         compile_blocks(engine.module)
     clipped, choice = _clipped_sum(config, ledger.plan, setup.task, engine, resumed)
