@@ -6,8 +6,7 @@ import json
 import os
 import random
 import re
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,8 @@ DRAWS: list[Note] = []
 
 
 @pytest.fixture
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder in memory, where there is one."""
-    base = Path("/dev/shm")
-    if not os.access(base, os.W_OK):
-        yield tmp_path_factory.mktemp("disk")
-        return
-    with tempfile.TemporaryDirectory(dir=base) as folder:
-        yield Path(folder)
+def root(tmp_path: Path) -> Path:
+    return tmp_path
 
 
 def recorded(root: Path, number: int, kill_after: int | None = None, log: Recorder | None = None) -> Recorder:

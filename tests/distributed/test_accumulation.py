@@ -109,7 +109,7 @@ def rank_everything(device: torch.device) -> dict[str, Any]:
             found["collectives"][case].append(_collectives(engine, deal))
         most = found["sums"][case, "open"] = []
         deals = DEALS if case == ENGINES[0] else DEALS[1:]  # the last has padding on one rank and nothing on the other
-        found["sums"][case] = [_sums(engine, deal, most) for deal in deals]
+        found["sums"][case] = [_sums(engine, deal, most, one_bucket=case == ENGINES[0]) for deal in deals]
         found["bf16"][case] = _bf16(device, *case)
     return found
 
@@ -173,19 +173,21 @@ def sums(two_ranks: list[dict[str, Any]]) -> list[Any]:
     return [rank["sums"] for rank in two_ranks]
 
 
-def _sums(engine: Any, deal: tuple[int, ...], most: list[int]) -> dict[str, Sums]:
+def _sums(engine: Any, deal: tuple[int, ...], most: list[int], *, one_bucket: bool) -> dict[str, Sums]:
     """Two logical batches with the same accumulator: the second starts from zero."""
-    found = {}
-    for way, mode, accumulator in [
+    ways: list[tuple[str, Any, Any]] = [
         ("local", "bookkeeping", LocalSums),
-        ("one bucket", "bookkeeping", ShardedSums),
         ("buckets", "bookkeeping", sharded()),
         ("two_pass", "two_pass", sharded()),
-    ]:
+    ]
+    if one_bucket:
+        ways.append(("one bucket", "bookkeeping", ShardedSums))
+    found = {}
+    for way, mode, accumulator in ways:
         clipped = ClippedSum(
             engine.module, 0.7, shapes=engine.shapes, accumulator=accumulator, mode=mode, self_check=False
         )  # type: ignore[arg-type]
-        for batch in micro_batches(pairs(), deal)[:2]:
+        for batch in micro_batches(pairs(), deal)[:1]:
             clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
         clipped.zero_()
         for batch in micro_batches(pairs(), deal):
@@ -232,14 +234,14 @@ def bf16(two_ranks: list[dict[str, Any]]) -> list[Any]:
 
 
 def _bf16(device: torch.device, name: str, stage: int) -> dict[str, tuple[Sums, Any]]:
-    """8 micro-batches on each of two ranks; 64 in all are summed in test_parity.py."""
+    """4 micro-batches on each of two ranks; 64 in all are summed in test_parity.py."""
     engine = build(device, name, stage, bf16={"enabled": True})
     generator = torch.Generator().manual_seed(distributed.rank())
     found = {}
     for way, accumulator in [("local", LocalSums), ("sharded", sharded())]:
         clipped = WithExactSum(engine.module, 0.7, shapes=engine.shapes, accumulator=accumulator, self_check=False)
         clipped._shapes = engine.shapes
-        for _ in range(8):
+        for _ in range(4):
             inputs = {n: v[:MICRO_BATCH].clone() for n, v in pairs().items()}
             inputs["images_BCHW"] = torch.randn(inputs["images_BCHW"].shape, generator=generator).bfloat16()
             clipped.add_micro_batch(engine.module, inputs, torch.zeros(MICRO_BATCH, dtype=torch.bool))
@@ -250,7 +252,7 @@ def _bf16(device: torch.device, name: str, stage: int) -> dict[str, tuple[Sums, 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bf16_contributions_are_summed_exactly(engine: tuple[str, int], bf16: list[Any]) -> None:
-    """Accumulated in bf16 the error would be 6e-3."""
+    """Accumulated in bf16 the error would be some thousandths."""
     results = [rank[engine] for rank in bf16]
     for way in ("local", "sharded"):
         exact = {n: sum(r[way][1][n] for r in results) for n in results[0][way][1]}
