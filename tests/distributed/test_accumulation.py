@@ -22,7 +22,6 @@ from privacy.noise import SystemNoise
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
-    MICRO_BATCHES,
     NUM_EXAMPLES,
     NoLedger,
     a_mechanism,
@@ -38,8 +37,8 @@ from trainer.loop.step import train_step
 from trainer.ranks import distributed
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
-DEALS = [(5, 2), (7, 0)]
-"""Examples per rank."""
+DEALS, PER_STEP = [(3, 1), (3, 0)], 2
+"""Examples per rank, and micro-batches of a step: some with padding, some of padding alone."""
 NUM_PARAMETERS = 30_637
 BUCKET = 5000
 """Coordinates: several buckets for the tiny captioner."""
@@ -133,7 +132,7 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
         run.ledger = StrictLedger()
         with Collectives() as seen:
-            train_step(run, 1, iter(micro_batches(pairs(), deal)))
+            train_step(run, 1, iter(micro_batches(pairs(), deal)[:PER_STEP]))
         traffic = distributed.traffic
         assert seen.count("reduce") == 0, "between CPUs a reduce-scatter is an exchange, and no engine reduces anything"
         found[way] = dict(traffic.collectives), dict(traffic.bytes), seen.count("alltoall"), seen.seen
@@ -154,10 +153,10 @@ def test_collectives_of_a_logical_batch(engine: tuple[str, int], collectives: li
     assert 0 <= num_bytes["reduce_scatter"] - size / 2 <= 0.1 * size
     for way in ("sharded", "two_pass"):
         counts, num_bytes, exchanges, _ = first[way]
-        assert counts["reduce_scatter"] == MICRO_BATCHES * buckets
+        assert counts["reduce_scatter"] == PER_STEP * buckets
         assert counts["exchange"] == buckets
         assert counts["reduce_scatter"] <= exchanges <= counts["reduce_scatter"] + counts["exchange"]
-        assert 0 <= num_bytes["reduce_scatter"] - MICRO_BATCHES * size / 2 <= 8 * 2 * MICRO_BATCHES * buckets
+        assert 0 <= num_bytes["reduce_scatter"] - PER_STEP * size / 2 <= 8 * 2 * PER_STEP * buckets
     for way, rank in itertools.product(("local", "sharded", "two_pass"), (0, 1)):  # whatever the data
         assert uneven[rank][way] == empty[rank][way]
         names = [[name for name, _ in seen[way][3]] for seen in (uneven[rank], first)]
@@ -190,7 +189,7 @@ def _sums(engine: Any, deal: tuple[int, ...], most: list[int], *, one_bucket: bo
         for batch in micro_batches(pairs(), deal)[:1]:
             clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
         clipped.zero_()
-        for batch in micro_batches(pairs(), deal):
+        for batch in micro_batches(pairs(), deal)[:PER_STEP]:
             clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
         found[way] = shards_of(reduce_to_owners(clipped, engine.layout))
         if isinstance(clipped.accumulator, CountingOpenBuckets):

@@ -22,7 +22,7 @@ from trainer.config.recipe import RunConfig
 SEED = 1
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(14_400)])])
+@pytest.mark.parametrize("count", [12, pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(14_400)])])
 def test_cases(count: int) -> None:
     """In forks of one process, the known ones first; `python -m tests.fuzz` shows what a case was and how it ended."""
     with tempfile.TemporaryDirectory() as name:  # not in /dev/shm, which the sandbox covers
