@@ -1,6 +1,7 @@
 """Errors that a user can mend, and what a command says of them: `in_one_line` is the only place that decides."""
 
 import errno
+import os
 import re
 from typing import NamedTuple
 
@@ -85,7 +86,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
         isinstance(error, RuntimeError)
         and (
             type(error).__name__ == "OutOfMemoryError"
-            or any(words in said for words in ("allocate memory", "bad_alloc", "can't start new thread"))
+            or any(
+                words in said
+                for words in ("allocate memory", "bad_alloc", "can't start new thread", os.strerror(errno.EAGAIN))
+            )
             or said.strip() == "could not create a primitive"  # oneDNN's words for it
         )
     )

@@ -1,5 +1,7 @@
 """Cases that once ended in a traceback, with the exit code that each must have."""
 
+from dataclasses import replace
+
 from tests.fuzz import values
 from tests.fuzz.cases import MACHINE, Case, made_toml, tiny
 
@@ -66,5 +68,6 @@ KNOWN: dict[str, tuple[Case, int]] = {
         ),
         2,
     ),
+    "no memory for the threads of a process group": (replace(_train(), conditions=["memory 235"]), 1),
 }
 SLOW = {"shards by a product of ranges"}

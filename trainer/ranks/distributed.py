@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,6 +29,8 @@ T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """A logical batch may be silent for long; dead ranks are noticed by closed connections and the heartbeat, not by this."""
 
+SPARE_THREADS = 8
+"""More than the process group and its store start."""
 _heartbeat: Heartbeat | None = None
 _hosts: list[str] = []
 
@@ -67,6 +70,7 @@ def start(
         _heartbeat = Heartbeat(lambda: connect(guest, rendezvous_seconds), ranks.rank, _hosts, speaks=speaks)
         _heartbeat.start()
     export_ranks(ranks, device)
+    _require_threads(SPARE_THREADS)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -78,6 +82,24 @@ def start(
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         refuse_shared_gpus(gather_objects((host_name(), uuid)))
     return device
+
+
+def _require_threads(number: int) -> None:
+    """Starts as many threads at once as gloo could need, whose constructor waits forever where one of its own cannot start.
+
+    Raises:
+        RuntimeError: a thread cannot be started, for want of memory or by a limit.
+    """
+    release, started = threading.Event(), []
+    try:
+        for _ in range(number):
+            thread = threading.Thread(target=release.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    finally:
+        release.set()
+        for thread in started:
+            thread.join()
 
 
 def refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:
