@@ -1,9 +1,10 @@
 """One private head, from features to weights, with a ledger of its own: the plan is charged before any noise is drawn."""
 
+import inspect
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def make_method(method: str, options: dict[str, Any]) -> HeadMethod:
     """
     if method not in METHODS:
         raise PrivacyConfigError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
-    known = [field.name for field in fields(METHODS[method])]
+    known = list(inspect.signature(METHODS[method]).parameters)
     for name in options:
         if name not in known:
             raise PrivacyConfigError(f"{method} has no option {name!r}; choose among {', '.join(known)}")

@@ -134,7 +134,7 @@ def test_ranks_sum_what_one_would(tmp_path: Path) -> None:
             one = without_noise(Rows.of(*data(num_examples)), L, method, options)
             np.testing.assert_allclose(main[f"{number}/{num_examples}"], one, rtol=1e-9, atol=1e-12)
     plain = main["dp-fc-bce/without_privacy/accuracy"]
-    assert main["dp-fc-bce/epsilon-1e+06/accuracy"] == pytest.approx(plain, abs=0.02) and plain > 0.8
+    assert main["dp-fc-bce/epsilon-1e+06/accuracy"] == pytest.approx(plain, abs=0.02) and plain > 0.7
     [ledger] = (tmp_path / "out/private_heads").glob("*/ledger.jsonl")
     assert ledger.read_text().count('"intent"') == 1
 
