@@ -30,11 +30,6 @@ DRAWS: list[Note] = []
 """Where the program that is recorded says that it draws."""
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path
-
-
 def recorded(root: Path, number: int, kill_after: int | None = None, log: Recorder | None = None) -> Recorder:
     """The record of one start, or of another one that goes on from the page cache of the one before."""
     recorder = log or Recorder(root)
@@ -272,7 +267,7 @@ def intent_after_the_draw(patch: pytest.MonkeyPatch) -> None:
 
     def late(self: RunLedger, step: int, **more: Any) -> None:
         note = DRAWS.pop()
-        note((self._on_main.state.nonces[-1], step, self.attempts.get(step, 0)))
+        note((self._on_main.state.nonces[-1], step, self.attempts.get(step, 0), self._group))
         DRAWS.append(note)
         real(self, step, **more)
 

@@ -32,6 +32,7 @@ def config_of(plan: PrivacyPlan) -> str:
     asked: dict[str, Any] = {noise: getattr(plan, noise)}
     for name in ("expected_batch_size", "target_delta", "max_grad_norm", "reserved_attempts", "sampling"):
         asked[name] = getattr(plan, name)
+    asked |= {"bands": plan.bands, "strategy": plan.strategy} if plan.bands > 1 else {}
     lines = [f"{name} = {json.dumps(value)}" for name, value in asked.items()]
     return "\n".join(
         ["[privacy]", *lines, "[train]", f"num_steps = {plan.num_steps}", "[data]", 'provenance = "private"']
@@ -59,10 +60,10 @@ def publish(
         for step in range(1, steps + 1):
             releases = step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping)
             if step == 2:
-                ledger.intent(step, 0, releases)
+                ledger.intent(step, 0, releases, ledger.state.next_group)
                 ledger.start_session({"commit": "c0ffee"})
             attempt = ledger.next_attempt(step)
-            ledger.intent(step, attempt, releases)
+            ledger.intent(step, attempt, releases, ledger.state.next_group)
             ledger.done(step, attempt)
         seq, line_hash = ledger.position()
         manifest = {

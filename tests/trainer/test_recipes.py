@@ -118,6 +118,7 @@ def test_two_small_steps_of_every_recipe(path: Path, tmp_path: Path) -> None:
     # More noise takes less time to account for.
     changes += [RANDOM_START, "privacy.noise_multiplier=2"] if path in CALIBRATED else []
     changes += ["schedule.decay_steps=4"] if path.stem.startswith("dpcap_") else []
+    changes += ["privacy.bands=2"] if load_config(path).privacy.bands > 1 else []
     arguments = train_arguments(tmp_path / "run", "--engine", "local", *changes, recipe=str(path))
     result = alone(arguments)
     assert result.returncode == 0, result.stdout[-3000:]

@@ -221,3 +221,5 @@ def test_a_choice_needs_poisson_sampling_and_an_epsilon() -> None:
     for request in wrong:
         with pytest.raises(PrivacyConfigError, match="needs a private run, Poisson sampling and a target epsilon"):
             choose(request, 1000)
+    with pytest.raises(PrivacyConfigError, match="for independent noise"):
+        choose(replace(REQUEST, bands=2), 1000)
