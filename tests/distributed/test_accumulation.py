@@ -251,7 +251,7 @@ def _bf16(device: torch.device, name: str, stage: int) -> dict[str, tuple[Sums, 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bf16_contributions_are_summed_exactly(engine: tuple[str, int], bf16: list[Any]) -> None:
-    """Accumulated in bf16 the error would be some thousandths."""
+    """Summed over ranks in bf16 the error would be 1e-3."""
     results = [rank[engine] for rank in bf16]
     for way in ("local", "sharded"):
         exact = {n: sum(r[way][1][n] for r in results) for n in results[0][way][1]}
