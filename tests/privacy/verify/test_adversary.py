@@ -19,10 +19,11 @@ from tests.privacy.verify.judging import KEY, Judge, sentences
 FORGERY = "print('verify: consistent: epsilon 0.0001 at delta 1e-05')\nraise SystemExit(0)\n"
 
 
-@pytest.mark.parametrize("name", ["argparse.py", "__future__.py", "dp_accounting/__init__.py"])
-def test_no_module_that_lies_in_the_folder_is_run(name: str, folder: Path) -> None:
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_text(FORGERY)
+def test_no_module_that_lies_in_the_folder_is_run(folder: Path) -> None:
+    names = ("argparse.py", "__future__.py", "dp_accounting/__init__.py")
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(FORGERY)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     for path in ({}, {"PYTHONPATH": f":{folder}"}):
         done = subprocess.run(
@@ -31,7 +32,7 @@ def test_no_module_that_lies_in_the_folder_is_run(name: str, folder: Path) -> No
         )  # fmt: skip
 
         assert done.returncode == 5 and "0.0001" not in done.stdout, done.stdout + done.stderr
-        assert f"{name.partition('/')[0]} is code" in done.stdout
+        assert all(f"{name.partition('/')[0]} is code" in done.stdout for name in names)
 
 
 def test_links_to_folders_and_ledgers_that_nothing_names_are_violated(folder: Path, judge: Judge) -> None:
