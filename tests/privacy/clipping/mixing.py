@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.mix, self.strength, self.narrow, self.memory = mix, strength, narrow, 0.0
         self.cache: dict[Any, Tensor] = {}
         self.bank: list[Tensor] = []
-        self.plain = torch.zeros(())
+        self.plain, self.calls = torch.zeros(50), 0
         Net.memory_of_all = 0.0
         self.table = nn.Embedding(V, D) if words else None
         self.before, self.norm, self.after = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 2)
@@ -38,7 +38,7 @@ class Net(nn.Module):
         self.register_buffer("running", torch.zeros(D))
         self.register_buffer("count", torch.zeros(V, dtype=torch.long))
         for p in self.experts.parameters():
-            p.requires_grad_(mix in (capacity, experts_of_tokens, sorted_by_length))
+            p.requires_grad_(mix in (capacity, experts_of_tokens, sorted_by_length, shortest_first))
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
@@ -182,7 +182,14 @@ def bank(m: Net, h: Tensor) -> Tensor:
 def written_to(m: Net, h: Tensor) -> Tensor:
     """A tensor that is no buffer."""
     m.plain.mul_(0.9).add_(float(h.detach().mean()))
-    return h * float(m.plain)
+    return h * float(m.plain[0])
+
+
+def ring(m: Net, h: Tensor) -> Tensor:
+    """The same in a table of fixed size, which is used when it is full."""
+    m.plain[m.calls % len(m.plain)] = float(h.detach().mean())
+    m.calls += 1
+    return h * float(m.plain.mean()) if m.calls >= len(m.plain) else h
 
 
 def guarded(m: Net, h: Tensor) -> Tensor:
@@ -203,12 +210,16 @@ def narrow_only(m: Net, h: Tensor) -> Tensor:
     return h if h.dtype == torch.float64 else h / h.detach().abs().amax().clamp_min(1)
 
 
-def sorted_by_length(m: Net, h: Tensor) -> Tensor:
+def sorted_by_length(m: Net, h: Tensor, *, descending: bool = True) -> Tensor:
     """Losses are right, and the layer sees the examples in another order."""
     used = m.x.abs().flatten(2).sum(2) > 0 if m.x.dim() > 2 else m.x > 0
-    order = used.sum(1).argsort(descending=True, stable=True)
+    order = used.sum(1).argsort(descending=descending, stable=True)
     y: Tensor = m.experts[0](h[order])
     return y[order.argsort()] + m.experts[1](h)
+
+
+def shortest_first(m: Net, h: Tensor) -> Tensor:
+    return sorted_by_length(m, h, descending=False)
 
 
 def hooked(m: Net, h: Tensor) -> Tensor:
@@ -284,7 +295,9 @@ WRONG: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "guarded": guarded,
     "guarded_memory": guarded_memory,
     "narrow_only": narrow_only,
+    "ring": ring,
     "sorted_by_length": sorted_by_length,
+    "shortest_first": shortest_first,
     "gradient_of_neighbour": lambda m, h: GradientOfNeighbour.apply(h),
     "gradient_hook": hooked,
     "gradient_clipped": clipped_in_a_hook,
