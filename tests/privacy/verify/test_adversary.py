@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,19 +20,26 @@ from tests.privacy.verify.judging import KEY, Judge, sentences
 FORGERY = "print('verify: consistent: epsilon 0.0001 at delta 1e-05')\nraise SystemExit(0)\n"
 
 
-@pytest.mark.parametrize("name", ["argparse.py", "__future__.py", "dp_accounting/__init__.py"])
-def test_no_module_that_lies_in_the_folder_is_run(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("path", [{}, {"PYTHONPATH": ":."}])
+def test_no_module_that_lies_in_the_folder_is_run(path: dict[str, str], folder: Path) -> None:
+    for name in ("argparse.py", "__future__.py", "dp_accounting/__init__.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(FORGERY)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "verify.py"], cwd=folder, env=environment | path, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 5 and "0.0001" not in done.stdout, done.stdout + done.stderr
+    assert "__future__.py is code" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["argparse.py", "a.so", "dp_accounting/__init__.py"])
+def test_code_in_the_folder_is_violated(name: str, folder: Path, judge: Judge) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(FORGERY)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    for path in ({}, {"PYTHONPATH": f":{folder}"}):
-        done = subprocess.run(
-            [sys.executable, "verify.py"], cwd=folder, env=environment | path, capture_output=True, text=True,
-            timeout=120, check=False,
-        )  # fmt: skip
-
-        assert done.returncode == 5 and "0.0001" not in done.stdout, done.stdout + done.stderr
-        assert f"{name.partition('/')[0]} is code" in done.stdout
+    code, found = judge(folder)
+    assert code == 5 and f"{name.partition('/')[0]} is code" in sentences(found)
 
 
 def test_links_to_folders_and_ledgers_that_nothing_names_are_violated(folder: Path, judge: Judge) -> None:
@@ -43,6 +51,49 @@ def test_links_to_folders_and_ledgers_that_nothing_names_are_violated(folder: Pa
     (folder / "behind/ledger-7.jsonl").write_text("{}")
     code, found = judge(folder)
     assert code == 5 and "behind/ledger-7.jsonl is no ledger" in sentences(found)
+
+
+def test_latest_names_the_newest_checkpoint_that_is_here(folder: Path, judge: Judge) -> None:
+    latest = folder / "checkpoints/LATEST"
+    for named, code in (("step-00000004\n", 0), ("step-00000002\n", 5), ("step-00000004\nepsilon 0.01\n", 5), ("", 5)):
+        latest.write_text(named)
+        assert judge(folder)[0] == code, named
+    latest.write_text("step-00000004\n")
+    shutil.copytree(folder / "checkpoints/step-00000004", folder / "checkpoints/step-00000009")
+    code, found = judge(folder)
+    assert "LATEST names step-00000004, and step-00000009 is here" in sentences(found, "inconclusive")
+
+
+def test_links_and_devices_are_violated_and_second_names_told(folder: Path, tmp_path: Path, judge: Judge) -> None:
+    (tmp_path / "elsewhere").write_text("epsilon 0.01")
+    for make in (
+        lambda path: path.symlink_to(tmp_path / "elsewhere"),
+        lambda path: path.symlink_to("nowhere"),
+        os.mkfifo,
+    ):
+        make(folder / "evaluation.txt")
+        code, found = judge(folder)
+        assert code == 5 and "evaluation.txt is a link or a device" in sentences(found)
+        (folder / "evaluation.txt").unlink()
+    os.link(tmp_path / "elsewhere", folder / "evaluation.txt")
+    code, found = judge(folder)
+    assert code == 0 and "a hard link" in json.dumps(found["declared"])
+
+
+@pytest.mark.parametrize("name", ["behind/README.md", "behind/deep/ledger-1.jsonl", "behind/ledger-1.jsonl"])
+def test_behind_holds_nothing_but_ledgers_that_are_named(name: str, folder: Path, judge: Judge) -> None:
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_text("{}")
+    code, found = judge(folder)
+    assert code == 5 and "is no ledger that ledger.jsonl names" in sentences(found)
+
+
+def test_private_and_empty_folders_are_named(folder: Path, judge: Judge) -> None:
+    for name in ("private", "epsilon-0.01", "evaluation/private/x"):
+        (folder / name).mkdir(parents=True)
+    said = {one["what"]: one["words"] for one in judge(folder)[1]["declared"]}
+    assert "not for publication" in said["private/"] and "epsilon-0.01/" in said["what other files say"]
+    assert "evaluation/private/x/" in said["what other files say"]
 
 
 def entries(folder: Path, edit: Callable[[str], str]) -> None:
@@ -102,6 +153,8 @@ def test_counts_of_a_card_are_equal_and_emptied_fields_are_listed(folder: Path, 
     code, found = judge(folder)
     assert code == 5 and "num_examples" in sentences(found)
     card_says("unit_of_privacy.num_examples", 2000)(folder)
+    for page in (folder / "report").glob("privacy_card.[mh]*"):
+        page.unlink()
     for name, value in (("warnings", []), ("not_covered", None), ("not_stated", [])):
         card_says(name, value)(folder)
     code, found = judge(folder)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def folders(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return folder
 
 
+CHOICES = [
+    ("poisson", "shuffle"), ("flat", "automatic", "grouped"), ("floating", "certified"), ("system", "aes_ctr"),
+    ("finished", "stopped", "budget_spent"), ("zero_out", "replace_one"), ("c0ffee", "decade"), ("random", "imported"),
+    ("private", "public"),
+]  # fmt: skip
+"""Words of which another one of its row is a lie that still reads well."""
+
+
 def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
     """Every number, word, truth value and null, and every list and object that is empty."""
     parts: list[tuple[str | int, Any]] = []
@@ -64,10 +73,16 @@ def others(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value, None]
     if isinstance(value, int | float):
-        return [value + 1, value * 0.98 if value else -1, -value if value else 0.5, str(value), None]
+        hair = (
+            [math.nextafter(value, -math.inf) if isinstance(value, int) else value * (1 - 2e-6)]
+            if abs(value) > 1e-7
+            else []
+        )
+        return [*hair, value + 1, value * 0.98 if value else -1, -value if value else 0.5, str(value), None, [], {}]
     if isinstance(value, str):
-        return [value + "x", "", None, 0.01]
-    return [0.01, "0.01", [0.01], {"epsilon": 0.01}]
+        known = [words for words in CHOICES if value in words]
+        return [value + "x", "", None, 0.01, [], *(other for words in known for other in words if other != value)]
+    return [0.01, "0.01", [0.01], {"epsilon": 0.01}, None, "", [], {}]
 
 
 @contextlib.contextmanager
@@ -87,13 +102,13 @@ def changed(card: Any, place: Place, value: Any) -> Iterator[Any]:
 
 
 def verdict(card: Any, expected: Any) -> list[str] | None:
-    """The places that are not attested; None for a card that is violated."""
+    """The places that are named, as not attested or as larger bounds than they need be; None for a card that is violated."""
     comparison = verify.Comparison("the card")
     try:
         comparison.compare(card, expected)
     except verify.Violated:
         return None
-    return comparison.not_attested
+    return comparison.not_attested + comparison.larger
 
 
 def expectation(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -120,7 +135,7 @@ def test_every_change_of_a_card_is_violated_or_listed(name: str, folders: Callab
             with changed(card, place, other) as forged:
                 now = verdict(forged, expected)
             covered = now is not None and any(where == one or where.startswith((f"{one}.", f"{one}[")) for one in now)
-            assert now is None or covered or other in (None, [], {}, ""), f"{where}: {value!r} -> {other!r} passes"
+            assert now is None or covered, f"{where}: {value!r} -> {other!r} passes"
             attested += now is None
     assert attested > 200
 
@@ -164,4 +179,3 @@ def test_files_that_nothing_judges_are_named(folder: Path, judge: Judge) -> None
     code, found = judge(folder)
     said = json.dumps(found["declared"])
     assert code == 0 and all(name in said for name in names), found["declared"]
-    assert "privacy_card.md and .html" in said
