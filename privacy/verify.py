@@ -6,7 +6,7 @@ FOLDER is by default the one that holds this file. A published folder is a run f
 this file there; whoever does not trust the publisher takes it from the project instead, since it judges the folder that it is in.
 
 files        the folder holds no other code, no link, and no ledger that nothing names; LATEST names a checkpoint that is here
-chain        every line of ledger.jsonl is canonical JSON, repeats the SHA-256 of the line before and has no field of its own
+chain        every line of ledger.jsonl is canonical JSON, repeats the SHA-256 of the line before and has known fields
 signature    the key in the first line has signed what it should have; with --fingerprint, it is the key that you were told
 order        sessions, intents, attempts, `done`, checkpoints and repairs follow each other as they must; with --head, the ledger
              has that line
@@ -99,11 +99,13 @@ PLAN_FIELDS = {
     "noise_source", "informal_reasons", "noise_multiplier", "target_delta", "reserved_attempts", "cap", "sample_rate",
     "sampling_threshold", "adjacency", "formal_guarantee",
 }  # fmt: skip
-OTHER_KEYS = {
-    "clipping_mode", "allow_small_noise", "simulation", "shared_ledger", "fixed_in_advance", "max_examples_per_owner", "tuning",
-    "ledger_mirror", "target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std",
+RECIPE_KEYS = {
+    "enabled", "expected_batch_size", "noise_multiplier", "target_epsilon", "target_delta", "max_grad_norm", "clipping_function",
+    "target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std", "arithmetic", "clipping_mode",
+    "reserved_attempts", "allow_small_noise", "simulation", "sampling", "shuffle_as_gaussian", "noise_source", "shared_ledger",
+    "fixed_in_advance", "max_examples_per_owner", "tuning", "ledger_mirror",
 }  # fmt: skip
-"""Keys of [privacy] in config.toml that are no fields of the plan."""
+"""What [privacy] of config.toml may hold."""
 TABLES = {"name", "model", "init", "data", "heldout", "privacy", "optimizer", "schedule", "train"}
 ENVIRONMENT = ("commit", "modified", "python", "packages")
 SLACK, HEAD_SLACK = 1e-3, 1e-6
@@ -1011,7 +1013,7 @@ def check_plan(folder: Folder) -> str:
         raise Undecided("config.toml is missing: only the ledger itself says what was asked for")
     tables = {name: folder.config.get(name, {}) for name in ("privacy", "train", "data", "init")}
     require(all(isinstance(table, dict) for table in tables.values()), f"config.toml: {', '.join(tables)} are tables")
-    unknown = [f"privacy.{name}" for name in tables["privacy"].keys() - PLAN_FIELDS - OTHER_KEYS]
+    unknown = [f"privacy.{name}" for name in tables["privacy"].keys() - RECIPE_KEYS]
     unknown += sorted(folder.config.keys() - TABLES)
     require(not unknown, f"config.toml has {shown(unknown[:1])}, which no recipe has")
     asked, planned = tables["privacy"], {**plan.fields, **(plan["adaptive_clipping"] or {})}
@@ -2084,7 +2086,9 @@ def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
     if folder.has("private"):
         words.append(("private/", "nothing here looks at it, and it is not for publication", publisher))
     if any(folder.has("report", f"privacy_card.{kind}") for kind in ("md", "html")):
-        words.append(("in privacy_card.md and .html", "words, pictures, and the curves and axes of plots", publisher))
+        words.append(
+            ("in privacy_card.md and .html", "words, looks, pictures, and the curves and axes of plots", publisher)
+        )
     if folder.has("checkpoints"):
         kept = "all but step, charges, guarantee, place in the ledger and the hashes of files"
         words.append(("in checkpoints/*/manifest.json", kept, signer))

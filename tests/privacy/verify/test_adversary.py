@@ -1,11 +1,14 @@
 """What a second adversary edited in a published folder, and verify.py accepted."""
 
 import json
+import math
 import os
+import random
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -163,7 +166,14 @@ def test_counts_of_a_card_are_equal_and_emptied_fields_are_listed(folder: Path, 
 
 def test_what_is_not_checked_is_declared(folder: Path, judge: Judge) -> None:
     what = {one["what"] for one in judge(folder)[1]["declared"]}
-    assert {"in metrics.jsonl", "in config.toml", "verify.py"} <= what
+    assert {
+        "in metrics.jsonl",
+        "in config.toml",
+        "in ledger.jsonl",
+        "in checkpoints/*/manifest.json",
+        "verify.py",
+    } <= what
+    assert "in privacy_card.md and .html" in what
 
 
 @pytest.mark.parametrize("value", [0.21350000000009, 0.2135000000000001])
@@ -171,6 +181,17 @@ def test_an_epsilon_is_never_printed_below_its_value(value: float) -> None:
     for rounded_up in (verify.rounded_up, text.rounded_up):
         assert rounded_up(value, 4) == "0.2136" and rounded_up(0.2135, 4) == "0.2135" and rounded_up(0.1, 3) == "0.100"
     assert text.percent(0.07) == "7.00 %"
+
+
+def test_what_is_printed_is_at_most_a_unit_of_its_last_place_above() -> None:
+    rng = random.Random(3)
+    for _ in range(3000):
+        digits = rng.randrange(1, 7)
+        value = rng.choice([rng.random(), rng.uniform(0, 1000), rng.randrange(10**6) / 10**digits])
+        value = rng.choice([value, math.nextafter(value, 0), math.nextafter(value, math.inf)])
+        for rounded_up in (verify.rounded_up, text.rounded_up):
+            above = Fraction(rounded_up(value, digits)) - Fraction(repr(value))
+            assert 0 <= above < Fraction(1, 10**digits), (value, digits)
 
 
 def test_held_out_results_go_on_in_a_torn_line(folder: Path, judge: Judge) -> None:

@@ -118,9 +118,14 @@ def expectation(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "adaptive", *(pytest.param(name, marks=pytest.mark.full) for name in ("shuffled", "informal"))]
+    ("name", "every"),
+    [("plain", 9), ("adaptive", 9)]
+    + [pytest.param(name, 1, marks=pytest.mark.full) for name in ("plain", "adaptive", "shuffled", "informal")],
 )
-def test_every_change_of_a_card_is_violated_or_listed(name: str, folders: Callable[[str], Path], judge: Judge) -> None:
+def test_every_change_of_a_card_is_violated_or_listed(
+    name: str, every: int, folders: Callable[[str], Path], judge: Judge
+) -> None:
+    """Of long curves `every` so many points."""
     code, found = judge(folders(name))
     assert code == 0, sentences(found) + sentences(found, "inconclusive")
     card, expected = expectation(folders(name))
@@ -128,6 +133,8 @@ def test_every_change_of_a_card_is_violated_or_listed(name: str, folders: Callab
     assert listed == found["card_not_attested"]
     attested = 0
     for place, value in leaves(card):
+        if any(isinstance(part, int) and part % every for part in place[:-1]):
+            continue
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
         for other in others(value):
             if other == value and type(other) is type(value):
@@ -137,7 +144,7 @@ def test_every_change_of_a_card_is_violated_or_listed(name: str, folders: Callab
             covered = now is not None and any(where == one or where.startswith((f"{one}.", f"{one}[")) for one in now)
             assert now is None or covered, f"{where}: {value!r} -> {other!r} passes"
             attested += now is None
-    assert attested > 200
+    assert attested > 150
 
 
 def test_a_field_that_the_verifier_does_not_know_is_violated(folders: Callable[[str], Path]) -> None:
