@@ -17,3 +17,7 @@ class PrivacyStateRefused(RuntimeError):
     """Ledger, key, mirror or manifest do not fit together: starting could spend budget unseen."""
 
     exit_code = 4
+
+
+class NotRecorded(PrivacyStateRefused):
+    """A checkpoint is not the one that the ledger around it recorded."""

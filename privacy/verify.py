@@ -1838,7 +1838,6 @@ def check_checkpoints(folder: Folder) -> str:
     names = sorted(entry.name for entry in os.scandir(folder.path / "checkpoints") if entry.name.startswith("step-"))
     require(len(names) <= 10_000, "checkpoints/ holds more than 10,000 checkpoints")
     recorded = {(step, digest): line for line, step, _, digest in ledger.checkpoints}
-    starts = [line for line, _ in ledger.sessions]
     undecided, hashed = [], 0
     for name in names:
         place = folder.path / "checkpoints" / name
@@ -1863,18 +1862,17 @@ def check_checkpoints(folder: Folder) -> str:
             f"{name} states {shown(charged)} charges, the ledger {ledger.charged(line + 1)}",
         )
         if plan["enabled"] and (step, digest) not in recorded:
-            # A crash may come between a checkpoint and its record: then its session wrote nothing of the kind any more.
-            number = bisect_right(starts, line)
-            first, end = (
-                (starts[number - 1] if number else 0),
-                (starts[number] if number < len(starts) else len(ledger.hashes)),
-            )
-            done = [known_step for at, known_step in ledger.done if first <= at <= line]
+            # A crash may come between a checkpoint and its record. Then it is of the step that its session had reached, and the
+            # ledger knows of nothing after it: a session begins with a record of the checkpoint that it goes on from.
+            session = max((at for at, _ in ledger.sessions if at <= line), default=len(ledger.hashes))
+            again = [at for at, record in ledger.sessions if at <= line and record.get("restarted_from_step_0") is True]
+            done = [entry for entry in ledger.done if session < entry[0] <= line]
+            since, reached = done[-1] if done else (max(again, default=0), 0)
             require(
-                step == done[-1] if done else step <= ledger.last_done(),
+                step == reached and session <= line,
                 f"{name} is of step {step}, and the line that it remembers follows another one",
             )
-            later = any(line < at < end for at, *_ in ledger.checkpoints) or ledger.closed
+            later = any(at > since and of_step >= step for at, of_step, *_ in ledger.checkpoints) or ledger.closed
             require(not later, f"{name}: manifest.json is not the one that the ledger recorded")
             undecided.append(f"{name}: the ledger has no record of it, as after a crash between the two")
         elif plan["enabled"] and ledger.fingerprint and recorded[step, digest] >= ledger.signed:

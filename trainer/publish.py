@@ -13,7 +13,10 @@ from typing import BinaryIO, NamedTuple
 
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
+from privacy.errors import NotRecorded
+from privacy.ledger.records import LedgerState
 from trainer.checkpoints.read import LATEST, MANIFEST, Checkpoint
+from trainer.checkpoints.recorded import require_recorded
 from trainer.errors import ConfigError
 from trainer.weights.new_folder import new_folder
 
@@ -101,6 +104,7 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
 
     Raises:
         ConfigError: `target` is not new or lies in the run folder, a file cannot be copied, or the run goes on meanwhile.
+        NotRecorded: the newest whole checkpoint is not the one that the ledger recorded.
     """
     if run_dir.resolve() in (target.resolve(), *target.resolve().parents):
         raise ConfigError(f"{target} lies in the run folder that is to be published; give a folder elsewhere")
@@ -131,6 +135,8 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
             raise ConfigError(
                 f"{run_dir} is being trained: its ledger grew since the card was made; publish when it stands still"
             )
+        if checkpoint is not None:
+            _require_recorded(run_dir, folder, checkpoint.name, copied.state)
         for path in (*folder.rglob("*"), folder):
             path.chmod(0o755 if path.is_dir() else 0o644)
             os.utime(path, (FIXED_TIME, FIXED_TIME))
@@ -141,6 +147,15 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
     else:
         lines.append(f"left out: checkpoints: all but the newest whole one, {checkpoint.name}")
     return [*lines, "left out: private"]
+
+
+def _require_recorded(run_dir: Path, folder: Path, name: str, state: LedgerState) -> None:
+    """Holds the copied checkpoint against the copied ledger; what is said names the run folder."""
+    try:
+        require_recorded(folder / "checkpoints" / name, state)
+    except NotRecorded as error:
+        place = str(error).replace(str(folder), str(run_dir))
+        raise NotRecorded(f"{place}; --no_checkpoints publishes the other files") from error
 
 
 class _Chosen(NamedTuple):

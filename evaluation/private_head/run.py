@@ -18,6 +18,7 @@ from privacy import verify
 from privacy.card.composition import claim_of
 from privacy.errors import BudgetSpent, PrivacyConfigError
 from privacy.ledger.durable import make_directory
+from privacy.ledger.places import require_apart
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
@@ -93,6 +94,8 @@ def train_head(
     plan = head_plan(len(features_ND), epsilon, delta)
     digest = hashlib.sha256(np.ascontiguousarray(features_ND).tobytes() + np.ascontiguousarray(labels_N).tobytes())
     private = output / "private"
+    if shared is not None:
+        require_apart({"the shared ledger": Path(shared.path)}, output)
     make_directory(private, 0o700)
     facts: dict[str, Any] = {"head": {"method": method, "num_classes": num_classes, **asdict(head), "covers": covers}}  # type: ignore[call-overload]
     facts |= {"behind": keep_copies(output, behind)} if behind and not (output / "ledger.jsonl").exists() else {}

@@ -81,7 +81,11 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     if not path.parent.is_dir():
         make_directory(path.parent)
     if not path.is_dir():
-        make_one_directory(path, mode)
+        try:
+            make_one_directory(path, mode)
+        except FileExistsError:  # another program made it in between
+            if not path.is_dir():
+                raise
     fsync_directory(path.parent)
 
 

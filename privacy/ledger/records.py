@@ -8,9 +8,11 @@ counts them all. This module only reads; privacy/ledger/ledger.py writes.
 
 import json
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,9 @@ class LedgerState(ChainState):
         shared_seen: the last line (seq, hash) of the shared ledger at the newest session.
         pending: the intent whose `done` has not come.
         checkpointed_step: of the newest checkpoint since the run began, or began again at step 0.
+        reached: (line, step) of every `done`; also (line, 0) of a `session` that may write a checkpoint before its first step,
+            and (line, None) of one that has a checkpoint to go on from.
+        checkpoints: (line, step, SHA-256 of its manifest) of every `checkpoint`.
         torn_run: whether each of the torn lines that wait for their `repair` was charged.
         num_signed: how many lines, from the first, the newest signature covers.
         is_final: whether nothing can follow: the run is closed, and the end signed if the ledger has a signer.
@@ -79,6 +84,8 @@ class LedgerState(ChainState):
     position_in_session: int | None = None
     last_done_step: int = 0
     checkpointed_step: int | None = None
+    reached: list[tuple[int, int | None]] = field(default_factory=list)
+    checkpoints: list[tuple[int, int, str]] = field(default_factory=list)
     charged_torn: int = 0
     torn_run: list[bool] = field(default_factory=list)
     num_signed: int = 0
@@ -125,6 +132,25 @@ class LedgerState(ChainState):
     def next_attempt(self, step: int) -> int:
         """0 for a step never tried, else one more than its latest attempt."""
         return self.attempts[step]
+
+    def has_recorded(self, step: int, digest: str) -> bool:
+        """Whether a checkpoint of this step, with this SHA-256 of its manifest in hex, is in the ledger."""
+        return any((known, stated) == (step, digest) for _, known, stated in self.checkpoints)
+
+    def may_lack_record(self, step: int, line: int) -> bool:
+        """Whether a crash can have come between a checkpoint and its record.
+
+        Then it is of the step that its session had reached when it was written, and the ledger knows of nothing that comes after
+        it: a session begins with a record of the checkpoint that it goes on from, unless there is one.
+
+        Args:
+            line: the one that the checkpoint remembers, from 0; the ledger has it.
+        """
+        place = bisect_right(self.reached, line, key=itemgetter(0)) - 1
+        if place < 0 or self.closed is not None:
+            return False
+        since, reached = self.reached[place]
+        return step == reached and all(known < step for at, known, _ in self.checkpoints if at > since)
 
     def charged_groups(self) -> list[ReleaseGroup]:
         """Everything charged, for the accountant, from the ledger alone: every intent has the planned noise."""
@@ -263,6 +289,7 @@ class LedgerState(ChainState):
                     self.shared_seen = (record["shared_seq"], record["shared_hash"])
                 if record.get(RESTARTED):
                     self.checkpointed_step = None
+                self.reached.append((record["seq"], 0 if self.checkpointed_step is None else None))
                 self.session_active = True
                 self.pending = self.position_in_session = None
             case "intent":
@@ -271,9 +298,11 @@ class LedgerState(ChainState):
                 self.attempts[record["step"]] += 1
             case "done":
                 self.pending, self.position_in_session = None, record["step"]
+                self.reached.append((record["seq"], record["step"]))
                 self.last_done_step = max(self.last_done_step, record["step"])
             case "checkpoint":
                 self.checkpointed_step = record["step"]
+                self.checkpoints.append((record["seq"], record["step"], record["digest"]))
             case "repair":
                 self.torn_run = []
                 # The program that tore the line is dead: only a new session, with a new nonce, can go on.

@@ -1,5 +1,6 @@
 """Ledger and sampling key of a run folder, opened together: each is refused without the other."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from privacy.accounting.accountants import accountant_version
 from privacy.audit.members import not_in_ledger, not_recorded, read_lines
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger import durable
-from privacy.ledger.ledger import Ledger
+from privacy.ledger.ledger import PROGRAM_START, Ledger
 from privacy.ledger.membership import Membership
 from privacy.ledger.records import read_ledger
 from privacy.ledger.shared import SharedLedger
@@ -58,17 +59,18 @@ def open_run_state(
         PrivacyConfigError: the plan, the data or the shared ledger differ from the frozen ones (exit 2).
         BudgetSpent: the shared ledger has no room for the run (exit 3).
 
-    A crash at any point of the creation leaves a folder that the next call accepts: the key is staged, an empty record of
-    attempts and the signing key are made first, the ledger commits to both keys, then the staged one gets its name. A run
-    without a ledger has drawn no coin.
+    A new run that is refused, also by the shared ledger, leaves no ledger. A crash at any point of the creation leaves a folder
+    that the next call accepts: the key is staged, an empty record of attempts and the signing key are made first, the ledger
+    commits to both keys, the budget is reserved, then the staged key gets its name. A run without a ledger has drawn no coin.
     """
     ledger_path, key_path = Path(ledger_path), Path(key_path)
     owner = None if shared is None else SharedLedger(shared.path)
     identity = None if owner is None else owner.read().identity
-    if not ledger_path.exists():
+    is_new = not ledger_path.exists()
+    if is_new:
         if has_checkpoint:
             raise PrivacyStateRefused(f"{ledger_path}: a checkpoint without its ledger; what it spent is unknown")
-        key = SamplingKey.stage(key_path)
+        state, key = None, SamplingKey.stage(key_path)
         if members is not None:
             # An empty record, durable before the ledger, so that no honest crash leaves a ledger without it.
             try:
@@ -81,16 +83,7 @@ def open_run_state(
             except OSError as error:
                 reason = error.strerror or error
                 raise PrivacyStateRefused(f"{members}: cannot create the record of attempts: {reason}") from error
-        fields = {
-            "plan": plan.frozen_fields(),
-            "key_commitment": key.commitment(),
-            "data_hmac": key.hmac(data_manifest),
-            "accountant": accountant_version(),
-            "shared_ledger": identity,
-            **(open_fields or {}),
-        }
         signer = SigningKey.create(key_path.with_name(SIGNING_KEY))
-        ledger = Ledger.create(ledger_path, fields, mirror, signer)
     else:
         # Everything is compared before anything is written, so that what is refused stays as it was.
         state = read_ledger(ledger_path)
@@ -107,14 +100,30 @@ def open_run_state(
                 raise PrivacyStateRefused(
                     f"{ledger_path} and {members} contradict each other: {contradiction}; restore both"
                 )
-        ledger = Ledger.open(ledger_path, mirror, signer, mended=mended)
-    try:
+    with contextlib.ExitStack() as failing:
+        run = key.commitment()
+        with contextlib.ExitStack() as joining:
+            if owner is not None and shared is not None:
+                time = PROGRAM_START if state is None else state.opened["time_utc"]
+                fixed = shared.fixed_in_advance
+                joining.enter_context(
+                    owner.joined(run, shared.name, plan, state, fixed_in_advance=fixed, time_utc=time)
+                )
+            if is_new:
+                fields = {
+                    "plan": plan.frozen_fields(),
+                    "key_commitment": run,
+                    "data_hmac": key.hmac(data_manifest),
+                    "accountant": accountant_version(),
+                    "shared_ledger": identity,
+                    **(open_fields or {}),
+                }
+                ledger = Ledger.create(ledger_path, fields, mirror, signer)
+            else:
+                ledger = Ledger.open(ledger_path, mirror, signer, mended=mended)
+            failing.callback(ledger.release)
         SamplingKey.publish(key_path)
-        if owner is not None and shared is not None:
-            fixed = shared.fixed_in_advance
-            owner.join(key.commitment(), shared.name, plan, ledger.state, fixed_in_advance=fixed)
-            ledger.witness = Membership(owner, key.commitment(), ledger)
-        return ledger, key
-    except BaseException:
-        ledger.release()
-        raise
+        if owner is not None:
+            ledger.witness = Membership(owner, run, ledger)
+        failing.pop_all()
+    return ledger, key

@@ -10,7 +10,8 @@ were cut off are missed at its next start.
 The records are in privacy/ledger/shared_records.py.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from privacy.card.text import rounded_up
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.chain import ChainFile, LineRefused, create_chain, create_mirror, read_chain
 from privacy.ledger.ledger import PROGRAM_START
+from privacy.ledger.places import require_apart
 from privacy.ledger.records import LedgerState
 from privacy.ledger.shared_records import FORMAT, InformalRun, Reservation, SharedState
 from privacy.plan import ADJACENCY, PrivacyPlan
@@ -60,6 +62,9 @@ class SharedLedger:
         fields |= {"informal_runs": True} if informal_runs else {}
         if mirror is not None:
             second = Path(mirror).resolve()
+            require_apart({"the shared ledger": Path(path), "its mirror": second})
+            if Path(path).exists():
+                raise PrivacyConfigError(f"{path}: cannot create the shared ledger: File exists")
             if second.exists() and second.stat().st_size:
                 raise PrivacyConfigError(f"{second}: exists; a mirror of a new shared ledger is a new file")
             if not second.exists():
@@ -72,6 +77,19 @@ class SharedLedger:
             reason = error.strerror if isinstance(error, OSError) else None
             raise PrivacyConfigError(f"{path}: cannot create the shared ledger: {reason or error}") from error
         return cls(path)
+
+    def mirror(self) -> Path | None:
+        """Where the owner's mirror lies, as the first line says; PrivacyStateRefused when that cannot be read."""
+        state = SharedState()
+        try:
+            if self.path.exists() and not self.path.is_file():
+                raise OSError("it is no regular file")  # a pipe would block
+            with self.path.open("rb") as file:
+                read_chain(file.readline(), state, str(self.path))
+        except OSError as error:
+            reason = error.strerror or error
+            raise PrivacyStateRefused(f"{self.path}: cannot read the shared ledger: {reason}") from error
+        return Path(state.opened["mirror"]) if "mirror" in state.opened else None
 
     def read(self) -> SharedState:
         """The verified state, durable and repaired, for a decision; PrivacyStateRefused names a line that breaks the chain."""
@@ -95,21 +113,38 @@ class SharedLedger:
             raise PrivacyStateRefused(f"{self.path}: cannot read the shared ledger: {reason}") from error
         return state
 
-    def join(
-        self, run: str, name: str, plan: PrivacyPlan, state: LedgerState, *, fixed_in_advance: bool = False
-    ) -> None:
-        """Before a run reads the data: its budget is reserved or, without a guarantee, it is counted where the owner permits it.
+    @contextlib.contextmanager
+    def joined(
+        self,
+        run: str,
+        name: str,
+        plan: PrivacyPlan,
+        seen: LedgerState | None,
+        *,
+        fixed_in_advance: bool = False,
+        time_utc: str = PROGRAM_START,
+    ) -> Iterator[None]:
+        """Surrounds the making or opening of a run's own ledger, before the run reads the data: reserves its whole budget or,
+        without a guarantee, counts it where the owner permits it.
+
+        What is refused is refused before the body, so that no ledger is opened for it; the reservation is written after the
+        body. Nobody else uses the file meanwhile.
 
         Args:
-            state: of the run's own ledger.
+            seen: what the run's own ledger says; None for a new one.
 
         Raises: as `reserve`; PrivacyStateRefused also when lines that the run has seen here are gone.
         """
-        self.require_remembered(state, self.read())
-        if plan.formal_guarantee or not self.read().opened.get("informal_runs"):
-            self.reserve(run, name, plan, fixed_in_advance=fixed_in_advance, time_utc=state.opened["time_utc"])
-        else:
-            self.note_informal(run, name, plan.reasons[0], time_utc=state.opened["time_utc"])
+        with self.locked() as chain:
+            if seen is not None:
+                self.require_remembered(seen, chain.state)
+            if plan.formal_guarantee or not chain.state.opened.get("informal_runs"):
+                kind, fields = "reserve", self._to_reserve(chain.state, run, name, plan, DEFAULT_UNIT, fixed_in_advance)
+            else:
+                kind, fields = "informal", self._to_count(chain.state, run, name, plan.reasons[0])
+            yield
+            if fields is not None:
+                chain.append(kind, time_utc, fields)
 
     def require_remembered(self, state: LedgerState, shared: SharedState) -> None:
         """PrivacyStateRefused when this file, read as `shared`, no longer holds what a run with the ledger `state` saw in it."""
@@ -144,40 +179,45 @@ class SharedLedger:
             PrivacyStateRefused: the reservation differs from the recorded one, or the file is refused (exit 4).
         """
         with self.locked() as chain:
-            state, total = chain.state, chain.state.opened["epsilon"]
-            for what, own in (("unit", unit), ("adjacency", ADJACENCY)):
-                owners, term = state.opened[what], "unit of privacy" if what == "unit" else what
-                if own != owners:
-                    raise PrivacyConfigError(
-                        f"{self.path}: {term} is {owners!r} for the owner and {own!r} for this run"
-                    )
-            if not plan.formal_guarantee:
-                reason = plan.reasons[0]
-                raise PrivacyConfigError(f"{self.path}: a run without a formal guarantee cannot reserve: {reason}")
-            adaptive = bool(state.reservations) and not (fixed_in_advance and state.may_be_fixed(name))
-            group = plan.release_group(plan.max_intents)
-            reservation = Reservation(run, name, time_utc, group, plan.noise_tail_delta, adaptive)
-            earlier = state.reservations.get(run)
-            if earlier is not None:
-                if (earlier.group, earlier.noise_tail_delta) != (group, plan.noise_tail_delta):
-                    raise PrivacyStateRefused(f"{self.path}: this run reserved other releases than it plans")
-                return
-            alone = replace(state, reservations={}).epsilon(replace(reservation, adaptive=False))
-            if alone > total:
-                never = f"the run alone needs epsilon {rounded_up(alone, 4)} of {total:g}: it never fits"
-                raise PrivacyConfigError(f"{self.path}: {never}")
-            together = state.epsilon(reservation)
-            if together > total:
-                by_filter = adaptive or any(entry.adaptive for entry in state.reservations.values())
-                no_delta = f"; at a total of {total:g} the caps of the batches leave no delta: an RDP filter needs less"
-                accounting = "the RDP filter" if by_filter else "PLD"
-                raise BudgetSpent(
-                    f"{self.path}: with this run epsilon {rounded_up(together, 4)} by {accounting} would be "
-                    f"reserved of {total:g} ({len(state.reservations)} runs reserved {rounded_up(state.epsilon(), 4)})"
-                    f"{no_delta if together == float('inf') else ''}"
-                )
-            fields = {name: value for name, value in asdict(reservation).items() if name != "time_utc"}
-            chain.append("reserve", time_utc, fields)
+            fields = self._to_reserve(chain.state, run, name, plan, unit, fixed_in_advance)
+            if fields is not None:
+                chain.append("reserve", time_utc, fields)
+
+    def _to_reserve(
+        self, state: SharedState, run: str, name: str, plan: PrivacyPlan, unit: str, fixed_in_advance: bool
+    ) -> dict[str, Any] | None:
+        """The fields of the reservation; None where it is there already."""
+        total = state.opened["epsilon"]
+        for what, own in (("unit", unit), ("adjacency", ADJACENCY)):
+            owners, term = state.opened[what], "unit of privacy" if what == "unit" else what
+            if own != owners:
+                raise PrivacyConfigError(f"{self.path}: {term} is {owners!r} for the owner and {own!r} for this run")
+        if not plan.formal_guarantee:
+            reason = plan.reasons[0]
+            raise PrivacyConfigError(f"{self.path}: a run without a formal guarantee cannot reserve: {reason}")
+        adaptive = bool(state.reservations) and not (fixed_in_advance and state.may_be_fixed(name))
+        group = plan.release_group(plan.max_intents)
+        reservation = Reservation(run, name, "", group, plan.noise_tail_delta, adaptive)
+        earlier = state.reservations.get(run)
+        if earlier is not None:
+            if (earlier.group, earlier.noise_tail_delta) != (group, plan.noise_tail_delta):
+                raise PrivacyStateRefused(f"{self.path}: this run reserved other releases than it plans")
+            return None
+        alone = replace(state, reservations={}).epsilon(replace(reservation, adaptive=False))
+        if alone > total:
+            never = f"the run alone needs epsilon {rounded_up(alone, 4)} of {total:g}: it never fits"
+            raise PrivacyConfigError(f"{self.path}: {never}")
+        together = state.epsilon(reservation)
+        if together > total:
+            by_filter = adaptive or any(entry.adaptive for entry in state.reservations.values())
+            no_delta = f"; at a total of {total:g} the caps of the batches leave no delta: an RDP filter needs less"
+            accounting = "the RDP filter" if by_filter else "PLD"
+            raise BudgetSpent(
+                f"{self.path}: with this run epsilon {rounded_up(together, 4)} by {accounting} would be "
+                f"reserved of {total:g} ({len(state.reservations)} runs reserved {rounded_up(state.epsilon(), 4)})"
+                f"{no_delta if together == float('inf') else ''}"
+            )
+        return {name: value for name, value in asdict(reservation).items() if name != "time_utc"}
 
     def note_informal(self, run: str, name: str, reason: str, *, time_utc: str = PROGRAM_START) -> None:
         """Counts a run without a guarantee, once, before it reads the data; trained anew under its name it is another run.
@@ -185,11 +225,16 @@ class SharedLedger:
         Raises: PrivacyConfigError (exit 2): the owner permits none.
         """
         with self.locked() as chain:
-            state = chain.state
-            if not state.opened.get("informal_runs"):
-                raise PrivacyConfigError(f"{self.path}: the owner permits no run without a formal guarantee: {name}")
-            if not any(entry.run == run for entry in state.informal):
-                chain.append("informal", time_utc, asdict(InformalRun(run, name, reason)))
+            fields = self._to_count(chain.state, run, name, reason)
+            if fields is not None:
+                chain.append("informal", time_utc, fields)
+
+    def _to_count(self, state: SharedState, run: str, name: str, reason: str) -> dict[str, Any] | None:
+        """The fields that count a run without a guarantee; None where it is counted already."""
+        if not state.opened.get("informal_runs"):
+            raise PrivacyConfigError(f"{self.path}: the owner permits no run without a formal guarantee: {name}")
+        is_known = any(entry.run == run for entry in state.informal)
+        return None if is_known else asdict(InformalRun(run, name, reason))
 
     def freeze_grid(self, study: str, points: Mapping[str, str], *, begun: bool) -> Mapping[str, str]:
         """Fixes a study's points until one of its runs is known to have begun; returns those that bind from now on.

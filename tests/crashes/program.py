@@ -28,13 +28,13 @@ from privacy.ledger.shared import SharedLedger
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
-from trainer.checkpoints.read import Checkpoint, has_checkpoints, newest_whole, set_aside_newer
+from trainer.checkpoints.read import Checkpoint, has_checkpoints, set_aside_newer
 from trainer.checkpoints.write import CheckpointWriter, Retention
 from trainer.engines.base import Piece, ShardState
 from trainer.ranks import distributed
 from trainer.run.folder import RunFolder
 from trainer.run.ledger import RunLedger
-from trainer.run.start import _begins_again
+from trainer.run.start import _begins_again, load_newest
 
 STEPS = 3
 PLAN = make_plan(
@@ -99,7 +99,7 @@ def opened(root: Path) -> Iterator[tuple[RunLedger, Checkpoint | None]]:
     )  # fmt: skip
     with ledger:
         run = RunLedger(ledger, key, PLAN, table=folder.private / "table.json", members=folder.members)
-        resumed = newest_whole(folder.checkpoints, run.require_not_shorter_than)
+        resumed = load_newest(folder, run, None)
         if not run.is_closed:
             _begins_again(folder, run, resumed, may_restart=False)
             folder.begin()
@@ -121,6 +121,8 @@ def start(root: Path, number: int, note: Note, opening: Callable[[RunLedger], No
         if run.is_closed:
             return
         nonce = run.start_session()
+        if resumed is not None:
+            run.adopt(resumed)
         writer = CheckpointWriter(RunFolder(root / RUN).checkpoints, Retention(1), published=run.checkpoint)
         for step in range(1 if resumed is None else resumed.step + 1, STEPS + 1):
             run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1), micro_batch_size=40)

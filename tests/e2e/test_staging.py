@@ -22,7 +22,7 @@ NUM_STEPS = 20
 def test_two_nodes_a_kill_and_another_number_of_ranks(tmp_path: Path) -> None:
     demo = sorted((ROOT / "data" / "demo").glob("train-*.tar"))
     served = tmp_path / "served"
-    written = repack(demo, served, shard_bytes=sum(path.stat().st_size for path in demo) // 62)
+    written = repack(demo, served, shard_bytes=sum(path.stat().st_size for path in demo) // 64)
     assert 64 <= written.shards <= 70
     index = build_index(sorted(served.glob("*.tar")), tmp_path / "index")
     logs = []

@@ -13,7 +13,6 @@ from launch_scripts.shared_ledger import CreateOptions, ShowOptions, create, par
 from privacy.accounting.accountants import ReleaseGroup, epsilon
 from privacy.accounting.rdp_filter import filter_order, filtered_epsilon, total_epsilon
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
@@ -77,10 +76,12 @@ def test_no_room_is_exit_3_and_never_fitting_exit_2(shared, tmp_path):
     assert refused.value.exit_code == 3
     assert 2 <= number < 20 and shared.read().epsilon() <= 2.0
     assert len(shared.read().reservations) == number
-    # The refused run can be tried again when nothing has changed, and is refused again; it never had a session.
+    # The refused runs have no ledger. They can be tried again; where nothing has changed, they are refused again.
     with pytest.raises(BudgetSpent):
         _open(tmp_path / f"run{number}", shared, _plan(1.0), fixed_in_advance=True)
-    assert Ledger.open(tmp_path / f"run{number}" / "ledger.jsonl").state.nonces == []
+    for name in ("huge", f"run{number}"):
+        assert not (tmp_path / name / "ledger.jsonl").exists()
+    _open(tmp_path / "huge", shared, _plan(50.0), fixed_in_advance=True).release()
 
 
 def test_a_resume_reserves_once_and_cannot_change_its_terms(shared, tmp_path):
@@ -110,6 +111,9 @@ def test_same_unit_and_adjacency_and_a_formal_guarantee(tmp_path):
             SharedLedger.create(tmp_path / "bad.jsonl", **bad)
     with pytest.raises(PrivacyConfigError, match="cannot create"):
         SharedLedger.create(shared.path, epsilon=1.0, delta=DELTA)
+    with pytest.raises(PrivacyConfigError, match="unit of privacy is 'one person'"):
+        _open(tmp_path / "run", shared)
+    assert not (tmp_path / "run/ledger.jsonl").exists()
 
 
 def test_edited_lines_are_refused_and_torn_ones_are_charged_nothing(shared):
@@ -258,6 +262,20 @@ def test_cut_off_lines_are_missed_by_the_runs_that_saw_them_and_by_the_mirror(sh
     assert mirrored.path.read_bytes() == (tmp_path / "elsewhere.jsonl").read_bytes()
     with pytest.raises(PrivacyConfigError, match="a mirror of a new shared ledger is a new file"):
         SharedLedger.create(tmp_path / "third.jsonl", epsilon=2.0, delta=DELTA, mirror=tmp_path / "elsewhere.jsonl")
+
+
+def test_a_mirror_is_another_file_in_a_folder_that_is_there(tmp_path):
+    path, terms = tmp_path / "owner.jsonl", {"epsilon": 1.0, "delta": DELTA}
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone/file")
+    for name in ("owner.jsonl", "./owner.jsonl", "gone/mirror.jsonl", "pipe", "nowhere", "."):
+        with pytest.raises(PrivacyConfigError) as refused:
+            SharedLedger.create(path, **terms, mirror=tmp_path / name)
+        assert "\n" not in str(refused.value) and sorted(os.listdir(tmp_path)) == ["nowhere", "pipe"], name
+    SharedLedger.create(path, **terms)
+    with pytest.raises(PrivacyConfigError, match="File exists"):
+        SharedLedger.create(path, **terms, mirror=tmp_path / "mirror.jsonl")
+    assert not (tmp_path / "mirror.jsonl").exists()
 
 
 def test_of_many_that_create_it_at_once_one_succeeds(tmp_path):

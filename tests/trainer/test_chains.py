@@ -1,8 +1,10 @@
 """What weights carry that started from those of a private run: the charges of both, in card, export and verify.py."""
 
+import contextlib
 import fcntl
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,10 +83,11 @@ def chain(tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device) -> d
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends
         assert run(folder / "first", "privacy.target_delta=1e-6") == 0
-        assert run(folder / "second", f"init.checkpoint={folder / 'first'}", steps=3) == 0
+        with (folder / "console.txt").open("w") as console, contextlib.redirect_stdout(console):
+            assert run(folder / "second", f"init.checkpoint={folder / 'first'}", steps=3) == 0
         without_surroundings(patched)
         write_card(folder / "second", build_card(folder / "second"))
-    return {name: folder / name for name in ("first", "second")}
+    return {name: folder / name for name in ("first", "second", "console.txt")}
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +160,16 @@ def verified(run_dir: Path, tmp_path: Path, capsys: Any, *, with_card: bool) -> 
     assert code == 0, found["checks"]
     assert (folder / "verify.py").read_bytes() == (ROOT / "privacy/verify.py").read_bytes()
     return found
+
+
+def test_the_console_says_the_composed_number_first_and_none_below_what_it_is_of(chain: dict[str, Path]) -> None:
+    said = chain["console.txt"].read_text()
+    stated = [float(number) for number in re.findall(r"epsilon (?:planned )?([0-9.]+[0-9])", said)]
+    both = pld((chain["first"], 2), (chain["second"], 3), delta=1e-6)
+    assert len(stated) >= 3 and both <= stated[0] < both + 0.01, said
+    first = re.search(r"steps? 2 of run 'first', trained on private data with epsilon ([0-9]+\.[0-9]{2}) at", said)
+    alone = pld((chain["first"], 2), delta=1e-6)
+    assert first is not None and alone <= float(first[1]) < alone + 0.01, said
 
 
 def test_the_verifier_composes_the_same(chain: dict[str, Path], tmp_path: Path, capsys: Any) -> None:

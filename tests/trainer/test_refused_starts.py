@@ -2,20 +2,31 @@
 
 import hashlib
 import json
+import os
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from privacy import verify
+from privacy.card.model import LedgerFile
+from privacy.card.report import read_snapshot
+from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger.chain import hash_line
+from privacy.ledger.shared import SharedLedger
 from tests.trainer.test_chains import run
 from trainer.checkpoints.read import sealed
-from trainer.errors import in_one_line
+from trainer.errors import ConfigError, in_one_line
+from trainer.publish import publish
 from trainer.run.folder import RunFolder
+from trainer.weights.open_model import open_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 LINES = "ledger.jsonl"
+OPTIONS = ("train.keep_checkpoints=3", "privacy.reserved_attempts=9")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +37,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device) ->
         patched.setattr(RunFolder, "lock", lambda self: (self.private / "lock").touch(0o600))
         steps: list[int] = []
         patched.setattr("trainer.loop.stopping.StopRequests.pending", lambda self: steps.append(1) or len(steps) > 2)
-        assert run(folder, "train.keep_checkpoints=3", "privacy.reserved_attempts=9", steps=4) == 7
+        assert run(folder, *OPTIONS, steps=4) == 7
     assert len(list((folder / "checkpoints").glob("step-*"))) == 2
     return folder
 
@@ -72,6 +83,27 @@ def of_another_run(folder: Path) -> None:
     manifest.write_text(json.dumps(sealed(content)))
 
 
+def resealed(folder: Path, **changes: object) -> None:
+    manifest = newest(folder) / "manifest.json"
+    manifest.write_text(json.dumps(sealed(json.loads(manifest.read_text()) | changes)))
+
+
+def called_public(folder: Path) -> None:
+    resealed(folder, training_data={"provenance": "public", "shards": []})
+
+
+def other_weights(folder: Path) -> None:
+    part = next(newest(folder).glob("rank-*"))
+    part.write_bytes(part.read_bytes()[:-400] + bytes(400))
+    resealed(folder, files={part.name: hashlib.sha256(part.read_bytes()).hexdigest()})
+
+
+def behind_the_last_line(folder: Path) -> None:
+    """As if no record of it had been written yet, although there is one."""
+    known = lines(folder)
+    resealed(folder, noise_variance=9.0, ledger={"seq": len(known) - 1, "hash": hash_line(known[-1].rstrip(b"\n"))})
+
+
 def no_checkpoints(folder: Path) -> None:
     for path in (folder / "checkpoints").glob("step-*"):
         shutil.rmtree(path)
@@ -92,6 +124,9 @@ REFUSED: dict[str, tuple[list[Callable[[Path], object]], list[str]]] = {
     "cut behind a checkpoint": ([cut_behind_a_checkpoint], []),
     "cut, and a new mirror": ([cut_behind_a_checkpoint], [MIRROR]),
     "a checkpoint of another run": ([torn, of_another_run], []),
+    "a checkpoint called public": ([torn, called_public], []),
+    "other weights": ([torn, other_weights], []),
+    "a checkpoint that claims to be without record": ([behind_the_last_line, torn], []),
     "all checkpoints gone": ([torn, no_checkpoints], []),
     "no folder of checkpoints": ([torn, lambda folder: shutil.rmtree(folder / "checkpoints")], []),
     "all checkpoints damaged": ([torn, all_damaged], [MIRROR]),
@@ -107,7 +142,10 @@ REFUSED: dict[str, tuple[list[Callable[[Path], object]], list[str]]] = {
     "a key that others may read": ([torn, lambda folder: (folder / "private/sampling.key").chmod(0o644)], []),
     "no ledger": ([lambda folder: (folder / LINES).unlink()], []),
     "a line edited": ([lambda folder: write(folder, [lines(folder)[0].replace(b"0", b"1"), *lines(folder)[1:]])], []),
-    "a mirror that differs": ([torn], ["privacy.ledger_mirror={folder}/config.toml"]),
+    "a mirror that differs": (
+        [torn, lambda folder: shutil.copy(folder / "config.toml", folder.with_name("mirror.jsonl"))],
+        [MIRROR],
+    ),
     "an owner's limit": ([torn], ["privacy.max_examples_per_owner=3"]),
     "data declared public since": ([torn], ["data.provenance=public"]),
 }  # fmt: skip
@@ -126,9 +164,182 @@ def test_a_refused_start_changes_nothing(
     before = image(tmp_path)
     changes = [change.format(mirror=tmp_path / "mirror.jsonl", folder=folder) for change in changes]
     with pytest.raises(Exception) as refusal:
-        run(folder, "train.keep_checkpoints=3", "privacy.reserved_attempts=9", *changes, steps=4)
+        run(folder, *OPTIONS, *changes, steps=4)
     assert image(tmp_path) == before, refusal.value
     assert in_one_line(refusal.value) is not None, repr(refusal.value)
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a file": lambda path: path.write_bytes(b"x"),
+    "a pipe": os.mkfifo,
+    "a link that leads nowhere": lambda path: path.symlink_to("gone"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+def in_place_of(path: Path, kind: str) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    KINDS[kind](path)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.fixture(scope="module")
+def written(stopped: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
+    """Name of everything that a resume writes, and whether it is a folder; found by looking at one."""
+    folder = Path(shutil.copytree(stopped, tmp_path_factory.mktemp("written") / "run"))
+    before = {name: (folder / name).lstat() for name in names_in(folder)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RunFolder, "lock", lambda self: None)
+        assert run(folder, *OPTIONS, steps=4) == 0
+    after = {name: (folder / name).lstat() for name in names_in(folder)}
+    changed = {name for name, now in after.items() if name not in before or now.st_mtime_ns != before[name].st_mtime_ns}
+    numbered = ("tensorboard/events", "checkpoints/step-", "checkpoints/.step-")  # the next free number is taken
+    found = {name: (folder / name).is_dir() for name in changed if not any(part in name for part in numbered)}
+    assert {LINES, "metrics.jsonl", "private/members.jsonl", "checkpoints", "checkpoints/LATEST"} <= found.keys()
+    return found | {"STOP": False}
+
+
+def test_what_a_run_writes_is_looked_at_before_the_first_write(
+    stopped: Path, written: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    for name, is_folder in sorted(written.items()):
+        for kind in KINDS:
+            if kind == ("a folder" if is_folder else "a file"):
+                continue
+            folder = Path(shutil.copytree(stopped, tmp_path / "run"))
+            (folder / "STOP").touch()
+            in_place_of(folder / name, kind)
+            before = image(folder)
+            with pytest.raises((ConfigError, PrivacyStateRefused), match="move it away") as refusal:
+                run(folder, *OPTIONS, steps=4)
+            assert image(folder) == before and str(folder) in str(refusal.value), f"{name} as {kind}: {refusal.value}"
+            shutil.rmtree(folder)
+
+
+@pytest.mark.full
+def test_whatever_has_any_name_in_a_run_folder_a_start_is_refused_or_goes_to_the_end(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    ended: Counter[str] = Counter()
+    for name in names_in(stopped):
+        for kind in KINDS:
+            folder = Path(shutil.copytree(stopped, tmp_path / "run"))
+            (folder / "STOP").touch()
+            in_place_of(folder / name, kind)
+            before, where = image(folder), f"{name} as {kind}"
+            refusal: Exception | None = None
+            try:
+                assert run(folder, *OPTIONS, steps=4) == 0, where
+            except Exception as error:
+                refusal = error
+            if refusal is not None:
+                assert in_one_line(refusal) is not None, f"{where}: {refusal!r}"
+                assert image(folder) == before, f"{where}: {refusal}"
+            ended["refused" if refusal is not None else "to the end"] += 1
+            shutil.rmtree(folder)
+    print(ended)
+    assert min(ended.values()) > 10
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "resumed"])
+def test_mirror_and_shared_ledger_are_files_of_their_own_elsewhere(
+    is_new: bool, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    folder, links = tmp_path / "run", tmp_path / "links"
+    if not is_new:
+        shutil.copytree(stopped, folder)
+    links.mkdir()
+    owner = SharedLedger.create(
+        tmp_path / "owner.jsonl", epsilon=9.0, delta=1e-4, mirror=tmp_path / "second.jsonl"
+    ).path
+    inside = [folder / name for name in (LINES, "private/sampling.key", "private/signing.key", "private/members.jsonl")]
+    inside += [folder / "x.jsonl", folder / "private/x.jsonl", folder / "checkpoints/x.jsonl"]
+    places: list[Path] = []
+    for target in (*inside, owner, tmp_path / "second.jsonl"):
+        number = len(places)
+        places += [target, target.parent / ".." / target.parent.name / target.name, links / f"{number}"]
+        places[-1].symlink_to(target)
+        if target.exists():
+            places.append(links / f"{number} hard")
+            os.link(target, places[-1])
+    for kind in ("a folder", "a pipe", "a link that leads nowhere", "a link to itself"):
+        places.append(links / kind)
+        KINDS[kind](places[-1])
+    places += [tmp_path / "gone/mirror.jsonl", tmp_path / "gone/too/mirror.jsonl"]
+    before = image(tmp_path)
+    shared, mirror = f"privacy.shared_ledger={owner}", "privacy.ledger_mirror"
+    cases = [[f"{mirror}={place}", shared] for place in places]
+    not_shared = {*places} - {path for path in places if path.exists() and path.samefile(owner)}
+    cases += [[f"privacy.shared_ledger={place}"] for place in sorted(not_shared)]
+    for options in cases:
+        with pytest.raises((PrivacyConfigError, PrivacyStateRefused)) as refusal:
+            run(folder, *OPTIONS, *options, steps=4)
+        said = in_one_line(refusal.value)
+        assert said is not None and said.exit_code == (2 if options[0].startswith(mirror) else said.exit_code), options
+        assert image(tmp_path) == before, f"{options}: {refusal.value}"
+
+
+def published(folder: Path, target: Path) -> None:
+    snapshot = read_snapshot(folder / LINES)
+    ledger = LedgerFile(
+        format=1, lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash, mirrored_sessions=0
+    )
+    publish(folder, target, ledger)
+
+
+@pytest.mark.parametrize("damage", [called_public, other_weights, behind_the_last_line])
+def test_nothing_uses_a_checkpoint_that_the_ledger_did_not_record(
+    damage: Callable[[Path], None], stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seal of a manifest has no key, so whoever edits a checkpoint seals it again; the ledger's record is signed."""
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    folder = Path(shutil.copytree(stopped, tmp_path / "run"))
+    open_model(folder)
+    damage(folder)
+    with pytest.raises(NotRecorded, match="is not the one that the ledger recorded"):
+        run(tmp_path / "new", f"init.checkpoint={folder}", steps=1)
+    assert not (tmp_path / "new" / LINES).exists()
+    with pytest.raises(NotRecorded, match="take it away"):  # as evaluate.py and export.py do
+        open_model(folder)
+    with pytest.raises(NotRecorded, match=f"^{newest(folder)}: .*--no_checkpoints"):
+        published(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    alone = shutil.copytree(newest(folder), tmp_path / "alone")
+    open_model(Path(alone))  # no ledger, so nothing is attested
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_crash_between_a_checkpoint_and_its_record_loses_neither(
+    steps: int, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of step 2, which is the last or one in the middle: the next session records the checkpoint that it goes on from."""
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    folder = tmp_path / "run"
+    if steps == 2:
+        assert run(tmp_path / "ended", *OPTIONS, steps=steps) == 0
+    shutil.copytree(stopped if steps == 4 else tmp_path / "ended", folder)  # a file that no program has locked
+    last = max(number for number, line in enumerate(lines(folder)) if b'"type":"checkpoint"' in line)
+    write(folder, lines(folder)[:last])
+    record = folder / "private/members.jsonl"
+    marks = [line for line in record.read_bytes().splitlines(keepends=True) if json.loads(line)["seq"] < last]
+    record.write_bytes(b"".join(marks))
+    open_model(folder)
+    published(folder, tmp_path / "out")
+    assert run(folder, *OPTIONS, steps=steps) == 0
+    open_model(folder / "checkpoints/step-00000002")
+    ledger = verify.read_ledger(folder / LINES)
+    assert ledger.closed and "are those that the ledger recorded" in verify.check_checkpoints(
+        verify.Folder(folder, ledger, None)
+    )
 
 
 def test_what_is_not_refused_is_mended_and_goes_on(
@@ -139,6 +350,6 @@ def test_what_is_not_refused_is_mended_and_goes_on(
     torn(folder)
     newest_damaged(folder)
     (folder / "STOP").touch()
-    assert run(folder, "train.keep_checkpoints=3", "privacy.reserved_attempts=9", steps=4) == 0
+    assert run(folder, *OPTIONS, steps=4) == 0
     assert not (folder / "STOP").exists() and list((folder / "checkpoints").glob("set-aside-*"))
     assert sum(b'"type":"repair"' in line for line in lines(folder)) == 1

@@ -233,8 +233,8 @@ def test_the_card_names_every_run_behind_a_start(tmp_path: Path) -> None:
 def test_a_private_start_states_its_epsilon(tmp_path: Path) -> None:
     ledger = Ledger.create(tmp_path / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "ab" * 32})
     ledger.start_session({})
+    seq, line_hash = ledger.position()  # as of the step 0 that `write` states
     take_step(ledger, 1)
-    seq, line_hash = ledger.position()
     ledger.release()
     claim = {**PRIVATE, "formal_guarantee": True}
     checkpoint = write(tmp_path, {**claim, "ledger": {"seq": seq, "hash": line_hash}})
@@ -258,8 +258,8 @@ def test_a_simulation_proves_nothing(tmp_path: Path) -> None:
     plan = replace(PLAN, informal_reasons=("simulation",))
     ledger = Ledger.create(tmp_path / "ledger.jsonl", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
     ledger.start_session({})
+    seq, line_hash = ledger.position()  # as of the step 0 that `write` states
     take_step(ledger, 1)
-    seq, line_hash = ledger.position()
     ledger.release()
     for claimed in (False, True):
         position = {"ledger": {"seq": seq, "hash": line_hash}, "formal_guarantee": claimed}

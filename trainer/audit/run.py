@@ -18,6 +18,7 @@ from privacy.card.report import read_snapshot
 from trainer.audit.canaries import CanaryCoins, read_canaries
 from trainer.audit.folder import compared_attempts, recorded_attempts
 from trainer.checkpoints.read import Checkpoint, newest_checkpoint
+from trainer.checkpoints.recorded import require_recorded
 from trainer.config.recipe import RunConfig, load_config
 from trainer.errors import ConfigError
 from trainer.run.folder import RunFolder
@@ -30,7 +31,7 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
 
     Raises:
         ConfigError: no checkpoint, no coins, or a model that is no captioner.
-        PrivacyStateRefused: a broken ledger.
+        PrivacyStateRefused: a broken ledger, or a checkpoint that it did not record.
     """
     folder, coins = RunFolder(run_dir), read_canaries(canaries)
     if not folder.ledger.is_file() or not (run_dir / "config.toml").is_file():
@@ -46,6 +47,7 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
         )
     before = recorded_attempts(run_dir)
     state = read_snapshot(folder.ledger).state
+    require_recorded(path, state)
     claimed, plan = state.epsilon(), state.plan
     attempts = attempts_check(state, compared_attempts(run_dir, state, before))
     index = folder.index if config.data.index is None else root / config.data.index

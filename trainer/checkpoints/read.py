@@ -82,6 +82,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         ConfigError: missing, damaged, or of another format.
     """
     try:
+        if not (path / MANIFEST).is_file():  # a pipe would block
+            raise FileNotFoundError(f"{MANIFEST} is missing, or no regular file")
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError) as error:  # ValueError: no JSON, no UTF-8
         raise ConfigError(f"{path} is no checkpoint: {error}") from error

@@ -42,8 +42,6 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
             f"certified arithmetic: sums are multiples of 2^{-plan.lattice.exponent}, one example adds at most C; made-up "
             "examples gave the same whole numbers in every row, among all neighbours that were tried and on every rank"
         )
-    if run.model_facts["initialisation"].get("kind") != "random":
-        print(initialisation_statement(run.model_facts))
     for warning in plan.warnings:
         print(f"warning: {warning}")
     warmup = run.config.schedule.warmup_steps
@@ -62,6 +60,8 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
         )
     else:
         print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
+    if run.model_facts["initialisation"].get("kind") != "random":
+        print(initialisation_statement(run.model_facts))
     if run.ledger.fingerprint is not None:
         print(
             f"the ledger is signed by the key with the fingerprint {run.ledger.fingerprint}: keep it elsewhere, "

@@ -22,6 +22,17 @@ from trainer.errors import ConfigError
 PACKAGES = ("torch", "deepspeed", "dp-accounting", "numpy", "cryptography", "tokenizers", "pillow", "pydantic")
 VERIFIER = Path(verify.__file__)
 """Rechecks a published folder without the rest of the project, so every folder holds it."""
+FILES = (
+    *("ledger.jsonl", "metrics.jsonl", "config.toml", "ds_config.json", "environment.json", VERIFIER.name, "STOP"),
+    *("checkpoints/LATEST", "evaluation/*.*", "behind/*", "private/index/*", "private/heldout-index/*"),
+    *(f"private/{name}" for name in ("lock", "visible", "sampling.key", "sampling.key.staged", "signing.key", FILE)),
+    *(f"private/{name}" for name in ("metrics.jsonl", "chosen.json", "epsilon-table.json", "heldout.jsonl", "*.png")),
+)
+FOLDERS = (
+    *("checkpoints", "checkpoints/step-*", "checkpoints/.step-*", "evaluation", "tensorboard", "behind", "private"),
+    *("private/index", "private/heldout-index", "private/tensorboard"),
+)
+"""Names that a start, or a step, reads or writes: patterns in the run folder."""
 LOCK_PATIENCE = 5.0
 """Seconds that a start waits for a trainer that is just ending."""
 
@@ -74,11 +85,31 @@ class RunFolder:
         """Enters and locks the folder, in which nothing else changes until `begin`.
 
         Raises:
-            ConfigError, PrivacyStateRefused: as `enter`; ConfigError also where another trainer has it.
+            ConfigError, PrivacyStateRefused: as `enter`; ConfigError also where another trainer has it, or something of another
+                kind has the name of a file or folder of a run.
         """
+        self.require_kinds()
         self.enter()
         self.lock()
         self._old_request = _identity(self.stop)
+
+    def require_kinds(self) -> None:
+        """Looks at what a run opens, before anything is opened: a pipe would block, and a folder would end the run in its middle.
+
+        Raises:
+            ConfigError: a file is no regular file, or a folder none; a link counts as what it leads to.
+            PrivacyStateRefused: the same of ledger, sampling key or record of attempts.
+        """
+        for patterns, kind, fits in ((FILES, "file", Path.is_file), (FOLDERS, "folder", Path.is_dir)):
+            for pattern in patterns:
+                for path in sorted(self.root.glob(pattern)) if "*" in pattern else [self.root / pattern]:
+                    if os.path.lexists(path) and not fits(path):
+                        is_privacy_state = path in (self.ledger, self.key, self.members)
+                        error = PrivacyStateRefused if is_privacy_state else ConfigError
+                        raise error(f"{path}: is no {kind}, and a run needs a {kind} of this name: move it away")
+        for path in self.checkpoints.glob("step-*"):
+            if not path.name.removeprefix("step-").isdigit():
+                raise ConfigError(f"{path}: has no name of a checkpoint, step-NUMBER: move it away")
 
     def enter(self) -> None:
         """Makes a folder that is new, and refuses one that has lost what nothing can make again.

@@ -19,13 +19,16 @@ from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger import durable
 from privacy.ledger.durable import torn_line_end
 from privacy.ledger.ledger import Ledger
+from privacy.ledger.places import require_apart
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
+from privacy.ledger.shared import SharedLedger
 from privacy.ledger.signature import fingerprint
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.releases import Release
 from privacy.sampling.keys import SamplingKey
-from trainer.checkpoints.read import has_checkpoints
+from trainer.checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints
+from trainer.checkpoints.recorded import require_recorded
 from trainer.config.recipe import PrivacySection
 from trainer.ranks import distributed
 from trainer.run.folder import RunFolder, environment
@@ -206,6 +209,12 @@ class RunLedger:
         if self.plan.enabled:
             distributed.on_main(record)
 
+    def adopt(self, resumed: Checkpoint) -> None:
+        """Records the checkpoint that this session goes on from, if a crash came between it and its record."""
+        digest = file_digest(resumed.path / MANIFEST)
+        if not distributed.on_main(lambda: self._on_main.state.has_recorded(resumed.step, digest)):
+            self.checkpoint(resumed.step, resumed.path.name, digest)
+
     def close_run(self) -> None:
         """All steps are done."""
 
@@ -226,6 +235,10 @@ class RunLedger:
     def require_not_shorter_than(self, position: Mapping[str, Any]) -> None:
         """Refuses a ledger that does not contain the line a checkpoint remembers (exit 4)."""
         distributed.on_main(lambda: self._on_main.require_not_shorter_than(position["seq"], position["hash"]))
+
+    def require_recorded(self, checkpoint: Path) -> None:
+        """Refuses a checkpoint that is not the one that the ledger recorded (exit 4)."""
+        distributed.on_main(lambda: require_recorded(checkpoint, self._on_main.state))
 
     def epsilon(self, num_charged: int | None = None) -> float | None:
         """Epsilon of everything charged so far, or of `num_charged` attempts; on rank 0. None without a guarantee."""
@@ -261,6 +274,19 @@ class RunLedger:
         if known not in self._composed:
             self._composed[known] = composed_epsilon(states, delta, charged)
         return self._composed[known], delta
+
+
+def require_places(folder: RunFolder, privacy: PrivacySection) -> None:
+    """Mirror and shared ledger lie outside of the run folder, and no file has two roles; on one rank, before anything is written.
+
+    Raises:
+        PrivacyConfigError: otherwise.
+        PrivacyStateRefused: the shared ledger cannot be read.
+    """
+    named = {"privacy.ledger_mirror": privacy.ledger_mirror, "privacy.shared_ledger": privacy.shared_ledger}
+    roles = {role: Path(name) for role, name in named.items() if name is not None}
+    second = None if privacy.shared_ledger is None else SharedLedger(privacy.shared_ledger).mirror()
+    require_apart(roles if second is None else roles | {"the mirror of privacy.shared_ledger": second}, folder.root)
 
 
 def open_run_ledger(

@@ -52,7 +52,7 @@ from trainer.run.datasets import heldout_table, require_other_bytes, require_usa
 from trainer.run.folder import RunFolder
 from trainer.run.frozen import FrozenWeights, require_start
 from trainer.run.heldout import Heldout
-from trainer.run.ledger import RunLedger, open_run_ledger
+from trainer.run.ledger import RunLedger, open_run_ledger, require_places
 from trainer.run.memory_estimate import total_memory
 from trainer.run.run import Run
 from trainer.tasks import TrainingTask, make_task
@@ -100,6 +100,7 @@ def train(
     if config.privacy.arithmetic == "certified":
         use_deterministic_kernels()
     folder = RunFolder(run_dir)
+    on_main(lambda: require_places(folder, config.privacy))
     on_main(folder.take)
     require_shared(folder)
     task = first_on_main(lambda: make_task(config, root))
@@ -126,6 +127,7 @@ def train(
         checkpoint = first_on_main(lambda: find_checkpoint(init, root))
         start = first_on_main(lambda: initialisation_facts(config, checkpoint, table))
         behind = partial(_behind, config, checkpoint, start, table)
+        start["at_random"] = load_start(checkpoint, init, model, task.facts().get("tokenizer_sha256"))
     disjoint = init is not None and init.disjoint_data
     ledger = open_run_ledger(
         folder, config.privacy, config.train.num_steps, table, task.unit, behind=behind, disjoint_from_start=disjoint
@@ -145,8 +147,6 @@ def train(
     restarted = on_main(lambda: _begins_again(folder, ledger, resumed, may_restart=may_restart))
     if resumed is not None:
         start = resumed.manifest["initialisation"]
-    elif init is not None:
-        start["at_random"] = load_start(checkpoint, init, model, task.facts().get("tokenizer_sha256"))
     facts = {**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table, resumed)}
     run, choice = _build_run(setup, model, table, nodes, ledger, resumed, heldout, facts, noise, restarted=restarted)
     chosen = {"clipping_mode": asdict(choice)} if choice is not None else {}
@@ -267,6 +267,8 @@ def _build_run(
         on_main(lambda: set_aside_newer(folder.checkpoints, kept))
     ledger.mend()
     nonce = ledger.start_session(restarted=restarted)
+    if resumed is not None:
+        ledger.adopt(resumed)
     known_variance = resumed.manifest["noise_variance"] if resumed is not None else 0.0
     run = Run(
         config=config,
@@ -377,7 +379,8 @@ def load_newest(folder: RunFolder, ledger: RunLedger, model: nn.Module | None) -
         model: None for a model that was built in shards: it takes its weights with the engine's state, piece by piece.
 
     Raises:
-        PrivacyStateRefused: the checkpoint knows more of the ledger than the ledger itself, or is of another run.
+        PrivacyStateRefused: the checkpoint knows more of the ledger than the ledger itself, is of another run, or is not the
+            one that the ledger recorded.
     """
     checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
     if checkpoint is not None and not checkpoint.manifest.get("ledger"):
@@ -385,6 +388,8 @@ def load_newest(folder: RunFolder, ledger: RunLedger, model: nn.Module | None) -
             f"{checkpoint.path} remembers no line of this run's ledger, so it was not written by this run: take it away; "
             "weights from elsewhere are for [init]"
         )
+    if checkpoint is not None:
+        ledger.require_recorded(checkpoint.path)
     if checkpoint is not None and model is not None:
         checkpoint.load_weights(model)
     return checkpoint

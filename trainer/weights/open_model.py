@@ -29,6 +29,7 @@ from trainer.tasks.captioning import CaptioningTask
 from trainer.tasks.classification import ClassificationTask
 from trainer.tasks.encoding import EncodingTask
 from trainer.tasks.masked_autoencoding import MaskedAutoencodingTask
+from trainer.weights.provenance import proof_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = "tokenizer.json"
@@ -71,8 +72,10 @@ def open_model(
         ConfigError: no checkpoint, damaged, no average, weights that are NaN or infinite, or another tokenizer than it was
             trained with.
         ModelConfigError, DataError: a model or tokenizer that this version cannot build.
+        NotRecorded: the ledger in its run folder recorded another checkpoint.
     """
     checkpoint = open_checkpoint(path)
+    proof_of(checkpoint.path, checkpoint.manifest)
     task = _task(checkpoint, tokenizer)
     model = task.build(torch.Generator().manual_seed(0))
     checkpoint.load_weights(model, average=use_average)

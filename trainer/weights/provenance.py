@@ -7,14 +7,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from models.adapters import is_adapter
 from privacy.card.report import read_snapshot
-from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.card.text import rounded_up
+from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.records import LedgerState
+from trainer.checkpoints.recorded import require_recorded
 
 IMPORTED = "imported"
+
+
+class Spent(BaseModel):
+    """What the ledger of a run behind a start says of that run alone."""
+
+    model_config = ConfigDict(frozen=True)
+
+    epsilon: float = Field(ge=0)
+    delta: float = Field(ge=0)
 
 
 class Start(BaseModel):
@@ -35,7 +46,7 @@ class Start(BaseModel):
     run: str | None = None
     step: int | None = None
     training_data: str | None = None
-    guarantee: dict[str, Any] | None = None
+    guarantee: Spent | None = None
     at_random: tuple[str, ...] = ()
     before_that: "Start | None" = None
     format: str | None = None
@@ -92,9 +103,8 @@ def _statement(start: Start) -> str:
     if not start.guarantee:
         return f"{origin}, trained on private data without a guarantee that a ledger proves.{behind}"
     return (
-        f"{origin}, trained on private data with epsilon {start.guarantee.get('epsilon')} at delta "
-        f"{start.guarantee.get('delta')} of its own. The two compose: the card's first number holds what "
-        f"both spent.{behind}"
+        f"{origin}, trained on private data with epsilon {rounded_up(start.guarantee.epsilon, 2)} at delta "
+        f"{start.guarantee.delta:g} of its own. The two compose: the card's first number holds what both spent.{behind}"
     )
 
 
@@ -110,9 +120,15 @@ class Proof(NamedTuple):
 
 
 def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
-    """Reads the ledger of the run folder around a checkpoint; a broken one proves nothing."""
+    """Reads the ledger of the run folder around a checkpoint; a broken one proves nothing.
+
+    Raises:
+        NotRecorded: the ledger is whole, and recorded another checkpoint.
+    """
     try:
         return require_proof_of(checkpoint, manifest)
+    except NotRecorded:
+        raise
     except (PrivacyStateRefused, PrivacyConfigError):
         return Proof(None, "the ledger in its run folder is broken")
 
@@ -121,7 +137,7 @@ def require_proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
     """Reads the ledger of the run folder around a checkpoint.
 
     Raises:
-        PrivacyStateRefused, PrivacyConfigError: the ledger is broken.
+        PrivacyStateRefused, PrivacyConfigError: the ledger is broken, or recorded another checkpoint (NotRecorded).
     """
     checkpoint = checkpoint.resolve()
     ledger = checkpoint.parent.parent / "ledger.jsonl"
@@ -133,6 +149,7 @@ def require_proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
     seq = position.get("seq")
     if type(seq) is not int or not 0 <= seq < len(state.hashes) or state.hashes[seq] != position.get("hash"):
         return Proof(None, "the ledger in its run folder is that of another run, or was rolled back")
+    require_recorded(checkpoint, state)
     if guaranteed and not manifest.get("formal_guarantee"):
         return Proof(None, "its manifest claims no guarantee, although the ledger in its run folder does")
     return Proof(state)

@@ -66,8 +66,10 @@ def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: Examp
 
     Raises:
         ConfigError: a private run would start from weights that saw private data without noise, or its own data.
+        PrivacyStateRefused: the ledger around the checkpoint is broken, or recorded another one.
     """
     manifest = checkpoint.manifest
+    state = require_proof_of(checkpoint.path, manifest).state  # also of data that the manifest declares public
     behind = manifest.get("training_data", {"provenance": "private"})
     facts = {
         "kind": "checkpoint",
@@ -77,7 +79,6 @@ def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: Examp
         "before_that": manifest.get("initialisation"),
     }
     if behind["provenance"] == "private":
-        state = require_proof_of(checkpoint.path, manifest).state
         epsilon = state.epsilon() if state is not None else None
         delta = state.plan.target_delta if state is not None else None
         facts["guarantee"] = None if epsilon is None else {"epsilon": epsilon, "delta": delta}

@@ -156,10 +156,15 @@ def test_a_manifest_that_does_not_fit_is_found(true_ledger: bytes, changed: dict
     assert failed(true_ledger, checkpoints=[manifest(true_ledger, **changed)]).failed() == ["checkpoints"]
 
 
-def test_a_checkpoint_without_a_record_is_inconclusive(true_ledger: bytes) -> None:
-    claim = manifest(true_ledger, step=1)
-    report = audit_ledger(true_ledger, claims(true_ledger, checkpoints=[claim]))
-    assert report.verdict == "inconclusive"
+def test_a_checkpoint_without_a_record_is_inconclusive_where_a_crash_can_have_come_between(true_ledger: bytes) -> None:
+    claim = manifest(true_ledger)
+    assert claim.seq is not None
+    crashed = b"".join(true_ledger.splitlines(keepends=True)[: claim.seq + 1])
+    said: dict[str, Any] = {"epsilons": [], "furthest_step": {}}
+    assert audit_ledger(crashed, claims(true_ledger, checkpoints=[claim], **said)).verdict == "inconclusive"
+    other = manifest(true_ledger, step=1)
+    assert failed(true_ledger, checkpoints=[other]).failed() == ["checkpoints"], "step 2 was reached there"
+    assert failed(crashed, checkpoints=[other], **said).failed() == ["checkpoints"]
 
 
 def test_claims_below_the_truth_or_of_more_charges_are_found(true_ledger: bytes) -> None:

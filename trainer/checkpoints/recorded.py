@@ -1,0 +1,28 @@
+"""Holds a checkpoint against the ledger of its run: a manifest's seal has no key, and the ledger's records are signed."""
+
+from pathlib import Path
+
+from privacy.errors import NotRecorded
+from privacy.ledger.records import LedgerState
+from trainer.checkpoints.read import MANIFEST, file_digest, read_manifest
+
+
+def require_recorded(checkpoint: Path, state: LedgerState) -> None:
+    """Demands that the ledger recorded exactly this manifest, or that a crash can have come before its record.
+
+    Raises:
+        NotRecorded: the ledger recorded another one; it was rolled back, or is of another run.
+        ConfigError: the manifest cannot be read.
+    """
+    manifest = read_manifest(checkpoint)
+    step, position = manifest["step"], manifest.get("ledger")
+    if not state.plan.enabled or state.has_recorded(step, file_digest(checkpoint / MANIFEST)):
+        return  # without privacy the ledger records no checkpoint
+    position = position if isinstance(position, dict) else {}
+    line = position.get("seq")
+    is_known = isinstance(line, int) and 0 <= line < state.num_lines and state.hashes[line] == position.get("hash")
+    if not (is_known and state.may_lack_record(step, position["seq"])):
+        raise NotRecorded(
+            f"{checkpoint}: its {MANIFEST} is not the one that the ledger recorded, so it was replaced or edited: restore it "
+            "from a copy, or take it away, and the checkpoint before it is used"
+        )
