@@ -1757,7 +1757,8 @@ class Page(HTMLParser):
         require(tag in TAGS, f"a page of a card has no <{shown(tag)}>")
         for name, value in attrs:
             inside = name not in ("href", "src", "xlink:href") or str(value).startswith(("#", "data:image/png;base64,"))
-            require(inside and not name.startswith("on"), f"a page of a card has no {shown(name)} of this kind")
+            acts = name.startswith("on") or name in ("http-equiv", "srcset", "background", "ping")
+            require(inside and not acts, f"a page of a card has no {shown(name)} of this kind")
             if name in ("alt", "aria-label", "title"):
                 (self.plots if tag == "svg" else self.lines).append(plain(value))
             elif name == "style":

@@ -113,6 +113,8 @@ def test_a_number_that_was_added_is_found(name: str, folder: Path, judge: Judge)
         '<img src="https://a.example/x.png" alt="x">',
         '<p onmouseover="x()">x</p>',
         "<iframe></iframe>",
+        '<meta http-equiv="refresh" content="0; url=https://a.example">',
+        '<img srcset="https://a.example/x.png">',
         '<p title="epsilon 0.01">x</p>',
         "<svg><text>epsilon 0.01</text></svg>",
         "<p>epsilon 0<em>.</em>01</p>",
