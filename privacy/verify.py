@@ -536,8 +536,8 @@ def check_description(opened: dict[str, Any]) -> None:
         known = isinstance(place, dict) and place.keys() == {"file", "run", "lines", "hash"}
         require(known and is_hex(place["hash"], 64), "`behind` names ledgers by file, run, lines and hash")
         whole(place, "lines", 1)
-        plain = re.fullmatch(r"behind/ledger-[0-9]{1,3}\.jsonl", str(place["file"])) is not None
-        require(plain and isinstance(place["run"], str), "`behind` names no ledger")
+        ledger = re.fullmatch(r"behind/ledger-[0-9]{1,3}\.jsonl", str(place["file"])) is not None
+        require(ledger and isinstance(place["run"], str), "`behind` names no ledger")
 
 
 def read_ledger(path: Path, most: int | None = None) -> Ledger:
@@ -628,14 +628,12 @@ def read_ledger(path: Path, most: int | None = None) -> Ledger:
                 require(nonce not in ledger.nonces, "the session nonce was used before: coins would repeat")
                 require(type(record.get("mirror")) is bool, "a session says whether the ledger is mirrored")
                 require(isinstance(record.get("environment"), dict), "a session has an environment")
-                require(
-                    type(record.get("restarted_from_step_0", False)) is bool, "restarted_from_step_0 is true or false"
+                again, number_there, hash_there = (
+                    record.get(name) for name in ("restarted_from_step_0", "shared_seq", "shared_hash")
                 )
-                seq_shared, hash_shared = record.get("shared_seq"), record.get("shared_hash")
-                named = type(seq_shared) is int and seq_shared >= 0 and is_hex(hash_shared, 64)
-                require(
-                    named or seq_shared is hash_shared is None, "a shared ledger's line is named by number and SHA-256"
-                )
+                require(again is None or type(again) is bool, "restarted_from_step_0 is true or false")
+                named = type(number_there) is int and number_there >= 0 and is_hex(hash_there, 64)
+                require(named or number_there is hash_there is None, "a line is named by number and SHA-256")
                 ledger.nonces.add(str(nonce))
                 ledger.sessions.append((seq, record))
                 active, pending, position = True, None, None
@@ -660,10 +658,8 @@ def read_ledger(path: Path, most: int | None = None) -> Ledger:
                 ledger.charges.append(seq)
                 ledger.intents.append((seq, step, attempt, known.setdefault(releases, releases)))
             elif kind == "done":
-                finished, digest = (
-                    (whole(record, "step", 1), whole(record, "attempt", 0)),
-                    record.get("params_digest", "00"),
-                )
+                finished = (whole(record, "step", 1), whole(record, "attempt", 0))
+                digest = record.get("params_digest", "00")
                 require(isinstance(digest, str) and is_hex(digest, len(digest)), "params_digest is a digest in hex")
                 require(finished == pending, "`done` without its intent just before")
                 position, pending, furthest = finished[0], None, max(furthest, finished[0])
@@ -939,8 +935,8 @@ def check_files(folder: Folder) -> str:
             place, status = str(path.relative_to(folder.path)), path.lstat()
             if stat.S_ISLNK(status.st_mode) and place in USUAL:
                 raise BadInput(f"{shown(path)}: is no folder")
-            plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
-            require(plain, f"{shown(place)} is a link or a device, and no run has any")
+            regular = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+            require(regular, f"{shown(place)} is a link or a device, and no run has any")
             code = top and entry.endswith((".py", ".pyc", ".pyd", ".so")) and entry != "verify.py"
             package = top and os.path.lexists(path / "__init__.py")
             require(not code and not package, f"{shown(place)} is code, which no run writes here: python may run it")

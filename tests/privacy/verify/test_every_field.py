@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from privacy import verify
 from privacy.ledger.signature import fingerprint
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from tests.privacy.published import publish, rewrite
+from tests.privacy.published import PLAN, publish, rewrite
 from tests.privacy.verify.judging import KEY, Judge, sentences
 from tests.privacy.verify.test_card_fields import ADAPTIVE, ASKED, Place, changed, leaves, others
+from trainer.config.recipe import PrivacySection, RunConfig
 
 IDENTIFIERS = {"nonce", "key_commitment"}
 """Random names: one is as good as another, as long as none comes twice."""
@@ -209,6 +211,11 @@ def test_a_key_of_the_configuration_that_contradicts_the_ledger_is_violated(
     (folder / "config.toml").write_text(top + text)
     code, found = judge(folder)
     assert code == 5 and said in sentences(found), found
+
+
+def test_the_verifier_knows_the_keys_of_recipes_and_plans_and_no_other() -> None:
+    assert verify.RECIPE_KEYS == set(PrivacySection.model_fields) and verify.TABLES == set(RunConfig.model_fields)
+    assert verify.PLAN_FIELDS == set(PLAN.frozen_fields())
 
 
 @pytest.mark.parametrize("value", [5.0, True, "5", None, 4, 6, [], {}])
