@@ -214,8 +214,8 @@ def test_a_key_of_the_configuration_that_contradicts_the_ledger_is_violated(
 
 
 def test_the_verifier_knows_the_keys_of_recipes_and_plans_and_no_other() -> None:
-    assert verify.RECIPE_KEYS == set(PrivacySection.model_fields) and verify.TABLES == set(RunConfig.model_fields)
-    assert verify.PLAN_FIELDS == set(PLAN.frozen_fields())
+    assert set(PrivacySection.model_fields) == verify.RECIPE_KEYS and set(RunConfig.model_fields) == verify.TABLES
+    assert set(PLAN.frozen_fields()) == verify.PLAN_FIELDS
 
 
 @pytest.mark.parametrize("value", [5.0, True, "5", None, 4, 6, [], {}])
