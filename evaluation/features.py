@@ -37,6 +37,7 @@ from trainer.ranks import distributed
 from trainer.weights.open_model import OpenedModel
 
 FORMAT = 1
+_ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,15 @@ class Features:
         """Features from arrays that came from elsewhere."""
         if values_ND.ndim != 2 or labels_N.shape != (len(values_ND),):
             raise DataError(f"{name}: features must be (N, D), labels (N,), not {values_ND.shape} and {labels_N.shape}")
-        usable_N = np.isfinite(values_ND).all(axis=1)
-        values_ND = np.where(usable_N[:, None], values_ND, 0).astype(np.float32)
-        return cls(values_ND, labels_N.astype(np.int64), usable_N, name=name)
+        usable_N = np.ones(len(values_ND), dtype=bool)
+        kept_ND = np.empty(values_ND.shape, dtype=np.float32)
+        for start in range(
+            0, len(values_ND), _ROWS_AT_ONCE
+        ):  # a copy, and no more than that, of what may take gigabytes
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            usable_N[rows] = np.isfinite(values_ND[rows]).all(axis=1)
+            kept_ND[rows] = np.where(usable_N[rows, None], values_ND[rows], 0)
+        return cls(kept_ND, labels_N.astype(np.int64), usable_N, name=name)
 
 
 def extract(
@@ -173,13 +180,23 @@ def read_features(folder: Path) -> Features:
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        parts = [load_file(folder / _part(r, manifest["num_parts"])) for r in range(manifest["num_parts"])]
-        joined = {name: np.concatenate([part[name] for part in parts]) for name in ("features", "labels", "is_usable")}
-        facts = manifest["facts"]
+        facts, filled = manifest["facts"], 0
+        joined: dict[str, np.ndarray] = {}
+        for r in range(manifest["num_parts"]):  # one after the other into their place: both copies of all would not fit
+            part = load_file(folder / _part(r, manifest["num_parts"]))
+            if not joined:
+                joined = {
+                    name: np.empty((facts["num_examples"], *part[name].shape[1:]), part[name].dtype)
+                    for name in ("features", "labels", "is_usable")
+                }
+            rows = slice(filled, filled + len(part["features"]))
+            for name, column in joined.items():
+                column[rows] = part[name]
+            filled = rows.stop
     except Exception as error:
         raise DataError(f"{folder} holds no whole features ({error}); delete it and compute them again") from error
-    if len(joined["features"]) != facts["num_examples"]:
-        raise DataError(f"{folder} has {len(joined['features'])} rows of {facts['num_examples']}; delete it")
+    if filled != facts["num_examples"]:
+        raise DataError(f"{folder} has {filled} rows of {facts['num_examples']}; delete it")
     return Features(
         joined["features"], joined["labels"], joined["is_usable"], tuple(facts["class_names"]), facts["data_name"]
     )

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, model_validator
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from models.config import Activation, Foreign  # noqa: E402
+from models.config import Activation, Foreign, ForeignActivation  # noqa: E402
 from privacy.card.text import rounded_up  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, Shown, add_options, parse_options  # noqa: E402
@@ -69,6 +69,8 @@ class UnstatedPart(Options):
     """epsilon of the encoder's norms (vip: of all); the releases': 1e-6"""
     normalise_pixels: bool | None = None
     """vip: whether it predicts normalised pixels, or (--no-normalise_pixels) plain ones"""
+    activation: ForeignActivation | None = None
+    """of the encoder's MLPs (vip: of all); the releases', and the only one that can be imported: gelu, the exact one"""
 
 
 class ExchangeOptions(ExportPart, ImportPart, UnstatedPart):

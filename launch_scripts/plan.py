@@ -9,7 +9,7 @@ python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --bands auto [--j
 The first computes for exactly these numbers: no cap (--cap) and no reserve for crashes (--reserve K) unless asked for. The
 second gives what training with the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third
 adds memory per rank, the largest micro-batch, FLOP, time, traffic and reads (docs/planning.md). The fourth asks what correlated
-noise would buy at the same epsilon (docs/correlated_noise.md); training with it is not supported yet.
+noise would buy at the same epsilon (docs/correlated_noise.md).
 """
 
 from __future__ import annotations
@@ -266,7 +266,9 @@ def plan(options: PlanOptions) -> dict[str, Any]:
 
 def _recipe_request(options: PlanOptions, config: RunConfig, num_examples: int) -> PlanRequest:
     """What the recipe asks for; with --choose on the data and for the guarantee that the options name."""
-    request = config.privacy.request(config.train.num_steps, num_examples)
+    from trainer.planner.bands import with_coefficients
+
+    request = with_coefficients(config.privacy.request(config.train.num_steps, num_examples), config)
     if not options.choose:
         return request
     if options.target_epsilon is not None:
@@ -299,10 +301,10 @@ def _privacy(
 ) -> tuple[PrivacyPlan, dict[str, Any]]:
     """The plan, with the bands that are asked for, and what it means.
 
-    A recipe's noise is that of independent noise, so correlated noise is calibrated to the epsilon that this has.
+    A recipe's noise is for the bands that it asks for, so that of other bands is calibrated to the epsilon that this has.
     """
     from privacy.plan import make_plan
-    from trainer.planner.bands import at_equal_epsilon, best_bands, by_bands, compare
+    from trainer.planner.bands import at_equal_epsilon, best_bands, by_bands, compare, with_bands
     from trainer.planner.privacy import summarise
 
     rows = None
@@ -313,17 +315,16 @@ def _privacy(
             )
         request = at_equal_epsilon(request)
         rows = by_bands(request, _report_progress)
-        request = replace(request, bands=best_bands(rows))
+        request = with_bands(request, best_bands(rows))
     elif options.bands is not None:
         if not re.fullmatch("[0-9]{1,12}", options.bands):
             raise PrivacyConfigError(f"--bands is {options.bands!r}; it is a number of bands or auto")
         bands = int(options.bands)
-        request = replace(request if config is None or bands == 1 else at_equal_epsilon(request), bands=bands)
+        asked = config.privacy.bands if config is not None else bands
+        request = with_bands(request if bands == asked else at_equal_epsilon(request), bands)
     planned = make_plan(request, progress=_report_progress)
     for line in planned.warnings:
         _warn(line)
-    if planned.bands > 1:
-        _warn("correlated noise can be planned, but training with it is not supported yet (docs/correlated_noise.md)")
     result = summarise(planned, _warn, extras=not options.no_extras, max_examples_per_owner=max_examples_per_owner)
     return planned, result | compare(planned, request, config) | {"by_bands": rows}
 

@@ -92,7 +92,7 @@ class PrivacyPlan(PlanChoices):
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise PrivacyConfigError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
-        self.require_correlatable()
+        self.require_correlatable(self.noise_multiplier if self.enabled else 0.0)
         if self.arithmetic == "certified":
             self._require_certifiable()
         if self.adaptive_clipping is not None and self.clipping_function != "flat":
@@ -143,11 +143,6 @@ class PrivacyPlan(PlanChoices):
     def _poisson(self) -> PoissonSampler:
         """The coins; under correlated noise only one group of a step's examples has them, at b times the rate."""
         return PoissonSampler.with_expected_batch(self.num_examples, self.bands * self.expected_batch_size, self.cap)
-
-    def require_trainable(self) -> None:
-        """PrivacyConfigError for correlated noise, which can be planned, and not trained with yet."""
-        if self.bands > 1:
-            raise PrivacyConfigError(f"bands {self.bands} can be planned, but not trained with yet: take bands 1")
 
     def clipped_sum(
         self,
@@ -251,9 +246,8 @@ class PrivacyPlan(PlanChoices):
     @cached_property
     def noise_tail_delta(self) -> float:
         """What the bounded support of the noise source costs in delta, over all `max_intents` (privacy/noise.py)."""
-        if not self.formal_guarantee:  # nothing is claimed, so nothing is paid
-            return 0.0
-        if self.arithmetic == "certified":  # its sampler is exact: any number of standard deviations can come
+        # Nothing is paid where nothing is claimed, nor in certified arithmetic, whose sampler is exact.
+        if not self.formal_guarantee or self.arithmetic == "certified":
             return 0.0
         one = self.release_group(self.max_intents)
         return noise_tail_delta(self.noise_source, one.noise_multiplier, one.sample_rate * one.count, rows=self.bands)
@@ -265,9 +259,7 @@ class PrivacyPlan(PlanChoices):
 
     def epsilon_after(self, count: int) -> float | None:
         """Exact epsilon of `count` charged intents (about 3 s with a cap); None without a formal guarantee."""
-        if not self.formal_guarantee:
-            return None
-        return epsilon([self.release_group(count)], self.accounted_delta)
+        return epsilon([self.release_group(count)], self.accounted_delta) if self.formal_guarantee else None
 
     @cached_property
     def epsilon_planned(self) -> float | None:
@@ -287,13 +279,13 @@ class PrivacyPlan(PlanChoices):
         if not self.formal_guarantee or self.sampling == "shuffle":
             return None
         one = self.release_group(1)
-        return EpsilonTable(one, self.accounted_delta, self.max_intents, self.num_steps, cache)
+        return EpsilonTable(one, self.accounted_delta, self.max_intents, self.num_steps, cache, self.bands)
 
     def frozen_fields(self) -> dict[str, Any]:
         """What the ledger's `open` record holds under `plan` and every resume must repeat exactly."""
-        self.require_trainable()
         frozen = {name: getattr(self, name) for name in _frozen_names()}
         return frozen | {
+            **self.frozen_correlation(),
             "adaptive_clipping": None if self.adaptive_clipping is None else asdict(self.adaptive_clipping),
             "informal_reasons": list(self.informal_reasons),
             "lattice_exponent": None if self.lattice is None else self.lattice.exponent,
@@ -314,14 +306,15 @@ class PrivacyPlan(PlanChoices):
         adaptive = values["adaptive_clipping"]
         values["adaptive_clipping"] = None if adaptive is None else AdaptiveClipping(**adaptive)
         values["informal_reasons"] = tuple(values["informal_reasons"])
-        plan = cls(**values)
+        plan = cls(**values, **cls.recorded_correlation(frozen))
         require_equal(frozen, plan.frozen_fields(), "the recorded plan contradicts itself")
         return plan
 
 
 def _frozen_names() -> list[str]:
-    """The plan's fields that a ledger holds."""
-    return [field.name for field in fields(PrivacyPlan) if field.name not in ("warnings", "bands")]
+    """The plan's fields that a ledger holds under their own names; those of correlated noise stand together."""
+    others = ("warnings", "bands", "strategy", "coefficients")
+    return [field.name for field in fields(PrivacyPlan) if field.name not in others]
 
 
 def make_plan(
@@ -395,6 +388,11 @@ def make_plan(
 def require_equal(recorded: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:
     """PrivacyConfigError naming the first field that differs: privacy fields are frozen when a run folder opens."""
     # In the order of the plan's fields, so that what was asked for is named before what follows from it.
-    for name in [*current, *(name for name in recorded if name not in current)]:
-        if name not in recorded or name not in current or recorded[name] != current[name]:
-            raise PrivacyConfigError(f"{where}: {name} was {recorded.get(name)!r} and is now {current.get(name)!r}")
+    names = [*current, *(name for name in recorded if name not in current)]
+    for name in sorted(names, key=lambda name: name != "correlated"):
+        independent = {"bands": 1} if name == "correlated" else None
+        was, now = recorded.get(name, independent), current.get(name, independent)
+        if isinstance(was, dict) and isinstance(now, dict):
+            require_equal(was, now, where)
+        elif was != now or ((name in recorded) != (name in current)):
+            raise PrivacyConfigError(f"{where}: {name} was {was!r} and is now {now!r}")

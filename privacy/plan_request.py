@@ -1,15 +1,22 @@
 """What a plan is asked for, and what it has in common with its plan."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.correlated.strategy import Strategy
 from privacy.errors import PrivacyConfigError
-from privacy.limits import MAX_COUNT
 
 SAMPLING = ("poisson", "shuffle")
 ARITHMETIC_MODES = ("floating", "certified")
 CLIPPING_FUNCTIONS = ("flat", "automatic", "per_layer", "grouped")
+STRATEGIES = ("square_root", "optimised")
+MOST_BANDS = 4096
+"""More would help nobody: past noise takes 8 bytes a band and coordinate."""
+GROUP_OF_EXAMPLE = "its number modulo bands"
+GROUP_OF_ATTEMPT = "the number of attempts charged before it modulo bands"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,8 @@ class PlanChoices:
         noise_source: "system" or "aes_ctr" (privacy/noise.py).
         bands: b of correlated noise (docs/correlated_noise.md); 1 is independent noise. An example may join one step in b, at b
             times the rate: b groups take turns.
+        strategy: where its coefficients come from: "square_root", or "optimised" for the run's own schedule.
+        coefficients: the optimised ones, public and frozen; empty otherwise.
         informal_reasons: why the run makes no formal claim, as far as the plan does not see it by itself (contract, point 11).
     """
 
@@ -52,7 +61,45 @@ class PlanChoices:
     shuffle_as_gaussian: bool = False
     noise_source: str = "system"
     bands: int = 1
+    strategy: str = "square_root"
+    coefficients: tuple[float, ...] = ()
     informal_reasons: tuple[str, ...] = ()
+
+    @cached_property
+    def noise_strategy(self) -> Strategy:
+        """The coefficients of the noise; 1 alone with one band."""
+        return Strategy(self.coefficients) if self.coefficients else Strategy.square_root(self.bands)
+
+    def frozen_correlation(self) -> dict[str, Any]:
+        """What a ledger's `open` record says about correlated noise, under `correlated`; nothing where noise is independent."""
+        if self.bands == 1:
+            return {}
+        return {
+            "correlated": {
+                "bands": self.bands,
+                "strategy": self.strategy,
+                "coefficients": list(self.noise_strategy.coefficients),
+                "group_of_example": GROUP_OF_EXAMPLE,
+                "group_of_attempt": GROUP_OF_ATTEMPT,
+            }
+        }
+
+    @staticmethod
+    def recorded_correlation(frozen: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of this class that `frozen_correlation` described; PrivacyConfigError for a record of another form."""
+        if "correlated" not in frozen:
+            return {}
+        recorded = frozen["correlated"]
+        names = {"bands", "strategy", "coefficients", "group_of_example", "group_of_attempt"}
+        if not isinstance(recorded, dict) or recorded.keys() != names:
+            raise PrivacyConfigError(
+                f"the recorded plan's correlated holds {', '.join(sorted(names))}, and nothing else"
+            )
+        coefficients = recorded["coefficients"]
+        if not isinstance(coefficients, list) or not all(type(c) is float for c in coefficients):
+            raise PrivacyConfigError("the recorded plan's coefficients must be a list of numbers with a decimal point")
+        given = tuple(coefficients) if recorded["strategy"] == "optimised" else ()
+        return {"bands": recorded["bands"], "strategy": recorded["strategy"], "coefficients": given}
 
     @property
     def group_size(self) -> int:
@@ -63,15 +110,31 @@ class PlanChoices:
         """How many of so many intents the group with most of them has: ceil(intents / b), since the groups take turns."""
         return -(-intents // self.bands)
 
-    def require_correlatable(self) -> None:
+    def require_correlatable(self, noise_multiplier: float) -> None:
         """
+        Args:
+            noise_multiplier: 0 without noise.
+
         Raises:
             PrivacyConfigError: the bands do not fit the data or the steps, or what goes with independent noise only.
         """
-        if not isinstance(self.bands, int) or isinstance(self.bands, bool) or not 1 <= self.bands <= MAX_COUNT:
-            raise PrivacyConfigError(f"bands must be an integer from 1 to {MAX_COUNT:,}, not {self.bands!r}")
+        if not isinstance(self.bands, int) or isinstance(self.bands, bool) or not 1 <= self.bands <= MOST_BANDS:
+            raise PrivacyConfigError(f"bands must be an integer from 1 to {MOST_BANDS:,}, not {self.bands!r}")
+        if self.strategy not in STRATEGIES:
+            raise PrivacyConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
+        if (self.strategy == "optimised") != bool(self.coefficients) or len(self.coefficients) not in (0, self.bands):
+            raise PrivacyConfigError(
+                f"strategy {self.strategy!r} with {self.bands} bands and {len(self.coefficients)} coefficients: optimised ones "
+                "are as many as the bands, and square-root ones are not listed"
+            )
         if self.bands == 1:
+            if self.strategy != "square_root":
+                raise PrivacyConfigError("strategy 'optimised' is for bands above 1: one band has nothing to choose")
             return
+        if noise_multiplier == 0:
+            raise PrivacyConfigError(
+                "bands above 1 correlate the noise, and this run has none and makes no formal claim: take bands 1"
+            )
         if self.bands > self.num_steps:
             raise PrivacyConfigError(
                 f"bands {self.bands} are more than the {self.num_steps} steps that they take turns in"
@@ -90,6 +153,7 @@ class PlanChoices:
                 "bands above 1 need a constant C, because past noise is in units of C: take clipping_function 'flat' rather "
                 "than adaptive clipping"
             )
+        _ = self.noise_strategy  # refuses coefficients that an example would be undercharged with
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ FIELDS: dict[object, set[str]] = {
         "shared_ledger", "max_examples_per_owner", "head", "behind", "disjoint_from_start",
     },
     "session": {"nonce", "mirror", "environment", "restarted_from_step_0", "shared_seq", "shared_hash"},
-    "intent": {"step", "attempt", "releases"},
+    "intent": {"step", "attempt", "releases", "group"},
     "done": {"step", "attempt", "params_digest"},
     "checkpoint": {"step", "path", "digest"},
     "signature": {"signature"},
@@ -103,7 +103,7 @@ RECIPE_KEYS = {
     "enabled", "expected_batch_size", "noise_multiplier", "target_epsilon", "target_delta", "max_grad_norm", "clipping_function",
     "target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std", "arithmetic", "clipping_mode",
     "reserved_attempts", "allow_small_noise", "simulation", "sampling", "shuffle_as_gaussian", "noise_source", "shared_ledger",
-    "fixed_in_advance", "max_examples_per_owner", "tuning", "ledger_mirror",
+    "fixed_in_advance", "max_examples_per_owner", "tuning", "ledger_mirror", "bands", "strategy",
 }  # fmt: skip
 """What [privacy] of config.toml may hold."""
 TABLES = {"name", "model", "init", "data", "heldout", "privacy", "optimizer", "schedule", "train"}
@@ -310,6 +310,15 @@ class Plan:
     def shuffled(self) -> bool:
         return bool(self["sampling"] == "shuffle")
 
+    @property
+    def bands(self) -> int:
+        """b, the number of groups of examples that take turns under correlated noise; 1 without."""
+        return int(self.fields.get("bands", 1))
+
+    def turns(self, count: int) -> int:
+        """How many of `count` charges the group with most of them has."""
+        return -(-count // self.bands)
+
     def participations(self, last_step: int, replays: int) -> int:
         """The most releases that one example of shuffled data can be in: epochs, rounded up, and repeats."""
         per_epoch: int = -(-self["num_examples"] // self["expected_batch_size"])
@@ -325,13 +334,15 @@ class Plan:
         if self.shuffled:
             steps = min(count, self["num_steps"])
             return Group(1.0, self.accounted, self["num_examples"], None, self.participations(steps, count - steps))
-        return Group(self.rate, self.accounted, self["num_examples"], self["cap"], count)
+        largest = -(-self["num_examples"] // self.bands)
+        return Group(self.rate, self.accounted, largest, self["cap"], self.turns(count))
 
     def noise_tail(self) -> float:
         """What the bounded support of the noise costs in delta: Box-Muller from 63 bits ends at sqrt(128 ln 2) sigma.
 
         One coordinate moved by a / sigma passes the edge e with probability at most Q(e - a / sigma) - Q(e); over the at most
         2^36 coordinates of an example of norm 1 that is at most 2^18 g'(0) + g(1), in each step that the example is in.
+        Correlated noise spreads such an example over the fresh noise of b steps, which has b times as many coordinates.
         """
         if self.reasons or self.fields.get("arithmetic") == "certified":  # whose noise is exact, without an edge
             return 0.0
@@ -340,13 +351,15 @@ class Plan:
         if edge - shift <= 1:
             return min(1.0, inclusions)
         density = math.exp(-edge * edge / 2) / math.sqrt(2 * math.pi)
-        return inclusions * (density * shift * 2**18 + math.erfc((edge - shift) / math.sqrt(2)) / 2)
+        return inclusions * (
+            density * shift * math.sqrt(2**36 * self.bands) + math.erfc((edge - shift) / math.sqrt(2)) / 2
+        )
 
 
 def read_plan(fields: Any, head: bool) -> Plan:
     """Checks every field of a plan that something here depends on, and that the derived ones follow from the others."""
     require(isinstance(fields, dict), "the frozen plan is no object")
-    odd = sorted(fields.keys() ^ PLAN_FIELDS)
+    odd = sorted((fields.keys() - {"correlated"}) ^ PLAN_FIELDS)
     require(not odd, f"the frozen plan lacks {shown(odd[:1])}, or this verifier does not know it")
     n = whole(fields, "num_examples", 1)
     batch = whole(fields, "expected_batch_size", 1, n)
@@ -368,13 +381,15 @@ def read_plan(fields: Any, head: bool) -> Plan:
     if fields.get("target_epsilon") is not None:
         number(fields, "target_epsilon", 1e-12, 1e12)
     cap = None if fields.get("cap") is None else whole(fields, "cap", 1)
-    threshold = batch * 2**64 // n
+    correlated = read_correlated(fields, n, batch, steps)
+    threshold = correlated["bands"] * batch * 2**64 // n
     require(
-        fields.get("sampling_threshold") == str(threshold), f"sampling_threshold is not floor(B 2^64 / n) = {threshold}"
+        fields.get("sampling_threshold") == str(threshold),
+        f"sampling_threshold is not floor(b B 2^64 / n) = {threshold}",
     )
     exact = Fraction(threshold, 2**64)
     rate = float(exact) if Fraction(float(exact)) >= exact else math.nextafter(float(exact), 1.0)
-    require(fields.get("sample_rate") == rate, f"sample_rate is not {rate!r}, which is B / n rounded up")
+    require(fields.get("sample_rate") == rate, f"sample_rate is not {rate!r}, which is b B / n rounded up")
     usual = None if fields["sampling"] == "shuffle" else min(n, math.ceil(batch + 8 * math.sqrt(batch)))
     require(head or not fields["enabled"] or cap is None or cap <= n, f"cap {cap} is above the number of examples")
     exponent = lattice_exponent(fields["max_grad_norm"], sigma, min(n, cap or n)) if certified else None
@@ -397,7 +412,7 @@ def read_plan(fields: Any, head: bool) -> Plan:
     reasons += informal or []
     require(fields["formal_guarantee"] == (not reasons), "formal_guarantee does not follow from the rest of the plan")
     accounted = sigma / (1 + slack)
-    plan = Plan({**fields, "cap": cap, "usual_cap": usual}, rate, accounted, tuple(reasons))
+    plan = Plan({**fields, **correlated, "cap": cap, "usual_cap": usual}, rate, accounted, tuple(reasons))
     require(
         steps + reserve <= MOST and plan.noise_tail() < fields["target_delta"], "delta is below the tail of the noise"
     )
@@ -412,6 +427,68 @@ def lattice_exponent(bound: float, sigma: float, cap: int) -> int:
     while most * Fraction(2) ** exponent > 2**62 or deviation * Fraction(2) ** exponent > 2**49:
         exponent -= 1
     return exponent
+
+
+GROUP_OF_EXAMPLE = "its number modulo bands"
+GROUP_OF_ATTEMPT = "the number of attempts charged before it modulo bands"
+
+
+def read_correlated(fields: dict[str, Any], n: int, batch: int, steps: int) -> dict[str, Any]:
+    """Bands and strategy of a plan's noise: 1 band where it is independent.
+
+    With b bands, step t releases its sum plus w_t, where c_0 w_t + ... + c_{b-1} w_{t-b+1} is fresh noise of standard deviation
+    sigma. The examples are in b groups, which take turns, so that those of a group are b steps apart; then an attempt tells no
+    more than one release of the sampled group with noise sigma if the squares of c add up to at most 1.
+    """
+    if "correlated" not in fields:
+        return {"bands": 1, "strategy": "square_root"}
+    noise = fields["correlated"]
+    names = {"bands", "strategy", "coefficients", "group_of_example", "group_of_attempt"}
+    require(isinstance(noise, dict) and noise.keys() == names, "correlated noise has other fields than are known")
+    bands, coefficients = whole(noise, "bands", 2, min(n, steps)), noise["coefficients"]
+    require(bands * batch <= n, f"{bands} groups would have a sample rate above 1")
+    is_list = isinstance(coefficients, list) and all(type(c) is float and 0 < c <= 1 for c in coefficients)
+    require(
+        is_list and len(coefficients) == bands, f"correlated noise of {bands} bands has as many coefficients, above 0"
+    )
+    require(
+        sum(Fraction(c) ** 2 for c in coefficients) <= 1,
+        "the coefficients are longer than 1: examples are undercharged",
+    )
+    require(all(a >= b for a, b in pairwise(coefficients)), "the coefficients of correlated noise must not grow")
+    require(noise["strategy"] in ("square_root", "optimised"), "the strategy of correlated noise is unknown")
+    root = 1.0
+    for k, c in enumerate(coefficients if noise["strategy"] == "square_root" else []):
+        root *= (2 * k - 1) / (2 * k) if k else 1.0
+        require(
+            math.isclose(c, root * coefficients[0], rel_tol=1e-9), f"coefficient {k} is not that of the square root"
+        )
+    require(
+        (noise["group_of_example"], noise["group_of_attempt"]) == (GROUP_OF_EXAMPLE, GROUP_OF_ATTEMPT),
+        "groups of examples and their turns are not those that epsilon is computed for",
+    )
+    fits = fields.get("sampling") == "poisson" and fields.get("adaptive_clipping") is None
+    fits = fits and fields.get("arithmetic") == "floating" and fields.get("enabled") is True
+    require(fits and fields["noise_multiplier"] > 0, "correlated noise in a run that cannot have it")
+    return {"bands": bands, "strategy": noise["strategy"]}
+
+
+def check_turn(ledger: "Ledger", record: dict[str, Any], *, retries: bool) -> None:
+    """An intent draws from the group whose turn it is at its place, and a session is one unbroken run of steps.
+
+    Args:
+        retries: whether the intent repeats a step of its own session.
+    """
+    bands = ledger.plan.bands
+    if bands == 1:
+        require("group" not in record, "an intent names a group of examples, and the plan has none")
+        return
+    turn = ledger.charged() % bands
+    require(
+        whole(record, "group", 0) == turn,
+        f"the attempt drew from another group of examples than {turn}, whose turn it is",
+    )
+    require(not retries, "a retry in the session of the step that did not end: its past noise would be used again")
 
 
 def check_releases(plan: Plan, head: bool, releases: Any) -> "Releases":
@@ -640,6 +717,7 @@ def read_ledger(path: Path, most: int | None = None) -> Ledger:
             elif kind == "intent":
                 step, attempt = whole(record, "step", 1, ledger.plan["num_steps"]), whole(record, "attempt", 0)
                 require(active, "an intent outside of a session")
+                check_turn(ledger, record, retries=pending is not None)
                 if pending is not None:
                     require(step == pending[0], f"step {step} begins while step {pending[0]} is not done")
                 elif position is not None:
@@ -842,6 +920,30 @@ def epsilon_of_copies(groups: list[Group], delta: float, copies: int, grid: floa
     return float(accountant.get_epsilon(delta))
 
 
+def epsilon_of_any(groups: list[Group], delta: float, copies: int) -> float:
+    """Epsilon of `copies` examples, which may be in groups that take turns: generic group privacy (Dwork and Roth 2014).
+
+    If one example has (e, d), all have (copies e, d (1 + exp(e) + ... + exp((copies - 1) e))); d is found by halving.
+    """
+    low, high, best = math.log(delta) - 700.0, math.log(delta), math.inf
+    for _ in range(20):
+        middle = (low + high) / 2
+        one = renyi(tuple(groups), math.exp(middle)) if math.exp(middle) > 0 else math.inf
+        if one == math.inf:
+            break
+        # log(1 + exp(one) + ... + exp((copies - 1) one)), without overflow
+        growth = (
+            (copies - 1) * one + math.log((1 - math.exp(-copies * one)) / (1 - math.exp(-one)))
+            if one
+            else math.log(copies)
+        )
+        if middle + growth <= math.log(delta):
+            low, best = middle, copies * one
+        else:
+            high = middle
+    return best
+
+
 def curves(groups: list[Group], claim: float, tail: float) -> dict[str, Any]:
     """[epsilon, delta] of everything charged, and what that leaves to any membership inference attack (Dong et al. 2022)."""
     import numpy as np
@@ -1030,7 +1132,7 @@ def check_plan(folder: Folder) -> str:
     defaults = {
         "reserved_attempts": max(2, -(-plan["num_steps"] // 100)), "target_delta": 1 / (2 * n), "sampling": "poisson",
         "shuffle_as_gaussian": False, "max_grad_norm": 1.0, "clipping_function": "flat", "arithmetic": "floating",
-        "noise_source": "system", "cap": plan["usual_cap"],
+        "noise_source": "system", "cap": plan["usual_cap"], "bands": 1, "strategy": "square_root",
     }  # fmt: skip
     if plan["adaptive_clipping"] is not None:
         defaults |= {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "unclipped_num_std": batch / 20}
@@ -1194,6 +1296,10 @@ def expected_card(folder: Folder, at: Ledger) -> dict[str, Any]:
             "sensitivity_slack": plan["sensitivity_slack"], "noise_multiplier": sigma,
             "noise_multiplier_accounted": Computed(plan.accounted), "noise_source": plan["noise_source"],
             "expected_batch_size": batch,
+            "correlated_noise": None if plan.bands == 1 else {
+                "bands": plan.bands, "strategy": plan["strategy"], "coefficients": plan["correlated"]["coefficients"],
+                "segments": len(at.sessions),
+            },
             "releases": [
                 {
                     "name": name, "count": len(found), "smallest_noise_multiplier": Computed(min(ratio for ratio, _ in found)),
@@ -1204,6 +1310,10 @@ def expected_card(folder: Folder, at: Ledger) -> dict[str, Any]:
         },
         "sampling": {
             "scheme": "full batch" if head else plan["sampling"], "sample_rate": plan.rate, "expected_batch_size": batch,
+            "groups": None if plan.bands == 1 else {
+                "number": plan.bands, "of_example": GROUP_OF_EXAMPLE, "of_attempt": GROUP_OF_ATTEMPT,
+                "largest": -(-n // plan.bands), "turns_charged": plan.turns(at.charged()),
+            },
             "cap": plan["cap"], "matches_accounting": claims, "key_commitment_sha256": opened["key_commitment"],
             "data_hmac_sha256": opened.get("data_hmac"), "statement": SAID,
         },
@@ -1269,11 +1379,16 @@ def accounting_of(folder: Folder, at: Ledger) -> dict[str, Any]:
     def coarse(delta: float, grid: float, relation: str = "REPLACE_SPECIAL") -> Bound:
         return Bound(composed(tuple(groups), grid, relation).get_epsilon_for_delta(delta) if groups else 0.0)
 
+    def of_copies(copies: int) -> Bound:
+        if plan.bands > 1:  # they may be in groups that take different turns
+            return Bound(epsilon_of_any(groups, left, copies))
+        return Bound(epsilon_of_copies(groups, left, copies, guide))
+
     by_delta = {one: coarse(one - tail, COARSE) for one in others} | {delta: Bound(claim)}
     return found | {
-        "epsilon_owner": None if owner is None else Bound(epsilon_of_copies(groups, left, owner, guide)),
+        "epsilon_owner": None if owner is None else of_copies(owner),
         "epsilon_replace_one": coarse(left, guide, "REPLACE_ONE"),
-        "epsilon_group": {str(size): Bound(epsilon_of_copies(groups, left, size, guide)) for size in (2, 5)},
+        "epsilon_group": {str(size): of_copies(size) for size in (2, 5)},
         "epsilon_by_delta": [[one, by_delta[one]] for one in sorted(by_delta, reverse=True)],
         "epsilon_prv": SAID, "prv_accountant": SAID,
     }  # fmt: skip
@@ -1518,6 +1633,10 @@ def mechanism_lines(card: dict[str, Any]) -> Iterator[str]:
     yield attested("slack r of the sensitivity", f"{mechanism['sensitivity_slack']:g}")
     yield attested("sigma / (1 + r), as accounted", f"{mechanism['noise_multiplier_accounted']:.6g}")
     yield attested("noise source", mechanism["noise_source"])
+    if (correlated := mechanism["correlated_noise"]) is not None:
+        segments = f"sigma is that of the fresh noise; {correlated['segments']:,} segments"
+        said = f"{correlated['bands']:,} bands, {correlated['strategy']} coefficients; {segments}"
+        yield attested("correlated noise", said)
     for one in mechanism["releases"]:
         ratio, most = (f"{one[name]:.6g}" for name in ("smallest_noise_multiplier", "largest_sensitivity"))
         said = f"{one['count']:,} times; standard deviation / sensitivity is at least {ratio}; the sensitivity is at most {most}"
@@ -1526,7 +1645,14 @@ def mechanism_lines(card: dict[str, Any]) -> Iterator[str]:
     yield attested("scheme", sampling["scheme"])
     yield attested("the accountant assumes this scheme", "yes" if sampling["matches_accounting"] else "no")
     yield attested("sample rate q", f"{sampling['sample_rate']:.6g}")
-    yield attested("expected batch size B = q n", number_word(sampling["expected_batch_size"]))
+    if (groups := sampling["groups"]) is None:
+        yield attested("expected batch size B = q n", number_word(sampling["expected_batch_size"]))
+    else:
+        yield attested("expected batch size B = q n / b", number_word(sampling["expected_batch_size"]))
+        whose = f"an example's is {groups['of_example']}, an attempt's {groups['of_attempt']}"
+        turns = f"{groups['number']:,} of at most {groups['largest']:,} examples; {whose}"
+        yield attested("groups b that take turns", turns)
+        yield attested("charged attempts of the group with most of them", number_word(groups["turns_charged"]))
     yield attested("cap of a batch", "none" if sampling["cap"] is None else f"{sampling['cap']:,} examples")
     yield attested("commitment to the sampling key (SHA-256)", sampling["key_commitment_sha256"])
     yield attested("identity of the data (HMAC-SHA256 under that key)", str(sampling["data_hmac_sha256"]))
@@ -1582,11 +1708,12 @@ def accounting_lines(card: dict[str, Any]) -> Iterator[str]:
     if others or owner is not None or replaced is not None:
         limit = ", but the most examples of one owner is declared" if owner is not None else ""
         tan = numbers["tan"]
-        yield (
-            f"All of these follow from the ledger (attested){limit}. They are PLD upper bounds on a coarser grid; the groups "
-            "leave out the cap."
-            + ("" if tan is None else f" The total amount of noise (TAN, Sander et al. 2023) is {tan:.4g}.")
-        )
+        noise = "" if tan is None else f" The total amount of noise (TAN, Sander et al. 2023) is {tan:.4g}."
+        how = "They are PLD upper bounds on a coarser grid; the groups leave out the cap."
+        if card["sampling"]["groups"] is not None:
+            how = "Several examples may be in groups that take different turns: theirs is generic group privacy, by Renyi DP. "
+            how += "Replace-one is a PLD upper bound on a coarser grid."
+        yield f"All of these follow from the ledger (attested){limit}. {how}{noise}"
     if numbers["epsilon_by_delta"]:
         yield "delta | " + " | ".join(f"{one:.6g}" for one, _ in numbers["epsilon_by_delta"])
         yield "epsilon | " + " | ".join(epsilon_word(value) for _, value in numbers["epsilon_by_delta"])
@@ -2158,6 +2285,9 @@ def verify(path: Path, fingerprint: str | None, head: str | None = None) -> tupl
         "state of the run": ledger.closed or OPEN,
         "commitment of the sampling key": ledger.opened["key_commitment"], "last line": ledger.hashes[-1],
     }  # fmt: skip
+    if plan.bands > 1:
+        most = plan.turns(ledger.charged())
+        attested |= {"groups that take turns": plan.bands, "charged attempts of the group with most of them": most}
     finite = folder.epsilon is not None and math.isfinite(folder.epsilon)
     return code, {
         "verdict": verdict,

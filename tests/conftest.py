@@ -6,12 +6,14 @@ import os
 # much processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import multiprocessing
 import shutil
 import signal
 import sys
 import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,17 @@ settings.load_profile("few")
 
 SLOWEST = 20
 AT_LEAST = 60.0  # seconds in all; a single file run by hand needs no table
+MEMORY = Path("/dev/shm")
+ROOM = 4 * 2**30  # bytes; a whole session takes a tenth of it
+
+
+def is_roomy(folder: Path) -> bool:
+    """Whether tests may have their files there: programs among them, and everything that a session writes."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    return found.f_bavail * found.f_frsize >= ROOM and not found.f_flag & os.ST_NOEXEC and os.access(folder, os.W_OK)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     ):  # as a shell starts what runs in the background; ranks inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if is_roomy(MEMORY):  # runs and ledgers sync their files thousands of times, which a disk takes milliseconds for
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     if loss_distributions.FOLDER not in os.environ:  # the workers of this session inherit it
         os.environ[loss_distributions.FOLDER] = tempfile.mkdtemp(prefix="loss-distributions-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(loss_distributions.FOLDER)))
@@ -47,6 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     if "dp_accounting" in sys.modules:  # the collected tests have imported what they use
         loss_distributions.share()
+    gc.collect()
+    gc.freeze()  # the collector then passes over all modules and tests, again and again in a session of thousands
 
 
 def pytest_sessionfinish() -> None:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy
+import PIL.Image
 import torch
 
 from tests import loss_distributions
@@ -26,8 +27,10 @@ PRELOADED = (
     "pytest", "torch", "torch._dynamo", "torch.distributed.tensor", "functorch.compile", "networkx", "setuptools",
     "deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.utils.pin_memory", "fairscale.optim.oss", "dp_accounting.pld.accountant",
-    "trainer.run.start", "trainer.engines.deepspeed", "trainer.engines.fairscale", "trainer.engines.fsdp",
+    "deepspeed.utils.pin_memory", "deepspeed.comm.mori", "fairscale.optim.oss", "dp_accounting.pld.accountant",
+    "prv_accountant", "torch.utils.tensorboard", "torch.profiler._cupti_monitor", "PIL.Image", "rich._emoji_codes",
+    "trainer.config.cli", "trainer.run.start", "trainer.report", "trainer.publish",
+    "trainer.engines.deepspeed", "trainer.engines.fairscale", "trainer.engines.fsdp",
 )  # fmt: skip
 """What ranks and commands import, at once or when they build an engine."""
 
@@ -102,6 +105,7 @@ def _main() -> None:
     atexit.register(_end_without_teardown)  # the first to be registered is the last to be called
     for name in PRELOADED:
         importlib.import_module(name)
+    PIL.Image.init()  # imports the readers of all formats
     loss_distributions.share()
     torch.set_num_threads(1)
     threads = os.listdir("/proc/self/task")

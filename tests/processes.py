@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
@@ -49,6 +50,7 @@ class Forked:
     ) -> None:  # fmt: skip
         start = Start(tuple(map(str, command)), env or quiet_environment(), cwd, stdout, stderr or stdout)
         self.args = start.command
+        self.stdout = stdout
         self.pid: int = _ask(start)
         self.returncode: int | None = None
 
@@ -68,6 +70,13 @@ class Forked:
             raise subprocess.TimeoutExpired(list(self.args), timeout or 0)
         assert self.returncode is not None
         return self.returncode
+
+    def wait_for_line(self, line: str, timeout: float = 60) -> None:
+        """Waits until stdout has this line."""
+        deadline = time.monotonic() + timeout
+        while line not in (self.stdout.read_text() if self.stdout.exists() else "").splitlines():
+            assert self.poll() is None and time.monotonic() < deadline, f"no line {line!r}"
+            time.sleep(0.01)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:

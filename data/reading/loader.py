@@ -37,6 +37,7 @@ class StepPlan(NamedTuple):
         num_micro_batches: at least 1, the same on every rank; len(example_ids) <= num_micro_batches * micro_batch_size.
         rows: int64, where each example stands among the num_micro_batches * micro_batch_size rows; one after the other from
             row 0 on if None.
+        group: which group of examples the batch is drawn from, where groups take turns.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepPlan(NamedTuple):
     example_keys: np.ndarray
     num_micro_batches: int
     rows: np.ndarray | None = None
+    group: int | None = None
 
 
 class MicroBatchRequest(NamedTuple):

@@ -205,11 +205,13 @@ def load_inputs(options: FeatureInputOptions, **sources: str) -> Inputs | None:
     num_blocks = options.num_blocks if options.features == "blocks" else 1
     how = FeatureOptions(options.features, num_blocks, options.image_size, options.resize)
     cache = cache_of(options)
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
     features: dict[str, Features | None] = {}
     images: dict[str, LabelledImages] = {}
     for role, source in sources.items():
         if role not in from_images:
-            features[role] = stored_features(Path(source.removeprefix("features:")))
+            if is_main:  # they may take gigabytes, of which the others keep nothing
+                features[role] = stored_features(Path(source.removeprefix("features:")))
             continue
         assert opened is not None
         if cache is not None and options.cache is None:  # what describes the data is for their owner alone
@@ -219,7 +221,7 @@ def load_inputs(options: FeatureInputOptions, **sources: str) -> Inputs | None:
             opened, images[role], how, cache=cache, batch_size=options.batch_size,
             num_workers=options.num_workers, use_average=options.use_average,
         )  # fmt: skip
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if not is_main:
         return None
     model = None if opened is None else ModelFacts.of(opened.path, opened.manifest)
     return Inputs({role: f for role, f in features.items() if f is not None}, model, opened, images)

@@ -1,7 +1,7 @@
 """The command `private-head`."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from evaluation.features import Features
+    from evaluation.private_head.rows import Rows
     from evaluation.private_head.sweep import HeadRequest
     from evaluation.results import Results
 
-Method = Literal["dp-ls", "dp-newton", "dp-fc", "dp-gd"]
+Method = Literal["dp-ls", "dp-newton", "dp-fc", "dp-fc-bce", "dp-gd"]
 
 
 class PrivateHeadOptions(TrainTestOptions):
@@ -96,25 +97,37 @@ def private_head(options: PrivateHeadOptions) -> "Results | None":
     too; without a guarantee of the encoder, or from stored features, it holds given the encoder. The test accuracy is computed
     without noise. A sweep releases many heads; their joint epsilon is printed, and belongs to public data or to a budget that has
     room for all of them. Weights, ledger and head.json are in OUTPUT/private_heads (--heads).
-    Under a launcher the others than rank 0 return None.
+    Under a launcher the ranks share images, then rows of features and sums over them; the others than rank 0 return None.
     """
+    import torch.distributed as dist
+
     from evaluation.linear_probe import cross_validated_regression
     from evaluation.private_head import sweep
+    from evaluation.private_head.rows import Rows
     from evaluation.results import PrivateRelease, Results, results_folder
     from privacy.card.text import rounded_up
+    from trainer.ranks.distributed import broadcast_object
     from trainer.weights.behind import ledgers_of
 
     request = _request(options)
+    compares = options.sweep is not None or options.compare
+    shares = dist.is_initialized() and dist.get_world_size() > 1
     inputs = load_inputs(options, train=options.train, test=options.test)
-    if inputs is None:
+    if inputs is None:  # rank 0 tells the others which rows are theirs, and for how many classes
+        rows, num_classes = Rows.dealt(None), broadcast_object(0)
+        sweep.help_train_heads(rows, num_classes, request, compares=compares)
         return None
     train, (x_test_ND, y_test_N) = inputs.features["train"], inputs.usable("test")
     num_classes = options.num_classes or len(train.class_names)
     if not num_classes:
         raise ConfigError("give --num_classes: what the largest label of the training data is would be no public fact")
     # Training rows that are not usable stay, as zeros: how many there are must not follow from an example's bytes.
-    x_ND, y_N = private_rows(train, num_classes, centre=options.centre_rows)
-    data = sweep.HeadData(x_ND, y_N, _centred(x_test_ND, centre=options.centre_rows), y_test_N, num_classes)
+    whole = private_rows(train, num_classes, centre=options.centre_rows)
+    rows = whole
+    if shares:
+        rows = Rows.dealt(whole)
+        broadcast_object(num_classes)
+    data = sweep.HeadData(rows, _centred(x_test_ND, centre=options.centre_rows), y_test_N, num_classes)
     # The guarantee holds given what made the features; that has a guarantee of its own, or none.
     if inputs.model is None or options.train.startswith("features:"):
         given = "what made the features of each from that example alone"
@@ -126,8 +139,8 @@ def private_head(options: PrivateHeadOptions) -> "Results | None":
         given = "the encoder, which has no formal guarantee: if it has seen them, none is left"
     request = replace(request, covers=f"the examples of {options.train}, given {given}")
     heads = sweep.train_heads(data, request)
-    rows = sweep.summary(heads)
-    scalars = {f"{row['method']}/epsilon-{row['epsilon']:g}/accuracy": row["accuracy"] for row in rows}
+    table = sweep.summary(heads)
+    scalars = {f"{row['method']}/epsilon-{row['epsilon']:g}/accuracy": row["accuracy"] for row in table}
     details: dict[str, Any] = {
         "options": request.options, "centre_rows": options.centre_rows, "repeats": request.repeats,
     }  # fmt: skip
@@ -141,26 +154,27 @@ def private_head(options: PrivateHeadOptions) -> "Results | None":
             "choosing a head by its accuracy costs the test data's privacy"
         )
     baselines: dict[str, float] = {}
-    if options.sweep is not None or options.compare:
+    if compares:
+        x_ND = whole.features_ND[:]
         used = x_ND.any(axis=1)
-        plain, _ = cross_validated_regression(x_ND[used], y_N[used], num_classes, device=device_of(options))
+        plain, _ = cross_validated_regression(x_ND[used], whole.labels_N[used], num_classes, device=device_of(options))
         regression = plain.accuracy(data.x_test_ND, y_test_N)
         baselines = {**sweep.without_privacy(data, request), "regression": regression}
     if options.sweep is not None:
         folder = results_folder(output_of(options) or request.folder, data_is_public=options.results_are_public)
         plot = folder / "private-head-sweep.png"
-        sweep.plot(rows, baselines, "Private heads: accuracy without noise on the test data", plot)
+        sweep.plot(table, baselines, "Private heads: accuracy without noise on the test data", plot)
         notes.append(f"plot: {plot}")
     if baselines:
         details["without_privacy"] = baselines
         scalars |= {f"{name}/without_privacy/accuracy": value for name, value in baselines.items()}
-        rows += [{"method": f"{name}, without privacy", "accuracy": value} for name, value in baselines.items()]
+        table += [{"method": f"{name}, without privacy", "accuracy": value} for name, value in baselines.items()]
     released = [
         PrivateRelease(f"weights of a {head.method} head", str(head.ledger), head.epsilon, head.delta, request.covers)
         for head in heads
         if head.epsilon is not None
     ]
-    return Results("private-head", scalars, inputs.uses(), inputs.model, rows, details, released, notes=notes)
+    return Results("private-head", scalars, inputs.uses(), inputs.model, table, details, released, notes=notes)
 
 
 def _request(options: PrivateHeadOptions) -> "HeadRequest":
@@ -182,13 +196,32 @@ def _request(options: PrivateHeadOptions) -> "HeadRequest":
     )  # fmt: skip
 
 
-def private_rows(train: "Features", num_classes: int, *, centre: bool) -> "tuple[np.ndarray, np.ndarray]":
-    """Rows whose label is out of range become zero too, decided by each row alone."""
+def private_rows(train: "Features", num_classes: int, *, centre: bool) -> "Rows":
+    """Rows that are not usable, or whose label is out of range, become zero, decided by each row alone."""
     import numpy as np
 
+    from evaluation.private_head.rows import Rows
+
     keep_N = train.is_usable_N & (train.labels_N >= 0) & (train.labels_N < num_classes)
-    x_ND = np.where(keep_N[:, None], _centred(train.values_ND, centre=centre), 0.0)
-    return x_ND, np.where(keep_N, train.labels_N, 0)
+    return Rows.of(_Kept(train.values_ND, keep_N, centre), np.where(keep_N, train.labels_N, 0))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A `Matrix` of the features: a block is centred, and its other rows are zeroed, when it is read."""
+
+    values_ND: "np.ndarray"
+    keep_N: "np.ndarray"
+    centre: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values_ND.shape
+
+    def __getitem__(self, rows: slice) -> "np.ndarray":
+        import numpy as np
+
+        return np.where(self.keep_N[rows, None], _centred(self.values_ND[rows], centre=self.centre), 0.0)
 
 
 def _centred(x_ND: "np.ndarray", *, centre: bool) -> "np.ndarray":

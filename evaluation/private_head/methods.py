@@ -1,18 +1,37 @@
 """DP-LS, DP-Newton, DP-FC and one-step DP-GD: weights of a linear head, argmax_l w_l . x, from a few noised statistics.
 
-Shapes: N examples, D features, L classes, W weights (L, D). Each method first says which statistics it will ask for, with
-their sensitivities, so that the ledger has them before any is computed. Noise is independent for every class, every entry and
-every step (the released code of the paper adds one vector to all classes, which cancels in the argmax: no privacy at all).
+Shapes: N examples, B of them in a block, D features, L classes, K of them in a chunk, W weights (L, D). Each method first says
+which statistics it will ask for, with their sensitivities, so that the ledger has them before any is computed. Noise is
+independent for every class, every entry and every step (the released code of the paper adds one vector to all classes, which
+cancels in the argmax: no privacy at all).
+
+Nothing is held for all examples, and no array of shape (L, D, D): classes whose matrices take CHUNK_BYTES together are gone
+through at once, which means one pass over the examples for each such chunk.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 from scipy.special import expit
 
-from evaluation.private_head.budget import Budget, Statistic, clip_rows, summed
+from evaluation.private_head.budget import Budget, Piece, Statistic
+from evaluation.private_head.rows import Rows
+from privacy.errors import PrivacyConfigError
+
+CHUNK_BYTES = 1 << 27
+"""Second moments or Hessians of several classes that are held at once, in fp64. Speed and memory only."""
+LARGEST_WEIGHT = 1e100
+LONGEST_ROW = 1e150
+"""Where a method bounds gradients alone; the square of a longer row would overflow."""
+
+Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
+"""Far from where squares of it, or their inverses, leave the range of fp64: a deviation of zero would be no noise."""
+Steps = Annotated[int, Field(ge=1, le=1000)]
+
+method_options = dataclass(frozen=True, config=ConfigDict(strict=True))
 
 
 class HeadMethod(Protocol):
@@ -22,8 +41,12 @@ class HeadMethod(Protocol):
         """What `fit` will release, with sensitivities for one example there or zeroed out."""
         ...
 
-    def fit(self, features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int, budget: Budget) -> np.ndarray:
-        """(L, D) weights. Labels are ints below `num_classes`; a row of zeros contributes nothing."""
+    def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
+        """(L, D) weights, equal on all ranks. Labels are ints below `num_classes`; a row of zeros contributes nothing.
+
+        Raises:
+            PrivacyConfigError: steps that diverge, seen on released weights.
+        """
         ...
 
 
@@ -32,15 +55,34 @@ def accuracy(weights_LD: np.ndarray, features_ND: np.ndarray, labels_N: np.ndarr
     return float((np.argmax(features_ND @ weights_LD.T, axis=1) == labels_N).mean())
 
 
-def _sum_of_products(left_NK: np.ndarray, right_ND: np.ndarray) -> np.ndarray:
-    return summed(lambda rows: left_NK[rows].T @ right_ND[rows], len(right_ND))
+def _gram(x_BD: np.ndarray) -> np.ndarray:
+    """sum_b x_b x_b', exactly symmetric; numpy takes the product of half the work for a matrix and its own transpose."""
+    return np.asarray(x_BD.T @ x_BD)
+
+
+def _second_moment(rows: Rows, max_norm: float) -> np.ndarray:
+    return rows.sum(lambda x_BD, _: _gram(x_BD), max_norm, "second moment")
+
+
+def _chunks(num_classes: int, width: int) -> list[range]:
+    size = max(1, CHUNK_BYTES // (8 * width**2))
+    return [range(start, min(start + size, num_classes)) for start in range(0, num_classes, size)]
 
 
 def _solve(matrix_DD: np.ndarray, ridge: float, right_LD: np.ndarray) -> np.ndarray:
     return np.asarray(np.linalg.solve(matrix_DD + ridge * np.eye(len(matrix_DD)), right_LD.T).T)
 
 
-@dataclass(frozen=True)
+def _finite(weights_LD: np.ndarray) -> np.ndarray:
+    """The weights, unless later scores could overflow, which would make NaN of an example."""
+    if not np.abs(weights_LD).max() <= LARGEST_WEIGHT:
+        raise PrivacyConfigError(
+            "the head's weights grow without end: its steps diverge with these options; choose a larger ridge or a smaller lr"
+        )
+    return weights_LD
+
+
+@method_options
 class LeastSquares:
     """DP-LS: per class argmin_w sum_{y = l} (w.x - 1)^2 + alpha sum_all (w.x)^2 + ridge |w|^2.
 
@@ -52,9 +94,9 @@ class LeastSquares:
             pay for and one matrix to factorise.
     """
 
-    max_norm: float = 1.0
-    alpha: float = 1.0
-    ridge: float = 0.03
+    max_norm: Positive = 1.0
+    alpha: Positive = 1.0
+    ridge: Positive = 0.03
     class_moments: bool = False
 
     def statistics(self, num_classes: int) -> list[Statistic]:
@@ -63,31 +105,42 @@ class LeastSquares:
         extra = [Statistic("class_second_moments", c**2)] if self.class_moments else []
         return [Statistic("second_moment", c**2), Statistic("class_sums", c), *extra]
 
-    def fit(self, features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int, budget: Budget) -> np.ndarray:
-        x_ND = clip_rows(features_ND, self.max_norm)
-        by_class = [x_ND[labels_N == label] for label in range(num_classes)]
-        moment_DD = self.alpha * budget.release_symmetric("second_moment", _sum_of_products(x_ND, x_ND))
-        class_sums = [summed(lambda rows, x=x: x[rows].sum(axis=0), len(x)) for x in by_class]  # type: ignore[misc]
-        sums_LD = budget.release("class_sums", np.stack(class_sums))
-        ridge = self.ridge * len(x_ND) * self.max_norm**2
+    def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
+        def class_sums(x_BD: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
+            sums_LD = np.zeros((num_classes, rows.width))
+            np.add.at(sums_LD, labels_B, x_BD)
+            return sums_LD
+
+        moment_DD = self.alpha * budget.release_symmetric("second_moment", _second_moment(rows, self.max_norm))
+        sums_LD = budget.release("class_sums", rows.sum(class_sums, self.max_norm, "class sums"))
+        ridge = self.ridge * rows.num_examples * self.max_norm**2
         if not self.class_moments:
             return _solve(moment_DD, ridge, sums_LD)
-        moments_LDD = np.stack([_sum_of_products(x, x) for x in by_class])
-        moments_LDD = budget.release_symmetric("class_second_moments", moments_LDD) + moment_DD
-        return np.stack([_solve(m, ridge, b[None])[0] for m, b in zip(moments_LDD, sums_LD, strict=True)])
+        weights_LD, chunks = np.empty_like(sums_LD), _chunks(num_classes, rows.width)
+        for number, chunk in enumerate(chunks):
+
+            def moments(x_BD: np.ndarray, labels_B: np.ndarray, chunk: range = chunk) -> np.ndarray:
+                return np.stack([_gram(x_BD[labels_B == label]) for label in chunk])
+
+            what = f"second moments of classes {chunk.start} to {chunk.stop - 1} of {num_classes}"
+            moments_KDD = rows.sum(moments, self.max_norm, what)
+            moments_KDD = budget.release_symmetric("class_second_moments", moments_KDD, Piece(number, len(chunks)))
+            for label, own_DD in zip(chunk, moments_KDD, strict=True):
+                weights_LD[label] = _solve(own_DD + moment_DD, ridge, sums_LD[label, None])[0]
+        return weights_LD
 
 
-@dataclass(frozen=True)
+@method_options
 class Newton:
     """DP-Newton on the sum of one logistic loss per class, from zero weights.
 
     An example touches every class, hence the sqrt(L) in both sensitivities: |p - y| <= sqrt(L), p (1 - p) <= 1/4.
     """
 
-    max_norm: float = 1.0
-    num_steps: int = 1
-    lr: float = 1.0
-    ridge: float = 1e-3
+    max_norm: Positive = 1.0
+    num_steps: Steps = 1
+    lr: Positive = 1.0
+    ridge: Positive = 1e-3
 
     def statistics(self, num_classes: int) -> list[Statistic]:
         c, root = self.max_norm, num_classes**0.5
@@ -100,23 +153,40 @@ class Newton:
             )
         ]
 
-    def fit(self, features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int, budget: Budget) -> np.ndarray:
-        x_ND = clip_rows(features_ND, self.max_norm)
-        target_NL = np.eye(num_classes)[labels_N]
-        weights_LD = np.zeros((num_classes, x_ND.shape[1]))
-        ridge = self.ridge * len(x_ND) * self.max_norm**2
+    def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
+        weights_LD = np.zeros((num_classes, rows.width))
+        ridge = self.ridge * rows.num_examples * self.max_norm**2
+        chunks = _chunks(num_classes, rows.width)
         for step in range(self.num_steps):
-            p_NL = expit(x_ND @ weights_LD.T)  # a half for all at step 0, hence the smaller sensitivity there
-            residual_NL, curvature_NL = p_NL - target_NL, p_NL * (1 - p_NL)
-            gradient_LD = budget.release(f"gradient[{step}]", _sum_of_products(residual_NL, x_ND))
-            hessians = [_sum_of_products(curvature_NL[:, label, None] * x_ND, x_ND) for label in range(num_classes)]
-            hessian_LDD = budget.release_symmetric(f"hessians[{step}]", np.stack(hessians))
-            step_LD = [_solve(h, ridge, g[None])[0] for h, g in zip(hessian_LDD, gradient_LD, strict=True)]
-            weights_LD = weights_LD - self.lr * np.stack(step_LD)
+
+            def gradient(x_BD: np.ndarray, labels_B: np.ndarray, weights_LD: np.ndarray = weights_LD) -> np.ndarray:
+                residual_BL = expit(
+                    x_BD @ weights_LD.T
+                )  # a half for all at step 0, hence the smaller sensitivity there
+                residual_BL[np.arange(len(x_BD)), labels_B] -= 1
+                return np.asarray(residual_BL.T @ x_BD)
+
+            name, step_LD = f"step {step + 1} of {self.num_steps}", np.empty_like(weights_LD)
+            gradient_LD = budget.release(f"gradient[{step}]", rows.sum(gradient, self.max_norm, f"gradient, {name}"))
+            for number, chunk in enumerate(chunks):
+                chosen_KD = weights_LD[chunk.start : chunk.stop]
+
+                def hessians(x_BD: np.ndarray, _: np.ndarray, chosen_KD: np.ndarray = chosen_KD) -> np.ndarray:
+                    p_BK = expit(x_BD @ chosen_KD.T)
+                    root_BK = np.sqrt(p_BK * (1 - p_BK))
+                    return np.stack([_gram(root_B[:, None] * x_BD) for root_B in root_BK.T])
+
+                what = f"Hessians of classes {chunk.start} to {chunk.stop - 1} of {num_classes}, {name}"
+                hessians_KDD = budget.release_symmetric(
+                    f"hessians[{step}]", rows.sum(hessians, self.max_norm, what), Piece(number, len(chunks))
+                )
+                for label, hessian_DD in zip(chunk, hessians_KDD, strict=True):
+                    step_LD[label] = _solve(hessian_DD, ridge, gradient_LD[label, None])[0]
+            weights_LD = _finite(weights_LD - self.lr * step_LD)
         return weights_LD
 
 
-@dataclass(frozen=True)
+@method_options
 class FeatureCovariance:
     """DP-FC: clipped gradient steps on the softmax loss, preconditioned by one noised second moment of the features.
 
@@ -127,67 +197,92 @@ class FeatureCovariance:
         covariance_share: the second moment's share of the budget against that of all steps together.
     """
 
-    max_norm: float = 1.0
-    max_grad_norm: float = 1.0
-    num_steps: int = 10
-    lr: float = 1.0
-    ridge: float = 1e-2
-    covariance_share: float = 1.0
+    max_norm: Positive = 1.0
+    max_grad_norm: Positive = 1.0
+    num_steps: Steps = 10
+    lr: Positive = 1.0
+    ridge: Positive = 1e-2
+    covariance_share: Positive = 1.0
 
     def statistics(self, num_classes: int) -> list[Statistic]:
         share = self.num_steps**-0.5
         steps = [Statistic(f"gradient[{step}]", self.max_grad_norm, share) for step in range(self.num_steps)]
         return [Statistic("second_moment", self.max_norm**2, self.covariance_share), *steps]
 
-    def fit(self, features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int, budget: Budget) -> np.ndarray:
-        x_ND = clip_rows(features_ND, self.max_norm)
-        moment_DD = budget.release_symmetric("second_moment", _sum_of_products(x_ND, x_ND))
-        ridge = self.ridge * len(x_ND) * self.max_norm**2
-        weights_LD = np.zeros((num_classes, x_ND.shape[1]))
+    def residuals(self, scores_BL: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
+        """The loss's derivative by each score, (B, L)."""
+        return softmax_residuals(scores_BL, labels_B)
+
+    def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
+        moment_DD = budget.release_symmetric("second_moment", _second_moment(rows, self.max_norm))
+        ridge = self.ridge * rows.num_examples * self.max_norm**2
+        weights_LD = np.zeros((num_classes, rows.width))
         for step in range(self.num_steps):
-            gradient_LD = _clipped_gradient(weights_LD, x_ND, labels_N, self.max_grad_norm)
-            weights_LD = weights_LD - self.lr * _solve(
-                moment_DD, ridge, budget.release(f"gradient[{step}]", gradient_LD)
-            )
+
+            def gradient(x_BD: np.ndarray, labels_B: np.ndarray, weights_LD: np.ndarray = weights_LD) -> np.ndarray:
+                return _clipped(self.residuals(x_BD @ weights_LD.T, labels_B), x_BD, self.max_grad_norm)
+
+            gradient_LD = rows.sum(gradient, self.max_norm, f"gradient, step {step + 1} of {self.num_steps}")
+            gradient_LD = budget.release(f"gradient[{step}]", gradient_LD)
+            weights_LD = _finite(weights_LD - self.lr * _solve(moment_DD, ridge, gradient_LD))
         return weights_LD
 
 
-@dataclass(frozen=True)
+@method_options
+class BinaryFeatureCovariance(FeatureCovariance):
+    """DP-FC with the loss of its publication (Mehta et al. 2022, arXiv 2211.13403, and its code): one logistic loss per class.
+
+    The sum over classes is taken, where the code takes their mean: only the units of lr and of max_grad_norm differ.
+
+    Attributes:
+        bias: added to every score in training, not in prediction. -10 makes every class improbable at first, so that the
+            first gradients are those of an example's own class; 0 would have all other classes outweigh it.
+    """
+
+    bias: Annotated[float, Field(ge=-1000, le=1000)] = -10.0
+
+    def residuals(self, scores_BL: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
+        residual_BL = expit(scores_BL + self.bias)
+        residual_BL[np.arange(len(labels_B)), labels_B] -= 1
+        return np.asarray(residual_BL)
+
+
+@method_options
 class OneStep:
     """DP-GD: one full-batch gradient step from zero weights, which is a noised class mean (arXiv 2205.02973)."""
 
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive = 1.0
 
     def statistics(self, num_classes: int) -> list[Statistic]:
         return [Statistic("gradient", self.max_grad_norm)]
 
-    def fit(self, features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int, budget: Budget) -> np.ndarray:
-        x_ND = clip_rows(features_ND, np.inf)
-        weights_LD = np.zeros((num_classes, x_ND.shape[1]))
-        gradient_LD = _clipped_gradient(weights_LD, x_ND, labels_N, self.max_grad_norm)
-        return -budget.release("gradient", gradient_LD)
+    def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
+        def gradient(x_BD: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
+            return _clipped(softmax_residuals(np.zeros((len(x_BD), num_classes)), labels_B), x_BD, self.max_grad_norm)
+
+        return -budget.release("gradient", rows.sum(gradient, LONGEST_ROW, "gradient"))
 
 
-def _clipped_gradient(weights_LD: np.ndarray, x_ND: np.ndarray, labels_N: np.ndarray, bound: float) -> np.ndarray:
-    """sum_i clip(g_i), g_i = (softmax(W x_i) - y_i) (x) x_i, whose norm is the product of two lengths."""
+def softmax_residuals(scores_BL: np.ndarray, labels_B: np.ndarray) -> np.ndarray:
+    """softmax(scores) - y, (B, L)."""
+    p_BL = np.exp(scores_BL - scores_BL.max(axis=1, keepdims=True))
+    p_BL /= p_BL.sum(axis=1, keepdims=True)
+    p_BL[np.arange(len(labels_B)), labels_B] -= 1
+    return np.asarray(p_BL)
 
-    def of_rows(rows: slice) -> np.ndarray:
-        x, labels = x_ND[rows], labels_N[rows]
-        scores_NL = x @ weights_LD.T
-        p_NL = np.exp(scores_NL - scores_NL.max(axis=1, keepdims=True))
-        residual_NL = p_NL / p_NL.sum(axis=1, keepdims=True)
-        residual_NL[np.arange(len(x)), labels] -= 1
-        length_N = np.linalg.norm(residual_NL, axis=1) * np.linalg.norm(x, axis=1)
-        factor_N = np.minimum(1.0, bound / np.maximum(length_N, np.finfo(np.float64).tiny))
-        return np.asarray((residual_NL * factor_N[:, None]).T @ x)
 
-    return summed(of_rows, len(x_ND))
+def _clipped(residual_BL: np.ndarray, x_BD: np.ndarray, bound: float) -> np.ndarray:
+    """sum_b clip(g_b), (L, D), where g_b = residual_b (x) x_b has the product of two lengths as its norm."""
+    length_B = np.linalg.norm(residual_BL, axis=1) * np.linalg.norm(x_BD, axis=1)
+    factor_B = bound / np.maximum(length_B, bound)
+    return np.asarray((residual_BL * factor_B[:, None]).T @ x_BD)
 
 
 METHODS: Mapping[str, type[LeastSquares | Newton | FeatureCovariance | OneStep]] = {
     "dp-ls": LeastSquares,
     "dp-newton": Newton,
     "dp-fc": FeatureCovariance,
+    "dp-fc-bce": BinaryFeatureCovariance,
     "dp-gd": OneStep,
 }
 """The methods by the names that the command uses."""

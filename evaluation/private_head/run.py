@@ -1,19 +1,20 @@
 """One private head, from features to weights, with a ledger of its own: the plan is charged before any noise is drawn."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from safetensors.numpy import save_file
 
-from evaluation.private_head.budget import MAX_EXAMPLES, ROUNDING_SLACK, Budget
+from evaluation.private_head.budget import Budget
 from evaluation.private_head.methods import METHODS, HeadMethod
+from evaluation.private_head.rows import ROUNDING_SLACK, Rows, rounding
 from privacy import verify
 from privacy.card.composition import claim_of
 from privacy.errors import BudgetSpent, PrivacyConfigError
@@ -37,16 +38,17 @@ class HeadResult:
     delta: float
 
 
-def head_plan(num_examples: int, epsilon: float, delta: float | None) -> PrivacyPlan:
+def head_plan(num_examples: int, epsilon: float, delta: float | None, num_ranks: int = 1) -> PrivacyPlan:
     """One full-batch release: no sampling, so no amplification, and an exact epsilon.
 
     Raises:
         PrivacyConfigError: an epsilon or delta that cannot be met, or too many examples.
     """
-    if num_examples > MAX_EXAMPLES:
+    if rounding(num_examples, num_ranks) > ROUNDING_SLACK / 2:
+        ranks = f" over {num_ranks:,} ranks" if num_ranks > 1 else ""
         raise PrivacyConfigError(
-            f"a private head takes at most {MAX_EXAMPLES:,} examples, not {num_examples:,}: with more, rounding may move its "
-            "sums further than the accounting charges for; train it on fewer examples"
+            f"a private head cannot take {num_examples:,} examples{ranks}: rounding may move its sums further than the "
+            f"accounting charges for; train it on fewer (4,194,304 are possible on one rank)"
         )
     return make_plan(
         PlanRequest(
@@ -63,8 +65,7 @@ def head_plan(num_examples: int, epsilon: float, delta: float | None) -> Privacy
 
 
 def train_head(
-    features_ND: np.ndarray,
-    labels_N: np.ndarray,
+    rows: Rows,
     num_classes: int,
     method: str,
     *,
@@ -82,6 +83,7 @@ def train_head(
     The number of examples, the number of classes and the method's options count as public.
 
     Args:
+        rows: the examples of this rank. Where there are several, this is rank 0, and the others call `help_train`.
         covers: which examples the guarantee is about, and given what; for ledger, card and head.json.
         behind: the ledgers of private runs that made the encoder; their charges compose with the head's.
 
@@ -90,9 +92,8 @@ def train_head(
         BudgetSpent: an earlier attempt in this folder ended between the charge and the weights; it stays charged.
     """
     head = make_method(method, options or {})
-    _check(features_ND, labels_N, num_classes)
-    plan = head_plan(len(features_ND), epsilon, delta)
-    digest = hashlib.sha256(np.ascontiguousarray(features_ND).tobytes() + np.ascontiguousarray(labels_N).tobytes())
+    rows.require_labels_below(num_classes)
+    plan = head_plan(rows.num_examples, epsilon, delta, rows.num_ranks)
     private = output / "private"
     if shared is not None:
         require_apart({"the shared ledger": Path(shared.path)}, output)
@@ -103,7 +104,7 @@ def train_head(
         output / "ledger.jsonl",
         private / "sampling.key",
         plan,
-        data_manifest=digest.digest(),
+        data_manifest=rows.data_digest(),
         open_fields=facts,
         shared=shared,
     )
@@ -112,10 +113,10 @@ def train_head(
             raise PrivacyConfigError(f"{output} holds a finished head; choose another folder")
         if ledger.budget_spent(1) is not None:
             raise BudgetSpent(f"{output}: an earlier attempt was charged and gave no head; choose another folder")
-        budget = Budget(head.statistics(num_classes), 1 / plan.noise_multiplier, noise or SystemNoise())
+        budget = Budget(head.statistics(num_classes), 1 / plan.noise_multiplier, noise or SystemNoise(), rows.num_ranks)
         ledger.start_session({})
         ledger.intent(1, 0, budget.releases)
-        weights_LD = head.fit(features_ND, labels_N, num_classes, budget)
+        weights_LD = head.fit(rows, num_classes, budget)
         budget.require_spent()
         save_file({"weight": weights_LD}, output / "head.safetensors")
         ledger.done(1, 0)
@@ -136,24 +137,35 @@ def train_head(
 def make_method(method: str, options: dict[str, Any]) -> HeadMethod:
     """
     Raises:
-        PrivacyConfigError: unknown method or option; the line lists the choices.
+        PrivacyConfigError: unknown method or option; the line lists the choices. Or a value that an option cannot have.
     """
     if method not in METHODS:
         raise PrivacyConfigError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
-    known = METHODS[method].__dataclass_fields__
+    known = [field.name for field in fields(METHODS[method])]
     for name in options:
         if name not in known:
             raise PrivacyConfigError(f"{method} has no option {name!r}; choose among {', '.join(known)}")
-    return METHODS[method](**options)
+    try:
+        return METHODS[method](**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise PrivacyConfigError(
+            f"{method}: {first['loc'][0]} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        ) from error
 
 
-def without_noise(
-    features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int, method: str, options: dict[str, Any] | None = None
-) -> np.ndarray:
+def help_train(rows: Rows, num_classes: int, method: str, options: dict[str, Any] | None = None) -> None:
+    """What ranks other than 0 do while rank 0 is in `train_head` or `without_noise`: they sum their rows."""
+    head = make_method(method, options or {})
+    rows.require_labels_below(num_classes)
+    head.fit(rows, num_classes, Budget(head.statistics(num_classes), np.inf, None, rows.num_ranks))
+
+
+def without_noise(rows: Rows, num_classes: int, method: str, options: dict[str, Any] | None = None) -> np.ndarray:
     """The same estimator without privacy, for comparison; (L, D)."""
     head = make_method(method, options or {})
-    _check(features_ND, labels_N, num_classes)
-    return head.fit(features_ND, labels_N, num_classes, Budget(head.statistics(num_classes), np.inf, _NoNoise()))
+    rows.require_labels_below(num_classes)
+    return head.fit(rows, num_classes, Budget(head.statistics(num_classes), np.inf, _NoNoise(), rows.num_ranks))
 
 
 class _NoNoise:
@@ -162,14 +174,3 @@ class _NoNoise:
 
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> torch.Tensor:
         raise AssertionError("a budget without noise draws none")
-
-
-def _check(features_ND: np.ndarray, labels_N: np.ndarray, num_classes: int) -> None:
-    if features_ND.ndim != 2 or labels_N.shape != (len(features_ND),):
-        raise PrivacyConfigError(
-            f"features must be (N, D) and labels (N,), not {features_ND.shape} and {labels_N.shape}"
-        )
-    if not np.issubdtype(labels_N.dtype, np.integer):
-        raise PrivacyConfigError(f"labels must be integers, not {labels_N.dtype}")
-    if len(labels_N) and not 0 <= labels_N.min() <= labels_N.max() < num_classes:
-        raise PrivacyConfigError(f"labels must be between 0 and {num_classes - 1}")

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evaluation.private_head.methods import accuracy
-from evaluation.private_head.run import GIVEN_FEATURES, train_head, without_noise
+from evaluation.private_head.rows import Rows
+from evaluation.private_head.run import GIVEN_FEATURES, help_train, train_head, without_noise
 from privacy.card.composition import states_behind
 from privacy.card.numbers import claimed_epsilon
 from privacy.ledger.records import LedgerState, read_ledger
@@ -21,10 +22,9 @@ EPSILONS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class HeadData:
-    """Training and test features with labels; shapes as in `evaluation.private_head.methods`."""
+    """Training examples (those of this rank), and test features with labels; shapes as in `evaluation.private_head.methods`."""
 
-    x_ND: np.ndarray
-    y_N: np.ndarray
+    rows: Rows
     x_test_ND: np.ndarray
     y_test_N: np.ndarray
     num_classes: int
@@ -93,7 +93,7 @@ def train_heads(data: HeadData, request: HeadRequest) -> list[TrainedHead]:
                 folder = request.folder / f"{method}-epsilon-{epsilon:g}-{repeat}"
                 shared = None if request.shared is None else SharedTerms(request.shared, folder.name)
                 head = train_head(
-                    data.x_ND, data.y_N, data.num_classes, method, epsilon=epsilon, delta=request.delta, output=folder,
+                    data.rows, data.num_classes, method, epsilon=epsilon, delta=request.delta, output=folder,
                     options=request.options.get(method), shared=shared, covers=request.covers, behind=request.behind,
                 )  # fmt: skip
                 score = accuracy(head.weights_LD, data.x_test_ND, data.y_test_N)
@@ -102,11 +102,20 @@ def train_heads(data: HeadData, request: HeadRequest) -> list[TrainedHead]:
     return heads
 
 
+def help_train_heads(rows: Rows, num_classes: int, request: HeadRequest, *, compares: bool) -> None:
+    """What ranks other than 0 do while rank 0 is in `train_heads`, and in `without_privacy` after it."""
+    for method in request.methods:
+        for _ in range(len(request.epsilons) * request.repeats):
+            help_train(rows, num_classes, method, request.options.get(method))
+    for method in request.methods if compares else ():
+        help_train(rows, num_classes, method, request.options.get(method))
+
+
 def without_privacy(data: HeadData, request: HeadRequest) -> dict[str, float]:
     """Test accuracy of each method's estimator without noise; nothing about it is private."""
     accuracies = {}
     for method in request.methods:
-        weights_LD = without_noise(data.x_ND, data.y_N, data.num_classes, method, request.options.get(method))
+        weights_LD = without_noise(data.rows, data.num_classes, method, request.options.get(method))
         accuracies[method] = accuracy(weights_LD, data.x_test_ND, data.y_test_N)
     return accuracies
 

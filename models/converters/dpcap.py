@@ -71,8 +71,8 @@ def from_dpcap(
     Args:
         state: tensors by name, what the file holds under `model`.
         what: the file, for errors.
-        unstated: heads, the decoder's activation, and the epsilon of the encoder's norms (the decoder's is 1e-5 in all of the
-            release). A captioner with the shapes and biases of one of DP-Cap's sizes has that one's.
+        unstated: heads, the activations of both parts, and the epsilon of the encoder's norms (the decoder's is 1e-5 in all of
+            the release). A captioner with the shapes and biases of one of DP-Cap's sizes has that one's.
 
     Returns:
         The parameters by our names ("encoder.class_token", ...), in fp32. Token ids are those of BERT's vocabulary, which the
@@ -134,9 +134,11 @@ def _config(state: Mapping[str, Tensor], what: str, unstated: Unstated) -> Capti
             decoder_heads=size.decoder.num_heads,
             decoder_activation=size.decoder.activation,
             norm_eps=size.encoder.norm_eps,
+            activation="gelu",
         )
     )
-    decided = unstated.decided(("num_heads", "decoder_heads", "decoder_activation", "norm_eps"), known, what)
+    asked = ("num_heads", "decoder_heads", "decoder_activation", "norm_eps", "activation")
+    decided = unstated.decided(asked, known, what)
     encoder = VitConfig(**image, num_heads=decided["num_heads"], norm_eps=decided["norm_eps"])
     # The tables of image and text have one kind: learned, unless both are the fixed ones. `rename` reports a wrong shape.
     position: PositionKind = "learned"

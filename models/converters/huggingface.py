@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -28,6 +28,8 @@ from models.image_encoder import EncoderConfig
 from models.mae_config import MaskedAutoencoderConfig, PixelDecoderConfig
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
+
+Told = TypeVar("Told", bool, float, str)
 
 CONFIG, WEIGHTS, PROCESSOR = "config.json", "model.safetensors", "preprocessor_config.json"
 _INDEX = "model.safetensors.index.json"
@@ -183,14 +185,14 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
         depth=_number(stated, "decoder_num_hidden_layers", what),
         num_heads=_number(stated, "decoder_num_attention_heads", what),
         mlp_ratio=mlp_ratio(_number(stated, "decoder_intermediate_size", what), width),
-        norm_eps=float(stated.get("layer_norm_eps", 1e-12)),
+        norm_eps=encoder.norm_eps,
         position=position_kind(state, "decoder.decoder_pos_embed", encoder.grid_size, width, what),
     )
     config = MaskedAutoencoderConfig(
         encoder=encoder,
         decoder=decoder,
-        mask_ratio=float(stated.get("mask_ratio", 0.75)),
-        normalise_pixels=bool(stated.get("norm_pix_loss", False)),
+        mask_ratio=_told(stated, "mask_ratio", float, what),
+        normalise_pixels=_told(stated, "norm_pix_loss", bool, what),
     )
     return config, parameters_from(state, config, autoencoder_renamings(config), what)
 
@@ -210,7 +212,7 @@ def _read_state(folder: Path) -> dict[str, Tensor]:
 
 
 def _from_vit_config(stated: Mapping[str, Any], state: Mapping[str, Tensor], what: str) -> VitConfig:
-    act = stated.get("hidden_act", "gelu")
+    act = _told(stated, "hidden_act", str, what)
     if act != "gelu":
         raise WeightsError(f"{what}: hidden_act {act!r} differs from ours, gelu")
     width, patch = _number(stated, "hidden_size", what), _number(stated, "patch_size", what)
@@ -227,8 +229,19 @@ def _from_vit_config(stated: Mapping[str, Any], state: Mapping[str, Tensor], wha
         mlp_ratio=mlp_ratio(_number(stated, "intermediate_size", what), width),
         position=position_kind(state, "embeddings.position_embeddings", image_size // patch, width, what),
         qkv_bias=bool(stated.get("qkv_bias", True)),
-        norm_eps=float(stated.get("layer_norm_eps", 1e-12)),
+        norm_eps=_told(stated, "layer_norm_eps", float, what),
     )
+
+
+def _told(stated: Mapping[str, Any], name: str, kind: type[Told], what: str) -> Told:
+    """What no tensor tells. transformers always writes it; its defaults are no fact about weights that lack it."""
+    value = stated.get(name)
+    if not isinstance(value, kind):
+        raise WeightsError(
+            f"{what}: {CONFIG} states {name} = {value!r}, but a {kind.__name__} is needed, which no tensor tells: add it as in "
+            "the code that trained the model"
+        )
+    return value
 
 
 def _number(stated: Mapping[str, Any], name: str, what: str) -> int:

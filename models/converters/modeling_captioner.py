@@ -49,7 +49,7 @@ class ExportedCaptioner(PreTrainedModel):
         self.captioner, self._search = captioner, search
 
     @classmethod
-    def from_pretrained(cls, name: Any, *_: Any, config: Any = None, **options: Any) -> "ExportedCaptioner":  # type: ignore[override]
+    def from_pretrained(cls, name: Any, *_: Any, config: Any = None, **options: Any) -> "ExportedCaptioner":
         """Loads a folder, or a repository of the hub; in evaluation mode, fp32.
 
         Args:

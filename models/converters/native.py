@@ -4,6 +4,7 @@
 >>> loss_B = model(images_BCHW, tokens_BL, token_mask_BL)
 """
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -56,13 +57,19 @@ def config_from_facts(facts: Mapping[str, Any], what: str) -> AnyConfig:
     """The configuration from `model_facts`.
 
     Raises:
-        WeightsError: an unknown kind or field.
+        WeightsError: an unknown kind or field, or one that is not stated: defaults say nothing about weights.
         ModelConfigError: values that do not fit together.
     """
     kind = str(facts.get("kind"))
     if kind not in _KINDS:
         raise WeightsError(f"{what}: unknown kind of model {kind!r}; known are {', '.join(_KINDS)}")
     config_class, _, parts = _KINDS[kind]
+    wanted = {"": config_class, **parts}
+    for part, part_class in wanted.items():
+        own = facts.get(part) if part else facts
+        missing = sorted({field.name for field in dataclasses.fields(part_class)} - set(own or ()))
+        if missing and own is not None:
+            raise WeightsError(f"{what} does not state {part + ': ' if part else ''}{', '.join(missing)} of its model")
     fields = {name: value for name, value in facts.items() if name not in ("kind", "size")}
     try:
         built: AnyConfig = config_class(**{n: parts[n](**v) if n in parts else v for n, v in fields.items()})

@@ -63,8 +63,9 @@ def from_vip(
 
     Args:
         what: the file, for errors.
-        unstated: heads, the epsilon of all norms, and whether normalised pixels are predicted. A whole masked autoencoder of
-            the shapes of one of ViP's sizes has that one's; an encoder alone may come from any project under timm's names.
+        unstated: heads, the epsilon of all norms, the activation of all MLPs, and whether normalised pixels are predicted. A
+            whole masked autoencoder of the shapes of one of ViP's sizes has that one's; an encoder alone may come from any
+            project under timm's names.
 
     Returns:
         The parameters by our names ("encoder.class_token", ...), in fp32.
@@ -74,7 +75,8 @@ def from_vip(
     """
     shape = encoder_shape(state, what)
     if not any(name.startswith(_DECODER_PREFIXES) for name in state):
-        encoder = VitConfig(**shape, qkv_bias=True, **unstated.decided(("num_heads", "norm_eps"), None, what))
+        told = unstated.decided(("num_heads", "norm_eps", "activation"), None, what)
+        encoder = VitConfig(**shape, qkv_bias=True, num_heads=told["num_heads"], norm_eps=told["norm_eps"])
         alone = EncoderConfig(encoder=encoder)
         return alone, parameters_from(state, alone, encoder_renamings(encoder), what)
     width, _ = shape_of(state, "decoder_embed.weight", 2, what)
@@ -93,9 +95,11 @@ def from_vip(
             decoder_heads=size.decoder.num_heads,
             norm_eps=size.encoder.norm_eps,
             normalise_pixels=size.normalise_pixels,
+            activation="gelu",
         )
     )
-    decided = unstated.decided(("num_heads", "decoder_heads", "norm_eps", "normalise_pixels"), known, what)
+    asked = ("num_heads", "decoder_heads", "norm_eps", "normalise_pixels", "activation")
+    decided = unstated.decided(asked, known, what)
     encoder = VitConfig(**shape, qkv_bias=True, num_heads=decided["num_heads"], norm_eps=decided["norm_eps"])
     decoder = PixelDecoderConfig(
         **pixels,

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.config import Activation
+from models.config import Activation, ForeignActivation
 
 _MOST_NAMES = 16
 
@@ -34,6 +34,7 @@ class Unstated(NamedTuple):
     decoder_activation: Activation | None = None
     norm_eps: float | None = None
     normalise_pixels: bool | None = None
+    activation: ForeignActivation | None = None
 
     def decided(self, asked: Iterable[str], published: "Unstated | None", what: str) -> dict[str, Any]:
         """The values of `asked`: as stated, or else as in the published model that has exactly these shapes and biases.
@@ -43,7 +44,8 @@ class Unstated(NamedTuple):
             what: the file, for errors.
 
         Raises:
-            WeightsError: one of them is neither stated nor published, or another is stated, which nothing would use.
+            WeightsError: one of them is neither stated nor published, or another is stated, which nothing would use; or the
+                activation is none that our vision transformers have.
         """
         asked, stated = list(asked), {name: value for name, value in self._asdict().items() if value is not None}
         idle = sorted(stated.keys() - set(asked))
@@ -55,6 +57,11 @@ class Unstated(NamedTuple):
             raise WeightsError(
                 f"{what}: no tensor tells {', '.join(missing)}, and its shapes and biases are those of no published model: "
                 "state them as in the code that trained it (docs/models.md)"
+            )
+        if "activation" in asked and values["activation"] != "gelu":
+            raise WeightsError(
+                f"{what}: a vision transformer with --activation {values['activation']} cannot be imported: ours have the exact "
+                "gelu, which computes other features from these weights"
             )
         return {name: values[name] for name in asked}
 

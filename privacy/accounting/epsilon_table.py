@@ -47,12 +47,15 @@ class EpsilonTable:
         max_intents: int,
         num_steps: int | None = None,
         cache: Path | None = None,
+        bands: int = 1,
     ) -> None:
         """Args:
         group: one release of the schedule; its count is ignored.
         cache: file to take the values from, or to write them to; a file of another schedule is replaced.
+        bands: number of groups of examples that take turns; the group with most of k intents has ceil(k / bands).
         """
-        self._group, self._delta = group.times(1), delta
+        self._group, self._delta, self._bands = group.times(1), delta, bands
+        max_intents, num_steps = self._turns(max_intents), None if num_steps is None else self._turns(num_steps)
         self._fine = {max_intents, max_intents if num_steps is None else num_steps}
         # All counts up to 64; beyond that 64 equal strides and the powers of two, so that the start is fine too.
         even = {math.ceil(max_intents * point / _TABLE_POINTS) for point in range(1, _TABLE_POINTS + 1)}
@@ -63,7 +66,7 @@ class EpsilonTable:
             self._values = known
             return
         coarse = _composer(self._group, self._delta)
-        values = [self.exact(count) if count in self._fine else coarse(count) for count in self._counts]
+        values = [self.exact(count * bands) if count in self._fine else coarse(count) for count in self._counts]
         # Epsilon grows with k, so a later (finer) bound that is smaller also holds for every earlier k.
         self._values = list(itertools.accumulate(reversed(values), min))[::-1]
         if cache is not None:
@@ -80,17 +83,21 @@ class EpsilonTable:
         """Upper bound on the epsilon of the first `num_charged` intents; exact but slow beyond `max_intents`."""
         if num_charged <= 0:
             return 0.0
-        index = bisect_left(self._counts, num_charged)
+        index = bisect_left(self._counts, self._turns(num_charged))
         return self._values[index] if index < len(self._values) else self.exact(num_charged)
 
     def count_for(self, num_charged: int) -> int:
         """The count whose epsilon stands for that of `num_charged` intents: the next one that the table has."""
-        index = bisect_left(self._counts, num_charged)
-        return self._counts[index] if num_charged > 0 and index < len(self._counts) else num_charged
+        index = bisect_left(self._counts, self._turns(num_charged))
+        return self._counts[index] * self._bands if num_charged > 0 and index < len(self._counts) else num_charged
+
+    def _turns(self, num_charged: int) -> int:
+        """How many of these intents the group of examples with most of them has."""
+        return -(-num_charged // self._bands)
 
     def exact(self, num_charged: int) -> float:
         """The fine PLD value for this very count: the number for reports (seconds at a million-example batch)."""
-        return epsilon([self._group.times(num_charged)], self._delta)
+        return epsilon([self._group.times(self._turns(num_charged))], self._delta)
 
     def _identity(self) -> dict[str, object]:
         """Everything that the values depend on."""

@@ -88,7 +88,8 @@ def attack_checks(record: SandboxRecord) -> list[Check]:
     owned = np.flatnonzero(~record.quiet)
     ids, first, counts = np.unique(record.canary_D[owned], return_index=True, return_counts=True)
     keep = (counts == 1) & ~record.hostile_N[ids]
-    ids, x_TN = ids[keep], record.noisy[:, owned[first[keep]]] / plan.canary_norm
+    ids = ids[keep]
+    x_TN = record.turns(owned[first[keep]], ids) / plan.canary_norm
     present = record.present_N[ids]
     expected = ExpectedAttack.simulate(len(x_TN), plan.sample_rate, sigma)
     scores = likelihood_ratio_scores(x_TN, plan.sample_rate, sigma)
@@ -96,7 +97,7 @@ def attack_checks(record: SandboxRecord) -> list[Check]:
         _rates(scores, present, expected),
         _signal(record, x_TN[:, present], inside=True),
         _signal(record, x_TN[:, ~present], inside=False),
-        _bounds(record, scores, present, expected),
+        _bounds(record, scores, present, expected, len(x_TN)),
     ]
 
 
@@ -140,7 +141,9 @@ def _signal(record: SandboxRecord, x: Floats, *, inside: bool) -> Check:
     )
 
 
-def _bounds(record: SandboxRecord, scores: Floats, present: NDArray[np.bool_], expected: ExpectedAttack) -> Check:
+def _bounds(
+    record: SandboxRecord, scores: Floats, present: NDArray[np.bool_], expected: ExpectedAttack, turns: int
+) -> Check:
     """Lower bounds on the sandbox's epsilon: inside what a correct mechanism shows, and below its true epsilon."""
     plan, delta = record.plan, record.plan.target_delta
     guesses = one_run.Guesses.from_scores(scores, present, expected.low, expected.high)
@@ -154,7 +157,7 @@ def _bounds(record: SandboxRecord, scores: Floats, present: NDArray[np.bool_], e
     )
     bound = one_run.epsilon_one_run(guesses, delta, CONFIDENCE)
     sigma = _relative_noise(record) / (1 + plan.sensitivity_slack)
-    true = epsilon_rdp([ReleaseGroup(plan.sample_rate, sigma, len(record.noisy))], delta)
+    true = epsilon_rdp([ReleaseGroup(plan.sample_rate, sigma, turns)], delta)
     refuted = one_run.epsilon_one_run(guesses, delta, 1 - CHECK_ALPHA) > true
     # Half a guess of continuity: the count is whole.
     z = max(0.0, abs(guesses.correct - mean) - 0.5) / sd

@@ -5,6 +5,7 @@ Read here without the ledger's own reader, so that a mistake in it shows as a di
 
 import json
 import math
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,13 +29,13 @@ def read_lines(data: bytes) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def made_attempts(events: SandboxEvents, first_of_second_session: int) -> list[Attempt]:
+def made_attempts(events: SandboxEvents, session_starts: Sequence[int]) -> list[Attempt]:
     """The attempts that the sandbox made, counted by what it did and not by what its ledger says."""
     nonces = [bytes.fromhex(record["nonce"]) for _, record in read_lines(events.ledger) if record["type"] == "session"]
     before: Counter[int] = Counter()
     made = []
     for index, step in enumerate(events.steps):
-        made.append(Attempt(nonces[int(index >= first_of_second_session)], step, before[step]))
+        made.append(Attempt(nonces[bisect_right(session_starts, index) - 1], step, before[step], index))
         before[step] += 1
     return made
 

@@ -336,17 +336,21 @@ def recompute_epsilon(plan: Mapping[str, Any], count: int) -> float:
     """
     if count == 0:
         return 0.0
+    # Where groups of examples take turns, the group with most of them counts, and its size.
+    bands = plan.get("correlated", {"bands": 1})["bands"]
     rate, sigma = int(plan["sampling_threshold"]) / 2**64, plan["noise_multiplier"] / (1 + plan["sensitivity_slack"])
     if plan["cap"] is None:
         one = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
     else:
-        one = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(plan["num_examples"], rate, plan["cap"], sigma)
-    intents = plan["num_steps"] + plan["reserved_attempts"]
+        one = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(
+            math.ceil(plan["num_examples"] / bands), rate, plan["cap"], sigma
+        )
+    turns = math.ceil((plan["num_steps"] + plan["reserved_attempts"]) / bands)
     # The sampler of certified arithmetic is exact: no tail is cut off.
     is_exact = plan["arithmetic"] == "certified"
-    tail = 0.0 if is_exact else noise_tail_delta(plan["noise_source"], sigma, rate * intents)
+    tail = 0.0 if is_exact else noise_tail_delta(plan["noise_source"], sigma, rate * turns, rows=bands)
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
-    accountant.compose(dp_accounting.SelfComposedDpEvent(one, count))
+    accountant.compose(dp_accounting.SelfComposedDpEvent(one, math.ceil(count / bands)))
     return float(accountant.get_epsilon(plan["target_delta"] - tail))
 
 

@@ -17,7 +17,7 @@ from privacy.audit.charges import charge_checks, made_attempts
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
 from privacy.audit.sandbox_record import SandboxRecord
 from privacy.audit.schedule import joint_checks
-from privacy.audit.second_sampler import SecondSampler
+from privacy.audit.second_sampler import SecondSampler, places_in_group
 
 
 def audit_mechanism(record: SandboxRecord) -> AuditReport:
@@ -91,13 +91,14 @@ def sensitivity_checks(record: SandboxRecord) -> list[Check]:
 def dealt_checks(record: SandboxRecord) -> list[Check]:
     """Who reached the model on each rank, in which order and with which keys, is what a second sampler says."""
     plan, events = record.plan, record.events
-    second = SecondSampler(events.secret, plan.num_examples, plan.expected_batch_size, plan.cap)
-    other_members, other_keys = [], 0
-    for attempt, seen, keys in zip(made_attempts(events, record.retried[1]), record.seen, record.keys, strict=True):
+    second = SecondSampler(events.secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands)
+    other_members, other_keys, out_of_turn = [], 0, 0
+    for attempt, seen, keys in zip(made_attempts(events, record.session_starts), record.seen, record.keys, strict=True):
         dealt = [
             ids[np.argsort(rows)]
             for ids, rows in second.deal(attempt, second.members(attempt)[1], plan.rows_per_rank, record.world_size)
         ]
+        out_of_turn += sum(int((ids % plan.bands != attempt.before % plan.bands).sum()) for ids in seen)
         if not all(map(np.array_equal, dealt, seen)):
             other_members.append(attempt.step)
         other_keys += sum(
@@ -109,7 +110,9 @@ def dealt_checks(record: SandboxRecord) -> list[Check]:
         f"independent derivation, or in another order{where}"
     )
     keys_sentence = f"{other_keys} examples came with another key than that of their identity, step and attempt"
+    turns_sentence = f"{out_of_turn} examples reached the model whose group was not the one whose turn it was"
     return [
+        fact("group_turns", out_of_turn == 0, turns_sentence, statistic=out_of_turn, threshold=0),
         fact("dealt_members", not other_members, dealt_sentence, statistic=len(other_members), threshold=0),
         fact("example_keys", other_keys == 0, keys_sentence, statistic=other_keys, threshold=0),
     ]
@@ -117,22 +120,24 @@ def dealt_checks(record: SandboxRecord) -> list[Check]:
 
 def sampling_checks(record: SandboxRecord) -> list[Check]:
     """Inclusion frequency against q, and independence of attempts."""
-    n, q = record.plan.num_examples, record.plan.sample_rate
-    counts = np.array([len(ids) for ids in record.members])
+    bands, q = record.plan.bands, record.plan.sample_rate
+    n = record.plan.num_examples // bands
+    members = [places_in_group(ids, record.plan.num_examples, bands) for ids in record.members]
+    counts = np.array([len(ids) for ids in members])
     total, mean = counts.sum(), float(counts.mean() / n)
     frequency = f"{total} inclusions in {len(counts)} attempts, {n * len(counts) * q:.0f} expected at q = {q:.4g}"
     sizes = f"batch sizes between {counts.min()} and {counts.max()} of {n}"
     ratio, spread_p = st.size_spread_p(counts, n, q, record.plan.cap)
     varied = f"sizes of batches vary {ratio:.3f} times as much as Binomial(n, q) does"
-    times = st.binomial_counts_p(np.bincount(np.concatenate(record.members), minlength=n), len(counts), q)
+    times = st.binomial_counts_p(np.bincount(np.concatenate(members), minlength=n), len(counts), q)
     spread = "how often each canary was chosen is spread as Binomial(attempts, q)"
-    chosen = np.zeros((len(record.members), n), dtype=np.int64)  # the cap is eight standard deviations away
-    for step, ids in enumerate(record.members):
+    chosen = np.zeros((len(members), n), dtype=np.int64)  # the cap is eight standard deviations away
+    for step, ids in enumerate(members):
         chosen[step, ids] = 1
     i, j = np.triu_indices(len(chosen), 1)
     overlaps = st.bonferroni(st.overlap_p((chosen @ chosen.T)[i, j], n, counts[i], counts[j]))
     independent = "members of any two attempts overlap as independent samples do"
-    first, second = (record.members[index] for index in record.retried)
+    first, second = (members[index] for index in record.retried)
     common = len(np.intersect1d(first, second))
     retry = f"a step and its retry share {common} members, {len(first) * len(second) / n:.0f} expected"
     retry_p = float(st.overlap_p(common, n, len(first), len(second)))
@@ -141,7 +146,7 @@ def sampling_checks(record: SandboxRecord) -> list[Check]:
         random_check("inclusion_per_step", st.bonferroni(st.binomial_p(counts, n, q)), sizes),
         random_check("batch_size_spread", spread_p, varied, statistic=ratio),
         random_check("inclusion_per_example", times, spread),
-        *joint_checks(record.members, chosen.astype(bool), n, q),
+        *joint_checks(members, chosen.astype(bool), n, q),
         random_check("step_overlap", overlaps, independent),
         random_check("retry_overlap", retry_p, retry, statistic=common),
     ]
@@ -230,7 +235,8 @@ def source_checks(record: SandboxRecord) -> list[Check]:
     if not asked_well:
         return checks
     difference = float(np.abs(record.noise - draws[:, record.quiet]).max())
-    tolerance = 4 * record.resolution / record.plan.noise_std + 1e-6
+    # C mixes b rows, and their rounding with them.
+    tolerance = 4 * sum(record.plan.coefficients) * record.resolution / record.plan.noise_std + 1e-6
     reach = f"released noise differs from sigma C times the numbers drawn by at most {difference:.2g} sigma C"
     # The numbers of silent steps did not reach the weights, but they must not come again either.
     duplicates, disguised = st.count_duplicates(np.abs(record.draws)), st.single_precision_fraction(draws)
@@ -243,9 +249,12 @@ def source_checks(record: SandboxRecord) -> list[Check]:
     )
     single = f"{disguised:.2g} of the numbers have no more than single precision, whose normals end at 5.77 sigma"
     # Where there is no gradient the optimizer gets noise alone: sigma C times the draw, where single precision errs by 6e-8.
-    noise = draws[:, record.quiet] * record.plan.noise_std / record.plan.expected_batch_size
-    handed = record.handed[record.silent_steps :, record.quiet]
-    rounded = float((np.abs(handed - noise) / np.maximum(np.abs(noise), 1e-300)).max())
+    scale = record.plan.noise_std / record.plan.expected_batch_size
+    noise = draws[:, record.quiet] * scale
+    handed = record.fresh(record.handed[record.silent_steps :, record.quiet])
+    # Where past noise cancels in what is left, its own rounding does not.
+    least = 1e-300 if record.plan.bands == 1 else 1e-3 * scale
+    rounded = float((np.abs(handed - noise) / np.maximum(np.abs(noise), least)).max())
     double = f"what the optimizer gets differs from noise added in double precision by {rounded:.2g} of itself"
     return [
         *checks,

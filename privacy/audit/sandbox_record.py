@@ -4,6 +4,7 @@ Shapes: T noisy steps, S silent steps (the same code with a noise source that re
 parameters, N examples, every one of them a canary.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,6 +24,7 @@ class SandboxPlan:
         smallest_norm: the least that any honest canary contributes.
         draw_spacing: distance of neighbouring values of noise in standard deviations: of integers, in certified arithmetic; 0
             for doubles.
+        coefficients: c of correlated noise; 1 alone where the noise of steps is independent.
     """
 
     noise_multiplier: float
@@ -37,6 +39,12 @@ class SandboxPlan:
     canary_norm: float
     smallest_norm: float
     draw_spacing: float = 0.0
+    coefficients: tuple[float, ...] = (1.0,)
+
+    @property
+    def bands(self) -> int:
+        """b, the number of groups of examples that take turns, and of steps that share noise."""
+        return len(self.coefficients)
 
     @property
     def noise_std(self) -> float:
@@ -101,6 +109,7 @@ class SandboxRecord:
         replica_digests: per step, each rank's digest of its whole replica; None where no rank holds one.
         silent_steps: S.
         retried: (first, second) indices of two attempts at the same step.
+        session_starts: index of the first attempt of each session.
         counts: under adaptive clipping.
     """
 
@@ -121,6 +130,7 @@ class SandboxRecord:
     hostile_N: NDArray[np.bool_]
     silent_steps: int
     retried: tuple[int, int]
+    session_starts: tuple[int, ...]
     replica_digests: tuple[tuple[str, ...], ...] | None = None
     facts: dict[str, str | int | float] = field(default_factory=dict)
     counts: SandboxCounts | None = None
@@ -149,10 +159,42 @@ class SandboxRecord:
         quiet: NDArray[np.bool_] = self.canary_D == NO_CANARY
         return quiet
 
+    @property
+    def segments(self) -> list[slice]:
+        """The noisy rows of each session that has some; before them all noise was silent or of another session."""
+        starts = [max(start - self.silent_steps, 0) for start in self.session_starts[1:]]
+        return [slice(start, stop) for start, stop in itertools.pairwise([*starts, len(self.noisy)])]
+
     @cached_property
     def noise(self) -> Floats:
-        """(T, quiet coordinates) standardised by what the run states: N(0, 1) if it is true."""
-        return self.noisy[:, self.quiet] / self.plan.noise_std
+        """(T, quiet coordinates) fresh noise, standardised by what the run states: N(0, 1) if it is true."""
+        return self.fresh(self.noisy[:, self.quiet]) / self.plan.noise_std
+
+    def fresh(self, rows_TD: Floats) -> Floats:
+        """C times noisy rows, segment by segment: row t is sum_k c_k row_{t-k}, the fresh noise where rows are noise alone."""
+        total = np.zeros_like(rows_TD)
+        for segment in self.segments:
+            rows = rows_TD[segment]
+            for k, c in enumerate(self.plan.coefficients[: len(rows)]):
+                total[segment][k:] += c * rows[: len(rows) - k]
+        return total
+
+    def turns(self, columns: NDArray[np.int64], examples: NDArray[np.int64]) -> Floats:
+        """(turns, len(columns)): each example's noised contribution in its own turns, in a coordinate that it alone has.
+
+        An example's contribution to row t is in rows t, ..., t + b - 1 of C Y as c_0, ..., c_{b-1} times it, with fresh noise in
+        each; the best estimate weighs them by c, and its noise has the standard deviation of fresh noise over the norm of c.
+        Turns that a segment's end cuts off are left out, and so are those that not every group has.
+        """
+        c, b = np.array(self.plan.coefficients), self.plan.bands
+        rows, found = self.fresh(self.noisy[:, columns]), [np.zeros((0, len(columns)))]
+        for segment in self.segments:
+            number = max(0, segment.stop - segment.start - b + 1) // b
+            # The first row of an example's group in the segment.
+            first = segment.start + (examples - self.silent_steps - segment.start) % b
+            at = first + b * np.arange(number)[:, None]
+            found.append(sum((c[k] * rows[at + k, np.arange(len(columns))] for k in range(b)), np.float64(0)) / (c @ c))
+        return np.concatenate(found)
 
     @cached_property
     def realised(self) -> Floats:

@@ -9,7 +9,7 @@ Inside the trust boundary only: who was in which batch is what amplification by 
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from scipy import sparse
 from privacy.audit import statistics as st
 from privacy.audit.members import MembersRecord
 from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
-from privacy.audit.second_sampler import Attempt, SecondSampler, count_attempts
+from privacy.audit.second_sampler import Attempt, SecondSampler, count_attempts, places_in_group
 from privacy.plan import PrivacyPlan
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import Ids, slice_bounds
@@ -59,10 +59,14 @@ def audit_schedule(
     """
     if not attempts:
         return AuditReport.of("schedule", [undecided("attempts", "nothing was charged yet")])
-    sampler, second = plan.sampler, SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap)
+    sampler, second = (
+        plan.sampler,
+        SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap, plan.bands),
+    )
     drawn = []
     for attempt in _pick(attempts, max(2, max_coins // plan.num_examples)):
-        decided = sampler.decide(sampler.coin_key(key, attempt.nonce, attempt.attempt), attempt.step)
+        turn = sampler.of_attempt(attempt.before)
+        decided = turn.decide(turn.coin_key(key, attempt.nonce, attempt.attempt), attempt.step)
         members, again, differing = sampler.merge([decided]), None, 0
         if plan.sampling == "poisson":
             chosen, again = second.members(attempt)
@@ -78,15 +82,25 @@ def audit_schedule(
         numbers = (
             f"{misnumbered} of {len(attempts)} attempts have another number than that of earlier charges of their step"
         )
+        # As chance: where members stand in their group, which is the member itself where there is one group.
+        n, bands = plan.num_examples // plan.bands, plan.bands
+        placed = [
+            replace(
+                item,
+                chosen=places_in_group(item.chosen, plan.num_examples, bands),
+                members=places_in_group(item.members, plan.num_examples, bands),
+            )
+            for item in drawn
+        ]
         differing = sum(item.differing for item in drawn)
         coins = f"{differing} examples are members by one of two independent derivations of coins and cap, and not by the other"
         checks = [
             fact("coins_never_repeat", repeated == 0, earlier, statistic=repeated, threshold=0),
             fact("attempt_numbers", misnumbered == 0, numbers, statistic=misnumbered, threshold=0),
             fact("second_derivation", differing == 0, coins, statistic=differing, threshold=0),
-            *_sizes(plan, drawn, recorded),
-            *_joint(plan, drawn),
-            *_overlaps(plan.num_examples, drawn),
+            *_sizes(plan, n, placed, recorded),
+            *_joint(plan, n, placed),
+            *_overlaps(n, placed),
         ]
     else:
         dependent = (
@@ -96,10 +110,13 @@ def audit_schedule(
     # Slices decided by any number of ranks join to the same members.
     differing = 0
     for item in (drawn[0], drawn[len(drawn) // 2], drawn[-1]):
-        coin_key = sampler.coin_key(key, item.attempt.nonce, item.attempt.attempt)
+        turn, coin_key = (
+            sampler.of_attempt(item.attempt.before),
+            sampler.coin_key(key, item.attempt.nonce, item.attempt.attempt),
+        )
         for world_size in WORLD_SIZES:
             bounds = [slice_bounds(sampler.num_examples, world_size, rank) for rank in range(world_size)]
-            parts = [sampler.decide(coin_key, item.attempt.step, *bound) for bound in bounds]
+            parts = [turn.decide(coin_key, item.attempt.step, *bound) for bound in bounds]
             differing += not np.array_equal(sampler.merge(parts), item.members)
     sizes = ", ".join(map(str, WORLD_SIZES))
     sentence = f"members differ for {differing} of {3 * len(WORLD_SIZES)} choices of attempt and world size ({sizes})"
@@ -121,9 +138,9 @@ def _pick(attempts: Sequence[Attempt], count: int) -> list[Attempt]:
 
 
 def _sizes(
-    plan: PrivacyPlan, drawn: Sequence[_Drawn], recorded: Mapping[tuple[str, int, int], MembersRecord] | None
+    plan: PrivacyPlan, n: int, drawn: Sequence[_Drawn], recorded: Mapping[tuple[str, int, int], MembersRecord] | None
 ) -> list[Check]:
-    n, q, cap = plan.num_examples, plan.sample_rate, plan.cap
+    q, cap = plan.sample_rate, plan.cap
     counts = np.array([len(item.chosen) for item in drawn])
     total, expected = int(counts.sum()), n * len(counts) * q
     inclusions = f"{total} inclusions in {len(counts)} attempts of {n} examples, {expected:.0f} expected"
@@ -156,9 +173,9 @@ def _sizes(
     return checks
 
 
-def _joint(plan: PrivacyPlan, drawn: Sequence[_Drawn]) -> list[Check]:
+def _joint(plan: PrivacyPlan, n: int, drawn: Sequence[_Drawn]) -> list[Check]:
     """Are any two examples together in a batch, or in two batches in a row, as often as independent coins put them there?"""
-    n, q = plan.num_examples, plan.sample_rate
+    q = plan.sample_rate
     # Where the cap cut nothing the members are the chosen ones, and that is tested, not assumed; else the cut is no coin's.
     cap = n if plan.cap is None else plan.cap
     taken = [item.members if len(item.chosen) <= cap else item.chosen for item in drawn]

@@ -2,6 +2,7 @@
 
     K = HKDF-SHA256(key, info = "poisson coins v1\\0" | session nonce | attempt)
     example i is in step t  iff  word (i mod 2) of AES-256_K(t, i div 2) < floor(B 2^64 / n)
+    (where b groups take turns: floor(b B 2^64 / n), and i mod b = j mod b, where j attempts were charged before this one)
     of more than `cap` members those with the smallest words stay
     member j, in rising order, stands in the row with the j-th smallest of S words of AES-256_K''(t, i div 2),
     K'' = HKDF-SHA256(key, info = "rows of members v1\\0" | ...), and each rank has S / W rows
@@ -16,7 +17,7 @@ import hashlib
 import hmac
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,21 +31,28 @@ _BLOCKS = 1 << 17
 
 @dataclass(frozen=True)
 class Attempt:
-    """One charged attempt: what its coins depend on, and where the ledger has it."""
+    """One charged attempt: what its coins depend on, and where the ledger has it.
+
+    Attributes:
+        before: attempts charged before this one, torn lines included; groups of examples take turns by it.
+    """
 
     nonce: bytes
     step: int
     attempt: int
+    before: int = field(default=0, compare=False)
 
 
 def read_attempts(records: Sequence[Mapping[str, Any]]) -> list[Attempt]:
     """The attempts of a ledger's records as the ledger numbers them, in order."""
-    attempts, nonce = [], b""
+    attempts, nonce, torn = list[Attempt](), b"", 0
     for record in records:
         if record["type"] == "session":
             nonce = bytes.fromhex(record["nonce"])
         elif record["type"] == "intent":
-            attempts.append(Attempt(nonce, record["step"], record["attempt"]))
+            attempts.append(Attempt(nonce, record["step"], record["attempt"], len(attempts) + torn))
+        elif record["type"] == "repair":
+            torn += record["charged"]
     return attempts
 
 
@@ -53,9 +61,19 @@ def count_attempts(attempts: Sequence[Attempt]) -> list[Attempt]:
     before: Counter[int] = Counter()
     counted = []
     for item in attempts:
-        counted.append(Attempt(item.nonce, item.step, before[item.step]))
+        counted.append(Attempt(item.nonce, item.step, before[item.step], item.before))
         before[item.step] += 1
     return counted
+
+
+def places_in_group(ids: Ids, num_examples: int, bands: int) -> Ids:
+    """Where members stand in the group whose turn it was: from 0 to num_examples // bands - 1.
+
+    Groups that take turns have independent coins, so that batches are independent samples of places, as they are of all examples
+    where there is one group. The last place, which not every group has, is left out.
+    """
+    places = ids // bands
+    return places[places < num_examples // bands]
 
 
 @dataclass(frozen=True)
@@ -66,11 +84,12 @@ class SecondSampler:
     num_examples: int
     expected_batch_size: int
     cap: int | None
+    bands: int = 1
 
     def members(self, attempt: Attempt) -> tuple[Ids, Ids]:
         """(chosen by their coins, kept by the cap), both in rising order."""
         n, encryptor = self.num_examples, _cipher(self._key(b"poisson coins v1\0", attempt))
-        threshold = (self.expected_batch_size << 64) // n
+        threshold = (self.bands * self.expected_batch_size << 64) // n
         ids: list[Ids] = []
         words: list[Words] = []
         for first in range(0, (n + 1) // 2, _BLOCKS):
@@ -79,6 +98,7 @@ class SecondSampler:
             blocks[:, 0], blocks[:, 1] = attempt.step, first + np.arange(number, dtype=np.uint64)
             drawn = np.frombuffer(encryptor.update(blocks.tobytes()), dtype="<u8")[: n - 2 * first]
             heads = np.arange(len(drawn)) if threshold >= 2**64 else np.flatnonzero(drawn < np.uint64(threshold))
+            heads = heads[(heads + 2 * first) % self.bands == attempt.before % self.bands]
             ids.append(heads + 2 * first)
             words.append(drawn[heads])
         chosen, values = np.concatenate(ids), np.concatenate(words)

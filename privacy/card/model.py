@@ -82,6 +82,27 @@ class AdaptiveBound(Part):
     last_bound: float | None = Field(description="C of the newest attempt.")
 
 
+class CorrelatedNoise(Part):
+    """How the noise of a step depends on that of the steps before (docs/correlated_noise.md)."""
+
+    bands: int = Field(description="b: noise depends on that of the b - 1 steps before in the same segment.")
+    strategy: str = Field(description="Where the coefficients come from: square_root or optimised.")
+    coefficients: tuple[float, ...] = Field(description="c_0, ..., c_(b-1); the sum of their squares is at most 1.")
+    segments: int = Field(description="Starts of the program; each begins without past noise.")
+
+
+class Groups(Part):
+    """Groups of examples that take turns."""
+
+    number: int = Field(description="b, the number of groups.")
+    of_example: str = Field(description="Which group an example is in.")
+    of_attempt: str = Field(description="Which group an attempt draws from.")
+    largest: int = Field(description="Examples of the largest group.")
+    turns_charged: int = Field(
+        description="Charged attempts of the group with most of them: what epsilon is computed from."
+    )
+
+
 class Release(Part):
     """A noised sum that the attempts release, by its name in the ledger."""
 
@@ -118,6 +139,7 @@ class Mechanism(Part):
     noise_multiplier: float = Field(description="sigma, the standard deviation of the noise over the sensitivity.")
     noise_multiplier_accounted: float = Field(description="sigma / (1 + r), which the accountant is charged with.")
     noise_source: str = Field(description="Generator of the noise.")
+    correlated_noise: CorrelatedNoise | None = Field(None, description="null where the noise of steps is independent.")
     expected_batch_size: int = Field(description="B, the public divisor of the noised sum.")
     releases: tuple[Release, ...] = Field(description="Everything that the attempts release.")
     statement: str = Field(description="The mechanism in words.")
@@ -128,7 +150,8 @@ class Sampling(Part):
 
     scheme: str = Field(description="poisson, shuffle or full batch.")
     sample_rate: float = Field(description="q, the probability with which an example takes part.")
-    expected_batch_size: int = Field(description="B = q n.")
+    expected_batch_size: int = Field(description="B = q n, or q n / b where b groups take turns.")
+    groups: Groups | None = Field(None, description="null where all examples can be in every attempt.")
     cap: int | None = Field(description="The largest batch; null where there is none.")
     matches_accounting: bool = Field(description="Whether the accountant assumes this scheme.")
     key_commitment_sha256: str = Field(description="Commitment to the secret sampling key.")

@@ -89,9 +89,9 @@ def accounting_numbers(state: LedgerState, num_torn: int, num_done: int) -> Acco
     except accounting.CrossCheckUnavailable:
         bracket = None
     return numbers.updated(
-        epsilon_owner=None if owner is None else _epsilon_group(groups, delta, owner, claim),
+        epsilon_owner=None if owner is None else _epsilon_group(groups, delta, owner, claim, plan.bands),
         epsilon_replace_one=accounting.epsilon_replace_one(groups, delta, _guide_interval(claim)),
-        epsilon_group={str(size): _epsilon_group(groups, delta, size, claim) for size in GROUP_SIZES},
+        epsilon_group={str(size): _epsilon_group(groups, delta, size, claim, plan.bands) for size in GROUP_SIZES},
         epsilon_by_delta=sorted(by_delta.items(), reverse=True),
         epsilon_prv=bracket,
         prv_accountant=f"prv-accountant {version('prv-accountant')}",
@@ -130,7 +130,9 @@ def _guide_interval(claim: float) -> float:
     return min(max(claim / 400, COARSE_INTERVAL), 2e-2)
 
 
-def _epsilon_group(groups: Sequence[ReleaseGroup], delta: float, size: int, claim: float) -> float:
+def _epsilon_group(groups: Sequence[ReleaseGroup], delta: float, size: int, claim: float, bands: int) -> float:
+    if bands > 1:  # they may take turns
+        return accounting.epsilon_any_group(groups, delta, size)
     if all(group.sample_rate == 1 and group.cap is None for group in groups):
         # Every release holds all records of the group: one Gaussian with `size` times the sensitivity.
         return accounting.epsilon(
@@ -162,7 +164,7 @@ def _epsilon_by_attempts(state: LedgerState, plan: PrivacyPlan, claim: float) ->
         elif one is None:
             value = accounting.epsilon([plan.release_group(count)], delta)
         else:
-            value = float(one.self_compose(count).get_epsilon_for_delta(delta)) if count else 0.0
+            value = float(one.self_compose(plan.participations(count)).get_epsilon_for_delta(delta)) if count else 0.0
         values.append((count, min(value, claim)))
     return [*values, (num_charged, claim)]
 

@@ -21,6 +21,7 @@ from privacy.errors import PrivacyStateRefused
 from privacy.ledger.chain import TORN_MARK, hash_line, is_torn
 from privacy.ledger.records import LedgerState, noise_multiplier_of, read_state
 from privacy.ledger.signature import fingerprint
+from privacy.plan_request import GROUP_OF_ATTEMPT, GROUP_OF_EXAMPLE
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
         name = "DP-SGD: per-example clipping, Gaussian noise (Abadi et al. 2016); any optimizer is post-processing"
         statement = STATEMENTS["dp_sgd"].format(clipped=STATEMENTS["clipped"][plan.clipping_function])
         statement += f" {STATEMENTS['adaptive']}" if adaptive else ""
+        statement += f" {STATEMENTS['correlated']}" if plan.bands > 1 else ""
         statement += f" {STATEMENTS[plan.arithmetic]}"
     else:
         name, statement = "No mechanism", STATEMENTS["no_mechanism"]
@@ -182,23 +184,34 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
         sensitivity_slack=plan.sensitivity_slack, noise_multiplier=plan.noise_multiplier,
         noise_multiplier_accounted=plan.effective_noise_multiplier, noise_source=plan.noise_source,
         expected_batch_size=plan.expected_batch_size, releases=tuple(releases), statement=statement,
+        correlated_noise=None if plan.bands == 1 else model.CorrelatedNoise(
+            bands=plan.bands, strategy=plan.strategy, coefficients=plan.noise_strategy.coefficients,
+            segments=len(snapshot.of_type("session")),
+        ),
     )  # fmt: skip
 
 
 def _sampling(snapshot: LedgerSnapshot, head: Head | None) -> model.Sampling:
-    plan, opened = snapshot.state.plan, snapshot.state.opened
+    plan, opened, groups = snapshot.state.plan, snapshot.state.opened, None
+    if plan.bands > 1:
+        turns = plan.participations(snapshot.state.num_charged)
+        groups = model.Groups(
+            number=plan.bands, of_example=GROUP_OF_EXAMPLE, of_attempt=GROUP_OF_ATTEMPT, largest=plan.group_size,
+            turns_charged=turns,
+        )  # fmt: skip
     if head is not None:
         statement = STATEMENTS["full_batch"]
     elif plan.sampling == "poisson":
         unsure = "" if plan.formal_guarantee else "The plan says this, unless a reason above says otherwise. "
-        statement = unsure + STATEMENTS["poisson"]
+        who = "each example" if groups is None else "each example of the group whose turn it is"
+        statement = unsure + STATEMENTS["poisson"].format(who=who) + (f" {STATEMENTS['cyclic']}" if groups else "")
     else:
         statement = (
             STATEMENTS["shuffled"] if plan.shuffle_as_gaussian else f"The scheme is {plan.sampling}, not Poisson."
         )
     return model.Sampling(
         scheme=plan.sampling if head is None else "full batch", sample_rate=plan.sample_rate,
-        expected_batch_size=plan.expected_batch_size, cap=plan.cap, matches_accounting=plan.formal_guarantee,
+        expected_batch_size=plan.expected_batch_size, groups=groups, cap=plan.cap, matches_accounting=plan.formal_guarantee,
         key_commitment_sha256=opened["key_commitment"], data_hmac_sha256=opened.get("data_hmac"), statement=statement,
     )  # fmt: skip
 

@@ -103,9 +103,9 @@ class CertifiedSum(ClippedSum):
 
     def add_micro_batch(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         """Adds the clipped gradients of one micro-batch; see `ClippedSum.add_micro_batch`."""
-        if self._to_be_checked is not None:
-            require_passed(self._to_be_checked, task, inputs, self._made_for)
         size = self.rows_at_once(len(is_padding_B))
+        if self._to_be_checked is not None:
+            require_passed(self._to_be_checked, task, {name: x[:size] for name, x in inputs.items()}, self._made_for)
         parts = []
         with torch.no_grad():
             for start in range(0, len(is_padding_B), size):

@@ -1,4 +1,8 @@
-"""Which models have passed the self-check (selfcheck.py), and in which shape; `ClippedSum` asks before every micro-batch."""
+"""Which models have passed the self-check (selfcheck.py), and in which shape; `ClippedSum` asks before every micro-batch.
+
+A micro-batch of a size, of shapes or under an autocast that this model has not met yet is tried on made-up examples first
+(apart.py), because a model may take another way there.
+"""
 
 import functools
 import inspect
@@ -11,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from privacy.clipping.apart import require_apart
+from privacy.clipping.in_place import writes_to
+from privacy.clipping.untouched import MOST_VALUES, SIMPLE, as_it_was, is_foreign, nothing_is_small, on_copies
 from privacy.errors import PrivacyConfigError
 
 Task = Callable[..., Tensor]
 Place = tuple[str, str]
 """Path of a module, and an attribute of it."""
 Structure = dict[Place, object]
-SIMPLE = frozenset([bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
 TABLES = frozenset(["_parameters", "_buffers", "_modules"])
 """Attributes of modules that are looked at in another way."""
 DEPTH = 8
 """Containers and objects in others are looked into so often."""
-MOST_VALUES = 50_000
-"""So many values are looked at, so that a model that holds a data set does not make every micro-batch wait."""
 
 HOW = (
     "call privacy.clipping.selfcheck.check_against_autograd(model, made_up_inputs) before the first micro-batch, on made-up "
@@ -37,15 +41,18 @@ class _Passed:
     """What a model was when it passed.
 
     Attributes:
-        structure: of the model.
-        moving: entries of it that its own forward changes, such as a counter of calls.
+        before: its structure.
+        after: its structure after forwards; where the two differ its own forward changes it, such as a counter of calls.
         task: a weak reference, because a task usually refers to its model.
+        made_up: two or more made-up examples.
+        tried: shapes and autocasts (`_way`) in which made-up examples were tried.
     """
 
-    structure: "Structure"
-    moving: frozenset[Place]
-    input_names: frozenset[str]
+    before: "Structure"
+    after: "Structure"
     task: weakref.ref[Any]
+    made_up: dict[str, Tensor]
+    tried: set[object]
 
 
 _PASSED: weakref.WeakKeyDictionary[nn.Module, list[_Passed]] = weakref.WeakKeyDictionary()
@@ -54,20 +61,21 @@ _PASSED: weakref.WeakKeyDictionary[nn.Module, list[_Passed]] = weakref.WeakKeyDi
 def note_passed(
     model: nn.Module, task: Task, inputs: Mapping[str, Tensor], before: Structure, after: Structure
 ) -> None:
-    """The model has passed with this task and inputs of these names; it had these structures before and after forwards."""
+    """The model has passed with this task and these made-up examples; it had these structures before and after forwards."""
     reference = weakref.WeakMethod(task) if inspect.ismethod(task) else weakref.ref(task)
-    moving = frozenset(_differing(before, after))
-    _PASSED.setdefault(model, []).append(_Passed(before, moving, frozenset(inputs), reference))
+    made_up = {name: x.detach().clone() for name, x in inputs.items()}
+    _PASSED.setdefault(model, []).append(_Passed(before, after, reference, made_up, set()))
 
 
 def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], made_for: list[object]) -> None:
-    """Only the names of the inputs are looked at, never their values.
+    """Only names, dtypes and shapes of the inputs are looked at, never their values.
 
     Args:
         made_for: `trained(model)` when the clipper was made.
 
     Raises:
-        PrivacyConfigError: the model has not passed the self-check, or has changed since, or passed with something else.
+        PrivacyConfigError: the model has not passed the self-check, or has changed since, or passed with something else; or
+            its examples influence one another in micro-batches of this size and these shapes.
     """
     passed = _PASSED.get(model, [])
     if not passed:
@@ -78,26 +86,52 @@ def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], m
             "the task of this micro-batch is not the one that passed the self-check, so its loss may mix examples: give the "
             f"same object to check_against_autograd(model, made_up_inputs, task) and to add_micro_batch; {HOW}"
         )
-    passed = [p for p in passed if p.input_names == frozenset(inputs)]
+    passed = [p for p in passed if _kinds(p.made_up) == _kinds(inputs)]
     if not passed:
+        kinds = ", ".join(f"{dtype} of {ndim} dimensions" for _, (dtype, ndim) in sorted(_kinds(inputs).items()))
         raise PrivacyConfigError(
-            f"the self-check has not seen inputs named {', '.join(sorted(inputs))}, which may take another way through the "
-            f"model: {HOW}"
+            f"the self-check has not seen inputs named {', '.join(sorted(inputs))} ({kinds}), which may take another way through "
+            f"the model: {HOW}"
         )
     now = structure(model, task)
-    changed = [[place for place in _differing(p.structure, now) if place not in p.moving] for p in passed]
+    changed = [_changed(p.before, p.after, now) for p in passed]
     if all(changed):
         module, attribute = changed[-1][0]
         raise PrivacyConfigError(
             f"since the self-check, {f'{module}.{attribute}'.strip('.') or 'the model'} has changed (layers were exchanged, "
-            "frozen or unfrozen, given a hook or another attribute, or model.train() or model.eval() was called): check the "
-            f"model as it is trained; {HOW}"
+            "frozen or unfrozen, given a hook or another attribute, a buffer was written to, or model.train() or model.eval() "
+            f"was called): check the model as it is trained; {HOW}"
         )
     if trained(model) != made_for:
         raise PrivacyConfigError(
             "since this sum was made, parameters of its model were frozen, unfrozen, exchanged or given another dtype: make a "
             "new one"
         )
+    mine = passed[changed.index([])]
+    way = _way(inputs)
+    if way not in mine.tried:
+        made_up = {name: _stretched(mine.made_up[name], x) for name, x in inputs.items()}
+        with nothing_is_small(model), as_it_was(model, task), on_copies(model, None):
+            require_apart(task, made_up, len(next(iter(inputs.values()))))
+        mine.tried.add(way)
+
+
+def _kinds(inputs: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, int]]:
+    return {name: (x.dtype, x.dim()) for name, x in inputs.items()}
+
+
+def _way(inputs: Mapping[str, Tensor]) -> object:
+    """What may send a micro-batch of these kinds another way through a model: shapes, devices and autocasts."""
+    shapes = tuple((name, x.shape, x.device) for name, x in sorted(inputs.items()))
+    kinds = sorted({"cpu", *(x.device.type for x in inputs.values())} - {"meta"})
+    return shapes, tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+def _stretched(made_up: Tensor, like: Tensor) -> Tensor:
+    """Made-up examples of the shape of others: repeated or cut in each dimension but the first."""
+    for dim in range(1, like.dim()):
+        made_up = made_up.index_select(dim, torch.arange(like.shape[dim], device=made_up.device) % made_up.shape[dim])
+    return made_up.to(like.device)
 
 
 def structure(model: nn.Module, task: object = None) -> Structure:
@@ -124,12 +158,31 @@ def structure(model: nn.Module, task: object = None) -> Structure:
         for name, value in list(getattr(owner, "__dict__", {}).items()):
             look.found["task", name] = look.into(value, DEPTH)
         look.classes.update(dict.fromkeys(type(owner).__mro__))
+    functions: list[object] = [owner]
     for kind in list(look.classes):
         if kind.__module__ not in ("builtins", "typing", "abc"):
             values = {name: x for name, x in vars(kind).items() if name not in UNIMPORTANT}
             place = "", f"class {kind.__qualname__}"
             look.found[place] = (look.found.get(place), {name: look.into(x, 2) for name, x in values.items()})
+            functions += [] if is_foreign(kind) else values.values()
+    for function in functions:
+        if isinstance(function, types.FunctionType):
+            around = function.__globals__
+            for name in function.__code__.co_names:
+                if name in around and (
+                    type(around[name]) in SIMPLE or isinstance(around[name], Tensor | dict | list | set)
+                ):
+                    look.found["", f"global {name}"] = look.into(around[name], 2)
     return look.found
+
+
+def shared_state(before: Structure, after: Structure) -> list[str]:
+    """What a forward has changed in classes and global variables, where nobody puts it back."""
+    return [
+        name
+        for module, name in before
+        if module == "" and " " in name and before[module, name] != after.get((module, name))
+    ]
 
 
 class _Same:
@@ -171,9 +224,10 @@ class _Look:
                 self.found[path, name] = self.into(value, DEPTH)
         for name, p in module._parameters.items():
             if p is not None:
-                self.found[path, name] = (_Same(p), p.requires_grad, p.dtype)
+                hooks = [*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()]
+                self.found[path, name] = (_Same(p), p.requires_grad, p.dtype, [_Same(hook) for hook in hooks])
         for name, x in module._buffers.items():
-            self.found[path, name] = None if x is None else x.dtype
+            self.found[path, name] = None if x is None else (_Same(x), x.dtype, writes_to(x))
 
     def into(self, x: Any, depth: int) -> object:
         """What can be compared later: the value itself, the values in a container, or which object it is and its attributes."""
@@ -183,7 +237,11 @@ class _Look:
         if isinstance(x, FUNCTIONS):
             return _Same(x)
         if isinstance(x, Tensor):
-            return kind, x.dtype
+            return (
+                _Same(x),
+                x.dtype,
+                None if isinstance(x, nn.Parameter) else writes_to(x),
+            )  # training writes to weights
         if id(x) in self.known:
             return self.known[id(x)]
         if depth == 0 or len(self.known) > MOST_VALUES:
@@ -204,7 +262,7 @@ class _Look:
             seen = (kind, [self.into(y, depth - 1) for y in x])
         elif isinstance(x, set | frozenset):
             seen = (kind, frozenset(y if type(y) in SIMPLE else _Same(y) for y in x))
-        elif hasattr(x, "__dict__") and not kind.__module__.startswith(("torch.", "numpy", "builtins", "threading")):
+        elif hasattr(x, "__dict__") and not is_foreign(kind):
             seen = (_Same(x), {name: self.into(y, depth - 1) for name, y in list(vars(x).items())})
             self.classes.update(dict.fromkeys(kind.__mro__))
         else:
@@ -236,8 +294,23 @@ def _is_ours(hook: object) -> bool:
     return str(getattr(function, "__module__", "")).startswith("privacy.clipping.")
 
 
-def _differing(x: Structure, y: Structure) -> list[Place]:
-    return [place for place in {**x, **y} if x.get(place, _NOTHING) != y.get(place, _NOTHING)]
+def _changed(before: Structure, after: Structure, now: Structure) -> list[Place]:
+    """Where a model is not what it was, but for what its own forward changes."""
+    return [
+        place
+        for place in {**before, **now}
+        if not _kept(before.get(place, _NOTHING), after.get(place, _NOTHING), now.get(place, _NOTHING))
+    ]
+
+
+def _kept(before: Any, after: Any, now: Any) -> bool:
+    """Whether `now` differs from `before` only where `after` does too, down to single values in containers."""
+    if now == before:
+        return True
+    three = [list(x.items()) if isinstance(x, dict) else x for x in (before, after, now)]
+    if all(type(x) in (tuple, list) and type(x) is type(three[0]) and len(x) == len(three[0]) for x in three):
+        return all(_kept(*entries) for entries in zip(*three, strict=True))
+    return bool(before != after)
 
 
 _NOTHING = object()

@@ -87,7 +87,8 @@ class ClippedSum:
         adaptive: C moves, from `max_grad_norm` on, and a step releases the count that it follows; flat clipping only.
         device: where the model computes, if its parameters wait elsewhere.
         self_check: a micro-batch is refused until `selfcheck.check_against_autograd` has passed on this model, its task and
-            inputs of these names, and is as it was then. False where a copy has passed, as in the trainer.
+            inputs of these kinds, and is as it was then; sizes and shapes are tried when they come (checked.py). False where a
+            copy has passed, as in the trainer.
 
     Raises:
         PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or `adaptive` without `flat`; or C
@@ -197,6 +198,11 @@ class ClippedSum:
         if len(self._differs) and bool(self._differs):
             raise PrivacyConfigError(NOT_REPEATED)
 
+    @property
+    def num_calls(self) -> Mapping[str, int]:
+        """Parameter name -> how often its layers were called in the last forward."""
+        return self._recorder.num_calls
+
     def detach(self) -> None:
         """Removes the hooks from the model."""
         self._recorder.remove()
@@ -212,8 +218,6 @@ class ClippedSum:
         Raises:
             PrivacyConfigError: the model has not passed the self-check; or a layer's call cannot be split by example.
         """
-        if self._to_be_checked is not None:
-            require_passed(self._to_be_checked, task, inputs, self._made_for)
         size = len(is_padding_B)
         if size > EXAMPLES_PER_PART:
             cuts = [slice(start, start + EXAMPLES_PER_PART) for start in range(0, size, EXAMPLES_PER_PART)]
@@ -221,6 +225,8 @@ class ClippedSum:
                 self.add_micro_batch(task, {n: x[rows] for n, x in inputs.items()}, is_padding_B[rows]) for rows in cuts
             ]
             return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*parts, strict=True)))
+        if self._to_be_checked is not None:
+            require_passed(self._to_be_checked, task, inputs, self._made_for)
         with torch.no_grad():
             self.accumulator.start(size)
             in_passes = self._in_one_pass if self.mode == "bookkeeping" else self._in_two_passes

@@ -12,29 +12,34 @@ may be a thousand times as large. Three things find that at any size:
 
 * Everything is computed in float64, on copies of parameters and buffers, where the model can: then rounding is 1e-16 and a part
   of 1e-10 is seen. Where a forward narrows values to float32 itself, or cannot run in float64, a part of 1e-3 is.
-* In further batches, rows of padding hold what no data set should: NaN, infinity and numbers ten thousand times too large. Any
+* In further batches, some rows hold what no data set should: NaN, infinity and numbers ten thousand times too large. Any
   arithmetic that reads another row carries them over, at any strength, and the examples beside them must stay what they were.
+  The same is tried in the precision of the run, with its dtypes and under its autocast. Where a model refuses such numbers
+  itself, the neighbours are other examples.
+* Every example alone, and the first hostile batch, meets the model as it was before its first call, so that statistics of a first
+  call are those of one example and differ; the last batches meet it as a hostile one has left it.
 * In a last batch many rows hold one example and another example is cut to half of its tokens, for limits that count examples
   and for work that is fitted to the longest.
+
+What a run has besides, its number of rows above all, is tried by apart.py, before the first micro-batch of that kind.
 
 The check must not pass for lack of a gradient. Examples must differ, weights near zero (new heads, adapters, layer scales)
 are replaced by random ones meanwhile, and a parameter without any gradient is refused by name.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import CellType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from privacy.clipping.checked import note_passed, structure
-from privacy.clipping.clipped_sum import ClippedSum
-from privacy.clipping.functions import ClippingFunction
+from privacy.clipping.apart import shortened
+from privacy.clipping.checked import note_passed, shared_state, structure
 from privacy.clipping.recorder import plain_words
-from privacy.clipping.untouched import as_it_was, no_chance, nothing_is_small, on_copies
+from privacy.clipping.together import TAME, Together, beside, together
+from privacy.clipping.untouched import as_it_was, held, no_chance, nothing_is_small, on_copies
 from privacy.errors import PrivacyConfigError
 
 Inputs = dict[str, Tensor]
@@ -49,8 +54,8 @@ FLOOR = 0.01
 """Differences below FLOOR * tolerance of the largest gradient count as rounding, whatever the parameter's own gradient is."""
 MOST_EXAMPLES = 16
 """Further examples are not looked at; and how many rows the crowd of one example has."""
-LARGE = 1e4
-"""An example's floating inputs times this are large."""
+TRIED = (("none", True), ("not finite", True), ("large", False))
+"""The neighbours of the made-up examples in each batch, and whether the model is as before its first call or as it was left."""
 
 
 def check_against_autograd(
@@ -62,10 +67,9 @@ def check_against_autograd(
 ) -> None:
     """Compares, on an unsharded model and made-up inputs, per-example gradients with torch's own; `ClippedSum` asks for it.
 
-    What the made-up inputs do not reach is not checked, such as a branch that depends on values, or a limit that more examples
-    than MOST_EXAMPLES would reach: where the model's work depends on the number or the lengths of examples, make up as many, and
-    of as many lengths, as a micro-batch has. For the time of the check parameters and buffers are copies, in float64 where
-    the model can compute in it: 8 bytes more for each.
+    What the made-up inputs do not reach is not checked, such as a branch that depends on values. `ClippedSum` tries every size
+    and shape of micro-batches when it meets it, on the same made-up examples. For the time of the check parameters and buffers
+    are copies, in float64 where the model can compute in it: 8 bytes more for each.
 
     Args:
         model: in the mode and with the parameters frozen as in training; its `.grad` fields are left empty.
@@ -75,7 +79,8 @@ def check_against_autograd(
 
     Raises:
         PrivacyConfigError: naming the parameter whose gradient differs most, or that no example reaches; or the loss of an
-            example depends on the others or on chance; or the forward changes a buffer; or the inputs or dtypes do not do.
+            example depends on the others or on chance; or the forward changes a buffer, keeps what it computes in another way
+            that reaches later calls, or calls its layers as often as some example asks; or the inputs or dtypes do not do.
     """
     task = task or model
     count = _require_different(inputs)
@@ -83,47 +88,69 @@ def check_against_autograd(
     with nothing_is_small(model):
         for dtype in (torch.float64, None):
             made_up = {name: _in(dtype, x[:count]) for name, x in inputs.items()}
-            with as_it_was(model):
+            with as_it_was(model, task) as restore:
                 with on_copies(model, dtype):
                     precision = _precision(model, task, made_up, dtype)
                     if precision is not None:
-                        _check(model, task, made_up, precision, unreached)
+                        _check(model, task, made_up, precision, unreached, restore)
                 after = structure(model, task)
             if precision is not None:
                 break
-    note_passed(model, task, inputs, before, after)
+        if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):
+            with as_it_was(model, task) as restore, on_copies(model, None):
+                _check_own_precision(model, task, {name: x[:count] for name, x in inputs.items()}, restore)
+    if shared := shared_state(before, after):
+        raise PrivacyConfigError(
+            f"the forward changes the {shared[0]}, so what it keeps of one micro-batch would reach others; keep no state in it"
+        )
+    note_passed(model, task, {name: x[:count] for name, x in inputs.items()}, before, after)
 
 
 def _check(
-    model: nn.Module, task: Callable[..., Tensor], inputs: Inputs, precision: torch.dtype, unreached: Collection[str]
+    model: nn.Module,
+    task: Callable[..., Tensor],
+    inputs: Inputs,
+    precision: torch.dtype,
+    unreached: Collection[str],
+    restore: Callable[[], None],
 ) -> None:
     rows = range(len(next(iter(inputs.values()))))
     share_of = [1 / (1 + row) for row in rows]  # what example i's gradient counts for, in all batches
-    loss_N, expected = _truth(model, task, inputs, share_of)
-
-    def compare(chosen: list[int], weights: list[float], padding: Inputs | None = None) -> dict[str, Tensor]:
-        batch = {name: x[chosen] for name, x in inputs.items()}
-        loss_B, sums = _clipped(model, task, batch, weights, padding)
-        _compare_losses(loss_N[chosen], loss_B, TOLERANCE[precision])
-        _require_gradients([name for name in sums if name not in unreached], expected)
-        _compare(expected, sums, TOLERANCE[precision])
-        return sums
-
-    # In another order, and one more row: the first example's share is split between two copies.
-    compare([*reversed(rows), 0], [*share_of[:0:-1], 0.7 * share_of[0], 0.3 * share_of[0]])
-    seen: list[dict[str, Tensor]] = []
-    for number, padding in enumerate(_hostile(inputs)):
-        try:
-            with _tables_give_nan(model, 2, 2 + len(rows)) if number == 0 else nullcontext():
-                seen.append(compare(list(rows), share_of, padding))
-        except PrivacyConfigError:
-            raise
-        except Exception:  # the model refuses such values itself; the check is about those that it takes
-            continue
-    in_any_order = precision != torch.float64 and next(model.parameters()).device.type != "cpu"
-    for sums in seen[1:]:
-        _compare(seen[0], sums, ATOMICS_TOLERANCE if in_any_order else NEIGHBOURS_TOLERANCE)
+    loss_N, expected = _truth(model, task, inputs, share_of, restore)
+    _require_nothing_gathered(model, task, inputs)
+    seen: list[Together] = []
+    for neighbours, is_fresh in TRIED:
+        if is_fresh:
+            restore()
+        if neighbours == "none":
+            # In another order, and one more row: the first example's share is split between two copies.
+            order = [*reversed(rows), 0]
+            shares = [*share_of[:0:-1], 0.7 * share_of[0], 0.3 * share_of[0]]
+            found = together(model, task, {name: x[order] for name, x in inputs.items()}, shares)
+            _compare_losses(loss_N[order], found.loss_N, TOLERANCE[precision])
+        else:
+            found = beside(model, task, inputs, share_of, neighbours)
+            _compare_losses(loss_N, found.loss_N, TOLERANCE[precision])
+        seen.append(found)
+        _require_gradients([name for name in found.sums if name not in unreached], expected)
+        _compare(expected, found.sums, TOLERANCE[precision])
+    _require_as_many_calls(seen)
+    _compare_neighbours(*seen[1:], is_wide=precision == torch.float64)
     _check_crowd(task, inputs, loss_N, TOLERANCE[precision])
+
+
+def _check_own_precision(
+    model: nn.Module, task: Callable[..., Tensor], inputs: Inputs, restore: Callable[[], None]
+) -> None:
+    """Beside different neighbours, losses and gradients are equal in the precision of the run too, however rough that is."""
+    shares = [1.0] * len(next(iter(inputs.values())))
+    seen: list[Together] = []
+    for neighbours in TAME:
+        restore()
+        seen.append(beside(model, task, inputs, shares, neighbours))
+    on_cpu = seen[0].loss_N.device.type == "cpu"
+    _compare_losses(seen[0].loss_N, seen[1].loss_N, NEIGHBOURS_TOLERANCE if on_cpu else ATOMICS_TOLERANCE)
+    _compare_neighbours(*seen, is_wide=False)
 
 
 def _in(dtype: torch.dtype | None, x: Tensor) -> Tensor:
@@ -152,10 +179,24 @@ def _precision(
     watch = _Narrowing()
     try:
         with torch.enable_grad(), watch:
-            task(**{name: x[:1] for name, x in inputs.items()})
+            task(**{name: x[:1].clone() for name, x in inputs.items()})
     except Exception:  # kernels without float64, dtypes that the model wrote down: anything may be raised
         return None
     return torch.float32 if watch.seen else torch.float64
+
+
+def _require_nothing_gathered(model: nn.Module, task: Callable[..., Tensor], inputs: Inputs) -> None:
+    """What a forward keeps may be replaced by the next one, but not grow: a bank may be used only when it is full."""
+    sizes = []
+    for _ in range(3):
+        task(**{name: x[:1].clone() for name, x in inputs.items()})
+        holders, tensors = held(model, task)
+        sizes.append(len(tensors) + sum(len(holder) for holder in holders if not isinstance(holder, CellType)))
+    if sizes[2] > sizes[1]:
+        raise PrivacyConfigError(
+            "the forward keeps more with every call, in a list or another container of the model or its task: what it keeps of "
+            "one micro-batch would reach others; keep no state in the forward"
+        )
 
 
 def _require_wide(model: nn.Module) -> None:
@@ -186,13 +227,18 @@ def _require_different(inputs: Mapping[str, Tensor]) -> int:
 
 
 def _truth(
-    model: nn.Module, task: Callable[..., Tensor], inputs: Mapping[str, Tensor], share_of: Sequence[float]
+    model: nn.Module,
+    task: Callable[..., Tensor],
+    inputs: Mapping[str, Tensor],
+    share_of: Sequence[float],
+    restore: Callable[[], None],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(N,) losses of examples that are alone, and sum_i share_i grad_i by torch's backward, where there is a gradient."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses: list[Tensor] = []
     total: dict[str, Tensor] = {}
     for i, share in enumerate(share_of):
+        restore()
         with torch.enable_grad(), no_chance(), plain_words():
             loss_B = task(**{name: x[i : i + 1].clone() for name, x in inputs.items()})
         if loss_B.shape != (1,) or not bool(loss_B.isfinite()):
@@ -212,80 +258,10 @@ def _truth(
     return torch.cat(losses), total
 
 
-@dataclass(frozen=True)
-class _ByPlace(ClippingFunction):
-    """Weights that are given, whatever the norms."""
-
-    weights: tuple[float, ...] = ()
-
-    def weight(self, norm_B: Tensor, bound: float) -> Tensor:
-        return norm_B.new_tensor(self.weights)
-
-
-def _clipped(
-    model: nn.Module,
-    task: Callable[..., Tensor],
-    inputs: Mapping[str, Tensor],
-    weights: Sequence[float],
-    padding: Mapping[str, Tensor] | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """loss_B of examples that are together, behind rows of padding, and sum_b weight_b grad_b by the clipping rules."""
-    seen: list[Tensor] = []
-    padding = padding or {name: x[:0] for name, x in inputs.items()}
-    inputs = {name: torch.cat([padding[name], x]) for name, x in inputs.items()}
-    size = len(next(iter(inputs.values())))
-    num_padding = size - len(weights)
-
-    def watched(**inputs: Tensor) -> Tensor:
-        with no_chance():
-            loss_B = task(**inputs)
-        seen.append(loss_B.detach())
-        return loss_B
-
-    def by_place(names: list[str], bound: float) -> ClippingFunction:
-        return _ByPlace(dict.fromkeys(names, 0), (bound,), weights=(*[0.0] * num_padding, *weights))
-
-    clipped = ClippedSum(model, 1.0, function=by_place, self_check=False)
-    try:
-        device = next(iter(inputs.values())).device
-        clipped.add_micro_batch(watched, inputs, torch.arange(size, device=device) < num_padding)
-        return seen[0][num_padding:], dict(clipped.sums())
-    finally:
-        clipped.detach()
-
-
-def _hostile(inputs: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Twice two rows of padding that arithmetic over the batch would carry to others; what is not floating is of other rows."""
-    for first, last, rows in ((torch.nan, torch.inf, [0, -1]), (-LARGE, LARGE, [-1, -1])):
-        yield {
-            name: torch.cat([x[:1] * first, x[-1:] * last]) if x.is_floating_point() else x[rows]
-            for name, x in inputs.items()
-        }
-
-
-@contextmanager
-def _tables_give_nan(model: nn.Module, num_rows: int, size: int) -> Iterator[None]:
-    """Trained tables return NaN for the first rows of a batch: inputs that are ids cannot be made hostile themselves."""
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != size:
-            return None
-        is_hostile_B = torch.arange(size, device=output.device) < num_rows
-        return torch.where(is_hostile_B.view(-1, *[1] * (output.dim() - 1)), torch.nan, output)
-
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
-    handles = [table.register_forward_hook(hook) for table in tables]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _check_crowd(task: Callable[..., Tensor], inputs: Mapping[str, Tensor], loss_N: Tensor, tolerance: float) -> None:
     """The losses beside many rows of one example, and of another cut to half: they are all that of the example alone."""
     crowd = {name: x[:1].expand(MOST_EXAMPLES, *x.shape[1:]) for name, x in inputs.items()}
-    short = {name: _shortened(x[-1:]) for name, x in inputs.items()}
+    short = {name: shortened(x[-1:]) for name, x in inputs.items()}
     with torch.no_grad(), no_chance():
         try:
             short_1 = task(**{name: x.clone() for name, x in short.items()})
@@ -297,17 +273,9 @@ def _check_crowd(task: Callable[..., Tensor], inputs: Mapping[str, Tensor], loss
     _compare_losses(alone_B[known_B], together_B[known_B], tolerance)
 
 
-def _shortened(x: Tensor) -> Tensor:
-    """The second half of dimension 1 (tokens, as a rule) is zero."""
-    if x.dim() < 2:
-        return x
-    return torch.where(
-        (torch.arange(x.shape[1], device=x.device) < -(-x.shape[1] // 2)).view(-1, *[1] * (x.dim() - 2)), x, 0
-    )
-
-
 def _compare_losses(alone_B: Tensor, together_B: Tensor, tolerance: float) -> None:
-    if not torch.allclose(alone_B, together_B, rtol=tolerance, atol=tolerance * float(alone_B.abs().max())):
+    largest = float(alone_B.nan_to_num(0, 0, 0).abs().max()) if len(alone_B) else 0.0
+    if not torch.allclose(alone_B, together_B, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
         raise PrivacyConfigError(
             "the loss of an example changes with the other examples of its micro-batch: every example's loss must depend on "
             "that example alone (no mean over the batch, no contrast between examples, no state that the forward keeps, no "
@@ -322,6 +290,23 @@ def _require_gradients(names: Iterable[str], gradients: Mapping[str, Tensor]) ->
         raise PrivacyConfigError(
             f"no made-up example gives {listed} a gradient, so the self-check would say nothing about it: make up examples "
             "that reach it, or freeze it (requires_grad_(False)) if the loss never does"
+        )
+
+
+def _compare_neighbours(first: Together, second: Together, *, is_wide: bool) -> None:
+    """Two batches of one size that differ in the neighbours alone: kernels give equal bits for the others."""
+    in_any_order = not is_wide and any(x.device.type != "cpu" for x in first.sums.values())
+    _compare(first.sums, second.sums, ATOMICS_TOLERANCE if in_any_order else NEIGHBOURS_TOLERANCE)
+
+
+def _require_as_many_calls(batches: Sequence[Together]) -> None:
+    """Contributions are as many in every batch: their number moves how the gradient of every example is rounded."""
+    first, *others = (batch.num_calls for batch in batches)
+    differing = {name for calls in others for name in {**first, **calls} if first.get(name) != calls.get(name)}
+    if differing:
+        raise PrivacyConfigError(
+            f"the layer of {min(differing)} is called more or less often beside other examples, which moves how the gradient "
+            "of every example is rounded: call it as often in every micro-batch, and mask what is not needed"
         )
 
 

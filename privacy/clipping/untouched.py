@@ -2,16 +2,24 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from privacy.clipping.in_place import writes_to
 from privacy.errors import PrivacyConfigError
 
+SIMPLE = frozenset([bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
+"""Values that hold nothing else."""
+MOST_VALUES = 50_000
+"""So many values are looked at, so that a model that holds a data set does not make every micro-batch wait."""
 SMALL = 1e-3
 """Weights with a root mean square below it hide the gradients of the layers before them."""
 
@@ -79,17 +87,94 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 @contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Attributes of modules, such as caches that a forward fills, are afterwards what they were before."""
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in model.modules():
-        tables += [(table, dict(table)) for table in (vars(module), *vars(module).values()) if isinstance(table, dict)]
+def as_it_was(*roots: object) -> Iterator[Callable[[], None]]:
+    """What modules, objects, containers and variables around functions hold, such as caches that a forward fills, is kept.
+
+    Yields a function that puts all of it back; it is called at the end too. Parameters and buffers are `on_copies`' matter.
+
+    Args:
+        roots: the model, and its task.
+
+    Raises:
+        PrivacyConfigError: something wrote in place into another tensor that they hold.
+    """
+    holders, tensors = held(*roots)
+    before = [(holder, _content(holder)) for holder in holders]
+    writes = [(x, writes_to(x)) for x in tensors]
+
+    def restore() -> None:
+        for holder, content in before:
+            if isinstance(holder, CellType):
+                holder.cell_contents = content
+            elif isinstance(holder, dict | set):
+                holder.clear()
+                holder.update(content)
+            else:
+                holder.clear()
+                holder.extend(content)
+        if any(writes_to(x) != count for x, count in writes):
+            raise PrivacyConfigError(
+                "the forward writes in place into a tensor that the model or its task keeps: what it keeps of one micro-batch "
+                "would reach others; keep no state in the forward"
+            )
+
     try:
-        yield
+        yield restore
     finally:
-        for table, entries in tables:
-            table.clear()
-            table.update(entries)
+        restore()
+
+
+def _content(holder: Any) -> Any:
+    if isinstance(holder, CellType):
+        return holder.cell_contents
+    return dict(holder) if isinstance(holder, dict) else list(holder)
+
+
+def held(*roots: object) -> tuple[list[Any], list[Tensor]]:
+    """All that can hold something, of what the roots reach, and all tensors there but for parameters and buffers.
+
+    Holders are dicts (of attributes too), lists, sets, deques and the cells of variables around functions. What torch and
+    numpy define is not looked into, but for modules.
+    """
+    holders: list[Any] = []
+    tensors: list[Tensor] = []
+    known: dict[int, object] = {}
+    queue = list(roots)
+    while queue and len(known) < MOST_VALUES:
+        x = queue.pop()
+        if type(x) in SIMPLE or id(x) in known:
+            continue
+        known[id(x)] = x
+        if isinstance(x, nn.Module):
+            known.update({id(t): t for t in (*x._parameters.values(), *x._buffers.values())})
+            queue.append(vars(x))
+        elif isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, dict | list | set | deque):
+            holders.append(x)
+            queue.extend(x.values() if isinstance(x, dict) else x)
+        elif isinstance(x, tuple | frozenset):
+            queue.extend(x)
+        elif isinstance(x, FunctionType):
+            queue.extend(x.__closure__ or ())
+        elif isinstance(x, MethodType):
+            queue.append(x.__self__)
+        elif isinstance(x, partial):
+            queue.extend((x.func, *x.args, *x.keywords.values()))
+        elif isinstance(x, CellType):
+            try:
+                queue.append(x.cell_contents)
+                holders.append(x)
+            except ValueError:  # not yet set
+                continue
+        elif hasattr(x, "__dict__") and not isinstance(x, type | ModuleType) and not is_foreign(type(x)):
+            queue.append(vars(x))
+    return holders, tensors
+
+
+def is_foreign(kind: type) -> bool:
+    """Whether attributes of such objects are not looked at."""
+    return kind.__module__.startswith(("torch.", "numpy", "builtins", "threading", "logging"))
 
 
 @contextmanager

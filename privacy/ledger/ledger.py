@@ -196,8 +196,11 @@ class Ledger:
         self._nonce = nonce
         return nonce
 
-    def intent(self, step: int, attempt: int, releases: Sequence[Release]) -> None:
+    def intent(self, step: int, attempt: int, releases: Sequence[Release], group: int | None = None) -> None:
         """Charges one attempt at `step`; only after it returns may noise be drawn or a gradient's value leave.
+
+        Args:
+            group: the group of examples that the attempt draws from, under correlated noise.
 
         Raises:
             BudgetSpent: steps plus reserve are charged already; nothing is written.
@@ -207,7 +210,10 @@ class Ledger:
         self.require_budget(step)
         if self.witness is not None:
             self.witness.before_intent()
-        self._append("intent", {"step": step, "attempt": attempt, "releases": [dict(item) for item in releases]})
+        turn = {} if group is None else {"group": group}
+        self._append(
+            "intent", {"step": step, "attempt": attempt, "releases": [dict(item) for item in releases], **turn}
+        )
 
     def require_budget(self, step: int) -> None:
         """BudgetSpent (exit 3) when one more intent, for `step`, would pass the plan's steps plus reserve.

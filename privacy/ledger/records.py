@@ -129,6 +129,12 @@ class LedgerState(ChainState):
         """Intents beyond the first of their step; a torn line counts as one."""
         return self.num_charged - len(self.attempts)
 
+    @property
+    def next_group(self) -> int | None:
+        """Whose turn the next attempt is under correlated noise: that of its place, in which torn lines count as charged."""
+        correlated = self.opened["plan"].get("correlated")
+        return None if correlated is None else self.num_charged % int(correlated["bands"])
+
     def next_attempt(self, step: int) -> int:
         """0 for a step never tried, else one more than its latest attempt."""
         return self.attempts[step]
@@ -220,7 +226,7 @@ class LedgerState(ChainState):
                 is_line = type(seq) is int and seq >= 0 and is_hex(line_hash, 64)
                 require(is_line or seq is line_hash is None, "a line is named by number and SHA-256 in hex")
             case "intent":
-                require_fields(record, "step", "attempt", "releases")
+                self._check_group(record)
                 self._check_order(whole_number(record, "step", 1), whole_number(record, "attempt", 0))
                 _check_releases(self.opened, record.get("releases"))
             case "done":
@@ -260,6 +266,19 @@ class LedgerState(ChainState):
                 require(charged == self.num_charged, "`close` states another number of charged intents")
             case _:
                 raise LineRefused(f"unknown record type {kind!r}")
+
+    def _check_group(self, record: Mapping[str, Any]) -> None:
+        """Under correlated noise an intent names the group that it draws from, and a session is one unbroken run of steps."""
+        group = self.next_group
+        if group is None:
+            require_fields(record, "step", "attempt", "releases")
+            return
+        require_fields(record, "step", "attempt", "releases", "group")
+        stated = whole_number(record, "group", 0)
+        require(stated == group, f"an attempt that drew from group {stated}, where it is the turn of group {group}")
+        require(
+            self.pending is None, "a retry in the session of the step that did not end: past noise would be used again"
+        )
 
     def _check_order(self, step: int, attempt: int) -> None:
         """An intent repeats the pending step or follows the last done one; a new session may go back, and none skips a step."""

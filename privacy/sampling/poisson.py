@@ -39,6 +39,7 @@ class Sampler(ABC):
     """What decides who is in a step; cyclic.py and shuffle.py hold the other two."""
 
     num_examples: int
+    group: int | None = None  # all examples, but for cyclic sampling
 
     @property
     @abstractmethod

@@ -6,8 +6,7 @@ import json
 import os
 import random
 import re
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,6 @@ PLANTED: list[Callable[[pytest.MonkeyPatch], None]] = []
 """Mistakes that the recorded programs make; the start that is judged makes none."""
 DRAWS: list[Note] = []
 """Where the program that is recorded says that it draws."""
-
-
-@pytest.fixture
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder in memory, where there is one."""
-    base = Path("/dev/shm")
-    if not os.access(base, os.W_OK):
-        yield tmp_path_factory.mktemp("disk")
-        return
-    with tempfile.TemporaryDirectory(dir=base) as folder:
-        yield Path(folder)
 
 
 def recorded(root: Path, number: int, kill_after: int | None = None, log: Recorder | None = None) -> Recorder:
@@ -279,7 +267,7 @@ def intent_after_the_draw(patch: pytest.MonkeyPatch) -> None:
 
     def late(self: RunLedger, step: int, **more: Any) -> None:
         note = DRAWS.pop()
-        note((self._on_main.state.nonces[-1], step, self.attempts.get(step, 0)))
+        note((self._on_main.state.nonces[-1], step, self.attempts.get(step, 0), self._group))
         DRAWS.append(note)
         real(self, step, **more)
 

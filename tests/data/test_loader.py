@@ -6,8 +6,6 @@ import pickle
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from data.reading import workers
 from data.reading.loader import Loader, StepPlan, batched_name, eval_batches
 from data.reading.reader import RawExample, TarReader
 from tests.data.conftest import ROOT
-from tests.processes import run_python
+from tests.processes import Forked, kill_group, run_python
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER)
 
@@ -220,14 +218,17 @@ if __name__ == "__main__":
 def test_workers_end_with_their_trainer(table: ExampleTable, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ORPHANS)
-    command = [sys.executable, str(script), str(ROOT), str(table.index_dir), str(table.shard_root)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
-    workers = [int(pid) for pid in done.stdout.split()]
-    assert len(workers) == 2
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}/exe").exists() for pid in workers):
-        assert time.monotonic() < deadline, "workers outlive their trainer"
-        time.sleep(0.1)
+    trainer = Forked([script, ROOT, table.index_dir, table.shard_root], stdout=tmp_path / "said")
+    try:
+        assert trainer.wait(60) == 0
+        workers = [int(pid) for pid in (tmp_path / "said").read_text().split()]
+        assert len(workers) == 2
+        deadline = time.monotonic() + 20
+        while any(Path(f"/proc/{pid}/exe").exists() for pid in workers):
+            assert time.monotonic() < deadline, "workers outlive their trainer"
+            time.sleep(0.02)
+    finally:
+        kill_group(trainer)
 
 
 def test_plans_and_sizes_that_do_not_fit(table: ExampleTable) -> None:

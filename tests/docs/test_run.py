@@ -37,7 +37,7 @@ SHORTER = {
     r"few-shot": "--shots 1 2 --num_splits 2",
     r"image_size 512": "--image_size 32",
     r"num_workers 8": "--num_workers 1",
-    r"--import vip": "--num_heads 2 --decoder_heads 2 --norm_eps 1e-6 --no-normalise_pixels",
+    r"--import vip": "--num_heads 2 --decoder_heads 2 --norm_eps 1e-6 --no-normalise_pixels --activation gelu",
 }
 """What is added to a command that matches."""
 NOT_RUN = {

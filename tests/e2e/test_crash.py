@@ -38,14 +38,15 @@ def check_account(run_dir: Path, steps: int) -> None:
     assert charged == state.num_charged and state.epsilon() == pytest.approx(epsilon, rel=1e-6)
 
 
-def crash_at(points: tuple[str, ...], run_dir: Path) -> None:
+def crash_at(points: tuple[str, ...], run_dir: Path, *changes: str) -> None:
     steps, noise = 2 * len(POINTS), str(run_dir.with_suffix(".noise"))
     for number, point in enumerate(points):
         before = count(run_dir, "intent")
-        done = alone([point, str(2 + number % 2), *arguments(run_dir, steps, 20)], script=CRASHING, NOISE_LOG=noise)
+        started = [*arguments(run_dir, steps, 20), *changes]
+        done = alone([point, str(2 + number % 2), *started], script=CRASHING, NOISE_LOG=noise)
         assert done.returncode == -9, (point, done.stderr[-2000:])
         assert count(run_dir, "intent") > before or point in ("before_intent", "in_record", "in_ledger_write")
-    done = alone(arguments(run_dir, steps, 20), script=RECORDING, NOISE_LOG=noise)
+    done = alone([*arguments(run_dir, steps, 20), *changes], script=RECORDING, NOISE_LOG=noise)
     assert done.returncode == 0, done.stderr[-2000:]
     assert count(run_dir, "torn") == count(run_dir, "repair") == points.count("in_ledger_write")
     check_account(run_dir, steps)
@@ -70,17 +71,24 @@ def test_contract_9_a_kill_between_the_record_of_an_attempt_and_its_intent(tmp_p
 
 
 @pytest.mark.full
-def test_contract_9_a_crash_at_every_point(tmp_path: Path) -> None:
-    crash_at(POINTS, tmp_path / "run")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("bands", [1, 3])
+def test_contract_9_a_crash_at_every_point(tmp_path: Path, bands: int) -> None:
+    run_dir = tmp_path / "run"
+    crash_at(POINTS, run_dir, f"privacy.bands={bands}")
+    for report in (ledger_audit(run_dir), schedule_audit(run_dir)):
+        assert "violated" not in report.verdict, report.to_text()
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_contract_9_forty_kills_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bands", [1, 3])
+def test_contract_9_forty_kills_on_two_ranks(tmp_path: Path, bands: int) -> None:
     """Every named point in turn, the count of passages at random, and every sixth kill at a random moment from outside."""
     run_dir, steps, kills, chance = tmp_path / "run", 120, 40, random.Random(0)
     noise, log = str(run_dir.with_suffix(".noise")), run_dir.with_suffix(".log")
     common = [a for a in arguments(run_dir, steps, 2 * kills + 2) if a not in ("--engine", "local")]
+    common.append(f"privacy.bands={bands}")
     for kill in range(kills):
         point = [*POINTS, "outside"][kill % (len(POINTS) + 1)]
         passages = chance.randint(1, 4) if point != "in_ledger_write" else chance.randint(2, 9)

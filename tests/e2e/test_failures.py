@@ -133,7 +133,7 @@ def test_a_full_disk_in_a_checkpoint(tmp_path: Path, victim: int) -> None:
 
 def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     run_dir, port = tmp_path / "run", str(free_port())
-    options = [*arguments(run_dir), "--rendezvous_seconds", "5"]
+    options = [*arguments(run_dir), "--rendezvous_seconds", "3"]
     ranks = [start_one(r, 3, port, options, log_of(run_dir)) for r in (0, 2)]
     try:
         assert ends(ranks, run_dir) == [2, 2]

@@ -18,8 +18,8 @@ from tests.e2e.launch import TRAIN, alone, count, kill_group, train_arguments
 BIN = Path(sys.executable).parent
 TORCHRUN = "launch_scripts/cluster/torchrun.py"
 WITHIN = 30
-MORE_STEPS = 12
-"""Steps of some tenths of a second that ranks may begin until they have looked for their launcher, every half second."""
+MORE_STEPS = 20
+"""Steps of a tenth of a second that ranks may begin until they have looked for their launcher, every half second."""
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import train_head
 from privacy import verify
 from privacy.audit.ledger import audit_ledger
@@ -20,8 +21,8 @@ GIVEN = "the examples of shards:a.tar, given the encoder, whose epsilon is to be
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
-    data = rng.normal(size=(60, 4)), rng.integers(0, 3, 60)
-    train_head(*data, 3, "dp-newton", epsilon=1.0, delta=1e-3, output=tmp_path / "head", covers=GIVEN)
+    rows = Rows.of(rng.normal(size=(60, 4)), rng.integers(0, 3, 60))
+    train_head(rows, 3, "dp-newton", epsilon=1.0, delta=1e-3, output=tmp_path / "head", covers=GIVEN)
     return tmp_path / "head"
 
 

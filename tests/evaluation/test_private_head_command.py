@@ -13,6 +13,7 @@ from evaluation.commands.private_head import Method, private_rows
 from evaluation.features import Features
 from evaluation.private_head import sweep
 from evaluation.private_head.methods import METHODS
+from evaluation.private_head.rows import Rows
 from tests.evaluation.commands import evaluate
 from tests.evaluation.digits import digits, save_digits
 
@@ -104,12 +105,14 @@ def test_a_row_decides_about_itself_alone(centre: bool) -> None:
     """An undecodable image, a missing label, one out of range: a row of zeros, and no other row or count changes."""
     x, y, _, _ = digits()
     x, y, usable = x[:6].astype(np.float32), y[:6] % 3, np.ones(6, dtype=bool)
-    plain_x, plain_y = private_rows(Features(x, y, usable), 3, centre=centre)
+    plain = private_rows(Features(x, y, usable), 3, centre=centre)
+    plain_x, plain_y = plain.features_ND[:], plain.labels_N
     for change in ("undecodable", "label", "negative"):
         bad_y, bad_usable = y.copy(), usable.copy()
         bad_y[2] = {"undecodable": y[2], "label": 3, "negative": -1}[change]
         bad_usable[2] = change != "undecodable"
-        found_x, found_y = private_rows(Features(x, bad_y, bad_usable), 3, centre=centre)
+        found = private_rows(Features(x, bad_y, bad_usable), 3, centre=centre)
+        found_x, found_y = found.features_ND[:], found.labels_N
         assert not found_x[2].any() and len(found_x) == 6 and 0 <= found_y.min() <= found_y.max() < 3
         assert np.array_equal(np.delete(found_x, 2, 0), np.delete(plain_x, 2, 0))
         assert np.array_equal(np.delete(found_y, 2), np.delete(plain_y, 2))
@@ -124,8 +127,10 @@ def test_a_row_of_zeros_adds_nothing_whatever_its_label(method: str, tmp_path: P
     other = y.copy()
     other[7] = (y[7] + 1) % 10
     request = sweep.HeadRequest([method], [], tmp_path)
-    found = [sweep.without_privacy(sweep.HeadData(x, labels, x_test, y_test, 10), request) for labels in (y, other)]
+    found = [
+        sweep.without_privacy(sweep.HeadData(Rows.of(x, labels), x_test, y_test, 10), request) for labels in (y, other)
+    ]
     from evaluation.private_head.run import without_noise
 
-    weights = [without_noise(x, labels, 10, method) for labels in (y, other)]
+    weights = [without_noise(Rows.of(x, labels), 10, method) for labels in (y, other)]
     assert np.array_equal(weights[0], weights[1]) and found[0] == found[1]

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,28 +42,41 @@ def test_an_unknown_option_between_overrides_is_one_line(command: str) -> None:
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_AND_LIST = """
-import runpy, sys
-sys.argv = sys.argv[1:]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-except SystemExit as end:
-    code = end.code
-heavy = {"torch", "scipy", "dp_accounting", "deepspeed", "transformers", "matplotlib", "datasets"} & set(sys.modules)
-sys.exit(f"exit code {code}; imported: {heavy}")
+import json, os, runpy, sys
+import trainer.config.cli, trainer.config.recipe  # what nearly all of them import
+for number, command in enumerate(json.loads(sys.argv[2])):
+    if os.fork() == 0:
+        os.dup2(os.open(f"{sys.argv[1]}/{number}", os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(1, 2)
+        sys.argv = command
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        heavy = {"torch", "scipy", "dp_accounting", "deepspeed", "transformers", "matplotlib", "datasets"} & set(sys.modules)
+        sys.exit(f"exit code {code}; imported: {heavy}")
+    os.wait()
 """
+SCRIPTS = sorted(path.name for path in (ROOT / "launch_scripts").glob("*.py"))
+WRONG_KEY = ["launch_scripts/train.py", "--ds_config", "ds_configs/zero3.json", "train.num_stepz=4"]
 
 
-def _ends_without_heavy_imports(command: list[str], code: int) -> str:
-    done = subprocess.run([sys.executable, "-c", RUN_AND_LIST, *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == f"exit code {code}; imported: set()"
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The lines that each script's --help says, and train.py (as "wrong") about a wrong key, each in a fork of one process."""
+    folder = tmp_path_factory.mktemp("said")
+    commands = [*([f"launch_scripts/{name}", "--help"] for name in SCRIPTS), WRONG_KEY]
+    command = [sys.executable, "-c", RUN_AND_LIST, str(folder), json.dumps(commands)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return {name: (folder / str(n)).read_text().splitlines() for n, name in enumerate([*SCRIPTS, "wrong"])}
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "launch_scripts").glob("*.py")))
-def test_help_imports_nothing_that_takes_seconds(script: str) -> None:
-    assert script in _ends_without_heavy_imports([f"launch_scripts/{script}", "--help"], 0)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_imports_nothing_that_takes_seconds(script: str, said: dict[str, list[str]]) -> None:
+    *lines, ending = said[script]
+    assert ending == "exit code 0; imported: set()" and script in "\n".join(lines)
 
 
-def test_a_wrong_recipe_key_is_answered_before_anything_heavy_is_imported() -> None:
-    train = ["launch_scripts/train.py", "--ds_config", "ds_configs/zero3.json", "train.num_stepz=4"]
-    assert "did you mean num_steps?" in _ends_without_heavy_imports(train, 2)
+def test_a_wrong_recipe_key_is_answered_before_anything_heavy_is_imported(said: dict[str, list[str]]) -> None:
+    *lines, ending = said["wrong"]
+    assert ending == "exit code 2; imported: set()" and "did you mean num_steps?" in "\n".join(lines)

@@ -34,10 +34,21 @@ from trainer.weights.open_model import open_model
 from trainer.weights.start import find_checkpoint, initialisation_facts, load_start
 
 ROOT = Path(__file__).resolve().parents[2]
-VIP = ("--num_heads", HEADS, "--decoder_heads", DECODER_HEADS, "--norm_eps", "1e-6", "--no-normalise_pixels")
+VIP = (
+    "--num_heads",
+    HEADS,
+    "--decoder_heads",
+    DECODER_HEADS,
+    "--norm_eps",
+    "1e-6",
+    "--no-normalise_pixels",
+    "--activation",
+    "gelu",
+)
 """What no tensor of the made-up files tells."""
 DPCAP = (
     "--num_heads", dpcap.HEADS, "--decoder_heads", dpcap.DECODER_HEADS, "--decoder_activation", "gelu", "--norm_eps", "1e-6",
+    "--activation", "gelu",
 )  # fmt: skip
 EPSILON = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)
 
@@ -267,7 +278,18 @@ def test_an_encoder_alone(command: Run, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     state = published(decoder=False)
     torch.save(state, tmp_path / "vip.pth")
-    command("--import", "vip", tmp_path / "vip.pth", tmp_path / "start", "--num_heads", HEADS, "--norm_eps", "1e-6")
+    command(
+        "--import",
+        "vip",
+        tmp_path / "vip.pth",
+        tmp_path / "start",
+        "--num_heads",
+        HEADS,
+        "--norm_eps",
+        "1e-6",
+        "--activation",
+        "gelu",
+    )
     opened = open_model(tmp_path / "start")
     inputs = opened.task.synthetic_inputs(2)
     tokens_BTD = opened.model(**inputs)

@@ -21,7 +21,9 @@ from models.converters.weights import WeightsError
 D, E, V, L, PATCH, GRID = 16, 24, 110, 9, 4, 3
 T = GRID**2 + 1
 DEPTH, LAYERS, HEADS, DECODER_HEADS = 2, 3, 4, 3
-TOLD = Unstated(num_heads=HEADS, decoder_heads=DECODER_HEADS, decoder_activation="gelu", norm_eps=1e-6)
+TOLD = Unstated(
+    num_heads=HEADS, decoder_heads=DECODER_HEADS, decoder_activation="gelu", norm_eps=1e-6, activation="gelu"
+)
 
 
 def checkpoint(
@@ -280,7 +282,7 @@ def with_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("state", [checkpoint(), with_biases(checkpoint())], ids=["no biases", "biases"])
-@pytest.mark.parametrize("left_out", ["num_heads", "decoder_heads", "decoder_activation", "norm_eps"])
+@pytest.mark.parametrize("left_out", ["num_heads", "decoder_heads", "decoder_activation", "norm_eps", "activation"])
 def test_what_no_tensor_tells_is_asked_for(left_out: str, state: dict[str, Tensor]) -> None:
     """For shapes that nobody published, biases or not."""
     with pytest.raises(WeightsError, match=f"^x: no tensor tells --{left_out}, and its shapes") as refused:

@@ -185,6 +185,14 @@ def other_activation(config: dict[str, Any], state: dict[str, Tensor]) -> None:
     config["hidden_act"] = "relu"
 
 
+def without_activation(config: dict[str, Any], state: dict[str, Tensor]) -> None:
+    del config["hidden_act"]
+
+
+def without_epsilon(config: dict[str, Any], state: dict[str, Tensor]) -> None:
+    del config["layer_norm_eps"]
+
+
 def oblong(config: dict[str, Any], state: dict[str, Tensor]) -> None:
     config["image_size"] = [16, 32]
 
@@ -203,6 +211,8 @@ def shallower(config: dict[str, Any], state: dict[str, Tensor]) -> None:
         (integers, "layernorm.bias holds torch.int64"),
         (other_type, "model_type 'swin' cannot be imported"),
         (other_activation, "hidden_act 'relu'"),
+        (without_activation, "hidden_act = None, but a str is needed"),
+        (without_epsilon, "layer_norm_eps = None, but a float is needed"),
         (oblong, r"image_size = \[16, 32\]"),
         (shallower, "states 1 layers, but the weights have 2"),
     ],
@@ -222,6 +232,19 @@ def test_own_folders_keep_every_bit(tmp_path: Path) -> None:
     same_bits(dict(back.named_parameters()), dict(model.named_parameters()))
     same_bits(dict(back.named_buffers()), dict(model.named_buffers()))
     assert build_empty(model.config).config == back.config
+    stated = json.loads((tmp_path / CONFIG).read_text())
+    for part, name in (
+        (None, "mask_ratio"),
+        (None, "normalise_pixels"),
+        ("encoder", "num_heads"),
+        ("decoder", "norm_eps"),
+    ):
+        facts = json.loads(json.dumps(stated))
+        del (facts["model"][part] if part else facts["model"])[name]
+        (tmp_path / CONFIG).write_text(json.dumps(facts))
+        with pytest.raises(WeightsError, match=f"does not state .*{name} of its model"):
+            load_model(tmp_path)
+    (tmp_path / CONFIG).write_text(json.dumps(stated))
     state = read_weights(tmp_path / WEIGHTS)
     write_weights(tmp_path / WEIGHTS, {name: value for name, value in state.items() if name != "decoder.head.bias"})
     with pytest.raises(WeightsError, match=r"lacks decoder\.head\.bias"):

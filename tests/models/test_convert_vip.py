@@ -20,8 +20,8 @@ from models.masked_autoencoder import MaskedAutoencoder
 
 WIDTH, DEPTH, HEADS, PATCH, GRID = 48, 2, 4, 4, 4
 DECODER_WIDTH, DECODER_HEADS = 32, 2
-TOLD = Unstated(num_heads=HEADS, decoder_heads=DECODER_HEADS, norm_eps=1e-6, normalise_pixels=False)
-OF_AN_ENCODER = Unstated(num_heads=HEADS, norm_eps=1e-6)
+TOLD = Unstated(num_heads=HEADS, decoder_heads=DECODER_HEADS, norm_eps=1e-6, normalise_pixels=False, activation="gelu")
+OF_AN_ENCODER = Unstated(num_heads=HEADS, norm_eps=1e-6, activation="gelu")
 
 
 def block_shapes(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
@@ -183,24 +183,73 @@ def test_fixed_positions_are_recognised() -> None:
     assert torch.equal(parameters["encoder.position.table"], state["pos_embed"])
 
 
-@pytest.mark.parametrize("left_out", ["num_heads", "decoder_heads", "norm_eps", "normalise_pixels"])
+@pytest.mark.parametrize("left_out", ["num_heads", "decoder_heads", "norm_eps", "normalise_pixels", "activation"])
 def test_what_no_tensor_tells_is_asked_for(left_out: str) -> None:
     """For shapes that are none of ViP's; of an encoder alone always, since timm's names may come from anywhere."""
     with pytest.raises(WeightsError, match=f"^x: no tensor tells --{left_out}, and its shapes"):
         from_vip(published(), "x", TOLD._replace(**{left_out: None}))
     encoder, line = (
         published(decoder=False),
-        "no tensor tells" if left_out in ("num_heads", "norm_eps") else "decides nothing",
+        "no tensor tells" if left_out in ("num_heads", "norm_eps", "activation") else "decides nothing",
     )
     changed = OF_AN_ENCODER._replace(**{left_out: None if "tells" in line else getattr(TOLD, left_out)})
     with pytest.raises(WeightsError, match=line):
         from_vip(encoder, "x", changed)
 
 
+@pytest.mark.parametrize("activation", ["relu", "quick_gelu", "gelu_tanh"])
+def test_other_activations_are_refused(activation: Any) -> None:
+    for state, told in ((published(), TOLD), (published(decoder=False), OF_AN_ENCODER)):
+        with pytest.raises(WeightsError, match=f"with --activation {activation} cannot be imported"):
+            from_vip(state, "x", told._replace(activation=activation))
+
+
+# The release's models: width, blocks and heads of the encoder; parameters of encoder and decoder, without position tables.
+# All have 224 pixels in patches of 16, MLPs of four times the width, biases everywhere, norms with an epsilon of 1e-6, exact
+# GELU, and a decoder of four blocks, 512 wide, with 16 heads.
+OFFICIAL = {
+    "vip_nano": (192, 12, 12, 5_524_416 - 197 * 192, 13_204_736 - 197 * 512),
+    "vip_tiny": (384, 12, 12, 21_665_664 - 197 * 384, 13_303_040 - 197 * 512),
+    "vip_small": (576, 12, 12, 48_423_744 - 197 * 576, 13_401_344 - 197 * 512),
+    "vip_base": (768, 12, 12, 85_798_656 - 197 * 768, 13_499_648 - 197 * 512),
+    "vip_large": (1024, 24, 16, 303_301_632 - 197 * 1024, 13_630_720 - 197 * 512),
+}
 SIZE_NAMES = [
-    "vip_nano",
-    *(pytest.param(f"vip_{n}", marks=pytest.mark.full) for n in ("tiny", "small", "base", "large")),
-]
+    "vip_nano", "vip_tiny", *(pytest.param(f"vip_{n}", marks=pytest.mark.full) for n in ("small", "base", "large")),
+]  # fmt: skip
+
+
+def official_layout(width: int, depth: int, image_size: int = 224) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the release's masked autoencoder."""
+    tokens = 1 + (image_size // 16) ** 2
+    shapes: dict[str, tuple[int, ...]] = {
+        "cls_token": (1, 1, width), "pos_embed": (1, tokens, width),
+        "patch_embed.proj.weight": (width, 3, 16, 16), "patch_embed.proj.bias": (width,),
+        "norm.weight": (width,), "norm.bias": (width,),
+        "decoder_embed.weight": (512, width), "decoder_embed.bias": (512,),
+        "mask_token": (1, 1, 512), "decoder_pos_embed": (1, tokens, 512),
+        "decoder_norm.weight": (512,), "decoder_norm.bias": (512,),
+        "decoder_pred.weight": (16 * 16 * 3, 512), "decoder_pred.bias": (16 * 16 * 3,),
+    }  # fmt: skip
+    for number in range(depth):
+        shapes |= block_shapes(f"blocks.{number}.", width)
+    for number in range(4):
+        shapes |= block_shapes(f"decoder_blocks.{number}.", 512)
+    return shapes
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_sizes_have_the_official_layout(name: str) -> None:
+    width, depth, heads, in_encoder, in_decoder = OFFICIAL[name]
+    size = MAE_SIZES[name]
+    with torch.device("meta"):
+        state = rename_back(with_tables(MaskedAutoencoder(size)), autoencoder_renamings(size))
+    assert {key: tuple(value.shape) for key, value in state.items()} == official_layout(width, depth)
+    numbers = {key: value.numel() for key, value in state.items() if "pos_embed" not in key}
+    decoder = sum(number for key, number in numbers.items() if key.startswith(("decoder_", "mask_token")))
+    assert (sum(numbers.values()) - decoder, decoder) == (in_encoder, in_decoder)
+    assert (size.encoder.num_heads, size.decoder.num_heads) == (heads, 16)
+    assert size.encoder.norm_eps == size.decoder.norm_eps == 1e-6 and not size.normalise_pixels
 
 
 @pytest.mark.parametrize("name", SIZE_NAMES)
@@ -208,9 +257,8 @@ def test_the_published_sizes_are_known(name: str) -> None:
     """By all of their shapes; what is stated goes first."""
     size = MAE_SIZES[name]
     small = replace(size, encoder=replace(size.encoder, image_size=64))
-    with torch.device("meta"):
-        named = with_tables(MaskedAutoencoder(small))
-    state = rename_back({n: torch.zeros(value.shape) for n, value in named.items()}, autoencoder_renamings(small))
+    width, depth = OFFICIAL[name][:2]
+    state = {key: torch.zeros(shape) for key, shape in official_layout(width, depth, image_size=64).items()}
     config, _ = from_vip(state, "x")
     assert isinstance(config, MaskedAutoencoderConfig) and not config.normalise_pixels
     assert replace(config.encoder, position="sincos") == small.encoder

@@ -38,7 +38,8 @@ def create(tmp_path, mirror=None):
 def take_step(ledger, step):
     attempt = ledger.next_attempt(step)
     plan = ledger.plan
-    ledger.intent(step, attempt, step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping))
+    releases = step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping)
+    ledger.intent(step, attempt, releases, ledger.state.next_group)
     ledger.done(step, attempt)
 
 

@@ -48,6 +48,7 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
     if plan.adaptive_clipping is not None:
         asked |= {"clipping_function": "adaptive", **asdict(plan.adaptive_clipping)}
     asked |= {} if owner is None else {"max_examples_per_owner": owner}
+    asked |= {"bands": plan.bands, "strategy": plan.strategy} if plan.bands > 1 else {}
     lines = [f"{name} = {json.dumps(value)}" for name, value in asked.items()]
     return "\n".join(
         ["[privacy]", *lines, "[train]", f"num_steps = {plan.num_steps}", "[data]", 'provenance = "private"']
@@ -75,10 +76,10 @@ def publish(
         for step in range(1, steps + 1):
             releases = step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping)
             if step == 2:
-                ledger.intent(step, 0, releases)
+                ledger.intent(step, 0, releases, ledger.state.next_group)
                 ledger.start_session({"commit": "c0ffee"})
             attempt = ledger.next_attempt(step)
-            ledger.intent(step, attempt, releases)
+            ledger.intent(step, attempt, releases, ledger.state.next_group)
             ledger.done(step, attempt)
         seq, line_hash = ledger.position()
         manifest = {

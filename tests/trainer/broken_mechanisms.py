@@ -20,6 +20,7 @@ from privacy.ledger.records import LedgerState
 from privacy.noise import NoiseSource, SystemNoise, add_noise
 from privacy.sampling.poisson import example_keys
 from tests.privacy.audit.broken_samplers import SAMPLERS
+from tests.trainer.broken_correlation import CORRELATED
 from tests.trainer.broken_noise import SOURCES
 from trainer.audit import sandbox as audit_sandbox
 from trainer.engines.reduction import reduce_to_owners
@@ -42,7 +43,7 @@ NEED_TWO_RANKS = (
 def broken(bug: str) -> Iterator[NoiseSource]:
     """Inside, the sandbox's mechanism has the named mistake; yields the noise source to use. "none" breaks nothing."""
     with ExitStack() as stack:
-        for target, name, value in PATCHES.get(bug, list)():
+        for target, name, value in (PATCHES | CORRELATED).get(bug, list)():
             stack.enter_context(mock.patch.object(target, name, value))
         yield SOURCES.get(bug, SystemNoise)()
 

@@ -1,15 +1,13 @@
 """Freed memory is used again, counted in page faults of a process of its own: malloc's settings cannot be taken back."""
 
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT, quiet_environment, run_python
 from trainer.run.allocator import keep_freed_memory
 
-ROOT = Path(__file__).resolve().parents[2]
 COUNT = """
 import resource, sys
 import torch
@@ -29,14 +27,15 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def page_faults(what: str) -> int:
-    command = [sys.executable, "-c", COUNT, what]
-    return int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+def page_faults(what: str, folder: Path) -> int:
+    (folder / "count.py").write_text(COUNT)
+    done = run_python([folder / "count.py", what], env=quiet_environment(PYTHONPATH=str(ROOT)))
+    return int(done.stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's")
-def test_the_next_step_touches_no_new_pages() -> None:
-    assert page_faults("keep") < 0.25 * page_faults("default")
+def test_the_next_step_touches_no_new_pages(tmp_path: Path) -> None:
+    assert page_faults("keep", tmp_path) < 0.25 * page_faults("default", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"])

@@ -153,10 +153,11 @@ def test_plans_are_drawn_when_pulled() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_session_goes_on_where_the_intents_before_it_ended() -> None:
-    """Attempts of earlier sessions count, also those of steps that are repeated."""
+    """Charges of earlier sessions count, also those of steps that are repeated and of torn lines."""
     bands, sampler = 7, CyclicPoissonSampler(PoissonSampler.with_expected_batch(NUM_EXAMPLES, 7 * 20, None), 7)
-    attempts = {1: 2, 2: 1, 3: 1}  # 4 intents: step 1 twice
-    plans = list(LogicalBatches(sampler, KEY, NONCE, attempts, micro_batch_size=64).plans(2, 12))
+    attempts = {1: 2, 2: 1, 3: 1}  # 4 intents: step 1 twice, and a torn line
+    plans = list(LogicalBatches(sampler, KEY, NONCE, attempts, micro_batch_size=64, charged=5).plans(2, 12))
     assert [plan.step for plan in plans] == list(range(2, 13))
     for position, plan in enumerate(plans):
-        assert len(plan.example_ids) and (plan.example_ids % bands == (4 + position) % bands).all()
+        assert plan.group == (5 + position) % bands
+        assert len(plan.example_ids) and (plan.example_ids % bands == plan.group).all()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
 
+from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import train_head
 from evaluation.private_head.sweep import spent_in
 from evaluation.results import ModelFacts
@@ -209,8 +210,8 @@ def test_a_private_head_composes_with_its_private_encoder(
     rng, opened = np.random.default_rng(0), open_model(chain["second"])
     behind = ledgers_of(opened.path, opened.manifest)
     assert [one.run for one in behind] == ["second", "first"]
-    data = rng.normal(size=(60, 4)), rng.integers(0, 3, 60)
-    head = train_head(*data, 3, "dp-ls", epsilon=1.0, delta=1e-3, output=tmp_path / "heads/one", behind=behind)
+    rows = Rows.of(rng.normal(size=(60, 4)), rng.integers(0, 3, 60))
+    head = train_head(rows, 3, "dp-ls", epsilon=1.0, delta=1e-3, output=tmp_path / "heads/one", behind=behind)
     encoder = card_of(chain["second"])
     assert head.epsilon is not None and encoder.epsilon is not None
     assert head.delta == 1e-6 and encoder.epsilon < head.epsilon

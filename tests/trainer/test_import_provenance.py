@@ -20,7 +20,7 @@ from trainer.errors import ConfigError
 from trainer.run.start import load_newest
 from trainer.weights.import_weights import Declared, import_weights
 
-HEADS = {"hf": Unstated(), "vip": Unstated(num_heads=4, norm_eps=1e-6)}
+HEADS = {"hf": Unstated(), "vip": Unstated(num_heads=4, norm_eps=1e-6, activation="gelu")}
 PRIVATE_LINK = {"kind": "checkpoint", "training_data": "private", "guarantee": None, "before_that": {"kind": "random"}}
 PRIVATE: list[dict[str, Any]] = [
     {"training_data": {"provenance": "private"}},

@@ -2,8 +2,6 @@
 
 import gc
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ import torch
 from torch import Tensor
 
 from privacy.clipping import ClippedSum
-from tests.distributed.ranks import ROOT, quiet_environment
 from tests.privacy.clipping.test_modes import Blocks
 from tests.privacy.clipping.test_properties import Middle
+from tests.processes import ROOT, quiet_environment, run_python
 from trainer.run.memory_estimate import MemoryTimeline, available_memory, extrapolate, predict_peak
 
 FACTOR = 1.25
@@ -126,13 +124,19 @@ def process_memory(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_the_estimate_is_what_the_process_really_takes() -> None:
-    program = "import json; from tests.trainer.test_memory_estimate import measure; print(json.dumps(measure(128, 4, 64, 24)))"
-    # Every allocation by itself, so that what is freed goes back to the system at once.
-    environment = quiet_environment(MALLOC_MMAP_THRESHOLD_="65536")
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+MEASURE = """
+import ctypes, json
+from trainer.run.allocator import M_MMAP_THRESHOLD
+# Every allocation by itself, so that what is freed goes back to the system at once.
+assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+from tests.trainer.test_memory_estimate import measure
+print(json.dumps(measure(128, 4, 64, 24)))
+"""
+
+
+def test_the_estimate_is_what_the_process_really_takes(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(MEASURE)
+    done = run_python([tmp_path / "program.py"], env=quiet_environment(PYTHONPATH=str(ROOT)))
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])
     for row in rows:

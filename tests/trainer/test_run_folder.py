@@ -4,17 +4,15 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT, Forked, kill_group, quiet_environment
 from trainer.errors import ConfigError
 from trainer.run.folder import RunFolder
-
-ROOT = Path(__file__).resolve().parents[2]
 
 HOLDER = """
 import sys, time
@@ -28,14 +26,21 @@ time.sleep(60)
 """
 
 
-def hold(root: Path) -> "subprocess.Popen[str]":
-    """Another process that has the lock."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(root)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdout.readline() == "locked\n"
-    return process
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Forked]]:
+    """Another process that has the lock of the run folder tmp_path/run; it runs the given program."""
+    started: list[Forked] = []
+
+    def run(program: str) -> Forked:
+        (tmp_path / "holder.py").write_text(program)
+        command = [tmp_path / "holder.py", tmp_path / "run"]
+        started.append(Forked(command, stdout=tmp_path / "said", env=quiet_environment(PYTHONPATH=str(ROOT))))
+        started[-1].wait_for_line("locked")
+        return started[-1]
+
+    yield run
+    for process in started:
+        kill_group(process)
 
 
 def test_private_is_private(tmp_path: Path) -> None:
@@ -64,52 +69,42 @@ def test_no_place_for_a_run_folder(tmp_path: Path) -> None:
         RunFolder(tmp_path / "file").create()
 
 
-def test_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_trainer_at_a_time(start: Callable[[str], Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused with exit code 2; SIGKILL of the first frees the folder."""
     monkeypatch.setattr("trainer.run.folder.LOCK_PATIENCE", 0.2)
-    first = hold(tmp_path)
-    try:
-        second = RunFolder(tmp_path)
-        second.create()
-        with pytest.raises(ConfigError, match="in use by another trainer") as caught:
-            second.lock()
-        assert caught.value.exit_code == 2 and str(tmp_path) in str(caught.value)
-    finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
-    RunFolder(tmp_path).lock()
+    first, second = start(HOLDER), RunFolder(tmp_path / "run")
+    second.create()
+    with pytest.raises(ConfigError, match="in use by another trainer") as caught:
+        second.lock()
+    assert caught.value.exit_code == 2 and str(tmp_path) in str(caught.value)
+    first.kill()
+    first.wait()
+    RunFolder(tmp_path / "run").lock()
 
 
-def test_a_lock_that_is_about_to_be_free(tmp_path: Path) -> None:
+def test_a_lock_that_is_about_to_be_free(start: Callable[[str], Forked], tmp_path: Path) -> None:
     """A process that ends keeps its lock until its memory is freed; a start within that time waits."""
-    first = hold(tmp_path)
-    threading.Timer(0.5, first.kill).start()
-    second = RunFolder(tmp_path)
+    first, second = start(HOLDER), RunFolder(tmp_path / "run")
+    threading.Timer(0.5, os.kill, (first.pid, signal.SIGKILL)).start()
     second.create()
     second.lock()
     assert first.wait() == -signal.SIGKILL
 
 
-def test_children_do_not_keep_the_lock(tmp_path: Path) -> None:
+def test_children_do_not_keep_the_lock(start: Callable[[str], Forked], tmp_path: Path) -> None:
     """A worker process that outlives a killed trainer must not block the next start."""
-    code = HOLDER.replace(
-        'print("locked", flush=True)',
-        "import subprocess; child = subprocess.Popen(['sleep', '30'], stdout=subprocess.DEVNULL)\n"
-        'print("locked", flush=True); print(child.pid, flush=True)',
+    process = start(
+        HOLDER.replace(
+            'print("locked", flush=True)',
+            "import subprocess; child = subprocess.Popen(['sleep', '30'])\n"
+            'print(child.pid, flush=True); print("locked", flush=True)',
+        )
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stdout.readline() == "locked\n"
-    child = int(process.stdout.readline())
+    child = int(process.stdout.read_text().split()[0])
     process.kill()
     process.wait()
-    try:
-        os.kill(child, 0)  # still there
-        RunFolder(tmp_path).lock()
-    finally:
-        os.kill(child, signal.SIGKILL)
+    os.kill(child, 0)  # still there
+    RunFolder(tmp_path / "run").lock()
 
 
 def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import ROOT
+from tests.processes import ROOT, Forked, kill_group, quiet_environment
 from trainer.errors import StepDropped
 from trainer.loop import stopping
 from trainer.loop.stopping import StopRequests
@@ -111,34 +109,39 @@ import os, sys, time, threading
 from trainer.loop.stopping import StopRequests, end_on_signals
 from pathlib import Path
 end_on_signals(lambda: os._exit(7))
-print("ready", flush=True)
 if sys.argv[1] == "training":
     requests = StopRequests(Path("/nowhere"), grace_seconds=60)
-    sys.stdin.readline()
-    print(requests.pending(), flush=True)
+    print("training", flush=True)
+    while not Path(sys.argv[2]).exists():
+        time.sleep(0.01)
+    print("pending", requests.pending(), flush=True)
     requests.close()
-    sys.stdin.readline()
+print("ready", flush=True)
 lock = threading.Lock()
 lock.acquire()
 lock.acquire()  # blocked where no handler runs
 """
 
-    def start(self, mode: str, before: str = "") -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", before + self.SCRIPT, mode],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
+    @pytest.fixture
+    def start(self, tmp_path: Path) -> Iterator[Callable[..., Forked]]:
+        """Runs SCRIPT with these arguments, after the lines `before`."""
+        started: list[Forked] = []
 
-    def test_what_a_shell_had_ignored_stays_ignored(self) -> None:
-        process = self.start("setup", "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)")
+        def run(*arguments: str | Path, before: str = "") -> Forked:
+            (tmp_path / "script.py").write_text(before + self.SCRIPT)
+            environment = quiet_environment(PYTHONPATH=str(ROOT))
+            started.append(Forked([tmp_path / "script.py", *arguments], stdout=tmp_path / "said", env=environment))
+            return started[-1]
+
+        yield run
+        for process in started:
+            kill_group(process)
+
+    def test_what_a_shell_had_ignored_stays_ignored(self, start: Callable[..., Forked]) -> None:
+        process = start("setup", before="import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)")
+        process.wait_for_line("ready")
         process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        time.sleep(0.3)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 7
@@ -146,21 +149,20 @@ lock.acquire()  # blocked where no handler runs
     @pytest.mark.parametrize(
         "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
     )
-    def test_a_signal_ends_it(self, number: signal.Signals) -> None:
-        process = self.start("setup")
-        time.sleep(0.2)
+    def test_a_signal_ends_it(self, start: Callable[..., Forked], number: signal.Signals) -> None:
+        process = start("setup")
+        process.wait_for_line("ready")
+        time.sleep(0.1)
         process.send_signal(number)
         assert process.wait(timeout=20) == 7
 
-    def test_training_takes_over_and_gives_back(self) -> None:
-        process = self.start("training")
-        assert process.stdin is not None and process.stdout is not None
-        time.sleep(0.2)
+    def test_training_takes_over_and_gives_back(self, start: Callable[..., Forked], tmp_path: Path) -> None:
+        process = start("training", tmp_path / "go")
+        process.wait_for_line("training")
         process.send_signal(signal.SIGUSR1)
-        time.sleep(0.2)
-        assert process.poll() is None, "training notes it"
-        print(file=process.stdin, flush=True)
-        assert process.stdout.readline() == "True\n"
-        time.sleep(0.2)
+        time.sleep(0.1)
+        (tmp_path / "go").touch()
+        process.wait_for_line("pending True")
+        process.wait_for_line("ready")
         process.send_signal(signal.SIGUSR1)
         assert process.wait(timeout=20) == 7

@@ -186,6 +186,7 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
             rows_per_rank=MICRO_BATCH_SIZE * math.ceil(plan.max_batch_size / ranks / MICRO_BATCH_SIZE),
             canary_norm=float(norms[0]),
             smallest_norm=float(norms.min()),
+            coefficients=plan.noise_strategy.coefficients,
             draw_spacing=0.0 if plan.lattice is None else 1 / plan.lattice.noise_deviation(plan.noise_multiplier),
         ),
         world_size=ranks,
@@ -204,6 +205,7 @@ def read_record(settings: SandboxSettings, folder: Path, ranks: int) -> SandboxR
         hostile_N=canaries.hostile_N,
         silent_steps=settings.silent_steps + 1,  # the killed step has two attempts
         retried=(settings.silent_steps - 1, settings.silent_steps),
+        session_starts=settings.session_starts,
         replica_digests=None if "" in digests[0] else digests,
         facts={"sandbox": f"{ranks} ranks, engine {settings.engine}, {steps}, q = {SAMPLE_RATE}, {clipping}"},
         counts=counts,

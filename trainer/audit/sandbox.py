@@ -6,10 +6,12 @@ sampling key and coins, loader, ledger, `train_step`, clipping, engine, reductio
 and enormous), and a noise source that is watched, and silent in the first steps. What reaches the model and the optimizer is
 noted where it arrives, and the file layer and the entropy are watched (trainer/audit/watch.py).
 
-    silent steps 1..S; step S is "killed" before its `done`, and tried again in a new session; then T noisy steps
+    silent steps 1..S; step S is "killed" before its `done`, and tried again in a new session; then T noisy steps, with
+    correlated noise in two sessions, of which the second must not use the noise of the first
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -28,6 +30,7 @@ from data.batch import Batch
 from data.reading.loader import Loader
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.selfcheck import check_against_autograd
+from privacy.correlated.strategy import Strategy
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.noise import NoiseSource
@@ -53,6 +56,8 @@ from trainer.run.ledger import RunLedger
 MICRO_BATCH_SIZE = 64
 LEDGER, KEY = "ledger.jsonl", "sampling.key"
 
+MOST_BANDS = 8
+"""A sandbox takes few steps, so of more bands it audits the first."""
 SAMPLE_RATE = 0.25
 """The sandbox samples at a high rate, so that few steps say much; sigma and C are the run's own."""
 
@@ -84,8 +89,9 @@ class SandboxSettings:
         return make_canaries(self.num_single, self.run_plan.max_grad_norm)
 
     def plan(self) -> PrivacyPlan:
-        """The audited run's sigma, C and slack; a sampling rate with more power."""
+        """The audited run's sigma, C and slack, and its bands or the first of them; a sampling rate with more power."""
         run, num_examples = self.run_plan, len(self.present)
+        bands, first = min(run.bands, MOST_BANDS), run.coefficients[:MOST_BANDS]
         adaptive = run.adaptive_clipping
         if adaptive is not None:
             # The run's releases, while C stays in its place: its update is post-processing, which the ledger's audit checks.
@@ -93,7 +99,7 @@ class SandboxSettings:
         return make_plan(
             PlanRequest(
                 num_examples=num_examples,
-                expected_batch_size=round(SAMPLE_RATE * num_examples),
+                expected_batch_size=round(SAMPLE_RATE * num_examples / bands),
                 num_steps=self.silent_steps + self.noisy_steps,
                 noise_multiplier=run.noise_multiplier,
                 target_delta=run.target_delta,
@@ -104,9 +110,26 @@ class SandboxSettings:
                 informal_reasons=("it is a sandbox of an audit",),
                 noise_source=run.noise_source,
                 adaptive_clipping=adaptive,
+                bands=bands,
+                strategy=run.strategy,
+                coefficients=Strategy.of_unit_length(first).coefficients if first else (),
                 allow_small_noise=True,
             )
         )
+
+    @property
+    def sessions(self) -> list[tuple[int, int]]:
+        """(first, last) step of each session."""
+        silent, last = self.silent_steps, self.silent_steps + self.noisy_steps
+        middle = silent + self.noisy_steps // 2
+        noisy = [(silent, last)] if self.run_plan.bands == 1 else [(silent, middle), (middle + 1, last)]
+        return [(1, silent), *noisy]
+
+    @property
+    def session_starts(self) -> tuple[int, ...]:
+        """Index of the first attempt of each session."""
+        lengths = [last - first + 1 for first, last in self.sessions]
+        return tuple(itertools.accumulate([0, *lengths[:-1]]))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -268,22 +291,25 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
         tape = _Tape(engine, noise, watch)
         with replaced(engine, "step", tape.watch_step):
             last_silent = settings.silent_steps
-            for first, last, killed_at in ((1, last_silent, last_silent), (last_silent, plan.num_steps, None)):
+            for session, (first, last) in enumerate(settings.sessions):
                 ledger = open_sandbox_ledger(folder, plan)
                 nonce = ledger.start_session()
-                batches = LogicalBatches(plan.sampler, ledger.key, nonce, ledger.attempts, MICRO_BATCH_SIZE)
+                batches = LogicalBatches(
+                    plan.sampler, ledger.key, nonce, ledger.attempts, MICRO_BATCH_SIZE, charged=ledger.charged_before
+                )
+                mechanism = Mechanism(
+                    plan=plan,
+                    clipped=clipped,
+                    engine=engine,
+                    ledger=ledger,
+                    noise=noise,
+                    noise_variance=NoiseVariance(optimizer.betas[1]),
+                    learning_rate=lambda step: optimizer.peak_lr,
+                )
                 for step_plan, micro_batches in loader.steps(batches.plans(first, last)):
                     step = step_plan.step
                     noise.silent = step <= last_silent
-                    mechanism = Mechanism(
-                        plan=plan,
-                        clipped=clipped,
-                        engine=engine,
-                        ledger=_Killed(ledger) if step == killed_at else ledger,
-                        noise=noise,
-                        noise_variance=NoiseVariance(optimizer.betas[1]),
-                        learning_rate=lambda step: optimizer.peak_lr,
-                    )
+                    mechanism.ledger = _Killed(ledger) if (session, step) == (0, last_silent) else ledger
                     ledger.note(step_plan, MICRO_BATCH_SIZE)
                     record = train_step(mechanism, step, tape.watch_batches(micro_batches, present_N))
                     fraction = record.public.get("privacy/noised_unclipped_fraction")

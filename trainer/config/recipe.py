@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
 from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.limits import MAX_COUNT
-from privacy.plan_request import PlanRequest
+from privacy.plan_request import MOST_BANDS, PlanRequest
 from privacy.releases import SENSITIVITY_SLACK
 from trainer.config.declarations import Resolved, reset_declarations
 from trainer.config.did_you_mean import did_you_mean, known_words
@@ -154,6 +154,10 @@ class PrivacySection(Section):
     """Only Poisson is amplified; shuffled data are read epoch by epoch (privacy/sampling/shuffle.py)."""
     shuffle_as_gaussian: bool = False
     """Accounts shuffled data without amplification, mu = sqrt(ceil(epochs) + replays) / sigma; else they claim nothing."""
+    bands: int = Field(1, ge=1, le=MOST_BANDS)
+    """b of correlated noise: b groups of examples take turns, and a step's noise cancels that of the b - 1 steps before."""
+    strategy: Literal["square_root", "optimised"] = "square_root"
+    """Its coefficients; optimised for this recipe's schedule, weight decay and momentum (docs/correlated_noise.md)."""
     noise_source: Literal["system", "aes_ctr"] = "system"
     """Philox keyed by the operating system, or a cryptographic stream."""
     shared_ledger: str | None = None
@@ -190,6 +194,18 @@ class PrivacySection(Section):
                     f'clipping_mode = "{self.clipping_mode}" is for arithmetic = "floating"; certified sums have no modes, '
                     "because they write every gradient out: remove clipping_mode"
                 )
+        if self.bands == 1 and self.strategy != "square_root":
+            raise ValueError(f'strategy = "{self.strategy}" is for bands above 1: remove it, or give bands')
+        unfit = {
+            "enabled = false": not self.enabled,
+            "noise_multiplier = 0": self.noise_multiplier == 0,
+            "simulation = true": self.simulation,
+            'clipping_function = "adaptive"': self.clipping_function == "adaptive",
+            'arithmetic = "certified"': self.arithmetic == "certified",
+            'sampling = "shuffle"': self.sampling == "shuffle",
+        }
+        for setting in (setting for setting, is_set in unfit.items() if is_set and self.bands > 1):
+            raise ValueError(f"bands = {self.bands} correlates noise, which {setting} does not allow: take bands = 1")
         for name in ("target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std"):
             if getattr(self, name) is not None and self.clipping_function != "adaptive":
                 raise ValueError(f'{name} is for clipping_function = "adaptive", not "{self.clipping_function}"')
@@ -208,7 +224,7 @@ class PrivacySection(Section):
         )
 
     def request(self, num_steps: int, num_examples: int) -> PlanRequest:
-        """What these keys ask for on a data set: capped batches, clipping slack and reserve included."""
+        """What these keys ask for on a data set: capped batches, slack and reserve; `with_coefficients` adds optimised ones."""
         simulation = ("a TAN simulation: the noise of a larger batch, scaled down (privacy.simulation = true)",)
         return PlanRequest(
             num_examples=num_examples,
@@ -227,6 +243,8 @@ class PrivacySection(Section):
             sampling=self.sampling,
             shuffle_as_gaussian=self.shuffle_as_gaussian,
             noise_source=self.noise_source,
+            bands=self.bands,
+            strategy=self.strategy,
             informal_reasons=simulation if self.simulation else (),
             allow_small_noise=self.allow_small_noise or self.simulation,
         )

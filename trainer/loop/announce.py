@@ -34,6 +34,11 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
         f"C = {plan.max_grad_norm:g}, sigma = {plan.noise_multiplier:.4f}, "
         f"{plan.num_steps} steps and {plan.reserved_attempts} reserved attempts"
     )
+    if plan.bands > 1:
+        print(
+            f"correlated noise of {plan.bands} bands ({plan.strategy}): {plan.bands} groups of up to {plan.group_size} examples "
+            "take turns; past noise stays in memory, and every start begins without it"
+        )
     signal = NoiseToSignal.of(plan, count, run.config.model.kind)
     if signal is not None:
         print(signal.line)

@@ -17,7 +17,6 @@ from privacy.boundary import Private, Public, Reason
 from privacy.clipping import ClippedSum, MicroBatchStats
 from privacy.clipping.integers import to_real
 from privacy.correlated.segment import Segment
-from privacy.correlated.strategy import Strategy
 from privacy.noise import NoiseSource, add_rounded_noise
 from privacy.plan import PrivacyPlan
 from privacy.releases import Release
@@ -50,6 +49,7 @@ class Mechanism:
         noise: gives the owner of a shard its standard normals.
         noise_variance: what DP-AdamBC subtracts from its second moment.
         learning_rate: gives the rate of a step, from 1 on.
+        keep_noise_on: where past noise lies, such as the main memory; None keeps it with the sums.
         segment: adds the noise to this rank's shards; what of it the next steps need is here alone, and ends with the process.
     """
 
@@ -60,7 +60,11 @@ class Mechanism:
     noise: NoiseSource
     noise_variance: NoiseVariance
     learning_rate: Callable[[int], float]
-    segment: Segment = field(default_factory=lambda: Segment(Strategy.independent()))
+    keep_noise_on: torch.device | None = None
+    segment: Segment = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.segment = Segment(self.plan.noise_strategy, self.keep_noise_on)
 
 
 @dataclass(frozen=True)

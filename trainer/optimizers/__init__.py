@@ -39,7 +39,11 @@ _BLOCK = re.compile(r"encoder\.blocks\.([0-9]+)\.")
 
 
 def is_matrix(shape: torch.Size) -> bool:
-    """Weight decay and trust ratios are for matrices: biases, norms and tokens (one row) are excluded, as published."""
+    """Weight decay and trust ratios are for matrices: biases, norms and tokens (one row) are excluded.
+
+    The masked autoencoder's probes and fine-tuning exclude vectors too (He et al. 2021). The released code of ViP and DP-Cap does
+    not: its AdamW decays every trained parameter, vectors, tokens and (ViP's) position tables included, by 0.005.
+    """
     return sum(size > 1 for size in shape) >= 2
 
 

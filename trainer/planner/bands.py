@@ -16,10 +16,26 @@ from privacy.plan_request import PlanRequest
 from trainer.config.recipe import RunConfig
 from trainer.loop.schedule import learning_rate
 
-MOST_BANDS = 1024
-"""The search goes no further: past noise takes 8 bytes a band and coordinate."""
+MOST_SEARCHED = 1024
+"""The search for the best number of bands goes no further: past noise takes 8 bytes a band and coordinate."""
 HISTORY_BYTES = 8
 """Bytes of one past noise value: rounded noise would break the guarantee (docs/correlated_noise.md)."""
+
+
+def with_bands(request: PlanRequest, bands: int) -> PlanRequest:
+    """The request with this number of bands and square-root coefficients, whatever it had."""
+    return replace(request, bands=bands, strategy="square_root", coefficients=())
+
+
+def with_coefficients(request: PlanRequest, config: RunConfig) -> PlanRequest:
+    """The request with the coefficients that its strategy asks for, optimised for the recipe's workload (seconds).
+
+    Raises:
+        PrivacyConfigError: more steps than a workload may have.
+    """
+    if request.strategy != "optimised":
+        return request
+    return replace(request, coefficients=optimised(workload_of(config), request.bands).coefficients)
 
 
 def at_equal_epsilon(request: PlanRequest) -> PlanRequest:
@@ -46,8 +62,10 @@ def by_bands(request: PlanRequest, progress: Progress | None = None) -> list[dic
     """
     rows: list[dict[str, Any]] = []
     bands = 1
-    while bands * request.expected_batch_size <= request.num_examples and bands <= min(request.num_steps, MOST_BANDS):
-        plan = make_plan(replace(request, bands=bands, cap=None), progress=progress)
+    while bands * request.expected_batch_size <= request.num_examples and bands <= min(
+        request.num_steps, MOST_SEARCHED
+    ):
+        plan = make_plan(replace(with_bands(request, bands), cap=None), progress=progress)
         error = plan.noise_multiplier * running_sums_error(Strategy.square_root(bands), plan.num_steps)
         rows.append({"bands": bands, "noise_multiplier": plan.noise_multiplier, "error": error})
         if len(rows) > 2 and rows[-3]["error"] < rows[-2]["error"] < rows[-1]["error"]:
@@ -92,7 +110,7 @@ def compare(plan: PrivacyPlan, request: PlanRequest, config: RunConfig | None) -
     }
     if plan.bands > 1:
         target = _epsilon_of(plan) if request.target_epsilon is None else request.target_epsilon
-        same = make_plan(replace(request, bands=1, noise_multiplier=None, target_epsilon=target))
+        same = make_plan(replace(with_bands(request, 1), noise_multiplier=None, target_epsilon=target))
         ratio = plan.noise_multiplier / same.noise_multiplier
         independent, root = Strategy.independent(), Strategy.square_root(plan.bands)
         result["independent_noise_multiplier"] = same.noise_multiplier

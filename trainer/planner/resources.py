@@ -11,6 +11,7 @@ from privacy.plan import PrivacyPlan, make_plan
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines import require_supported
+from trainer.planner.bands import with_bands
 from trainer.planner.batches import Batches, Examples
 from trainer.planner.hardware import Gpu, Network, exposed_seconds, traffic
 from trainer.planner.memory import (
@@ -149,7 +150,7 @@ def plan_resources(
         world_size=cluster.world_size,
         average=config.train.ema_decay is not None,
         on_cpu=cluster.gpu is not None and cluster.gpu.name == "cpu",
-        bands=1 if plan is None else plan.bands,
+        bands=config.privacy.bands if plan is None else plan.bands,
     )
     available = free = None
     if cluster.gpu is not None:
@@ -224,7 +225,9 @@ def plan_of_shapes(config: RunConfig) -> PrivacyPlan:
     request = config.privacy.request(config.train.num_steps, config.privacy.expected_batch_size)
     sigma = request.noise_multiplier or 0.3  # the least that needs no permission
     return make_plan(
-        replace(request, noise_multiplier=sigma, target_epsilon=None, informal_reasons=("planned by shapes",))
+        replace(
+            with_bands(request, 1), noise_multiplier=sigma, target_epsilon=None, informal_reasons=("planned by shapes",)
+        )
     )
 
 

@@ -148,8 +148,11 @@ def choose(
         examples_computed: B T; None takes the request's.
 
     Raises:
-        PrivacyConfigError: the request has no target epsilon, makes no claim, is not Poisson sampled, or cannot be met.
+        PrivacyConfigError: the request has no target epsilon, makes no claim, is not Poisson sampled, has correlated noise, or
+            cannot be met.
     """
+    if request.bands > 1:
+        raise PrivacyConfigError("a choice of batch and steps is for independent noise: take bands 1")
     is_formal = request.enabled and request.sampling == "poisson" and not request.informal_reasons
     if not is_formal or request.target_epsilon is None:
         raise PrivacyConfigError(

@@ -32,6 +32,7 @@ class LogicalBatches:
     Attributes:
         key, nonce: these and the attempt determine every coin and every row.
         attempts: the ledger's number of earlier attempts by step; a retry takes new coins.
+        charged: attempts that the ledger charges when the session begins, torn lines included: they say whose turn it is.
         pads_to_cap: every step runs the number and shapes of micro-batches of the capped batch (contracts 4 and 12). Runs
             without privacy run as many as the sample fills.
         nodes: the node of each rank, where each node reads its share of the examples (data.staging); empty otherwise.
@@ -46,13 +47,13 @@ class LogicalBatches:
     pads_to_cap: bool = True
     nodes: tuple[int, ...] = ()
     expected_batch_size: int = 0
+    charged: int = 0
 
     def plans(self, first_step: int, last_step: int) -> Iterator[StepPlan]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""
-        earlier = sum(self.attempts.values())
         for step in range(first_step, last_step + 1):
             # In a session every step is attempted once, and one follows the other.
-            yield replace(self, sampler=self.sampler.of_attempt(earlier + step - first_step)).plan(step)
+            yield replace(self, sampler=self.sampler.of_attempt(self.charged + step - first_step)).plan(step)
 
     def plan(self, step: int) -> StepPlan:
         """The plan of one step. Collective."""
@@ -72,7 +73,7 @@ class LogicalBatches:
         row_key = self.key.row_key(self.nonce, attempt)
         ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size, shares)[rank]
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
-        return StepPlan(step, ids, keys, count, rows)
+        return StepPlan(step, ids, keys, count, rows, self.sampler.group)
 
 
 def _gather(mine: Decided) -> list[Decided]:

@@ -116,11 +116,12 @@ class RunFolder:
 
         Raises:
             ConfigError: the folder cannot be made.
-            PrivacyStateRefused: `private/` is gone, or a checkpoint stands without its ledger.
+            PrivacyStateRefused: the sampling key is gone, or a checkpoint stands without its ledger.
         """
-        if self.ledger.exists() and not self.private.is_dir():
+        if self.ledger.exists() and not any(self.private.glob(f"{self.key.name}*")):  # it may be staged
+            lost = self.key if self.private.is_dir() else self.private
             raise PrivacyStateRefused(
-                f"{self.private}: is gone, and with it the sampling key of {self.ledger}: restore it, or start another run folder"
+                f"{lost}: is gone, and with it the coins of {self.ledger}: restore it, or start another run folder"
             )
         if not self.ledger.exists() and any(self.checkpoints.glob("step-*")):
             raise PrivacyStateRefused(f"{self.ledger}: a checkpoint without its ledger; what it spent is unknown")

@@ -6,6 +6,7 @@ the frozen one) on rank 0, and every rank gets the same.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.ledger.signature import fingerprint
 from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
 from privacy.releases import Release
 from privacy.sampling.keys import SamplingKey
 from trainer.checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints
@@ -97,6 +99,9 @@ class RunLedger:
         self._table: EpsilonTable | None = None
         self._behind: list[LedgerState] | None = None
         self._composed: dict[tuple[ReleaseGroup, ...], float] = {}
+        self._group: int | None = None  # that the noted attempt draws from
+        self.charged_before = 0
+        """Attempts that were charged when the session began, on every rank."""
 
         def recorded() -> tuple[dict[int, int], bool, int | None]:
             state = self._on_main.state
@@ -166,12 +171,12 @@ class RunLedger:
             restarted: see `Ledger.start_session`.
         """
 
-        def start() -> bytes:
+        def start() -> tuple[bytes, int]:
             # The command line may name private paths.
             versions = {name: value for name, value in environment().items() if name != "arguments"}
-            return self._on_main.start_session(versions, restarted=restarted)
+            return self._on_main.start_session(versions, restarted=restarted), self._on_main.num_charged
 
-        nonce = distributed.on_main(start)
+        nonce, self.charged_before = distributed.on_main(start)
         self._members = MembersLog(self._members_path, self.key, nonce, lambda: self._on_main.position())
         distributed.on_main(self._members.mark)
         if self._ledger is not None:
@@ -182,6 +187,7 @@ class RunLedger:
         """Records, privately, whom the next attempt is about to train on; the intent follows."""
         if self.plan.enabled:
             assert self._members is not None, "a session comes first"
+            self._group = plan.group
             rows_per_rank = plan.num_micro_batches * micro_batch_size
             self._members.attempt(plan, self.attempts.get(plan.step, 0), rows_per_rank, nodes)
 
@@ -190,7 +196,7 @@ class RunLedger:
 
         def charge() -> None:
             assert self._members is not None, "a session comes first"
-            self._on_main.intent(step, self.attempts.get(step, 0), releases)
+            self._on_main.intent(step, self.attempts.get(step, 0), releases, self._group)
             self._members.mark()
 
         if self.plan.enabled:
@@ -296,6 +302,7 @@ def open_run_ledger(
     table: ExampleTable,
     unit: str,
     *,
+    coefficients: Callable[[PlanRequest], PlanRequest] = lambda request: request,
     behind: Callable[[], Sequence[LedgerBehind]] | None = None,
     disjoint_from_start: bool = False,
 ) -> RunLedger:
@@ -303,6 +310,7 @@ def open_run_ledger(
 
     Args:
         unit: what one example is, for the ledger and the card.
+        coefficients: adds to a new run's request what its strategy of correlated noise asks for; a resume takes the ledger's.
         behind: gathers the ledgers of private runs behind initial weights, on rank 0 alone, since they may be large; None for a
             run without initial weights, and for one that resumes.
         disjoint_from_start: whether the recipe declares that no example is in their data and in this run's.
@@ -317,7 +325,12 @@ def open_run_ledger(
         if recorded is None and privacy.target_epsilon is not None:
             print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
         resume = None if recorded is None else recorded["plan"]
-        plan = make_plan(privacy.request(num_steps, len(table)), resume=resume)
+        request = privacy.request(num_steps, len(table))
+        if request.strategy == "optimised":
+            frozen = {} if resume is None else PlanRequest.recorded_correlation(resume)
+            is_the_same = (frozen.get("bands"), frozen.get("strategy")) == (request.bands, request.strategy)
+            request = replace(request, coefficients=frozen["coefficients"]) if is_the_same else coefficients(request)
+        plan = make_plan(request, resume=resume)
         limit, shared = privacy.max_examples_per_owner, privacy.shared_ledger
         # The card computes an owner's epsilon from the recorded limit, so a resume cannot state another one.
         if recorded is not None and recorded.get("max_examples_per_owner") != limit:

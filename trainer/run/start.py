@@ -18,8 +18,6 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.selfcheck import check_against_autograd
-from privacy.correlated.segment import Segment
-from privacy.correlated.strategy import Strategy
 from privacy.errors import PrivacyStateRefused
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
@@ -41,6 +39,7 @@ from trainer.loop.schedule import learning_rate
 from trainer.loop.step import Mechanism
 from trainer.optimizers import moments
 from trainer.optimizers.adam_bc import NoiseVariance
+from trainer.planner.bands import with_coefficients
 from trainer.ranks.agreement import require_shared
 from trainer.ranks.discovery import Ranks
 from trainer.ranks.distributed import first_on_main, on_main
@@ -54,6 +53,7 @@ from trainer.run.frozen import FrozenWeights, require_start
 from trainer.run.heldout import Heldout
 from trainer.run.ledger import RunLedger, open_run_ledger, require_places
 from trainer.run.memory_estimate import total_memory
+from trainer.run.neighbours import require_neighbours_apart
 from trainer.run.run import Run
 from trainer.tasks import TrainingTask, make_task
 from trainer.tasks.base import to_device
@@ -130,8 +130,9 @@ def train(
         start["at_random"] = load_start(checkpoint, init, model, task.facts().get("tokenizer_sha256"))
     disjoint = init is not None and init.disjoint_data
     ledger = open_run_ledger(
-        folder, config.privacy, config.train.num_steps, table, task.unit, behind=behind, disjoint_from_start=disjoint
-    )
+        folder, config.privacy, config.train.num_steps, table, task.unit,
+        coefficients=lambda request: with_coefficients(request, config), behind=behind, disjoint_from_start=disjoint,
+    )  # fmt: skip
     resumed = load_newest(folder, ledger, None if machine.zero_init else model)
     if ledger.is_closed:
         last, num_steps = resumed.step if resumed is not None else 0, config.train.num_steps
@@ -251,6 +252,7 @@ def _build_run(
     )
     if resumed is not None:
         resumed.restore(engine, moments(config.optimizer))
+    require_neighbours_apart(engine, setup.task.synthetic_inputs, config.train.micro_batch_size)
     if config.train.compile:
         compile_blocks(engine.module)
     clipped, choice = _clipped_sum(config, ledger.plan, setup.task, engine, resumed)
@@ -286,7 +288,7 @@ def _build_run(
                 peak_lr=config.optimizer.peak_lr,
                 schedule=config.schedule,
             ),
-            segment=Segment(Strategy.square_root(ledger.plan.bands), keep_on=torch.device("cpu") if offloads else None),
+            keep_noise_on=torch.device("cpu") if offloads else None,
         ),
         ledger=ledger,
         frozen=frozen,
@@ -300,6 +302,7 @@ def _build_run(
             pads_to_cap=ledger.plan.enabled,
             nodes=nodes,
             expected_batch_size=config.privacy.expected_batch_size,
+            charged=ledger.charged_before,
         ),
         loader=loader,
         heldout=heldout,

@@ -25,6 +25,7 @@ from benchmarks.results.private_heads.dp_sgd_head import SgdOptions, sgd_plan, t
 from evaluation.linear_probe import LarsOptions, cross_validated_regression, lars_probe
 from evaluation.private_head import sweep
 from evaluation.private_head.methods import accuracy
+from evaluation.private_head.rows import Rows
 from trainer.run.folder import environment
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,23 +45,28 @@ def digits() -> sweep.HeadData:
     x_ND, y_N = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x_ND))
     x_ND, y_N = (x_ND[order] / 16 - 0.3) / 3, y_N[order]
-    return sweep.HeadData(x_ND[:TRAIN], y_N[:TRAIN], x_ND[TRAIN:], y_N[TRAIN:], 10)
+    return sweep.HeadData(Rows.of(x_ND[:TRAIN], y_N[:TRAIN]), x_ND[TRAIN:], y_N[TRAIN:], 10)
+
+
+def examples(data: sweep.HeadData) -> tuple[np.ndarray, np.ndarray]:
+    """Features (N, D) and labels (N,) for training."""
+    return data.rows.features_ND[:], data.rows.labels_N
 
 
 def by_sgd(data: sweep.HeadData, repeats: int) -> tuple[list[dict[str, Any]], float]:
     """Rows as `sweep.summary` has them, with sigma; and the accuracy of the same without noise."""
     rows = []
     for epsilon in sweep.EPSILONS:
-        plan = sgd_plan(len(data.y_N), SGD, epsilon, DELTA)
+        plan = sgd_plan(data.rows.num_examples, SGD, epsilon, DELTA)
         assert plan.epsilon_planned is not None and plan.epsilon_planned <= epsilon
-        weights = [train_sgd_head(data.x_ND, data.y_N, data.num_classes, SGD, plan) for _ in range(repeats)]
+        weights = [train_sgd_head(*examples(data), data.num_classes, SGD, plan) for _ in range(repeats)]
         scores = [accuracy(weights_LD, data.x_test_ND, data.y_test_N) for weights_LD in weights]
         mean, std = float(np.mean(scores)), float(np.std(scores, ddof=1))
         rows.append({
             "method": "dp-sgd", "epsilon": epsilon, "accuracy": mean, "std": std,
             "noise_multiplier": plan.noise_multiplier, "epsilon_planned": plan.epsilon_planned,
         })  # fmt: skip
-    clean_LD = train_sgd_head(data.x_ND, data.y_N, data.num_classes, SGD, plan, noisy=False)
+    clean_LD = train_sgd_head(*examples(data), data.num_classes, SGD, plan, noisy=False)
     return rows, accuracy(clean_LD, data.x_test_ND, data.y_test_N)
 
 
@@ -73,10 +79,8 @@ def measure(repeats: int, plot: Path | None) -> dict[str, Any]:
         _, together, delta = sweep.spent_in(request.folder)
     sgd_rows, sgd_without_noise = by_sgd(data, repeats)
     rows = [*sweep.summary(heads), *sgd_rows]
-    head, validation = cross_validated_regression(data.x_ND, data.y_N, 10)
-    lars = lars_probe(
-        (data.x_ND, data.y_N), (data.x_test_ND, data.y_test_N), 10, LarsOptions(trust_coefficient=LARS_TRUST)
-    )
+    head, validation = cross_validated_regression(*examples(data), 10)
+    lars = lars_probe(examples(data), (data.x_test_ND, data.y_test_N), 10, LarsOptions(trust_coefficient=LARS_TRUST))
     regression = head.accuracy(data.x_test_ND, data.y_test_N)
     without_noise = {**sweep.without_privacy(data, request), "dp-sgd": sgd_without_noise}
     baselines = {**without_noise, "regression without privacy": regression}

@@ -22,10 +22,15 @@ class Net(nn.Module):
 
     running: Tensor
     count: Tensor
+    memory_of_all = 0.0
 
     def __init__(self, mix: Callable[..., Tensor], strength: float, *, words: bool, narrow: bool = False) -> None:
         super().__init__()
         self.mix, self.strength, self.narrow, self.memory = mix, strength, narrow, 0.0
+        self.cache: dict[Any, Tensor] = {}
+        self.bank: list[Tensor] = []
+        self.plain = torch.zeros(())
+        Net.memory_of_all = 0.0
         self.table = nn.Embedding(V, D) if words else None
         self.before, self.norm, self.after = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 2)
         self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
@@ -33,7 +38,7 @@ class Net(nn.Module):
         self.register_buffer("running", torch.zeros(D))
         self.register_buffer("count", torch.zeros(V, dtype=torch.long))
         for p in self.experts.parameters():
-            p.requires_grad_(mix in (capacity, experts_of_tokens))
+            p.requires_grad_(mix in (capacity, experts_of_tokens, sorted_by_length))
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
@@ -137,6 +142,75 @@ def python_memory(m: Net, h: Tensor) -> Tensor:
     return h * before
 
 
+def calibrated(m: Net, h: Tensor) -> Tensor:
+    """Statistics of the first call are kept."""
+    if m.memory == 0.0:
+        m.memory = float(h.detach().abs().amax())
+    return h * m.memory
+
+
+def calibrated_by_shape(m: Net, h: Tensor) -> Tensor:
+    return h * m.cache.setdefault(h.shape, h.detach().abs().amax())
+
+
+def calibrated_in_the_class(m: Net, h: Tensor) -> Tensor:
+    if Net.memory_of_all == 0.0:
+        Net.memory_of_all = float(h.detach().abs().amax())
+    return h * Net.memory_of_all
+
+
+def calibrated_gradient(m: Net, h: Tensor) -> Tensor:
+    """Statistics of the first backward."""
+
+    def hook(g: Tensor) -> Tensor:
+        m.memory = m.memory or float(g.abs().mean())
+        return g * m.memory
+
+    y = h * 1
+    if y.requires_grad:
+        y.register_hook(hook)
+    return y
+
+
+def bank(m: Net, h: Tensor) -> Tensor:
+    """What the last fifty micro-batches were, once there have been so many."""
+    mean = torch.stack(m.bank).mean(0) if len(m.bank) == 50 else 1.0
+    m.bank = [*m.bank[-49:], h.detach().mean((0, 1))]
+    return h * mean
+
+
+def written_to(m: Net, h: Tensor) -> Tensor:
+    """A tensor that is no buffer."""
+    m.plain.mul_(0.9).add_(float(h.detach().mean()))
+    return h * float(m.plain)
+
+
+def guarded(m: Net, h: Tensor) -> Tensor:
+    """Raises on what is not finite or large, so that only rows of other examples are left to find it."""
+    if not bool(h.isfinite().all()) or float(m.x.abs().amax()) > 1e3:
+        raise ValueError("what is this?")
+    return h * h.detach().mean(0)
+
+
+def guarded_memory(m: Net, h: Tensor) -> Tensor:
+    if not bool(h.isfinite().all()) or float(m.x.abs().amax()) > 1e3:
+        raise ValueError("what is this?")
+    return python_memory(m, h)
+
+
+def narrow_only(m: Net, h: Tensor) -> Tensor:
+    """As code does that guards against overflow, where double precision needs no guard."""
+    return h if h.dtype == torch.float64 else h / h.detach().abs().amax().clamp_min(1)
+
+
+def sorted_by_length(m: Net, h: Tensor) -> Tensor:
+    """Losses are right, and the layer sees the examples in another order."""
+    used = m.x.abs().flatten(2).sum(2) > 0 if m.x.dim() > 2 else m.x > 0
+    order = used.sum(1).argsort(descending=True, stable=True)
+    y: Tensor = m.experts[0](h[order])
+    return y[order.argsort()] + m.experts[1](h)
+
+
 def hooked(m: Net, h: Tensor) -> Tensor:
     y = h * 1
     if y.requires_grad:
@@ -201,6 +275,16 @@ WRONG: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "frozen_average": frozen_average,
     "new_buffer": new_buffer,
     "python_memory": python_memory,
+    "calibrated": calibrated,
+    "calibrated_by_shape": calibrated_by_shape,
+    "calibrated_in_the_class": calibrated_in_the_class,
+    "calibrated_gradient": calibrated_gradient,
+    "bank": bank,
+    "written_to": written_to,
+    "guarded": guarded,
+    "guarded_memory": guarded_memory,
+    "narrow_only": narrow_only,
+    "sorted_by_length": sorted_by_length,
     "gradient_of_neighbour": lambda m, h: GradientOfNeighbour.apply(h),
     "gradient_hook": hooked,
     "gradient_clipped": clipped_in_a_hook,
@@ -211,6 +295,18 @@ WRONG: dict[str, Callable[[Net, Tensor], Tensor]] = {
 def experts_of_tokens(m: Net, h: Tensor) -> Tensor:
     """Every token goes through both, and counts for one."""
     return torch.where(h[..., :1] > 0, m.experts[0](h), m.experts[1](h))
+
+
+def keeps_the_last(m: Net, h: Tensor) -> Tensor:
+    """For whoever looks; no forward reads it."""
+    m.memory, m.cache["last"] = m.memory + 1, h.detach()
+    return h
+
+
+def guarded_and_right(m: Net, h: Tensor) -> Tensor:
+    if not bool(h.isfinite().all()) or float(m.x.abs().amax()) > 1e3:
+        raise ValueError("what is this?")
+    return h
 
 
 RIGHT: dict[str, Callable[[Net, Tensor], Tensor]] = {
@@ -233,4 +329,7 @@ RIGHT: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "own_copy_in_place": lambda m, h: (h * 1).add_(1),
     "random_but_fixed": lambda m, h: h * torch.linspace(0, 1, D, dtype=h.dtype),
     "table": lambda m, h: h * m.frozen + m.running,
+    "cached_table": lambda m, h: h * m.cache.setdefault(h.shape, torch.linspace(0, 1, D)).to(h.dtype),
+    "last_seen": keeps_the_last,
+    "guarded": guarded_and_right,
 }

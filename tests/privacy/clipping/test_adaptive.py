@@ -51,11 +51,12 @@ def test_the_step_from_unclipped_to_clipped() -> None:
     assert float((unclipped(near, 1.0)[0] - unclipped(near, 1.0)[1]).abs()) <= 2**-22 / RAMP
 
 
-def test_contract_4_leaving_an_example_out_moves_sum_and_count_by_less_than_one_over_sigma() -> None:
+@pytest.mark.parametrize("number", [30, pytest.param(120, marks=pytest.mark.full)])
+def test_contract_4_leaving_an_example_out_moves_sum_and_count_by_less_than_one_over_sigma(number: int) -> None:
     """In units of their noise, jointly: the sensitivity that the accountant is charged for is that of the pair."""
     model, worst, counts = tiny_captioner(), 0.0, []
     inputs, c = pairs(3), 0.1
-    for example in adversarial_pairs(120):
+    for example in adversarial_pairs(number):
         with_it = {k: torch.cat([v, example[k]]) for k, v in inputs.items()}
         after, count_after, _, total = summed(model, with_it, torch.zeros(4, dtype=torch.bool), c)
         before, count_before, _, _ = summed(model, with_it, torch.tensor([False] * 3 + [True]), c)

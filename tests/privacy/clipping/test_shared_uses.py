@@ -116,7 +116,7 @@ def test_contract_4_a_norm_counts_every_use(count: int, cancels: bool, mode: str
     assert clipped_steps(128 * x_KD[None], mode).norm() <= 1.001
 
 
-@pytest.mark.parametrize("count", [24, 48])
+@pytest.mark.parametrize("count", [24, pytest.param(48, marks=pytest.mark.full)])
 def test_contract_4_sums_of_many_uses_do_not_round_with_those_of_other_examples(count: int) -> None:
     """The others hover at 16: half of their uses round up there, and half round down, unless x is missing below it."""
     unit = 2.0**-23 * 16

@@ -36,7 +36,9 @@ def chain(seed: int) -> nn.Module:
     pieces = [PIECES[name][1]() for name in pieces_of(seed)]
     if draw.random() < 0.4 and "parameter_hook" not in pieces_of(seed):  # which belongs to one weight
         pieces[-1].a.weight = pieces[0].a.weight  # type: ignore[union-attr]
-    if draw.random() < 0.3:
+    if draw.random() < 0.3 and "parameter_in_a_closure" not in pieces_of(
+        seed
+    ):  # which would keep what is no parameter then
         pieces[0].gain = pieces[-1].norm.weight  # type: ignore[union-attr]
     if draw.random() < 0.3:
         pieces.append(pieces[0])

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +13,8 @@ from privacy.correlated.workload import Workload, optimised
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from trainer.config.recipe import load_config
-from trainer.errors import ConfigError
 from trainer.planner.bands import best_bands, by_bands
 
-ROOT = Path(__file__).resolve().parents[3]
 DPCAP = PlanRequest(
     num_examples=233_000_000, expected_batch_size=1_310_720, num_steps=5708, target_delta=1 / 233e6,
     target_epsilon=8.0, cap=None, reserved_attempts=0,
@@ -108,7 +104,7 @@ def test_one_band_is_charged_as_independent_noise_to_the_last_digit(cap: str | N
     assert plan.noise_tail_delta == noise_tail.noise_tail_delta(
         "system", 2.0 / 1.001, plan.sample_rate * plan.max_intents
     )
-    assert "bands" not in plan.frozen_fields()
+    assert "correlated" not in plan.frozen_fields()
 
 
 @pytest.mark.parametrize("bands", [1, 2, 3, 7, 50])
@@ -161,16 +157,6 @@ def test_adaptive_clipping_is_refused_with_bands() -> None:
     adaptive = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=50.0)
     with pytest.raises(PrivacyConfigError, match="constant C"):
         fixed(SMALL, 4.0, bands=2, adaptive_clipping=adaptive)
-
-
-def test_a_plan_with_bands_cannot_be_trained_with() -> None:
-    """No ledger, no recipe: a run with correlated noise has no way to begin."""
-    plan, independent = fixed(SMALL, 4.0, bands=2), fixed(SMALL, 4.0)
-    for reach in (plan.frozen_fields, lambda: PrivacyPlan.from_frozen({**independent.frozen_fields(), "bands": 2})):
-        with pytest.raises(PrivacyConfigError, match="bands"):
-            reach()
-    with pytest.raises(ConfigError, match=r"privacy\.bands"):
-        load_config(ROOT / "recipes/tiny.toml", ["privacy.bands=2"])
 
 
 def test_several_examples_are_charged_by_group_privacy() -> None:

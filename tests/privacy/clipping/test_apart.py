@@ -1,0 +1,200 @@
+"""Micro-batches of a size, shape, dtype or autocast that the self-check has not met are tried when they come."""
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from privacy.clipping import ClippedSum
+from privacy.clipping.apart import require_apart
+from privacy.clipping.certified_sum import CertifiedSum
+from privacy.clipping.selfcheck import check_against_autograd
+from privacy.errors import PrivacyConfigError
+from privacy.lattice import Lattice
+
+
+def made_up(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def centred(h: Tensor) -> Tensor:
+    return h - h.detach().mean(0)
+
+
+def spread(h: Tensor) -> Tensor:
+    """Of two rows that lie apart, or of all, as minibatch standard deviation has it."""
+    groups = len(h) // 2 if len(h) % 2 == 0 else 1
+    return h * h.view(-1, groups, h.shape[1]).std(0, correction=0).repeat(len(h) // groups, 1).detach()
+
+
+def previous(h: Tensor) -> Tensor:
+    return h + 1e-3 * h.detach().roll(1, 0)
+
+
+def limited(h: Tensor) -> Tensor:
+    """At most half of the examples are positive."""
+    taken = h[:, 0] > 0
+    return h * (~taken | (taken.cumsum(0) <= len(h) // 2))[:, None]
+
+
+class Net(nn.Module):
+    """Mixes where `mixes` says so."""
+
+    def __init__(self, mixes: Callable[[Tensor], bool], mix: Callable[[Tensor], Tensor] = centred) -> None:
+        super().__init__()
+        self.a, self.b, self.mixes, self.mix = nn.Linear(4, 5), nn.Linear(5, 3), mixes, mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        if self.mixes(x):
+            h = self.mix(h)
+        return self.b(h).sin().flatten(1).sum(1)
+
+
+def add(total: ClippedSum, model: nn.Module, x: Tensor) -> None:
+    total.add_micro_batch(model, {"x": x}, torch.zeros(len(x), dtype=torch.bool))
+
+
+@pytest.mark.parametrize("mix", [centred, spread, previous, lambda h: h.flip(0), lambda h: h.softmax(0)])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_every_size_at_which_a_model_mixes_is_found(mix: Callable[[Tensor], Tensor], guarded: bool) -> None:
+    for seed, mixes in enumerate((lambda x: len(x) > 24, lambda x: len(x) % 4 == 0, lambda x: len(x) == 26)):
+        torch.manual_seed(seed)
+        model = Net(mixes, mix)
+
+        def task(x: Tensor, model: nn.Module = model) -> Tensor:
+            if guarded and not bool(x.abs().amax() < 100):
+                raise ValueError("what is this?")
+            return model(x)
+
+        for size in range(1, 41):
+            found = pytest.raises(PrivacyConfigError, match=f"in micro-batches of {size} examples")
+            with found if mixes(torch.empty(size, 1)) else contextlib.nullcontext():
+                require_apart(task, {"x": made_up(3, 4)}, size)
+
+
+def test_a_limit_that_examples_share_is_found_at_the_size_of_training() -> None:
+    model = Net(lambda x: len(x) > 16, limited)
+    for size in (17, 32, 64, 197):
+        with pytest.raises(PrivacyConfigError, match=f"in micro-batches of {size} examples"):
+            require_apart(model, {"x": made_up(4, 4)}, size)
+
+
+@pytest.mark.parametrize("certified", [False, True])
+@pytest.mark.parametrize("count", [2, 8, 40])
+def test_a_sum_tries_every_size_before_it_adds(count: int, certified: bool) -> None:
+    """However many examples the self-check had, its own batches are small."""
+    model = Net(lambda x: len(x) > 60)
+    check_against_autograd(model, {"x": made_up(count, 4)})
+    total = CertifiedSum(model, Lattice.of(1.0, 64, 1.0)) if certified else ClippedSum(model, 1.0)
+    for size in (1, 3, 60):
+        add(total, model, made_up(size, 4, seed=1))
+    for _ in range(2):
+        before = {name: value.clone() for name, value in total.sums()}
+        with pytest.raises(PrivacyConfigError, match="in micro-batches of 64 examples"):
+            add(total, model, made_up(64, 4, seed=1))
+        assert all(torch.equal(value, before[name]) for name, value in total.sums())
+
+
+def test_what_a_trial_does_to_a_model_does_not_stay() -> None:
+    model = Net(lambda x: False)
+    check_against_autograd(model, {"x": made_up(2, 4)})
+    nn.init.zeros_(model.b.weight)
+    state, chance = {n: p.clone() for n, p in model.state_dict().items()}, torch.get_rng_state()
+    add(ClippedSum(model, 1.0), model, made_up(9, 4))
+    assert all(torch.equal(p, state[n]) for n, p in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), chance)
+
+
+def test_weights_of_zero_hide_no_mixing() -> None:
+    def is_nine(x: Tensor) -> bool:
+        if not bool(x.abs().amax() < 100):  # NaN would come through zeros
+            raise ValueError("what is this?")
+        return len(x) == 9
+
+    model = Net(is_nine)
+    nn.init.zeros_(model.b.weight)
+    check_against_autograd(model, {"x": made_up(2, 4)})
+    with pytest.raises(PrivacyConfigError, match="in micro-batches of 9 examples"):
+        add(ClippedSum(model, 1.0), model, made_up(9, 4))
+
+
+def test_longer_examples_are_tried_too() -> None:
+    model = Net(lambda x: x.shape[1] > 6)
+    check_against_autograd(model, {"x": made_up(3, 5, 4)})
+    total = ClippedSum(model, 1.0)
+    add(total, model, made_up(3, 6, 4))
+    with pytest.raises(PrivacyConfigError, match="in micro-batches of 3 examples"):
+        add(total, model, made_up(3, 7, 4))
+
+
+def test_autocast_is_tried_when_it_is_entered() -> None:
+    model = Net(lambda x: torch.is_autocast_enabled("cpu"))
+    check_against_autograd(model, {"x": made_up(3, 4)})
+    total = ClippedSum(model, 1.0)
+    add(total, model, made_up(4, 4))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(PrivacyConfigError, match="in micro-batches of 4 examples"),
+    ):
+        add(total, model, made_up(4, 4))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(PrivacyConfigError, match=r"clipping rules|loss of an example"),
+    ):
+        check_against_autograd(model, {"x": made_up(3, 4)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_branch_on_the_dtype_of_the_run_is_found(dtype: torch.dtype) -> None:
+    for mixing in (dtype, torch.float64):
+        model = Net(lambda x: x.dtype == mixing).to(dtype)  # noqa: B023
+        with pytest.raises(PrivacyConfigError, match=r"clipping rules|loss of an example"):
+            check_against_autograd(model, {"x": made_up(3, 4).to(dtype)})
+
+
+@pytest.mark.parametrize("x", [made_up(3, 4).double(), made_up(3, 2, 4), torch.zeros(3, 4, dtype=torch.long)])
+def test_inputs_of_another_kind_are_refused(x: Tensor) -> None:
+    model = Net(lambda x: False)
+    check_against_autograd(model, {"x": made_up(3, 4)})
+    with pytest.raises(PrivacyConfigError, match=r"has not seen inputs named x \("):
+        add(ClippedSum(model, 1.0), model, x)
+
+
+class Halting(nn.Module):
+    """Goes on while any example does; those that have stopped stay what they are."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.a, self.b, self.most = nn.Linear(4, 4), nn.Linear(4, 3), most
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for step in range(4):
+            goes_on = (x.abs().amax(1) > self.most * step)[:, None]
+            if not bool(goes_on.any()):
+                break
+            h = torch.where(goes_on, h + self.a(h).tanh(), h)
+        return self.b(h).sin().sum(1)
+
+
+def test_layers_that_are_called_as_often_as_the_longest_example_asks_are_refused_at_the_start() -> None:
+    with pytest.raises(PrivacyConfigError, match="called more or less often beside other examples"):
+        check_against_autograd(Halting(most=10.0), {"x": made_up(3, 4)})
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass", "certified"])
+def test_or_at_the_micro_batch_that_asks(mode: str) -> None:
+    model = Halting(most=10.0)
+    lattice = Lattice.of(1.0, 64, 1.0)
+    total = (
+        CertifiedSum(model, lattice, self_check=False)
+        if mode == "certified"
+        else ClippedSum(model, 1.0, mode=mode, self_check=False)  # type: ignore[arg-type]
+    )
+    for size in (2, 3):
+        add(total, model, made_up(size, 4))
+    with pytest.raises(PrivacyConfigError, match=r"the layer of a\.\w+ was called 2 times .* and 1 times"):
+        add(total, model, made_up(3, 4) + 11)

@@ -1,0 +1,59 @@
+"""A start tries a micro-batch of training's own size and dtype, and refuses on all ranks what mixes examples there."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from privacy.errors import PrivacyConfigError
+from tests.trainer.test_clipping_mode import PlainEngine
+from trainer.ranks import distributed
+from trainer.run.neighbours import require_neighbours_apart
+
+
+class Mixing(nn.Module):
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.a, self.size, self.dtype = nn.Linear(4, 3), size, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if len(x) == self.size and h.dtype == self.dtype:
+            h = h - 1e-3 * h.mean(0)
+        return h.sin().sum(1)
+
+
+def inputs(count: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(count, 4, generator=torch.Generator().manual_seed(0))}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "gather_objects", lambda mine: [mine])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_mixes_at_the_size_and_dtype_of_training_is_refused(dtype: torch.dtype) -> None:
+    for mixes_in in (torch.float32, torch.bfloat16):
+        engine: Any = PlainEngine(Mixing(12, mixes_in).to(dtype))
+        engine.compute_dtype = dtype
+        require_neighbours_apart(engine, inputs, 11)
+        if mixes_in == dtype:
+            with pytest.raises(PrivacyConfigError, match="in micro-batches of 12 examples"):
+                require_neighbours_apart(engine, inputs, 12)
+        else:
+            require_neighbours_apart(engine, inputs, 12)
+
+
+def test_a_micro_batch_that_is_cut_into_parts_is_tried_as_a_part() -> None:
+    engine: Any = PlainEngine(Mixing(1024, torch.float32))
+    with pytest.raises(PrivacyConfigError, match="in micro-batches of 1024 examples"):
+        require_neighbours_apart(engine, inputs, 3000)
+
+
+def test_what_another_rank_finds_is_refused_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "gather_objects", lambda mine: [mine, "the other rank says so"])
+    engine: Any = PlainEngine(Mixing(12, torch.float32))
+    with pytest.raises(PrivacyConfigError, match="the other rank says so"):
+        require_neighbours_apart(engine, inputs, 11)
