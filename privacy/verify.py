@@ -90,7 +90,7 @@ FIELDS: dict[object, set[str]] = {
 """What a line of each type may state besides its header; whatever else stands there would be believed and checked by nothing."""
 LOOSE = {
     "data_hmac", "commit", "accountant", "unit", "tuning", "deduplication", "shared_ledger", "max_examples_per_owner", "head",
-    "disjoint_from_start", "mirror", "environment", "restarted_from_step_0", "shared_seq", "shared_hash", "params_digest",
+    "disjoint_from_start", "mirror", "environment", "restarted_from_step_0", "shared_seq", "shared_hash", "params_digest", "reason",
 }  # fmt: skip
 """Those of them that nothing here can check."""
 PLAN_FIELDS = {
@@ -398,7 +398,13 @@ def read_plan(fields: Any, head: bool) -> Plan:
     )
     adaptive = fields.get("adaptive_clipping")
     if adaptive is not None:
-        require(isinstance(adaptive, dict), "adaptive_clipping must be an object")
+        names = {"target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std"}
+        require(
+            isinstance(adaptive, dict) and adaptive.keys() == names, f"adaptive_clipping has {', '.join(sorted(names))}"
+        )
+        require(
+            fields["clipping_function"] == "flat", "adaptive clipping is flat, so clipping_function cannot be another"
+        )
         number(adaptive, "target_unclipped_quantile", 0, 1)
         number(adaptive, "clipbound_learning_rate", 1e-300, 1e300)
         count_std = number(adaptive, "unclipped_num_std", 1e-300, 1e300)
