@@ -90,7 +90,8 @@ FIELDS: dict[object, set[str]] = {
 """What a line of each type may state besides its header; whatever else stands there would be believed and checked by nothing."""
 LOOSE = {
     "data_hmac", "commit", "accountant", "unit", "tuning", "deduplication", "shared_ledger", "max_examples_per_owner", "head",
-    "disjoint_from_start", "mirror", "environment", "restarted_from_step_0", "shared_seq", "shared_hash", "params_digest", "reason",
+    "disjoint_from_start", "mirror", "environment", "restarted_from_step_0", "shared_seq", "shared_hash", "params_digest",
+    "reason",
 }  # fmt: skip
 """Those of them that nothing here can check."""
 PLAN_FIELDS = {
