@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,27 @@ PLAN = make_plan(
 )  # fmt: skip
 
 
-def config_of(plan: PrivacyPlan) -> str:
-    """The recipe that asks for a plan, as far as the verifier reads it."""
+def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
+    """The recipe that asks for a plan, as far as the verifier reads it.
+
+    Args:
+        owner: the most examples of one owner.
+    """
     noise = "noise_multiplier" if plan.target_epsilon is None else "target_epsilon"
     asked: dict[str, Any] = {noise: getattr(plan, noise)}
-    for name in ("expected_batch_size", "target_delta", "max_grad_norm", "reserved_attempts", "sampling"):
+    names = (
+        "expected_batch_size",
+        "target_delta",
+        "max_grad_norm",
+        "reserved_attempts",
+        "sampling",
+        "shuffle_as_gaussian",
+    )
+    for name in (*names, "arithmetic", "noise_source", "clipping_function"):
         asked[name] = getattr(plan, name)
+    if plan.adaptive_clipping is not None:
+        asked |= {"clipping_function": "adaptive", **asdict(plan.adaptive_clipping)}
+    asked |= {} if owner is None else {"max_examples_per_owner": owner}
     asked |= {"bands": plan.bands, "strategy": plan.strategy} if plan.bands > 1 else {}
     lines = [f"{name} = {json.dumps(value)}" for name, value in asked.items()]
     return "\n".join(
@@ -49,7 +65,7 @@ def publish(
     """
     folder.mkdir(parents=True)
     shutil.copy(VERIFIER, folder / "verify.py")
-    (folder / "config.toml").write_text(config_of(plan))
+    (folder / "config.toml").write_text(config_of(plan, opened.get("max_examples_per_owner")))
     steps = plan.num_steps if steps is None else steps
     fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee", **opened}
     place = folder / "checkpoints" / f"step-{steps:08d}"
@@ -122,6 +138,8 @@ def rewrite(folder: Path, key: SigningKey, edit: Callable[[Records], object]) ->
             digest = hashlib.sha256(manifests[-1].read_bytes()).hexdigest()
             content["released"]["last_checkpoint"]["manifest_sha256"] = digest
         card.write_text(json.dumps(content))
+        for page in card.parent.glob("privacy_card.[mh]*"):  # which the forger would make anew
+            page.unlink()
 
 
 # Edits by hand, after which nothing is made to fit again.

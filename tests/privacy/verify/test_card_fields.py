@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def folders(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return folder
 
 
+CHOICES = [
+    ("poisson", "shuffle"), ("flat", "automatic", "grouped"), ("floating", "certified"), ("system", "aes_ctr"),
+    ("finished", "stopped", "budget_spent"), ("zero_out", "replace_one"), ("c0ffee", "decade"), ("random", "imported"),
+    ("private", "public"),
+]  # fmt: skip
+"""Words of which another one of its row is a lie that still reads well."""
+
+
 def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
     """Every number, word, truth value and null, and every list and object that is empty."""
     parts: list[tuple[str | int, Any]] = []
@@ -64,10 +73,16 @@ def others(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value, None]
     if isinstance(value, int | float):
-        return [value + 1, value * 0.98 if value else -1, -value if value else 0.5, str(value), None]
+        hair = (
+            [math.nextafter(value, -math.inf) if isinstance(value, int) else value * (1 - 2e-6)]
+            if abs(value) > 1e-7
+            else []
+        )
+        return [*hair, value + 1, value * 0.98 if value else -1, -value if value else 0.5, str(value), None, [], {}]
     if isinstance(value, str):
-        return [value + "x", "", None, 0.01]
-    return [0.01, "0.01", [0.01], {"epsilon": 0.01}]
+        known = [words for words in CHOICES if value in words]
+        return [value + "x", "", None, 0.01, [], *(other for words in known for other in words if other != value)]
+    return [0.01, "0.01", [0.01], {"epsilon": 0.01}, None, "", [], {}]
 
 
 @contextlib.contextmanager
@@ -87,13 +102,13 @@ def changed(card: Any, place: Place, value: Any) -> Iterator[Any]:
 
 
 def verdict(card: Any, expected: Any) -> list[str] | None:
-    """The places that are not attested; None for a card that is violated."""
+    """The places that are named, as not attested or as larger bounds than they need be; None for a card that is violated."""
     comparison = verify.Comparison("the card")
     try:
         comparison.compare(card, expected)
     except verify.Violated:
         return None
-    return comparison.not_attested
+    return comparison.not_attested + comparison.larger
 
 
 def expectation(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -103,9 +118,14 @@ def expectation(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "adaptive", *(pytest.param(name, marks=pytest.mark.full) for name in ("shuffled", "informal"))]
+    ("name", "every"),
+    [("plain", 9), ("adaptive", 9)]
+    + [pytest.param(name, 1, marks=pytest.mark.full) for name in ("plain", "adaptive", "shuffled", "informal")],
 )
-def test_every_change_of_a_card_is_violated_or_listed(name: str, folders: Callable[[str], Path], judge: Judge) -> None:
+def test_every_change_of_a_card_is_violated_or_listed(
+    name: str, every: int, folders: Callable[[str], Path], judge: Judge
+) -> None:
+    """Of long curves `every` so many points."""
     code, found = judge(folders(name))
     assert code == 0, sentences(found) + sentences(found, "inconclusive")
     card, expected = expectation(folders(name))
@@ -113,6 +133,8 @@ def test_every_change_of_a_card_is_violated_or_listed(name: str, folders: Callab
     assert listed == found["card_not_attested"]
     attested = 0
     for place, value in leaves(card):
+        if any(isinstance(part, int) and part % every for part in place[:-1]):
+            continue
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
         for other in others(value):
             if other == value and type(other) is type(value):
@@ -120,9 +142,9 @@ def test_every_change_of_a_card_is_violated_or_listed(name: str, folders: Callab
             with changed(card, place, other) as forged:
                 now = verdict(forged, expected)
             covered = now is not None and any(where == one or where.startswith((f"{one}.", f"{one}[")) for one in now)
-            assert now is None or covered or other in (None, [], {}, ""), f"{where}: {value!r} -> {other!r} passes"
+            assert now is None or covered, f"{where}: {value!r} -> {other!r} passes"
             attested += now is None
-    assert attested > 200
+    assert attested > 150
 
 
 def test_a_field_that_the_verifier_does_not_know_is_violated(folders: Callable[[str], Path]) -> None:
@@ -164,4 +186,3 @@ def test_files_that_nothing_judges_are_named(folder: Path, judge: Judge) -> None
     code, found = judge(folder)
     said = json.dumps(found["declared"])
     assert code == 0 and all(name in said for name in names), found["declared"]
-    assert "privacy_card.md and .html" in said

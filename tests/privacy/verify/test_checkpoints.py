@@ -27,7 +27,7 @@ def write(path: Path, rng: random.Random) -> LedgerState:
             state = ledger.state
             step = rng.randint(0, state.last_done_step)
             if rng.random() < 0.4:
-                ledger.checkpoint(step, "x", os.urandom(32).hex())
+                ledger.checkpoint(step, f"step-{step:08d}", os.urandom(32).hex())
             while step < PLAN.num_steps and state.num_charged < PLAN.max_intents and rng.random() < 0.8:
                 step += 1
                 ledger.intent(step, ledger.next_attempt(step), releases)
@@ -35,9 +35,10 @@ def write(path: Path, rng: random.Random) -> LedgerState:
                     break
                 ledger.done(step, ledger.next_attempt(step) - 1)
                 if rng.random() < 0.4:
-                    ledger.checkpoint(rng.randint(max(step - 1, 0), step), "x", os.urandom(32).hex())
+                    kept = rng.randint(max(step - 1, 0), step)
+                    ledger.checkpoint(kept, f"step-{kept:08d}", os.urandom(32).hex())
         if rng.random() < 0.2:
-            ledger.close("finished")
+            ledger.close("stopped")
     return read_ledger(path)
 
 

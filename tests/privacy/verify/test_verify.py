@@ -153,7 +153,7 @@ REWRITTEN: dict[str, tuple[Callable[[Records], None], str]] = {
     "close doubled": (double("close"), "a record after `close`"),
     "close of fewer charges": (change("close", num_charged=4), "line 15: `close` states other charges than 5"),
     "close for no reason": (change("close", reason="tired"), "`close` needs a known reason"),
-    "a record of no type": (change("done", 1, type="repair"), "a `repair` follows torn lines"),
+    "a record of no type": (change("done", 1, type="repair"), "`repair` states ['attempt', 'step']"),
     "more noise in one line": (noise(5.0), "gradient states std, sensitivity = 5, 1; the plan has 4, 1"),
     "another sensitivity": (noise(4.0, 0.5), "gradient states std, sensitivity = 4, 0.5"),
     "more noise by its ratio": (noise(8.0, 2.0), "gradient states std"),
@@ -170,7 +170,7 @@ REWRITTEN: dict[str, tuple[Callable[[Records], None], str]] = {
     "another cap": (plan_of(cap=None), "plan: config.toml asks for cap"),
     "another adjacency": (plan_of(adjacency="replace_one"), "adjacency must be zero_out"),
     "a claim without grounds": (plan_of(enabled=False), "formal_guarantee does not follow"),
-    "less slack": (plan_of(sensitivity_slack=0.0), "card: the card's epsilon is"),
+    "less slack": (plan_of(sensitivity_slack=0.0), "line 1: sensitivity_slack must be 0.001"),
     "another sampling key": (change("open", key_commitment="cd" * 32), "card: the card's sampling.key_commitment"),
     "another time": (change("intent", 0, time_utc="2020"), "ok"),
 }
