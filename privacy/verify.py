@@ -64,7 +64,7 @@ CONSISTENT, BAD_INPUT, VIOLATED, INCONCLUSIVE = 0, 2, 5, 6
 LARGEST_LEDGER, LARGEST_LINE, LARGEST_FILE = 1 << 30, 1 << 20, 1 << 26
 MINUTES = 20
 MOST = 10**12
-MOST_COUNTS = 200
+MOST_COUNTS = 20
 KNOWN_METRICS = (
     "privacy/epsilon",
     "privacy/charged_attempts",
@@ -2058,7 +2058,7 @@ def torn_entry(line: bytes) -> dict[str, Any] | None:
 
 
 def checked_counts(counts: list[int]) -> set[int]:
-    """Up to 200 distinct counts: all. Of more, the first, the last, and the next one after each 1/200 of what lies between."""
+    """Up to MOST_COUNTS counts: all. Of more, the first, the last, and the next one after equal parts of what lies between."""
     if len(counts) <= MOST_COUNTS:
         return set(counts)
     first, last = counts[0], counts[-1]
