@@ -101,10 +101,7 @@ def test_correlated_noise_at_equal_epsilon(capsys, monkeypatch):
     shown = capsys.readouterr()
     for text in ("error ratio", "the best", "which take turns", "past noise"):
         assert text in shown.out
-    assert (
-        shown.err
-        == "warning: correlated noise can be planned, but training with it is not supported yet (docs/correlated_noise.md)\n"
-    )
+    assert shown.err == ""
     # The noise that was found, given back: the same epsilon and the same ratio.
     sigma, bands = result["noise_multiplier"], result["bands"]
     again = _in_process(f"{BANDS} --noise_multiplier {sigma} --bands {bands} --json")
