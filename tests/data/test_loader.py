@@ -1,6 +1,7 @@
 """Plans in, micro-batches out: order, padding, workers, failures."""
 
 import itertools
+import multiprocessing
 import os
 import pickle
 import re
@@ -28,6 +29,14 @@ from tests.data.conftest import ROOT
 from tests.processes import Forked, kill_group, run_python
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER)
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left() -> Iterator[None]:
+    """Workers ignore SIGTERM: those of a step that failed would be waited for, for ten seconds, when its iterator is collected."""
+    yield
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 @dataclass(frozen=True)
