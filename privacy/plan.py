@@ -93,6 +93,7 @@ class PrivacyPlan(PlanChoices):
             if getattr(self, name) not in known:
                 raise PrivacyConfigError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         self.require_correlatable(self.noise_multiplier if self.enabled else 0.0)
+        self.require_even_groups(self.cap)
         if self.arithmetic == "certified":
             self._require_certifiable()
         if self.adaptive_clipping is not None and self.clipping_function != "flat":

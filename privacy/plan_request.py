@@ -8,6 +8,7 @@ from typing import Any, Literal
 from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.correlated.strategy import Strategy
 from privacy.errors import PrivacyConfigError
+from privacy.sampling.poisson import default_cap
 
 SAMPLING = ("poisson", "shuffle")
 ARITHMETIC_MODES = ("floating", "certified")
@@ -105,6 +106,14 @@ class PlanChoices:
     def group_size(self) -> int:
         """Examples of the largest of the groups that take turns: ceil(n / b)."""
         return -(-self.num_examples // self.bands)
+
+    def require_even_groups(self, cap: int | None) -> None:
+        """PrivacyConfigError for a cap that cuts batches of groups of unequal size: the smaller could cost more than is charged."""
+        least = min(default_cap(self.expected_batch_size), self.group_size)
+        if self.num_examples % self.bands and cap is not None and cap < least:
+            raise PrivacyConfigError(
+                f"cap {cap} would cut batches, and {self.bands} groups of unequal size then differ: take {least} or more"
+            )
 
     def participations(self, intents: int) -> int:
         """How many of so many intents the group with most of them has: ceil(intents / b), since the groups take turns."""

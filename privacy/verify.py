@@ -393,6 +393,11 @@ def read_plan(fields: Any, head: bool) -> Plan:
     require(fields.get("sample_rate") == rate, f"sample_rate is not {rate!r}, which is b B / n rounded up")
     usual = None if fields["sampling"] == "shuffle" else min(n, math.ceil(batch + 8 * math.sqrt(batch)))
     require(head or not fields["enabled"] or cap is None or cap <= n, f"cap {cap} is above the number of examples")
+    full = batch == n and cap is None and correlated["bands"] == 1 and fields["sampling"] == "poisson"
+    require(full or not head, "a private head takes all examples in every step, and this plan does not")
+    uneven = n % correlated["bands"] > 0
+    bites = usual is not None and cap is not None and cap < min(usual, -(-n // correlated["bands"]))
+    require(not (uneven and bites), f"cap {cap} would cut batches of groups of unequal size")
     exponent = lattice_exponent(fields["max_grad_norm"], sigma, min(n, cap or n)) if certified else None
     require(
         fields.get("lattice_exponent") == exponent, f"lattice_exponent is not {exponent}, which C, cap and noise give"
@@ -1718,7 +1723,8 @@ def accounting_lines(card: dict[str, Any]) -> Iterator[str]:
         noise = "" if tan is None else f" The total amount of noise (TAN, Sander et al. 2023) is {tan:.4g}."
         how = "They are PLD upper bounds on a coarser grid; the groups leave out the cap."
         if card["sampling"]["groups"] is not None:
-            how = "Several examples may be in groups that take different turns: theirs is generic group privacy, by Renyi DP. "
+            how = "Several examples may be in groups that take different turns: theirs is generic group privacy, by Renyi DP, "
+            how += "without the cap and with the noise's edge of one example. "
             how += "Replace-one is a PLD upper bound on a coarser grid."
         yield f"All of these follow from the ledger (attested){limit}. {how}{noise}"
     if numbers["epsilon_by_delta"]:
@@ -1861,10 +1867,30 @@ def markdown_lines(text: str) -> Iterator[str]:
 INLINE = {"code", "em", "strong", "td", "th", "tspan"}
 PLOTTED = {"circle", "clippath", "defs", "g", "line", "path", "rect", "style", "svg", "text", "use"}
 TAGS = INLINE | PLOTTED | {
-    "blockquote", "body", "div", "figcaption", "figure", "h1", "h2", "head", "html", "img", "li", "main", "meta", "ol", "p",
-    "table", "tbody", "thead", "title", "tr", "ul",
+    "blockquote", "body", "div", "figcaption", "figure", "h1", "h2", "head", "html", "img", "li", "main", "meta", "p", "table",
+    "tbody", "thead", "title", "tr", "ul",
 }  # fmt: skip
 """What pages of cards are made of: within a line, in a plot, and all."""
+ATTRIBUTES = {
+    "alt", "aria-label", "charset", "class", "clip-path", "content", "cx", "cy", "d", "height", "href", "id", "lang", "name", "r",
+    "role", "src", "style", "transform", "type", "version", "viewbox", "width", "x", "x1", "x2", "xlink:href", "xmlns",
+    "xmlns:xlink", "y", "y1", "y2",
+}  # fmt: skip
+STYLES = {
+    "clip-path", "fill", "fill-opacity", "font", "font-family", "font-size", "font-weight", "opacity", "stroke",
+    "stroke-dasharray", "stroke-dashoffset", "stroke-linecap", "stroke-linejoin", "stroke-miterlimit", "stroke-opacity",
+    "stroke-width", "text-anchor",
+}  # fmt: skip
+SHEETS = {
+    "2fd0f9d938fc015650966d8c11ea27365aece0ab0a6387f79b8a831f059186c8",
+    "d88aaee0c5b43f89fbf5ba959930df2d684ef134bb331c11267ec754d0ebec44",
+}
+"""SHA-256 of the style sheets that a page and its plots have: another one could show, hide or turn around text."""
+HEADING = re.compile(
+    r"\d{1,2}\. (Setting and trust boundary|What is released|Unit of privacy|Adjacency|Mechanism|Sampling|Accounting|"
+    r"Hyper-parameter tuning|Public pre-training data|What was logged without noise, and where|What is not covered|"
+    r"Code, ledger and sessions|Audit|Utility \(not attested\))"
+)
 
 
 class Page(HTMLParser):
@@ -1878,7 +1904,7 @@ class Page(HTMLParser):
         super().__init__()
         self.lines: list[str] = []
         self.plots: list[str] = []
-        self._open, self._style, self._cells, self._in_plot = "", False, 0, False
+        self._open, self._sheet, self._cells, self._in_plot, self._in_figure = "", False, 0, False, False
         self.feed(text)
         self.close()
         self._end()
@@ -1887,42 +1913,50 @@ class Page(HTMLParser):
         require(tag in TAGS, f"a page of a card has no <{shown(tag)}>")
         for name, value in attrs:
             inside = name not in ("href", "src", "xlink:href") or str(value).startswith(("#", "data:image/png;base64,"))
-            acts = name.startswith("on") or name in ("http-equiv", "srcset", "background", "ping")
-            require(inside and not acts, f"a page of a card has no {shown(name)} of this kind")
+            require(inside and name in ATTRIBUTES, f"a page of a card has no {shown(name)} of this kind")
             if name in ("alt", "aria-label", "title"):
                 (self.plots if tag == "svg" else self.lines).append(plain(value))
             elif name == "style":
-                self._check_style(str(value))
+                named = {part.partition(":")[0].strip() for part in str(value).split(";")}
+                known = self._in_plot and tag in PLOTTED | {"tspan"} and named <= STYLES | {""}
+                fetches = re.search(r"\\|url\((?!#)", str(value))
+                require(known and not fetches, f"a page of a card has no <{tag}> of this style")
+        self._in_figure = tag == "figure" or self._in_figure
+        require(tag != "svg" or self._in_figure, "a plot of a card's page lies in a figure")
         if tag not in INLINE:
             self._end()
             self._in_plot = tag == "svg" or (self._in_plot and tag in PLOTTED)
         elif tag in ("td", "th"):
             self._open += " | " if self._cells else ""
             self._cells += 1
-        self._style = tag == "style"
+        self._sheet = tag == "style"
 
     def handle_endtag(self, tag: str) -> None:
         if tag not in INLINE:
             self._end()
-        self._style = False
+        self._in_figure = tag != "figure" and self._in_figure
+        self._sheet = False
 
     def handle_data(self, data: str) -> None:
-        if self._style:
-            self._check_style(data)
+        if self._sheet:
+            known = hashlib.sha256(data.encode()).hexdigest() in SHEETS
+            require(known, "the style sheet of a card's page is another one, and may show or hide text")
         else:
             self._open += data
 
     def unknown_decl(self, data: str) -> None:
         raise Violated("a page of a card has no section of this kind")
 
+    def handle_comment(self, data: str) -> None:
+        raise Violated("a page of a card has no comments, in which programs do not agree where they end")
+
+    def handle_pi(self, data: str) -> None:
+        raise Violated("a page of a card has no instructions to programs")
+
     def _end(self) -> None:
         lines = [self._open] if self._cells else self._open.split("\n")
         (self.plots if self._in_plot else self.lines).extend(map(plain, lines))
         self._open, self._cells = "", 0
-
-    def _check_style(self, style: str) -> None:
-        foreign = re.search(r"content\s*:|\\|@import|url\((?!#)", style)
-        require(foreign is None, "the style of a card's page shows text, or fetches something")
 
 
 def check_pages(folder: Folder) -> str:
@@ -1938,6 +1972,9 @@ def check_pages(folder: Folder) -> str:
     for name in pages:
         text = read_file(folder.path / "report" / name).decode()
         page = Page(text) if name.endswith("html") else None
+        bare = re.sub(r"(?<![\\`])`[^`\n]+`(?!`)", "", text)  # what code spans hold is shown as it stands
+        hides = page is None and re.search("<[a-zA-Z!/?]", bare)
+        require(not hides, f"{name} holds HTML, which may hide what follows")
         found = list(markdown_lines(text)) if page is None else page.lines
         plotted = [] if page is None else page.plots
         labels = (line for line in plotted if not re.fullmatch(r"[-\N{MINUS SIGN}0-9.,e+ ]*", line))  # nor of an axis
@@ -1945,7 +1982,7 @@ def check_pages(folder: Folder) -> str:
         require(not missing, f"{name} lacks {shown(missing[:1])}, which the card gives")
         for line in sorted({*found, *labels} - expected - drawn):
             quoted = (there for text, there in said.items() if text in line)
-            odd = figures(re.sub(r"^\d{1,2}\. ", "", line)).difference(*quoted)  # headings are numbered
+            odd = set() if HEADING.fullmatch(line) else figures(line).difference(*quoted)
             require(not odd, f"{name} says {shown(sorted(odd)[:1])} in {shown(line)}, and the card does not")
             marked = line.endswith("| attested")
             require(not marked, f"{name} calls attested what the card does not hold: {shown(line)}")

@@ -59,7 +59,7 @@ def plots(card: PrivacyCard) -> dict[str, list[Plot]]:
             figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
         # One <svg> element that refers to nothing outside of it and clashes with no other.
         text = file.getvalue()
-        text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
         text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
         text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
         text = re.sub(r"font: (\S+) [^;\"]*", r"font: \1 system-ui, sans-serif", text)

@@ -33,7 +33,7 @@ MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKE
 
 @pytest.fixture(autouse=True)
 def no_worker_is_left() -> Iterator[None]:
-    """Workers ignore SIGTERM: those of a step that failed would be waited for, for ten seconds, when its iterator is collected."""
+    """Workers ignore SIGTERM: those of a step that failed would be waited for, ten seconds, when it is collected."""
     yield
     for child in multiprocessing.active_children():
         child.kill()

@@ -11,7 +11,7 @@ import torch
 
 from models.captioner import build_captioner
 from models.config import CaptionerConfig, captioner_config
-from privacy.errors import PrivacyStateRefused
+from privacy.errors import NotRecorded, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from tests.privacy.ledger_files import PLAN, take_step
 from trainer.checkpoints.read import Checkpoint, checkpoint_name
@@ -275,9 +275,10 @@ def test_the_ledger_of_another_run_proves_nothing(tmp_path: Path, position: dict
     ledger = Ledger.create(tmp_path / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "ab" * 32})
     ledger.start_session({})
     ledger.release()
-    checkpoint = write(tmp_path, {**PRIVATE, "formal_guarantee": True, "ledger": position})
-    with pytest.raises(ConfigError, match="no ledger"):
-        initialisation_facts(recipe(), checkpoint, table("b"))
+    for claim in (PRIVATE, SYNTHETIC):
+        checkpoint = write(tmp_path, {**claim, "formal_guarantee": True, "ledger": position})
+        with pytest.raises(NotRecorded, match="is not the one that the ledger recorded"):
+            initialisation_facts(recipe(), checkpoint, table("b"))
 
 
 def test_hashes_of_private_shards_are_not_published() -> None:

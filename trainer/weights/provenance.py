@@ -126,7 +126,7 @@ def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
         NotRecorded: the ledger is whole, and recorded another checkpoint.
     """
     try:
-        return require_proof_of(checkpoint, manifest)
+        return _proof(checkpoint, manifest, may_be_foreign=True)
     except NotRecorded:
         raise
     except (PrivacyStateRefused, PrivacyConfigError):
@@ -134,11 +134,15 @@ def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
 
 
 def require_proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
-    """Reads the ledger of the run folder around a checkpoint.
+    """Reads the ledger of the run folder around a checkpoint whose charges shall be counted.
 
     Raises:
-        PrivacyStateRefused, PrivacyConfigError: the ledger is broken, or recorded another checkpoint (NotRecorded).
+        PrivacyStateRefused, PrivacyConfigError: the ledger is broken, or did not record this checkpoint (NotRecorded).
     """
+    return _proof(checkpoint, manifest, may_be_foreign=False)
+
+
+def _proof(checkpoint: Path, manifest: Mapping[str, Any], *, may_be_foreign: bool) -> Proof:
     checkpoint = checkpoint.resolve()
     ledger = checkpoint.parent.parent / "ledger.jsonl"
     if checkpoint.parent.name != "checkpoints" or not ledger.is_file():
@@ -148,6 +152,8 @@ def require_proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
     position = manifest.get("ledger") or {}
     seq = position.get("seq")
     if type(seq) is not int or not 0 <= seq < len(state.hashes) or state.hashes[seq] != position.get("hash"):
+        if not may_be_foreign:  # a manifest that remembers no line, or another one, would make charges disappear
+            require_recorded(checkpoint, state)
         return Proof(None, "the ledger in its run folder is that of another run, or was rolled back")
     require_recorded(checkpoint, state)
     if guaranteed and not manifest.get("formal_guarantee"):
