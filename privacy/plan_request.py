@@ -108,7 +108,7 @@ class PlanChoices:
         return -(-self.num_examples // self.bands)
 
     def require_even_groups(self, cap: int | None) -> None:
-        """PrivacyConfigError for a cap that cuts batches of groups of unequal size: the smaller could cost more than is charged."""
+        """PrivacyConfigError for a cap that cuts batches of unequal groups: the smaller could cost more than is charged."""
         least = min(default_cap(self.expected_batch_size), self.group_size)
         if self.num_examples % self.bands and cap is not None and cap < least:
             raise PrivacyConfigError(
