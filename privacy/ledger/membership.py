@@ -37,9 +37,10 @@ class Membership:
         self._shared, self._run, self._ledger = shared, run, ledger
         self._start: tuple[int, str] | None = None
         self._looked: tuple[int, int, int] | None = None
-        with shared.locked() as chain:
+        with shared.locked(mended=False) as chain:
             self._require_no_fork(chain.state)
             if ledger.state.closed is not None and run in chain.state.starts and run not in chain.state.closed:
+                chain.mend()
                 self._append(chain, "close")  # the crash came between the two `close`
 
     def session_fields(self) -> dict[str, Any]:

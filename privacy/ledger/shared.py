@@ -96,6 +96,11 @@ class SharedLedger:
         with self.locked() as chain:
             return chain.state
 
+    def verified(self) -> SharedState:
+        """As `read`, and nothing is written: for a start that may yet be refused."""
+        with self.locked(mended=False) as chain:
+            return chain.state
+
     def look(self) -> SharedState:
         """The verified state as it lies there, for a report: without lock and repair; a line being written is left out.
 
@@ -128,14 +133,15 @@ class SharedLedger:
         without a guarantee, counts it where the owner permits it.
 
         What is refused is refused before the body, so that no ledger is opened for it; the reservation is written after the
-        body. Nobody else uses the file meanwhile.
+        body, and a torn line is ended no earlier: it reserves nothing, so the budget is judged the same with and without its
+        end. Nobody else uses the file meanwhile.
 
         Args:
             seen: what the run's own ledger says; None for a new one.
 
         Raises: as `reserve`; PrivacyStateRefused also when lines that the run has seen here are gone.
         """
-        with self.locked() as chain:
+        with self.locked(mended=False) as chain:
             if seen is not None:
                 self.require_remembered(seen, chain.state)
             if plan.formal_guarantee or not chain.state.opened.get("informal_runs"):
@@ -144,6 +150,7 @@ class SharedLedger:
                 kind, fields = "informal", self._to_count(chain.state, run, name, plan.reasons[0])
             yield
             if fields is not None:
+                chain.mend()
                 chain.append(kind, time_utc, fields)
 
     def require_remembered(self, state: LedgerState, shared: SharedState) -> None:
@@ -178,9 +185,10 @@ class SharedLedger:
             BudgetSpent: the total has no room for it next to the other reservations (exit 3).
             PrivacyStateRefused: the reservation differs from the recorded one, or the file is refused (exit 4).
         """
-        with self.locked() as chain:
+        with self.locked(mended=False) as chain:
             fields = self._to_reserve(chain.state, run, name, plan, unit, fixed_in_advance)
             if fields is not None:
+                chain.mend()
                 chain.append("reserve", time_utc, fields)
 
     def _to_reserve(
@@ -224,9 +232,10 @@ class SharedLedger:
 
         Raises: PrivacyConfigError (exit 2): the owner permits none.
         """
-        with self.locked() as chain:
+        with self.locked(mended=False) as chain:
             fields = self._to_count(chain.state, run, name, reason)
             if fields is not None:
+                chain.mend()
                 chain.append("informal", time_utc, fields)
 
     def _to_count(self, state: SharedState, run: str, name: str, reason: str) -> dict[str, Any] | None:
@@ -284,10 +293,14 @@ class SharedLedger:
             "informal_runs": [{"name": entry.name, "reason": entry.reason} for entry in state.informal],
         }
 
-    def locked(self) -> ChainFile[SharedState]:
-        """The file and the owner's mirror of it, verified; in a `with` statement, nobody else uses them inside."""
+    def locked(self, *, mended: bool = True) -> ChainFile[SharedState]:
+        """The file and the owner's mirror of it, verified; in a `with` statement, nobody else uses them inside.
+
+        Args:
+            mended: False writes nothing before `ChainFile.mend`, for the caller's checks in between.
+        """
 
         def mirror(state: SharedState) -> Path | None:
             return Path(state.opened["mirror"]) if "mirror" in state.opened else None
 
-        return ChainFile(self.path, SharedState(), "shared ledger", mirror)
+        return ChainFile(self.path, SharedState(), "shared ledger", mirror, mended=mended)

@@ -84,6 +84,32 @@ def test_no_room_is_exit_3_and_never_fitting_exit_2(shared, tmp_path):
     _open(tmp_path / "huge", shared, _plan(50.0), fixed_in_advance=True).release()
 
 
+def test_what_is_refused_leaves_a_torn_line_to_the_next_that_writes(tmp_path):
+    shared = SharedLedger.create(tmp_path / "owner.jsonl", epsilon=2.0, delta=DELTA, mirror=tmp_path / "mirror.jsonl")
+    files = shared.path, tmp_path / "mirror.jsonl"
+    with _open(tmp_path / "run", shared) as ledger:
+        ledger.start_session({})
+    with shared.path.open("ab") as file:
+        file.write(b'{"seq":9,"type":"reserve"')
+    before = [path.read_bytes() for path in files]
+    for name, plan in (
+        ("run", _plan(9.0)),
+        ("new", _plan(0.5)),
+        ("new", _plan(1.05)),
+        ("new", _plan(sampling="shuffle")),
+    ):
+        with pytest.raises((PrivacyConfigError, BudgetSpent)):
+            _open(tmp_path / name, shared, plan)
+    for call in (shared.reserve, lambda *run: shared.note_informal(*run[:2], "a test")):
+        with pytest.raises(PrivacyConfigError):
+            call("c" * 64, "new", _plan(0.5))
+    _open(tmp_path / "run", shared).release()  # writes no line, and may be refused by what comes after
+    assert [path.read_bytes() for path in files] == before
+    _open(tmp_path / "new", shared, _plan(20.0)).release()
+    assert shared.path.read_bytes() == files[1].read_bytes() and shared.path.read_bytes().count(b" #torn\n") == 1
+    assert len(shared.look().reservations) == 2
+
+
 def test_a_resume_reserves_once_and_cannot_change_its_terms(shared, tmp_path):
     for _ in range(3):
         with _open(tmp_path / "run", shared) as ledger:

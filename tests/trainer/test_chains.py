@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from evaluation.results import ModelFacts
 from privacy import verify
 from privacy.accounting import accountants
 from privacy.card import numbers
-from privacy.card.composition import read_copies
+from privacy.card.composition import claim_of, read_copies
 from privacy.card.model import PrivacyCard
 from privacy.card.text import rounded_up
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
@@ -35,6 +36,7 @@ from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
 from trainer.report import build_card, write_card
 from trainer.run import start as training
+from trainer.studies.collect import _claim as claim_in_study
 from trainer.weights.behind import ledgers_of
 from trainer.weights.export import export
 from trainer.weights.open_model import open_model
@@ -149,6 +151,14 @@ def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(chain: dict
     }
     public = b"".join(path.read_bytes() for path in third.rglob("*.json*") if "private" not in path.parts)
     assert hashes and not [digest for digest in hashes if digest.encode() in public]
+
+
+def test_a_study_tells_a_run_from_its_twin_on_data_declared_disjoint(chain: dict[str, Path]) -> None:
+    state = read_ledger(chain["second"] / "ledger.jsonl")
+    twin = replace(state, opened=state.opened | {"disjoint_from_start": True})
+    disjoint, overlapping = claim_in_study(chain["second"], twin), claim_in_study(chain["second"], state)
+    assert disjoint is not None and overlapping is not None and disjoint[0] < overlapping[0]
+    assert overlapping == claim_of(chain["second"], state)
 
 
 def verified(run_dir: Path, tmp_path: Path, capsys: Any, *, with_card: bool) -> dict[str, Any]:

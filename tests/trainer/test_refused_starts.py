@@ -29,16 +29,21 @@ LINES = "ledger.jsonl"
 OPTIONS = ("train.keep_checkpoints=3", "privacy.reserved_attempts=9")
 
 
+def stop_after(num_steps: int, folder: Path, *options: str) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RunFolder, "lock", lambda self: (self.private / "lock").touch(0o600))
+        steps: list[int] = []
+        stops = "trainer.loop.stopping.StopRequests.pending"
+        patched.setattr(stops, lambda self: steps.append(1) or len(steps) > num_steps)
+        assert run(folder, *OPTIONS, *options, steps=4) == 7
+    assert len(list((folder / "checkpoints").glob("step-*"))) == num_steps
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device) -> Path:
     """A run that was stopped after two of its four steps, with a checkpoint of each."""
     folder: Path = tmp_path_factory.mktemp("refused") / "run"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(RunFolder, "lock", lambda self: (self.private / "lock").touch(0o600))
-        steps: list[int] = []
-        patched.setattr("trainer.loop.stopping.StopRequests.pending", lambda self: steps.append(1) or len(steps) > 2)
-        assert run(folder, *OPTIONS, steps=4) == 7
-    assert len(list((folder / "checkpoints").glob("step-*"))) == 2
+    stop_after(2, folder)
     return folder
 
 
@@ -167,6 +172,19 @@ def test_a_refused_start_changes_nothing(
         run(folder, *OPTIONS, *changes, steps=4)
     assert image(tmp_path) == before, refusal.value
     assert in_one_line(refusal.value) is not None, repr(refusal.value)
+
+
+def test_a_renamed_checkpoint_is_refused(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
+    folder = Path(shutil.copytree(stopped, tmp_path / "run"))
+    (folder / "checkpoints/step-00000001").rename(folder / "checkpoints/step-00000005")
+    (folder / "checkpoints/LATEST").write_text("step-00000005\n")
+    before = image(folder)
+    with pytest.raises(NotRecorded, match="of step 1, so it was renamed"):
+        run(folder, *OPTIONS, steps=4)
+    with pytest.raises(NotRecorded, match="renamed"):
+        open_model(folder)
+    assert image(folder) == before
 
 
 KINDS: dict[str, Callable[[Path], object]] = {

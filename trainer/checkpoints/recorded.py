@@ -4,18 +4,25 @@ from pathlib import Path
 
 from privacy.errors import NotRecorded
 from privacy.ledger.records import LedgerState
-from trainer.checkpoints.read import MANIFEST, file_digest, read_manifest
+from trainer.checkpoints.read import MANIFEST, checkpoint_name, file_digest, read_manifest
 
 
 def require_recorded(checkpoint: Path, state: LedgerState) -> None:
     """Demands that the ledger recorded exactly this manifest, or that a crash can have come before its record.
 
     Raises:
-        NotRecorded: the ledger recorded another one; it was rolled back, or is of another run.
+        NotRecorded: the ledger recorded another one; it was rolled back, or is of another run, or its folder was renamed.
         ConfigError: the manifest cannot be read.
     """
     manifest = read_manifest(checkpoint)
     step, position = manifest["step"], manifest.get("ledger")
+    is_numbered = checkpoint.parent.name == "checkpoints" and checkpoint.name.startswith("step-")
+    # Names say which one is the newer.
+    if is_numbered and isinstance(step, int) and checkpoint.name != checkpoint_name(step):
+        raise NotRecorded(
+            f"{checkpoint}: holds the checkpoint of step {step}, so it was renamed: call it {checkpoint_name(step)} again, "
+            "or take it away"
+        )
     if not state.plan.enabled or state.has_recorded(step, file_digest(checkpoint / MANIFEST)):
         return  # without privacy the ledger records no checkpoint
     position = position if isinstance(position, dict) else {}

@@ -351,6 +351,10 @@ def open_run_ledger(
                     f"init.disjoint_data is {disjoint_from_start}, and {folder.ledger} was opened with the opposite; it is part "
                     "of the claim: set it back, or start another run folder"
                 )
+            if plan.formal_guarantee:
+                states_behind(
+                    folder.root, recorded
+                )  # every claim needs the copies: they are judged before anything is written
         elif "behind" in described and disjoint_from_start:
             described["disjoint_from_start"] = True
         ledger, key = open_run_state(

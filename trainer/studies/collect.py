@@ -140,7 +140,8 @@ _known: dict[str, tuple[float, float] | None] = {}
 
 def _claim(run_dir: Path, state: LedgerState) -> tuple[float, float] | None:
     """(epsilon, delta) of a run; those that differ by their seed alone have one, which takes seconds."""
-    name = repr((state.charged_groups(), state.plan.accounted_delta, state.opened.get("behind")))
+    before = (state.opened.get("behind"), state.opened.get("disjoint_from_start"))
+    name = repr((state.charged_groups(), state.plan.target_delta, state.plan.accounted_delta, before))
     if name not in _known:
         _known[name] = claim_of(run_dir, state)
     return _known[name]

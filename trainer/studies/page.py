@@ -138,8 +138,9 @@ def _claims(study: StudyConfig, results: Sequence[Result]) -> str:
         )
     if formal:
         words.append(
-            f"{formal} runs claim an epsilon each, of that run alone. Runs on the same data compose: whoever sees several of "
-            "them learns more than one epsilon says, and choosing the best one is not free either."
+            f"{formal} runs claim an epsilon each, composed with the private runs behind their initial weights, but not with "
+            "each other. Runs on the same data compose: whoever sees several of them learns more than one epsilon says, and "
+            "choosing the best one is not free either."
         )
     if study.budget is not None:
         words.append("The runs on private data reserve their budgets in `shared_ledger.jsonl` before they begin.")
