@@ -24,7 +24,7 @@ def test_a_record_names_the_blind_line_and_says_what_is_above_it(folder: Path) -
         below = float(group["below_blind"])
         words = f"{below:.3f}" if below > 0 else f"**above it** by {-below:.3f}"
         assert f"| {mean:.3f} ({least:.3f} to {largest:.3f}) | {words} |" in row
-        assert group["seeds_done"] == "3"
+        assert int(group["seeds_done"]) >= 3
     assert float(groups[0]["blind_loss"]) > min(float(group["final_heldout_loss_max"]) for group in groups)
     assert ("All groups lie below it" in page) <= all(float(group["below_blind"]) > 0 for group in groups)
     for word in ("The publications: ", "Seen here: ", "Agreement: "):

@@ -126,6 +126,10 @@ class Checkpoint:
                         self._where.setdefault((kind, parameter), []).append((int(offset), file))
             except (SafetensorError, ValueError) as error:
                 raise ConfigError(f"{file} is missing or damaged: {error}") from error
+            except (OSError, RuntimeError) as error:
+                if file.exists():  # else a training that goes on has removed it meanwhile
+                    raise
+                raise ConfigError(f"{file} is missing: {error}") from error
 
     @property
     def step(self) -> int:
