@@ -1,6 +1,5 @@
 """A start that is refused changes nothing in a run folder that was trained in: no byte, no name, no mode."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -173,57 +172,6 @@ def test_a_refused_start_changes_nothing(
         run(folder, *OPTIONS, *changes, steps=4)
     assert image(tmp_path) == before, refusal.value
     assert in_one_line(refusal.value) is not None, repr(refusal.value)
-
-
-def test_a_ledger_behind_the_start_that_is_gone_or_edited_is_missed_before_the_first_write(
-    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
-    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends
-    folder, start = tmp_path / "run", f"init.checkpoint={stopped}"
-    stop_after(1, folder, start)
-    copy = folder / "behind/ledger-1.jsonl"
-    whole = copy.read_bytes()
-    (folder / "STOP").touch()
-    for damaged in (None, whole.replace(b"0", b"1"), whole[: whole.rfind(b"\n", 0, -1) + 1]):
-        copy.unlink()
-        if damaged is not None:
-            copy.write_bytes(damaged)
-        before = image(folder)
-        with pytest.raises(PrivacyStateRefused, match=r"ledger-1\.jsonl"):
-            run(folder, *OPTIONS, start, steps=4)
-        assert image(folder) == before
-        copy.write_bytes(whole)
-    assert run(folder, *OPTIONS, start, steps=4) == 0
-
-
-def test_a_refused_start_leaves_a_torn_shared_ledger_and_its_mirror_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RunFolder, "lock", lambda self: None)
-    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends
-    owner, mirror, folder = tmp_path / "owner.jsonl", tmp_path / "second.jsonl", tmp_path / "run"
-    SharedLedger.create(owner, epsilon=2.0, delta=1e-4, mirror=mirror)
-    shared = f"privacy.shared_ledger={owner}"
-    stop_after(1, folder, shared)
-    with owner.open("ab") as file:
-        file.write(b'{"seq":99,"type":"res')
-    before = image(tmp_path)
-    with pytest.raises(PrivacyConfigError, match="frozen"):
-        run(folder, *OPTIONS, shared, "privacy.noise_multiplier=9", steps=4)
-    assert image(tmp_path) == before
-    of_another_run(folder)  # found after both ledgers are open
-    before = image(tmp_path)
-    with pytest.raises(PrivacyStateRefused, match=r"checkpoint|rolled back|shorter"):
-        run(folder, *OPTIONS, shared, steps=4)
-    assert image(tmp_path) == before
-    files = owner.read_bytes(), mirror.read_bytes()
-    with pytest.raises(PrivacyConfigError, match="never fits"):
-        run(tmp_path / "new", *OPTIONS, shared, "privacy.noise_multiplier=0.4", steps=4)
-    assert (owner.read_bytes(), mirror.read_bytes()) == files
-    assert not (tmp_path / "new" / LINES).exists()
-    assert run(tmp_path / "fits", *OPTIONS, shared, "privacy.fixed_in_advance=true", steps=4) == 0
-    assert owner.read_bytes() == mirror.read_bytes() and owner.read_bytes().count(b" #torn\n") == 1
 
 
 def test_a_renamed_checkpoint_is_refused(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
