@@ -119,6 +119,19 @@ def test_a_number_that_was_added_is_found(name: str, folder: Path, judge: Judge)
         "<svg><text>epsilon 0.01</text></svg>",
         "<p>epsilon 0<em>.</em>01</p>",
         "<table><tr><td>epsilon</td><td>tiny</td><td>attested</td></tr></table>",
+        # Where browsers and Python's parser differ, what style sheets show or hide, and numbers that nobody wrote.
+        "<!--><p>epsilon 0.01</p><!-- -->",
+        "<!-- x --!><p>epsilon 0.01</p><!-- -->",
+        "<svg><style><p>epsilon 0.01</p></style></svg>",
+        "<style>h1::before{CONTENT:'epsilon 0.01'}</style>",
+        "<style>h1::before{content/**/:'epsilon 0.01'}</style>",
+        "<style>p{list-style-type:'epsilon 0.01'}</style>",
+        '<p>epsilon <em style="display:none">7</em></p>',
+        '<tspan style="font-size:0">x</tspan>',
+        "<p hidden>x</p>",
+        "<p>epsilon <svg><text>0.01</text></svg></p>",
+        '<ol start="1"><li>is the epsilon of everything</li></ol>',
+        "<p>1. is the epsilon of everything</p>",
     ],
 )
 def test_what_no_page_of_a_card_holds_is_found(added: str, folder: Path, judge: Judge) -> None:
@@ -126,6 +139,13 @@ def test_what_no_page_of_a_card_holds_is_found(added: str, folder: Path, judge: 
     page.write_text(page.read_text().replace("</main>", f"{added}</main>"))
     code, found = judge(folder)
     assert code == 5 and "pages: " in sentences(found), found["checks"]
+
+
+def test_a_page_that_hides_its_lines_is_found(folder: Path, judge: Judge) -> None:
+    page = folder / "report/privacy_card.md"
+    page.write_text(f"<!--\n{page.read_text()}\n-->\nThe run spent an epsilon of one half.\n")
+    code, found = judge(folder)
+    assert code == 5 and "holds HTML" in sentences(found), found["checks"]
 
 
 def test_a_claim_that_is_taken_away_is_missed(folder: Path, judge: Judge) -> None:
