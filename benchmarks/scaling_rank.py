@@ -116,6 +116,7 @@ def build(device: torch.device, case: dict[str, Any]) -> tuple[Mechanism, list[B
         noise=plan.noise(),
         noise_variance=NoiseVariance(optimizer.betas[1]),
         learning_rate=lambda step: optimizer.peak_lr,
+        keep_noise_on=None,
     )
     size, length = MODEL["image_size"], MODEL["num_tokens"]
     batches = []

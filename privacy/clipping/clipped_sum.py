@@ -40,7 +40,7 @@ from privacy.errors import PrivacyConfigError
 from privacy.releases import Release, step_releases
 
 NEVER_CLIPS = 1e20
-"""Of C: nothing is clipped above it that does not overflow."""
+"""A C above this clips nothing that does not overflow."""
 
 Mode = Literal["bookkeeping", "two_pass", "certified"]
 Parts = list[Contribution]
@@ -270,9 +270,8 @@ class ClippedSum:
         if len(marks) != len(again):
             raise PrivacyConfigError(NOT_REPEATED)
         differ = [(before != after).any() for before, after in zip(marks, again, strict=True)]
-        self._differs = torch.stack([*differ, *self._differs[:1]]).any()[
-            None
-        ]  # on the device: no wait in a micro-batch
+        # It stays on the device, so that no micro-batch waits for it.
+        self._differs = torch.stack([*differ, *self._differs[:1]]).any().reshape(1)
         return factors.stats(first.loss_B, is_padding_B)
 
     def _twice(self, task: Task, inputs: Mapping[str, Tensor], batch_size: int) -> Generator[Forward, None, None]:

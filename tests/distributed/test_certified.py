@@ -162,6 +162,7 @@ def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any,
             noise=noise,
             noise_variance=NoiseVariance(OPTIMIZER.betas[1]),
             learning_rate=lambda step: 1e-3,
+            keep_noise_on=None,
         )
         train_step(mechanism, 1, iter(dealt(list(range(NUM_EXAMPLES)))))
         found[case] = sums, noise.draws, arrived

@@ -134,6 +134,7 @@ def a_mechanism(
         noise=noise,
         noise_variance=NoiseVariance(OPTIMIZER.betas[1]),
         learning_rate=lambda step: OPTIMIZER.peak_lr,
+        keep_noise_on=None,
     )
 
 

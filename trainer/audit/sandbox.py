@@ -305,6 +305,7 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
                     noise=noise,
                     noise_variance=NoiseVariance(optimizer.betas[1]),
                     learning_rate=lambda step: optimizer.peak_lr,
+                    keep_noise_on=None,
                 )
                 for step_plan, micro_batches in loader.steps(batches.plans(first, last)):
                     step = step_plan.step

@@ -60,7 +60,7 @@ class Mechanism:
     noise: NoiseSource
     noise_variance: NoiseVariance
     learning_rate: Callable[[int], float]
-    keep_noise_on: torch.device | None = None
+    keep_noise_on: torch.device | None
     segment: Segment = field(init=False)
 
     def __post_init__(self) -> None:

@@ -352,9 +352,8 @@ def open_run_ledger(
                     "of the claim: set it back, or start another run folder"
                 )
             if plan.formal_guarantee:
-                states_behind(
-                    folder.root, recorded
-                )  # every claim needs the copies: they are judged before anything is written
+                # Every claim needs the copies, which are judged before anything is written.
+                states_behind(folder.root, recorded)
         elif "behind" in described and disjoint_from_start:
             described["disjoint_from_start"] = True
         ledger, key = open_run_state(
