@@ -28,7 +28,7 @@ C <- C exp(-eta_C (b~ - gamma)), kept within a factor RANGE of its first value.
 import math
 from dataclasses import dataclass
 
-from privacy.errors import PrivacyConfigError
+from .errors import PrivacyConfigError
 
 RANGE = 1e4
 """C_t stays between C_0 / RANGE and C_0 RANGE, so that no noise, however unlikely, makes it 0, infinite or NaN."""

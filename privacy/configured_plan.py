@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from privacy.accounting.accountants import epsilon
-from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER
-from privacy.plan import PrivacyPlan
+from .accounting.accountants import epsilon
+from .accounting.calibration import MIN_NOISE_MULTIPLIER
+from .plan import PrivacyPlan
 
 
 def contradiction(recipe: Mapping[str, Any], plan: PrivacyPlan) -> str | None:

@@ -15,8 +15,8 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from privacy.errors import PrivacyConfigError
-from privacy.rounded_normal import MOST_DEVIATION
+from .errors import PrivacyConfigError
+from .rounded_normal import MOST_DEVIATION
 
 NOISE_ROOM = 64
 """Standard deviations of noise for which the sum has room."""

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from privacy.errors import PrivacyConfigError
+from .errors import PrivacyConfigError
 
 MAX_COUNT = 10**12
 """More examples, steps and attempts than any data set or run has."""

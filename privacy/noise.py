@@ -21,7 +21,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from privacy.rounded_normal import draw_rounded_normal
+from .rounded_normal import draw_rounded_normal
 
 _CHUNK = 1 << 18
 MOST_DRAWN = 1 << 24

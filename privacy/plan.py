@@ -9,27 +9,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from privacy.accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
-from privacy.accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
-from privacy.accounting.epsilon_table import EpsilonTable
-from privacy.accounting.noise_tail import NOISE_SOURCES, noise_tail_delta
-from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
-from privacy.card.text import rounded_up
-from privacy.errors import PrivacyConfigError
-from privacy.lattice import Lattice
-from privacy.limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
-from privacy.plan_request import ARITHMETIC_MODES, CLIPPING_FUNCTIONS, SAMPLING, PlanChoices, PlanRequest
-from privacy.sampling.cyclic import CyclicPoissonSampler
-from privacy.sampling.poisson import PoissonSampler, Sampler, default_cap
-from privacy.sampling.shuffle import ShuffleSampler, shuffle_participations
+from .accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
+from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
+from .accounting.epsilon_table import EpsilonTable
+from .accounting.noise_tail import NOISE_SOURCES, noise_tail_delta
+from .adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
+from .card.text import rounded_up
+from .errors import PrivacyConfigError
+from .lattice import Lattice
+from .limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
+from .plan_request import ARITHMETIC_MODES, CLIPPING_FUNCTIONS, SAMPLING, PlanChoices, PlanRequest
+from .sampling.cyclic import CyclicPoissonSampler
+from .sampling.poisson import PoissonSampler, Sampler, default_cap
+from .sampling.shuffle import ShuffleSampler, shuffle_participations
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from privacy.clipping.accumulators import Accumulator
-    from privacy.clipping.clipped_sum import ClippedSum, Mode
-    from privacy.noise import NoiseSource
+    from .clipping.accumulators import Accumulator
+    from .clipping.clipped_sum import ClippedSum, Mode
+    from .noise import NoiseSource
 
     MakeAccumulator = Callable[[Mapping[str, torch.Size], torch.dtype, torch.device], Accumulator]
 
@@ -156,10 +156,10 @@ class PrivacyPlan(PlanChoices):
         self_check: bool = True,
     ) -> ClippedSum:
         """The clipper whose sensitivity the noise is scaled by; see `ClippedSum` for the arguments and errors."""
-        from privacy.clipping.accumulators import LocalSums  # planning needs no torch
-        from privacy.clipping.certified_sum import CertifiedSum
-        from privacy.clipping.clipped_sum import ClippedSum
-        from privacy.clipping.functions import FUNCTIONS
+        from .clipping.accumulators import LocalSums  # planning needs no torch
+        from .clipping.certified_sum import CertifiedSum
+        from .clipping.clipped_sum import ClippedSum
+        from .clipping.functions import FUNCTIONS
 
         if self.lattice is not None:
             return CertifiedSum(
@@ -185,7 +185,7 @@ class PrivacyPlan(PlanChoices):
 
     def noise(self) -> NoiseSource:
         """A source of this process's noise."""
-        from privacy.noise import noise_source
+        from .noise import noise_source
 
         return noise_source(self.noise_source)
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from privacy.adaptive_clipping import AdaptiveClipping
-from privacy.correlated.strategy import Strategy
-from privacy.errors import PrivacyConfigError
-from privacy.sampling.poisson import default_cap
+from .adaptive_clipping import AdaptiveClipping
+from .correlated.strategy import Strategy
+from .errors import PrivacyConfigError
+from .sampling.poisson import default_cap
 
 SAMPLING = ("poisson", "shuffle")
 ARITHMETIC_MODES = ("floating", "certified")

@@ -2,7 +2,7 @@
 
 from typing import TypedDict
 
-from privacy.adaptive_clipping import COUNT_SENSITIVITY, AdaptiveClipping
+from .adaptive_clipping import COUNT_SENSITIVITY, AdaptiveClipping
 
 SENSITIVITY_SLACK = 1e-3
 """r of contract 4: a clipped example may exceed C by this factor through rounding; the accountant is charged for it."""

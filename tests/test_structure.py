@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.house import ROOMS, import_circle, import_graph
+from tools.house import ROOMS, import_circle, import_graph, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 LOWER = {"privacy", "models", "data"}
@@ -69,7 +69,6 @@ def imports(tree: ast.AST, *, at_import_time: bool = False) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in line {node.lineno}"
             assert node.module is not None
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -82,7 +81,7 @@ def imports(tree: ast.AST, *, at_import_time: bool = False) -> Iterator[str]:
 
 @functools.cache
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+    return parse(path.read_text(), relative(path))
 
 
 @functools.cache
@@ -114,6 +113,15 @@ def test_imports_go_one_way(package: str) -> None:
         for name in imports_of(path):
             top = name.partition(".")[0]
             assert top not in ours or top in allowed, f"{relative(path)} imports {name}"
+
+
+def test_only_the_privacy_room_imports_relatively() -> None:
+    """It is installed under a name of its own too; every other room runs from the clone alone."""
+    for path in python_files(*PACKAGES):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        in_the_library = is_part_of(relative(path).replace("/", "."), "privacy")
+        levels = {node.level > 0 for node in nodes if node.level or is_part_of(node.module or "", "privacy")}
+        assert levels <= {in_the_library}, f"{relative(path)} mixes relative and absolute imports"
 
 
 @pytest.mark.parametrize("guarded", ONLY_IN)

@@ -11,6 +11,7 @@ definition. Figures are those of the product: past investigations, which lie wit
 import argparse
 import ast
 import graphlib
+import importlib.util
 import io
 import json
 import re
@@ -24,6 +25,21 @@ from pathlib import Path
 ROOMS = ("trainer", "privacy", "data")
 ARCHIVE = "benchmarks/results/"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def parse(text: str, name: str) -> ast.Module:
+    """The tree of a file, its relative imports written out.
+
+    Args:
+        name: path of the file from the root of the project, `privacy/noise.py`.
+    """
+    tree = ast.parse(text, name)
+    package = name.rpartition("/")[0].replace("/", ".")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            node.module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            node.level = 0
+    return tree
 
 
 def runtime_imports(tree: ast.AST) -> Iterator[str]:
@@ -89,7 +105,7 @@ def measure(root: Path) -> dict[str, object]:
     sources = [name for name in code if not name.startswith(ARCHIVE)]
     texts = {name: (root / name).read_text() for name in sources}
     modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in sources}
-    trees = {module: ast.parse(texts[name]) for module, name in modules.items()}
+    trees = {module: parse(texts[name], name) for module, name in modules.items()}
     lengths: list[int] = []
     called_once = 0
     for module, name in modules.items():

@@ -24,7 +24,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp import RdpAccountant
 from scipy import optimize, stats
 
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
 
 # Below this delta the mass that dp-accounting truncates (1e-15 a composition) and FFT rounding are no longer small.
 PLD_SMALLEST_DELTA = 1e-12

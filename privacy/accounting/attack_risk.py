@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-from privacy.accounting.accountants import FINE_INTERVAL, PLD_SMALLEST_DELTA, ReleaseGroup, loss_distribution
+from .accountants import FINE_INTERVAL, PLD_SMALLEST_DELTA, ReleaseGroup, loss_distribution
 
 FALSE_POSITIVE_RATES = (1e-3, 1e-2)
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-11, 1e-12)

@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from privacy.accounting.accountants import (
+from ..errors import PrivacyConfigError
+from ..limits import MAX_NOISE_MULTIPLIER
+from .accountants import (
     COARSE_INTERVAL,
     FINE_INTERVAL,
     PLD_SMALLEST_DELTA,
@@ -14,8 +16,6 @@ from privacy.accounting.accountants import (
     epsilon_pld,
     epsilon_rdp,
 )
-from privacy.errors import PrivacyConfigError
-from privacy.limits import MAX_NOISE_MULTIPLIER
 
 MIN_NOISE_MULTIPLIER = 0.3
 TOLERANCE = 1e-3

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from privacy.accounting.accountants import (
+from .accountants import (
     COARSE_INTERVAL,
     PLD_SMALLEST_DELTA,
     ReleaseGroup,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dp_accounting import NeighboringRelation
 from dp_accounting.rdp import RdpAccountant
 
-from privacy.accounting.accountants import ReleaseGroup, epsilon, overflow_probability
+from .accountants import ReleaseGroup, epsilon, overflow_probability
 
 _ORDERS = [1.1, 1.25, 1.5, 1.75, *(2 + step / 4 for step in range(25)), *range(9, 65), 80, 96, 128, 192, 256, 512]
 

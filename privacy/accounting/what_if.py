@@ -13,8 +13,8 @@ from typing import Any
 from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.rdp import RdpAccountant
 
-from privacy.accounting.accountants import COARSE_INTERVAL, ReleaseGroup, epsilon, epsilon_pld, quiet_absl
-from privacy.sampling.shuffle import shuffle_lower_bound
+from ..sampling.shuffle import shuffle_lower_bound
+from .accountants import COARSE_INTERVAL, ReleaseGroup, epsilon, epsilon_pld, quiet_absl
 
 REPLAYS = (1, 10, 100)
 CANDIDATES = (3, 10, 30)

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from privacy.accounting.accountants import ReleaseGroup, epsilon_rdp
-from privacy.audit import one_run
-from privacy.audit import statistics as st
-from privacy.audit.report import CHECK_ALPHA, Check, random_check
-from privacy.audit.sandbox_record import SandboxRecord
+from ..accounting.accountants import ReleaseGroup, epsilon_rdp
+from . import one_run
+from . import statistics as st
+from .report import CHECK_ALPHA, Check, random_check
+from .sandbox_record import SandboxRecord
 
 Floats = NDArray[np.float64]
 CONFIDENCE = 0.95

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from privacy.audit import one_run
-from privacy.audit.report import Check, Outcome, undecided
+from . import one_run
+from .report import Check, Outcome, undecided
 
 GUESSED = 0.1
 CONFIDENCE = 0.95

@@ -10,9 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from privacy.audit.report import Check, fact
-from privacy.audit.sandbox_record import SandboxEvents
-from privacy.audit.second_sampler import Attempt
+from .report import Check, fact
+from .sandbox_record import SandboxEvents
+from .second_sampler import Attempt
 
 
 def read_lines(data: bytes) -> list[tuple[int, dict[str, Any]]]:

@@ -18,13 +18,13 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from dp_accounting.pld import PLDAccountant
 
-from privacy.accounting.noise_tail import noise_tail_delta
-from privacy.adaptive_clipping import RANGE
-from privacy.audit.members import LedgerMark, not_in_ledger, not_recorded
-from privacy.audit.report import AuditReport, Check, fact, undecided
-from privacy.card.text import rounded_up
-from privacy.errors import PrivacyStateRefused
-from privacy.ledger.records import LedgerState, read_state
+from ..accounting.noise_tail import noise_tail_delta
+from ..adaptive_clipping import RANGE
+from ..card.text import rounded_up
+from ..errors import PrivacyStateRefused
+from ..ledger.records import LedgerState, read_state
+from .members import LedgerMark, not_in_ledger, not_recorded
+from .report import AuditReport, Check, fact, undecided
 
 TORN = b" #torn"
 TOLERANCE = 1e-3

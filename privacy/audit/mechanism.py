@@ -11,13 +11,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from privacy.audit import statistics as st
-from privacy.audit.attack import attack_checks
-from privacy.audit.charges import charge_checks, made_attempts
-from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
-from privacy.audit.sandbox_record import SandboxRecord
-from privacy.audit.schedule import joint_checks
-from privacy.audit.second_sampler import SecondSampler, places_in_group
+from . import statistics as st
+from .attack import attack_checks
+from .charges import charge_checks, made_attempts
+from .report import AuditReport, Check, fact, random_check, undecided
+from .sandbox_record import SandboxRecord
+from .schedule import joint_checks
+from .second_sampler import SecondSampler, places_in_group
 
 
 def audit_mechanism(record: SandboxRecord) -> AuditReport:

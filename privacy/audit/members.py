@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from privacy.errors import PrivacyStateRefused
-from privacy.ledger.records import LedgerState
-from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import Ids
+from ..errors import PrivacyStateRefused
+from ..ledger.records import LedgerState
+from ..sampling.keys import SamplingKey
+from ..sampling.poisson import Ids
 
 FILE = "members.jsonl"
 

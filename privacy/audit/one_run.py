@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from privacy.audit.statistics import clopper_pearson
+from .statistics import clopper_pearson
 
 Scores = NDArray[np.float64]
 LARGEST_EPSILON = 100.0

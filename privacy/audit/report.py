@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from privacy.limits import finite
+from ..limits import finite
 
 Outcome = Literal["ok", "violated", "inconclusive"]
 Verdict = Literal["consistent", "violated", "inconclusive"]

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from privacy.audit import statistics as st
-from privacy.audit.members import MembersRecord
-from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
-from privacy.audit.second_sampler import Attempt, SecondSampler, count_attempts, places_in_group
-from privacy.plan import PrivacyPlan
-from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import Ids, slice_bounds
+from ..plan import PrivacyPlan
+from ..sampling.keys import SamplingKey
+from ..sampling.poisson import Ids, slice_bounds
+from . import statistics as st
+from .members import MembersRecord
+from .report import AuditReport, Check, fact, random_check, undecided
+from .second_sampler import Attempt, SecondSampler, count_attempts, places_in_group
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 MAX_COINS = 10**9

@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from privacy.accounting.accountants import ReleaseGroup
-from privacy.card.numbers import claimed_epsilon
-from privacy.card.others import STATEMENTS, CarriedRun, Composition
-from privacy.errors import PrivacyStateRefused
-from privacy.ledger.chain import hash_line
-from privacy.ledger.records import LedgerState, read_state
+from ..accounting.accountants import ReleaseGroup
+from ..errors import PrivacyStateRefused
+from ..ledger.chain import hash_line
+from ..ledger.records import LedgerState, read_state
+from .numbers import claimed_epsilon
+from .others import STATEMENTS, CarriedRun, Composition
 
 FOLDER = "behind"
 

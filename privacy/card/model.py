@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from privacy.card.others import (
+from .others import (
     STATEMENTS,
     AuditResult,
     Composition,

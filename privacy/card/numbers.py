@@ -18,13 +18,13 @@ from importlib.metadata import version
 import numpy as np
 from numpy.typing import NDArray
 
-from privacy.accounting import accountants as accounting
-from privacy.accounting.accountants import COARSE_INTERVAL, FINE_INTERVAL, PLD_SMALLEST_DELTA, ReleaseGroup
-from privacy.accounting.attack_risk import FALSE_POSITIVE_RATES
-from privacy.card.model import Accounting, Attack, Attempts
-from privacy.card.others import STATEMENTS
-from privacy.ledger.records import LedgerState
-from privacy.plan import PrivacyPlan
+from ..accounting import accountants as accounting
+from ..accounting.accountants import COARSE_INTERVAL, FINE_INTERVAL, PLD_SMALLEST_DELTA, ReleaseGroup
+from ..accounting.attack_risk import FALSE_POSITIVE_RATES
+from ..ledger.records import LedgerState
+from ..plan import PrivacyPlan
+from .model import Accounting, Attack, Attempts
+from .others import STATEMENTS
 
 OTHER_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10)
 GROUP_SIZES = (2, 5)

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from privacy.card.model import PrivacyCard
-from privacy.card.plots import plots
-from privacy.card.text import cell, escape, one_line, percent, rounded_down, rounded_up
+from .model import PrivacyCard
+from .plots import plots
+from .text import cell, escape, one_line, percent, rounded_down, rounded_up
 
 if TYPE_CHECKING:
     import jinja2

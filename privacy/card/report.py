@@ -12,16 +12,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from privacy.card import model
-from privacy.card.composition import composition
-from privacy.card.model import Head, PrivacyCard
-from privacy.card.numbers import LARGEST_DETAILED_EPSILON, accounting_numbers
-from privacy.card.others import STATEMENTS, OtherFiles, Stated
-from privacy.errors import PrivacyStateRefused
-from privacy.ledger.chain import TORN_MARK, hash_line, is_torn
-from privacy.ledger.records import LedgerState, noise_multiplier_of, read_state
-from privacy.ledger.signature import fingerprint
-from privacy.plan_request import GROUP_OF_ATTEMPT, GROUP_OF_EXAMPLE
+from ..errors import PrivacyStateRefused
+from ..ledger.chain import TORN_MARK, hash_line, is_torn
+from ..ledger.records import LedgerState, noise_multiplier_of, read_state
+from ..ledger.signature import fingerprint
+from ..plan_request import GROUP_OF_ATTEMPT, GROUP_OF_EXAMPLE
+from . import model
+from .composition import composition
+from .model import Head, PrivacyCard
+from .numbers import LARGEST_DETAILED_EPSILON, accounting_numbers
+from .others import STATEMENTS, OtherFiles, Stated
 
 
 @dataclass(frozen=True)

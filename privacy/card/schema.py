@@ -5,7 +5,7 @@ python -m privacy.card.schema > docs/schemas/privacy_card.schema.json
 
 import json
 
-from privacy.card.model import PrivacyCard
+from .model import PrivacyCard
 
 
 def schema_text() -> str:

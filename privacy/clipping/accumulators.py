@@ -41,8 +41,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from privacy.clipping.precision import has_fp32_products_of_bf16
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
+from .precision import has_fp32_products_of_bf16
 
 EXAMPLES_PER_SUM = 64
 """The most examples, padding included, whose contributions are added up in fp32."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from privacy.clipping.untouched import no_chance
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
+from .untouched import no_chance
 
 LARGE = 1e4
 """An example's floating inputs times this are large."""

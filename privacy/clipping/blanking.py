@@ -29,7 +29,7 @@ def blanked(x: Tensor, excluded_B: Tensor) -> Tensor:
 
 def blank_rows_(x: Tensor, excluded_B: Tensor) -> Tensor:
     """Zeroes the excluded rows of a contiguous x (B, ...) in place, with Triton."""
-    from privacy.clipping.kernels import ROW_BLOCK, zero_excluded_row
+    from .kernels import ROW_BLOCK, zero_excluded_row
 
     if x.numel() > 0:
         with torch.cuda.device_of(x):  # Triton launches on the current device

@@ -16,16 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping.accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
-from privacy.clipping.checked import require_passed
-from privacy.clipping.clipped_sum import ClippedSum, Factors, MicroBatchStats, Parts, by_parameter
-from privacy.clipping.contributions import ChunkedOuterProducts, Contribution, Dense, OuterProducts, Rows
-from privacy.clipping.functions import ClippingFunction, flat
-from privacy.clipping.integers import SquaredNorms, add_contributions, round_to_even
-from privacy.clipping.precision import exact, wide
-from privacy.clipping.recorder import Task
-from privacy.errors import PrivacyConfigError
-from privacy.lattice import Lattice
+from ..errors import PrivacyConfigError
+from ..lattice import Lattice
+from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
+from .checked import require_passed
+from .clipped_sum import ClippedSum, Factors, MicroBatchStats, Parts, by_parameter
+from .contributions import ChunkedOuterProducts, Contribution, Dense, OuterProducts, Rows
+from .functions import ClippingFunction, flat
+from .integers import SquaredNorms, add_contributions, round_to_even
+from .precision import exact, wide
+from .recorder import Task
 
 WRITTEN_BYTES = 1 << 32
 """Written-out gradients of one part of a micro-batch; one example's at least."""

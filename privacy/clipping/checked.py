@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping.apart import require_apart
-from privacy.clipping.in_place import writes_to
-from privacy.clipping.untouched import MOST_VALUES, SIMPLE, as_it_was, is_foreign, nothing_is_small, on_copies
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
+from .apart import require_apart
+from .in_place import writes_to
+from .untouched import MOST_VALUES, SIMPLE, as_it_was, is_foreign, nothing_is_small, on_copies
 
 Task = Callable[..., Tensor]
 Place = tuple[str, str]
@@ -291,7 +291,7 @@ def trained(model: nn.Module) -> list[object]:
 
 def _is_ours(hook: object) -> bool:
     function = hook.func if isinstance(hook, functools.partial) else hook
-    return str(getattr(function, "__module__", "")).startswith("privacy.clipping.")
+    return str(getattr(function, "__module__", "")).startswith(f"{__package__}.")
 
 
 def _changed(before: Structure, after: Structure, now: Structure) -> list[Place]:

@@ -24,20 +24,20 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from privacy.adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
-from privacy.clipping.accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
-from privacy.clipping.blanking import needs_blanking
-from privacy.clipping.checked import require_passed, trained
-from privacy.clipping.compiled import compiled_weights
-from privacy.clipping.contributions import Contribution
-from privacy.clipping.coverage import claims
-from privacy.clipping.functions import ClippingFunction, flat, unclipped
-from privacy.clipping.in_place import Writes, require_unwritten, writes_to
-from privacy.clipping.norms import NormTally
-from privacy.clipping.precision import exact, wide, wide_dtype
-from privacy.clipping.recorder import Call, Forward, Recorder, Task
-from privacy.errors import PrivacyConfigError
-from privacy.releases import Release, step_releases
+from ..adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
+from ..errors import PrivacyConfigError
+from ..releases import Release, step_releases
+from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
+from .blanking import needs_blanking
+from .checked import require_passed, trained
+from .compiled import compiled_weights
+from .contributions import Contribution
+from .coverage import claims
+from .functions import ClippingFunction, flat, unclipped
+from .in_place import Writes, require_unwritten, writes_to
+from .norms import NormTally
+from .precision import exact, wide, wide_dtype
+from .recorder import Call, Forward, Recorder, Task
 
 NEVER_CLIPS = 1e20
 """A C above this clips nothing that does not overflow."""

@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping.rules import KEEPS, RULES
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
+from .rules import KEEPS, RULES
 
 
 class CompiledTap:

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from privacy.clipping import triton_norm
-from privacy.clipping.accumulators import EXAMPLES_PER_SUM, Slot, blocks
-from privacy.clipping.blanking import blanked
-from privacy.clipping.precision import Norm, has_fp32_products_of_bf16, hidden, norm_of_grams, wide, wide_dtype
+from . import triton_norm
+from .accumulators import EXAMPLES_PER_SUM, Slot, blocks
+from .blanking import blanked
+from .precision import Norm, has_fp32_products_of_bf16, hidden, norm_of_grams, wide, wide_dtype
 
 WIDENED_ENTRIES = 1 << 18
 """Entries of a written-out gradient that are widened to fp64 at a time: 2 MiB, which stay in a processor's caches."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from privacy.clipping.rules import RULES, register_lazily
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
+from .rules import RULES, register_lazily
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
 
 Writes = list[tuple[str, Tensor, int]]
 """(name, tensor, how often it had been written to)."""

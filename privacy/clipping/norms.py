@@ -50,8 +50,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from privacy.clipping.contributions import Contribution, fold_error, inner
-from privacy.releases import SENSITIVITY_SLACK
+from ..releases import SENSITIVITY_SLACK
+from .contributions import Contribution, fold_error, inner
 
 MOST_CANCELLED = 32
 """Gross norm of a clipped contribution, in units of C."""

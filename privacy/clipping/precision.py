@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
 
 
 @functools.cache

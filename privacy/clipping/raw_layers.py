@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privacy.clipping.contributions import OuterProducts, Rows
-from privacy.clipping.raw import PerExample, handles, of_batch, refusal
-from privacy.clipping.rules import tokens
+from .contributions import OuterProducts, Rows
+from .raw import PerExample, handles, of_batch, refusal
+from .rules import tokens
 
 
 def as_layer(x: Tensor, g: Tensor) -> OuterProducts | Rows:

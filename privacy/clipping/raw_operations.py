@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privacy.clipping.raw import METADATA, PerExample, Scope, from_full, handles, of_batch, refusal, stand_ins
+from .raw import METADATA, PerExample, Scope, from_full, handles, of_batch, refusal, stand_ins
 
 
 def _methods(names: str, *homes: Any) -> list[Any]:

@@ -30,15 +30,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
-import privacy.clipping.raw_operations  # noqa: F401  # fills the table of what a stand-in can do
-from privacy.clipping import compiled
-from privacy.clipping.contributions import Contribution, Dense, OuterProducts
-from privacy.clipping.coverage import Claim, refuse_unsupported
-from privacy.clipping.precision import exact, wide
-from privacy.clipping.raw import per_example
-from privacy.clipping.raw_layers import as_layer
-from privacy.clipping.rules import KEEPS, RULES
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
+from . import (
+    compiled,
+    raw_operations,  # noqa: F401  # fills the table of what a stand-in can do
+)
+from .contributions import Contribution, Dense, OuterProducts
+from .coverage import Claim, refuse_unsupported
+from .precision import exact, wide
+from .raw import per_example
+from .raw_layers import as_layer
+from .rules import KEEPS, RULES
 
 Task = Callable[..., Tensor]
 

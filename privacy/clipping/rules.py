@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privacy.clipping.contributions import (
+from ..errors import PrivacyConfigError
+from .contributions import (
     ChunkedOuterProducts,
     Contribution,
     Dense,
@@ -26,8 +27,7 @@ from privacy.clipping.contributions import (
     gram,
     sum_over_tokens,
 )
-from privacy.clipping.precision import wide
-from privacy.errors import PrivacyConfigError
+from .precision import wide
 
 Rule = Callable[..., dict[str, Contribution]]
 """`function(module, x, g)`, and one more argument for each tensor of a `Keep`."""

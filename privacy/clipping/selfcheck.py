@@ -35,12 +35,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from privacy.clipping.apart import shortened
-from privacy.clipping.checked import note_passed, shared_state, structure
-from privacy.clipping.recorder import plain_words
-from privacy.clipping.together import TAME, Together, beside, together
-from privacy.clipping.untouched import as_it_was, held, no_chance, nothing_is_small, on_copies
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
+from .apart import shortened
+from .checked import note_passed, shared_state, structure
+from .recorder import plain_words
+from .together import TAME, Together, beside, together
+from .untouched import as_it_was, held, no_chance, nothing_is_small, on_copies
 
 Inputs = dict[str, Tensor]
 

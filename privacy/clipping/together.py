@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping.apart import LARGE, shortened
-from privacy.clipping.clipped_sum import ClippedSum
-from privacy.clipping.functions import ClippingFunction
-from privacy.clipping.untouched import no_chance
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
+from .apart import LARGE, shortened
+from .clipped_sum import ClippedSum
+from .functions import ClippingFunction
+from .untouched import no_chance
 
 Inputs = dict[str, Tensor]
 

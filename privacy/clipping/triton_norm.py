@@ -19,7 +19,7 @@ import os
 import torch
 from torch import Tensor
 
-from privacy.clipping.precision import Norm, hidden
+from .precision import Norm, hidden
 
 BLOCK_T = 64
 """Tokens per tile. 197 tokens are 4 tiles, 10 of whose 16 pairs are computed."""
@@ -58,7 +58,7 @@ def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
     Args:
         a_BTd, g_BTp: fp32 or bf16, any strides, any T, d and p; each in its own dtype.
     """
-    from privacy.clipping.kernels import pair_of_tiles
+    from .kernels import pair_of_tiles
 
     batch_size, tokens, d = a_BTd.shape
     p = g_BTp.shape[2]

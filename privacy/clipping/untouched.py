@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping.in_place import writes_to
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
+from .in_place import writes_to
 
 SIMPLE = frozenset([bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
 """Values that hold nothing else."""

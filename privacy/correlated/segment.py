@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from privacy.correlated.strategy import Strategy
-from privacy.noise import MOST_DRAWN, NoiseSource, add_noise
+from ..noise import MOST_DRAWN, NoiseSource, add_noise
+from .strategy import Strategy
 
 
 class Segment:

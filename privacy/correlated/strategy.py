@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import linalg
 
-from privacy.correlated.strategy import Strategy
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
+from .strategy import Strategy
 
 MOST_STEPS = 10**6
 """Steps whose running sums are measured, in 8 bytes a step."""

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from privacy.errors import PrivacyStateRefused
-from privacy.ledger import durable
-from privacy.ledger.durable import publish_new, torn_line_end
+from ..errors import PrivacyStateRefused
+from . import durable
+from .durable import publish_new, torn_line_end
 
 TORN_MARK = b" #torn"
 NOT_MENDED = "it is not mended yet"

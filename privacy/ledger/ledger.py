@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
-from privacy.errors import BudgetSpent, PrivacyStateRefused
-from privacy.ledger.chain import ChainFile, LineRefused, create_chain
-from privacy.ledger.records import FORMAT_VERSION, RESTARTED, LedgerState
-from privacy.ledger.signature import SigningKey
-from privacy.releases import Release
-from privacy.sampling.keys import NONCE_BYTES
+from ..errors import BudgetSpent, PrivacyStateRefused
+from ..releases import Release
+from ..sampling.keys import NONCE_BYTES
+from .chain import ChainFile, LineRefused, create_chain
+from .records import FORMAT_VERSION, RESTARTED, LedgerState
+from .signature import SigningKey
 
 PROGRAM_START = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 """When this program loaded the module, which is before it looks at any data."""

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from privacy.errors import PrivacyStateRefused
-from privacy.ledger.chain import ChainFile
-from privacy.ledger.ledger import Ledger
-from privacy.ledger.shared import SharedLedger
-from privacy.ledger.shared_records import SharedState
+from ..errors import PrivacyStateRefused
+from .chain import ChainFile
+from .ledger import Ledger
+from .shared import SharedLedger
+from .shared_records import SharedState
 
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """What a running session waits for a file system that is gone for a moment."""

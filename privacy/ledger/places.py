@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from privacy.errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
 
 
 def require_apart(roles: Mapping[str, Path], run_dir: Path | None = None) -> None:

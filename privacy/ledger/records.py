@@ -18,10 +18,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from privacy.accounting.accountants import ReleaseGroup, epsilon, joint_noise_multiplier
-from privacy.adaptive_clipping import RANGE, AdaptiveClipping
-from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.chain import (
+from ..accounting.accountants import ReleaseGroup, epsilon, joint_noise_multiplier
+from ..adaptive_clipping import RANGE, AdaptiveClipping
+from ..errors import PrivacyConfigError, PrivacyStateRefused
+from ..plan import PrivacyPlan
+from ..releases import step_releases
+from .chain import (
     TORN_MARK,
     ChainState,
     LineRefused,
@@ -33,9 +35,7 @@ from privacy.ledger.chain import (
     text,
     whole_number,
 )
-from privacy.ledger.signature import is_signed
-from privacy.plan import PrivacyPlan
-from privacy.releases import step_releases
+from .signature import is_signed
 
 FORMAT_VERSION = 1
 CLOSE_REASONS = ("finished", "budget_spent", "stopped")

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from privacy.accounting.accountants import accountant_version
-from privacy.audit.members import not_in_ledger, not_recorded, read_lines
-from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger import durable
-from privacy.ledger.ledger import PROGRAM_START, Ledger
-from privacy.ledger.membership import Membership
-from privacy.ledger.records import read_ledger
-from privacy.ledger.shared import SharedLedger
-from privacy.ledger.signature import SIGNING_KEY, SigningKey
-from privacy.plan import PrivacyPlan, require_equal
-from privacy.sampling.keys import SamplingKey
+from ..accounting.accountants import accountant_version
+from ..audit.members import not_in_ledger, not_recorded, read_lines
+from ..errors import PrivacyConfigError, PrivacyStateRefused
+from ..plan import PrivacyPlan, require_equal
+from ..sampling.keys import SamplingKey
+from . import durable
+from .ledger import PROGRAM_START, Ledger
+from .membership import Membership
+from .records import read_ledger
+from .shared import SharedLedger
+from .signature import SIGNING_KEY, SigningKey
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from privacy.card.text import rounded_up
-from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger.chain import ChainFile, LineRefused, create_chain, create_mirror, read_chain
-from privacy.ledger.ledger import PROGRAM_START
-from privacy.ledger.places import require_apart
-from privacy.ledger.records import LedgerState
-from privacy.ledger.shared_records import FORMAT, InformalRun, Reservation, SharedState
-from privacy.plan import ADJACENCY, PrivacyPlan
+from ..card.text import rounded_up
+from ..errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
+from ..plan import ADJACENCY, PrivacyPlan
+from .chain import ChainFile, LineRefused, create_chain, create_mirror, read_chain
+from .ledger import PROGRAM_START
+from .places import require_apart
+from .records import LedgerState
+from .shared_records import FORMAT, InformalRun, Reservation, SharedState
 
 DEFAULT_UNIT = "one example"
 

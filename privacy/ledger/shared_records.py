@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from privacy.accounting.accountants import ReleaseGroup
-from privacy.accounting.rdp_filter import filter_order, total_epsilon
-from privacy.ledger.chain import (
+from ..accounting.accountants import ReleaseGroup
+from ..accounting.rdp_filter import filter_order, total_epsilon
+from .chain import (
     ChainState,
     LineRefused,
     hash_line,

@@ -14,9 +14,9 @@ from typing import Self
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from privacy.errors import PrivacyStateRefused
-from privacy.ledger import durable
-from privacy.sampling.keys import read_secret
+from ..errors import PrivacyStateRefused
+from ..sampling.keys import read_secret
+from . import durable
 
 SIGNING_KEY = "signing.key"
 KEY_BYTES = 32

@@ -11,9 +11,9 @@ Source: Choquette-Choo et al. 2023 (arXiv 2306.08153), algorithm 2.
 from dataclasses import dataclass, replace
 from typing import Self
 
-from privacy.errors import PrivacyConfigError
-from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import Decided, PoissonSampler, Sampler
+from ..errors import PrivacyConfigError
+from .keys import SamplingKey
+from .poisson import Decided, PoissonSampler, Sampler
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Self
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger import durable
+from ..errors import PrivacyConfigError, PrivacyStateRefused
+from ..ledger import durable
 
 KEY_BYTES = 32
 NONCE_BYTES = 16

@@ -18,8 +18,8 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
-from privacy.errors import PrivacyConfigError
-from privacy.sampling.keys import SamplingKey
+from ..errors import PrivacyConfigError
+from .keys import SamplingKey
 
 Ids = NDArray[np.int64]
 Values = NDArray[np.uint64]

@@ -36,8 +36,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from privacy.errors import PrivacyConfigError
-from privacy.sampling.poisson import Ids, coins
+from ..errors import PrivacyConfigError
+from .poisson import Ids, coins
 
 _OVERFLOW_BITS = 100
 

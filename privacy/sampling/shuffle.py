@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from privacy.errors import PrivacyConfigError
-from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import CHUNK, Decided, Sampler, Values
+from ..errors import PrivacyConfigError
+from .keys import SamplingKey
+from .poisson import CHUNK, Decided, Sampler, Values
 
 _ROUNDS = 10  # of the Feistel network; balance needs four (Luby and Rackoff 1988), small domains profit from more
 
