@@ -94,6 +94,6 @@ def test_clip_art_teaches_which_words_are_frequent(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     last = json.loads((run_dir / "evaluation" / "heldout.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 120 and 5.782 < last["loss"] < 6.6
-    assert last["blind_loss"] < 5.782 < last["blind_unigram_loss"] + 0.1
+    assert last["blind_loss"] <= last["blind_unigram_loss"] < 5.782  # 5.542: frequencies of the other held-out captions
     assert last["shuffled_loss"] - last["loss"] == pytest.approx(0.002, abs=0.006)
     assert "has not learned anything" in done.stdout and "hardly looks at its pictures" in done.stdout
