@@ -25,7 +25,7 @@ from benchmarks.scaling_rank import build
 from privacy.correlated.segment import Segment
 from privacy.correlated.strategy import Strategy
 from privacy.noise import SystemNoise
-from trainer.loop.step import train_step
+from privacy.step.step import train_step
 from trainer.ranks import distributed
 from trainer.ranks.discovery import discover_ranks
 

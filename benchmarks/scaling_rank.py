@@ -27,12 +27,12 @@ from privacy.clipping.accumulators import LocalSums  # noqa: E402
 from privacy.plan import make_plan  # noqa: E402
 from privacy.plan_request import PlanRequest  # noqa: E402
 from privacy.releases import Release  # noqa: E402
+from privacy.step.noise_variance import NoiseVariance  # noqa: E402
+from privacy.step.sharded_sums import ShardedSums  # noqa: E402
+from privacy.step.step import Mechanism, train_step  # noqa: E402
 from trainer.config.machine import load_machine_settings  # noqa: E402
 from trainer.config.optimizer import OptimizerSection  # noqa: E402
 from trainer.engines import build_engine  # noqa: E402
-from trainer.engines.sharded_sums import ShardedSums  # noqa: E402
-from trainer.loop.step import Mechanism, train_step  # noqa: E402
-from trainer.optimizers.adam_bc import NoiseVariance  # noqa: E402
 from trainer.ranks import distributed  # noqa: E402
 from trainer.ranks.discovery import discover_ranks  # noqa: E402
 
@@ -112,10 +112,12 @@ def build(device: torch.device, case: dict[str, Any]) -> tuple[Mechanism, list[B
             self_check=False,
         ),
         engine=engine,
+        task=engine.module,
         ledger=_NoLedger(),
         noise=plan.noise(),
         noise_variance=NoiseVariance(optimizer.betas[1]),
         learning_rate=lambda step: optimizer.peak_lr,
+        note_charge=lambda step: None,
         keep_noise_on=None,
     )
     size, length = MODEL["image_size"], MODEL["num_tokens"]

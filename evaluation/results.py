@@ -21,8 +21,8 @@ from privacy.card.composition import claim_of
 from privacy.card.text import rounded_up
 from privacy.errors import PrivacyStateRefused
 from privacy.limits import finite
+from privacy.step.folder import environment
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
-from trainer.run.folder import environment
 from trainer.weights.provenance import proof_of
 
 WITHOUT_NOISE = "the numbers are computed from the evaluation data without noise"

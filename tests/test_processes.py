@@ -33,8 +33,8 @@ warnings.warn('seen')
 """
 SPOIL = """
 import builtins, os, sys, torch
-import trainer.loop.step
-builtins.left_behind = trainer.loop.step.train_step = 1
+import privacy.step.step
+builtins.left_behind = privacy.step.step.train_step = 1
 os.environ["COLOUR"] = "red"; os.chdir("/"); torch.manual_seed(5); torch.set_grad_enabled(False); sys.path.insert(0, "/nowhere")
 """
 
@@ -160,7 +160,7 @@ def test_a_rank_that_falls_is_named_with_its_output() -> None:
 
 
 def rank_patches(device: object, *, value: str | None) -> str:
-    import trainer.loop.step as module
+    import privacy.step.step as module
 
     found = str(module.train_step)
     if value is not None:

@@ -1,101 +1,11 @@
-"""Errors that a user can mend, and what a command says of them: `in_one_line` is the only place that decides."""
+"""Errors of the trainer that a user can mend; those of the library are in privacy/errors.py and known here too."""
 
-import errno
-import os
-import re
-from typing import NamedTuple
+from privacy.errors import ConfigError, RemoteError, Said, StepDropped, WeightsNotFinite, in_one_line
 
-
-class ConfigError(ValueError):
-    """A recipe, an override, a ds_config or a run folder is wrong; the message says what, where and how to mend it."""
-
-    exit_code = 2
+__all__ = ["ConfigError", "HostError", "RemoteError", "Said", "StepDropped", "WeightsNotFinite", "in_one_line"]
 
 
 class HostError(RuntimeError):
     """A host lacks what the others have; its ranks say so themselves, since nobody else knows."""
 
     exit_code = 2
-
-
-class WeightsNotFinite(RuntimeError):
-    """The weights hold NaN or infinity: nothing that is trained from here on is of use, and every step would be charged."""
-
-    exit_code = 1
-
-
-class StepDropped(RuntimeError):
-    """All ranks agreed to drop a step before its intent: nothing of it left its process, and it costs nothing."""
-
-
-class RemoteError(RuntimeError):
-    """Another rank failed; carries its exit code so that all ranks end alike."""
-
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-class Said(NamedTuple):
-    """What a command says at its end, and the exit code that goes with it."""
-
-    line: str
-    exit_code: int
-
-
-_WRONG_PATH = {
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
-    errno.EROFS, errno.ENOTEMPTY, errno.EXDEV, errno.EINVAL, errno.ENODEV, errno.ENXIO,
-}  # fmt: skip
-"""What a user mends by naming another path (exit code 2); the rest, such as a full disk, is the machine's state (1)."""
-_LONGEST_WORD = 240
-_CONTROL = re.compile(r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]")  # now: an error may find no memory for it
-
-
-def in_one_line(error: BaseException) -> Said | None:
-    """What a command says of an error that a user can mend; None for a defect, which keeps its traceback.
-
-    These are errors with an `exit_code`, and what a machine refuses: a path, a file, memory, threads, and input that is nested
-    more deeply than Python goes.
-    """
-    exit_code = getattr(error, "exit_code", None)
-    if isinstance(exit_code, int):
-        return Said(_printable(str(error)), exit_code)
-    if isinstance(error, OSError):
-        reason = error.strerror or str(error) or type(error).__name__
-        where = ": ".join(str(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes))
-        return Said(
-            _printable(f"{where}: {reason}" if where else reason), 2 if error.errno in _WRONG_PATH and where else 1
-        )
-    if isinstance(error, RecursionError):
-        return Said("the input is nested more deeply than Python can follow; write it flat", 2)
-    if _is_out_of_memory(error):
-        detail = _printable(str(error)).partition(" Exception raised from")[0]
-        return Said(
-            "this process may have no more memory, or no more threads: take smaller sizes, or raise the limit"
-            + (f" ({detail})" if detail else ""),
-            1,
-        )
-    return None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Torch raises plain RuntimeErrors for the memory of a CPU and of threads, and its own type for a GPU's."""
-    said = str(error)
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and (
-            type(error).__name__ == "OutOfMemoryError"
-            or any(
-                words in said
-                for words in ("allocate memory", "bad_alloc", "can't start new thread", os.strerror(errno.EAGAIN))
-            )
-            or said.strip() == "could not create a primitive"  # oneDNN's words for it
-        )
-    )
-
-
-def _printable(text: str) -> str:
-    """One line without control characters, in which no word is too long to read the rest."""
-    words = [word if len(word) <= _LONGEST_WORD else f"{word[:160]}...{word[-40:]}" for word in text.split()]
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), " ".join(words))

@@ -13,10 +13,10 @@ from typing import BinaryIO, NamedTuple
 
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
+from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint
+from privacy.checkpoints.recorded import require_recorded
 from privacy.errors import NotRecorded
 from privacy.ledger.records import LedgerState
-from trainer.checkpoints.read import LATEST, MANIFEST, Checkpoint
-from trainer.checkpoints.recorded import require_recorded
 from trainer.errors import ConfigError
 from trainer.weights.new_folder import new_folder
 

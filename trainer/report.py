@@ -21,8 +21,8 @@ from privacy.card.render import Picture, to_html, to_markdown
 from privacy.card.report import LedgerSnapshot, make_card, read_snapshot
 from privacy.configured_plan import contradiction
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.files.toml_text import parse_toml
 from privacy.ledger.shared import SharedLedger
-from trainer.config.toml_text import parse_toml
 from trainer.errors import ConfigError
 from trainer.publish import PUBLIC_FILES, read_public, survey
 from trainer.weights.provenance import initialisation_statement

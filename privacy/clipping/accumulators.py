@@ -29,7 +29,7 @@ All this compares x with zeros in its place, and privacy/sampling/rows.py makes 
 fixed number, so that all others stand alike whether x is drawn or not. Were the rows behind x to close up instead, every product
 would round anew, by n u C / 2 for each of up to a million examples at worst: no useful bound, whatever n is.
 
-Sharded sums (trainer/engines/sharded_sums.py) keep the same two rules. They have no windows, so that an fp32 sum ends with its
+Sharded sums (privacy/step/sharded_sums.py) keep the same two rules. They have no windows, so that an fp32 sum ends with its
 product, and the reduction over ranks is one more addition in fp64.
 """
 

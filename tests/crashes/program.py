@@ -20,22 +20,21 @@ import pytest
 import torch
 from safetensors.torch import save
 
+import privacy.checkpoints.write
 import privacy.ledger.shared_records
-import trainer.checkpoints.write
 from data.reading.loader import StepPlan
+from privacy.checkpoints.read import Checkpoint, has_checkpoints, set_aside_newer
+from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.ledger import durable
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
-from trainer.checkpoints.read import Checkpoint, has_checkpoints, set_aside_newer
-from trainer.checkpoints.write import CheckpointWriter, Retention
-from trainer.engines.base import Piece, ShardState
-from trainer.ranks import distributed
-from trainer.run.folder import RunFolder
-from trainer.run.ledger import RunLedger
-from trainer.run.start import _begins_again, load_newest
+from privacy.step.engine import Piece, ShardState
+from privacy.step.folder import RunFolder
+from privacy.step.resume import begins_again, load_newest
+from privacy.step.run_ledger import RunLedger
 
 STEPS = 3
 PLAN = make_plan(
@@ -71,20 +70,13 @@ def quick(number: int) -> Iterator[pytest.MonkeyPatch]:
     def token(size: int = 32) -> bytes:
         return hashlib.shake_256(f"{number} {next(count)}".encode()).digest(size)
 
-    def gathered(value: Any) -> list[Any]:
-        return [value]
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "token_bytes", token)
         patch.setattr(secrets, "token_hex", lambda size: token(size).hex())
-        patch.setattr(distributed, "rank", lambda: 0)
-        patch.setattr(distributed, "world_size", lambda: 1)
-        patch.setattr(distributed, "on_main", lambda function: function())
-        patch.setattr(distributed, "gather_objects", gathered)
         patch.setattr(PrivacyPlan, "epsilon_table", lambda *_arguments, **_more: None)
-        patch.setattr("trainer.run.ledger.environment", dict)
+        patch.setattr("privacy.step.run_ledger.environment", dict)
         patch.setattr(privacy.ledger.shared_records, "total_epsilon", lambda *_arguments, **_more: 0.1)
-        patch.setattr(trainer.checkpoints.write, "save_file", save_as_library)
+        patch.setattr(privacy.checkpoints.write, "save_file", save_as_library)
         yield patch
 
 
@@ -109,7 +101,7 @@ def opened(root: Path) -> Iterator[tuple[RunLedger, Checkpoint | None]]:
         run = RunLedger(ledger, key, PLAN, table=folder.private / "table.json", members=folder.members)
         resumed = load_newest(folder, run, None)
         if not run.is_closed:
-            _begins_again(folder, run, resumed, may_restart=False)
+            begins_again(folder, run, resumed, may_restart=False)
             folder.begin()
             if resumed is not None:
                 set_aside_newer(folder.checkpoints, resumed.path.name)

@@ -19,6 +19,7 @@ from privacy import verify
 from privacy.accounting.accountants import epsilon
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
+from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.errors import BudgetSpent
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
@@ -26,13 +27,12 @@ from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
+from privacy.step import folder as run_folder
+from privacy.step.engine import Piece, ShardState
+from privacy.step.folder import RunFolder
 from tests.crashes import program
-from trainer.checkpoints.write import CheckpointWriter, Retention
-from trainer.engines.base import Piece, ShardState
 from trainer.errors import in_one_line
 from trainer.publish import publish
-from trainer.run import folder as run_folder
-from trainer.run.folder import RunFolder
 
 FORK = multiprocessing.get_context("fork")
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
+import privacy.checkpoints.write
 import privacy.ledger.run_state
-import trainer.checkpoints.write
 from privacy.ledger import durable
 from privacy.ledger.chain import AppendOnly, ChainFile
 from privacy.ledger.membership import Membership
 from privacy.ledger.shared import SharedLedger
 from privacy.ledger.signature import SigningKey
+from privacy.step.run_ledger import RunLedger
 from tests.crashes.disk import Event, Killed, Recorder, States, Sync, Tree, put
 from tests.crashes.program import MIRROR, OWNER, RUN, Note, prepare, problem, start
-from trainer.run.ledger import RunLedger
 
 PLANTED: list[Callable[[pytest.MonkeyPatch], None]] = []
 """Mistakes that the recorded programs make; the start that is judged makes none."""
@@ -295,7 +295,7 @@ def folder_above_not_synced(patch: pytest.MonkeyPatch) -> None:
         if not path.is_dir():
             durable.make_one_directory(path, mode)
 
-    patch.setattr("trainer.run.folder.make_directory", make)
+    patch.setattr("privacy.step.folder.make_directory", make)
 
 
 def rename_without_fsync_of_the_file(patch: pytest.MonkeyPatch) -> None:
@@ -309,14 +309,14 @@ def rename_without_fsync_of_the_file(patch: pytest.MonkeyPatch) -> None:
 
 
 def checkpoint_recorded_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
-    real = trainer.checkpoints.write.CheckpointWriter.save
+    real = privacy.checkpoints.write.CheckpointWriter.save
 
     def save(self: Any, step: int, *rest: Any) -> None:
         self._published(step, f"step-{step:08d}", "cd" * 32)
         self._published = lambda *_more: None
         real(self, step, *rest)
 
-    patch.setattr(trainer.checkpoints.write.CheckpointWriter, "save", save)
+    patch.setattr(privacy.checkpoints.write.CheckpointWriter, "save", save)
 
 
 def attempt_recorded_after_the_intent(patch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from privacy.ledger.records import LedgerState
+from privacy.step.run_ledger import RunLedger
 from tests.crashes import program
 from tests.crashes.test_crashes import PLANTED, explore, explore_kills
-from trainer.run.ledger import RunLedger
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums, Slot
 from privacy.noise import SystemNoise
+from privacy.step.engine import GradShard, Piece, ShardLayout, even_layout
+from privacy.step.reduction import reduce_to_owners
+from privacy.step.sharded_sums import ShardedSums
+from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
@@ -30,10 +34,6 @@ from tests.distributed.test_engines import (
     pairs,
 )
 from tests.privacy.clipping import oracle
-from trainer.engines.base import GradShard, Piece, ShardLayout, even_layout
-from trainer.engines.reduction import reduce_to_owners
-from trainer.engines.sharded_sums import ShardedSums
-from trainer.loop.step import train_step
 from trainer.ranks import distributed
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]

@@ -16,12 +16,12 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.noise import SystemNoise
 from privacy.releases import GRADIENT, UNCLIPPED, Release
+from privacy.step.adaptive_bound import MANIFEST_KEY, resumed_bound
+from privacy.step.sharded_sums import ShardedSums
+from privacy.step.step import StepRecord, train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import RecordedNoise, a_mechanism, build, micro_batches, pairs
-from trainer.engines.sharded_sums import ShardedSums
 from trainer.errors import ConfigError
-from trainer.loop.adaptive_bound import MANIFEST_KEY, resumed_bound
-from trainer.loop.step import StepRecord, train_step
 from trainer.ranks import distributed
 
 ADAPTIVE = AdaptiveClipping(0.5, 0.3, 1.7)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
+from privacy.step.step import train_step
 from tests.distributed import test_parity
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
@@ -24,7 +25,6 @@ from tests.distributed.test_engines import (
 )
 from tests.privacy.clipping import oracle
 from trainer.engines import build_engine, sharder
-from trainer.loop.step import train_step
 
 BUILT_IN_SHARDS = "zero3 from the start"
 ENGINES = {**test_parity.ENGINES, BUILT_IN_SHARDS: ("deepspeed", 3, {"zero_init": True})}

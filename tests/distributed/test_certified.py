@@ -16,12 +16,12 @@ from privacy.errors import PrivacyConfigError
 from privacy.noise import SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
+from privacy.step.noise_variance import NoiseVariance
+from privacy.step.reduction import reduce_to_owners
+from privacy.step.sharded_sums import ShardedSums
+from privacy.step.step import Mechanism, train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import MICRO_BATCH, OPTIMIZER, NoLedger, build, pairs, tiny_captioner
-from trainer.engines.reduction import reduce_to_owners
-from trainer.engines.sharded_sums import ShardedSums
-from trainer.loop.step import Mechanism, train_step
-from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.ranks import distributed
 from trainer.run.certified import require_same_integers
 
@@ -158,10 +158,12 @@ def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any,
             plan=plan,
             clipped=clipped,
             engine=engine,
+            task=engine.module,
             ledger=NoLedger(),
             noise=noise,
             noise_variance=NoiseVariance(OPTIMIZER.betas[1]),
             learning_rate=lambda step: 1e-3,
+            note_charge=lambda step: None,
             keep_noise_on=None,
         )
         train_step(mechanism, 1, iter(dealt(list(range(NUM_EXAMPLES)))))

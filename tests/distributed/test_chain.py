@@ -7,7 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from privacy.checkpoints.read import newest_whole
+from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.clipping import ClippedSum
+from privacy.step.engine import Engine
+from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
@@ -20,11 +24,7 @@ from tests.distributed.test_engines import (
 )
 from tests.distributed.test_parity import ENGINES, MAX_GRAD_NORM, OPTIMIZERS, SIGMA, NamedNoise
 from tests.privacy.clipping import oracle
-from trainer.checkpoints.read import newest_whole
-from trainer.checkpoints.write import CheckpointWriter, Retention
 from trainer.engines import build_engine
-from trainer.engines.base import Engine
-from trainer.loop.step import train_step
 from trainer.optimizers import moments
 from trainer.ranks import distributed
 

@@ -24,17 +24,17 @@ from privacy.clipping import ClippedSum
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
+from privacy.step.engine import Engine
+from privacy.step.noise_variance import NoiseVariance
+from privacy.step.reduction import reduce_to_owners
+from privacy.step.step import Mechanism, train_step
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import oracle
 from trainer.config.machine import ZERO_KEYS, MachineSettings, load_machine_settings
 from trainer.config.recipe import OptimizerSection
 from trainer.engines import build_engine, sharder
-from trainer.engines.base import Engine
-from trainer.engines.reduction import reduce_to_owners
 from trainer.errors import ConfigError
-from trainer.loop.step import Mechanism, train_step
 from trainer.optimizers import make_optimizer, parameter_groups
-from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.ranks import distributed
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
@@ -130,10 +130,12 @@ def a_mechanism(
         plan=plan,
         clipped=clipped,
         engine=engine,
+        task=engine.module,
         ledger=NoLedger(),
         noise=noise,
         noise_variance=NoiseVariance(OPTIMIZER.betas[1]),
         learning_rate=lambda step: OPTIMIZER.peak_lr,
+        note_charge=lambda step: None,
         keep_noise_on=None,
     )
 

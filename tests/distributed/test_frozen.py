@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from privacy.clipping import ClippedSum
+from privacy.step.engine import Engine
+from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
@@ -24,8 +26,6 @@ from tests.distributed.test_parity import DEALS, ENGINES, SIGMA, TWO_PASS, Named
 from tests.models.test_classifier import K, tiny_classifier
 from tests.privacy.clipping import oracle
 from trainer.engines import build_engine
-from trainer.engines.base import Engine
-from trainer.loop.step import train_step
 from trainer.ranks import distributed
 
 Case = tuple[str, str]

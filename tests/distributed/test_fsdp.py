@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from privacy.clipping import ClippedSum
 from privacy.noise import SystemNoise
+from privacy.step.engine import Engine, Piece
+from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_chain import whole_state
 from tests.distributed.test_engines import (
@@ -24,9 +26,7 @@ from tests.distributed.test_engines import (
 )
 from tests.distributed.test_parity import CPU, MAX_GRAD_NORM, OPTIMIZERS, build
 from trainer.engines import build_engine
-from trainer.engines.base import Engine, Piece
 from trainer.errors import ConfigError
-from trainer.loop.step import train_step
 from trainer.ranks import distributed
 
 NUM_BLOCKS, NUM_MICRO_BATCHES = 4, 4

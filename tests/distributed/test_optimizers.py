@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from privacy.step.engine import GradShard
+from privacy.step.noise_variance import NoiseVariance
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.trainer import test_optimizers as whole
 from trainer.config.machine import load_machine_settings
 from trainer.engines import build_engine
-from trainer.engines.base import GradShard
-from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.ranks import distributed
 
 KINDS = ("adamw", "adam_bc", "lamb", "lars", "sgd")

@@ -19,6 +19,10 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.correlated.segment import Segment
 from privacy.correlated.strategy import Strategy
+from privacy.step.engine import Engine, Piece, ShardLayout
+from privacy.step.reduction import reduce_to_owners
+from privacy.step.sharded_sums import ShardedSums
+from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
@@ -35,10 +39,6 @@ from tests.distributed.test_engines import (
 from tests.privacy.clipping import oracle
 from trainer.config.recipe import OptimizerSection
 from trainer.engines import build_engine
-from trainer.engines.base import Engine, Piece, ShardLayout
-from trainer.engines.reduction import reduce_to_owners
-from trainer.engines.sharded_sums import ShardedSums
-from trainer.loop.step import train_step
 from trainer.ranks import distributed
 
 CPU = {"device": "cpu"}

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
+from privacy.step.engine import split
+from privacy.step.reduction import reduce_to_owners
+from privacy.step.sharded_sums import ShardedSums
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.distributed.test_engines import OPTIMIZER, fresh_captioner
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.engines import build_engine
-from trainer.engines.base import split
-from trainer.engines.reduction import reduce_to_owners
-from trainer.engines.sharded_sums import ShardedSums
 from trainer.planner.hardware import traffic
 from trainer.planner.memory import RankMemory, Trainable, rank_memory, shares
 from trainer.ranks import distributed

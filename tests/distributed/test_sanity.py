@@ -9,11 +9,11 @@ from torch import Tensor
 
 from privacy.clipping import ClippedSum
 from privacy.noise import SystemNoise
+from privacy.step.step import Mechanism, train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import a_mechanism, build, micro_batches, pairs
 from trainer.errors import RemoteError
 from trainer.loop.sanity import SanityChecks, SanityError
-from trainer.loop.step import Mechanism, train_step
 from trainer.ranks import distributed
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from privacy.clipping import ClippedSum
+from privacy.step.reduction import reduce_to_owners
 from tests.distributed import test_parity
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import MICRO_BATCH, OPTIMIZER, double, micro_batches, pairs, tiny_captioner
 from tests.privacy.clipping import oracle
 from trainer.engines import build_engine
-from trainer.engines.reduction import reduce_to_owners
 
 COUNTS = (5, 2)
 MODES = ("bookkeeping", "two_pass")

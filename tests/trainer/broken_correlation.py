@@ -11,7 +11,7 @@ from privacy.correlated.segment import Segment
 from privacy.correlated.strategy import Strategy
 from privacy.sampling.cyclic import CyclicPoissonSampler
 from privacy.sampling.poisson import Decided
-from trainer.loop import step as loop
+from privacy.step import step as loop
 from trainer.ranks import distributed
 
 Patches = list[tuple[Any, str, Any]]

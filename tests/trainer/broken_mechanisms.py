@@ -19,17 +19,17 @@ from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
 from privacy.noise import NoiseSource, SystemNoise, add_noise
 from privacy.sampling.poisson import example_keys
+from privacy.step import batches as run_batches
+from privacy.step import step as loop
+from privacy.step.batches import LogicalBatches
+from privacy.step.reduction import reduce_to_owners
+from privacy.step.run_ledger import RunLedger
+from privacy.step.step import train_step
 from tests.privacy.audit.broken_samplers import SAMPLERS
 from tests.trainer.broken_correlation import CORRELATED
 from tests.trainer.broken_noise import SOURCES
 from trainer.audit import sandbox as audit_sandbox
-from trainer.engines.reduction import reduce_to_owners
-from trainer.loop import step as loop
-from trainer.loop.step import train_step
 from trainer.ranks import distributed
-from trainer.run import batches as run_batches
-from trainer.run.batches import LogicalBatches
-from trainer.run.ledger import RunLedger
 
 NEED_TWO_RANKS = (
     "noise_divided_by_world_size",

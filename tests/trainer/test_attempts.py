@@ -27,8 +27,8 @@ from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from privacy.sampling.keys import SamplingKey
+from privacy.step.run_ledger import RunLedger
 from tests.privacy.ledger_files import rechained
-from trainer.run.ledger import RunLedger
 
 LEDGER, MIRROR, MEMBERS, KEY = "ledger.jsonl", "mirror.jsonl", "members.jsonl", "sampling.key"
 FILES = (LEDGER, MIRROR, MEMBERS, KEY, "sampling.key.staged", SIGNING_KEY)

@@ -13,9 +13,9 @@ from privacy.clipping import clipped_sum
 from privacy.clipping.functions import unclipped
 from privacy.correlated import segment
 from privacy.noise import add_noise
+from privacy.step import adaptive_bound
 from tests.distributed.ranks import run_ranks
 from tests.trainer.test_audit_mechanism import audit
-from trainer.loop import adaptive_bound
 
 ADAPTIVE = AdaptiveClipping(0.5, 0.2, 5.0)
 

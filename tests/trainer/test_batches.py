@@ -9,9 +9,9 @@ from data.reading.loader import StepPlan
 from privacy.sampling.cyclic import CyclicPoissonSampler
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, default_cap, example_keys
-from trainer.ranks import distributed
-from trainer.run import batches as module
-from trainer.run.batches import LogicalBatches
+from privacy.step import batches as module
+from privacy.step import collectives
+from privacy.step.batches import LogicalBatches
 
 NUM_EXAMPLES = 503
 NONCE = bytes(range(16))
@@ -37,9 +37,9 @@ def plans_of_all(made: LogicalBatches, world_size: int, step: int, monkeypatch: 
     decided = [made.sampler.decide(coin_key, step, *b) for b in bounds]
     found = []
     with monkeypatch.context() as patch:
-        patch.setattr(distributed, "world_size", lambda: world_size)
+        patch.setattr(collectives, "world_size", lambda: world_size)
         for rank in range(world_size):
-            patch.setattr(distributed, "rank", lambda rank=rank: rank)
+            patch.setattr(collectives, "rank", lambda rank=rank: rank)
 
             def gather(mine, rank=rank):  # type: ignore[no-untyped-def]
                 assert np.array_equal(mine.ids, decided[rank].ids), "a rank decides its own slice"

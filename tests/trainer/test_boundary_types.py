@@ -39,7 +39,7 @@ READS_A_CLOCK = {
     "trainer/ranks/agreement.py": "deadlines",
     "trainer/ranks/heartbeat.py": "deadlines",
     "trainer/ranks/rendezvous.py": "deadlines",
-    "trainer/run/folder.py": "the wait for a lock",
+    "privacy/step/folder.py": "the wait for a lock",
     "trainer/studies/executors.py": "deadlines; seconds for private/attempts.jsonl and the console",
     "trainer/studies/folder.py": "lines of private/attempts.jsonl",
 }
@@ -54,8 +54,8 @@ from privacy.boundary import Private, Public, Reason
 from trainer import clock
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
 from trainer.loop.reporting import StepReporter, write_public
-from trainer.loop.step import StepRecord
-from trainer.run.folder import RunFolder
+from privacy.step.step import StepRecord
+from privacy.step.folder import RunFolder
 from trainer.run.heldout import HeldoutResults
 
 

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from privacy.checkpoints import read as checkpoint
+from privacy.checkpoints import write as checkpoint_writer
+from privacy.checkpoints.read import Checkpoint, checkpoint_name, file_digest, newest_checkpoint, sealed
+from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.ledger import durable
-from trainer.checkpoints import read as checkpoint
-from trainer.checkpoints import write as checkpoint_writer
-from trainer.checkpoints.read import Checkpoint, checkpoint_name, file_digest, newest_checkpoint, sealed
-from trainer.checkpoints.write import CheckpointWriter, Retention
+from privacy.step.engine import GradShard, Piece, ShardState, even_layout
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import OptimizerSection
-from trainer.engines.base import GradShard, Piece, ShardState, even_layout
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
 from trainer.optimizers import moments

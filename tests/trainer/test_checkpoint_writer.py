@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from privacy.checkpoints import write as checkpoint_writer
+from privacy.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint, newest_whole, set_aside_newer
+from privacy.checkpoints.write import CheckpointWriteError, CheckpointWriter, Retention
 from tests.trainer.test_checkpoint import OPTIMIZER, assert_same, flip_a_bit, new_engine, new_model, resume, take_steps
-from trainer.checkpoints import write as checkpoint_writer
-from trainer.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint, newest_whole, set_aside_newer
-from trainer.checkpoints.write import CheckpointWriteError, CheckpointWriter, Retention
 from trainer.config.recipe import OptimizerSection
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError

@@ -21,11 +21,11 @@ from models.captioner import build_captioner
 from models.classifier import build_classifier
 from models.config import captioner_config
 from models.masked_autoencoder import build_masked_autoencoder
+from privacy.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint
+from privacy.checkpoints.write import CheckpointWriter, Retention
 from tests.e2e.launch import alone
 from tests.models.test_classifier import tiny
 from tests.models.test_masked_autoencoder import tiny as tiny_autoencoder_config
-from trainer.checkpoints.read import Checkpoint, checkpoint_name, newest_checkpoint
-from trainer.checkpoints.write import CheckpointWriter, Retention
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import InitSection, OptimizerSection, load_config
 from trainer.engines.local import LocalEngine

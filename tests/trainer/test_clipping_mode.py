@@ -13,10 +13,10 @@ from models.captioner import build_captioner
 from models.config import captioner_config
 from models.vocabulary_head import cut_as_for
 from privacy.clipping import ClippedSum
+from privacy.step.engine import Piece, ShardLayout
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import build, pairs
 from tests.privacy.clipping.test_modes import Blocks
-from trainer.engines.base import Piece, ShardLayout
 from trainer.ranks import distributed
 from trainer.run import clipping_mode
 from trainer.run.clipping_mode import USABLE, ModeChoice, better_mode, choose_mode

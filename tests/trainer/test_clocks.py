@@ -19,17 +19,17 @@ import torch
 
 from data.examples.examples import CaptionExample
 from data.reading.reader import RawExample
+from privacy.checkpoints import write as checkpoint_writer
+from privacy.step.folder import RunFolder
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import RECIPE
 from tests.e2e.repeatable_train import SeededNoise
-from trainer.checkpoints import write as checkpoint_writer
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.loop import fit as loop
 from trainer.ranks.distributed import Ranks
 from trainer.report import build_card, write_card
 from trainer.run import clipping_mode
-from trainer.run.folder import RunFolder
 from trainer.run.start import train
 
 MACHINE = load_machine_settings(ROOT / "ds_configs" / "zero1.json")

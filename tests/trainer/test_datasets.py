@@ -12,11 +12,11 @@ from data.index.shards import find_shards, read_shard_list
 from data.index.tar_index import MANIFEST
 from data.reading.reader import TarReader
 from privacy.errors import PrivacyConfigError
+from privacy.step.folder import RunFolder
 from tests.data.conftest import picture, write_shard
 from trainer.config.recipe import RunConfig, load_config
 from trainer.run import datasets
 from trainer.run.datasets import heldout_table, training_table
-from trainer.run.folder import RunFolder
 from trainer.run.ledger import open_run_ledger
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,9 +15,9 @@ from models.converters.vip import to_timm
 from models.converters.weights import write_weights
 from models.image_encoder import EncoderConfig, build_image_encoder
 from privacy.errors import PrivacyStateRefused
+from privacy.step.resume import load_newest
 from tests.trainer.test_warm_start import SYNTHETIC, write
 from trainer.errors import ConfigError
-from trainer.run.start import load_newest
 from trainer.weights.import_weights import Declared, import_weights
 
 HEADS = {"hf": Unstated(), "vip": Unstated(num_heads=4, norm_eps=1e-6, activation="gelu")}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from privacy.step.engine import Piece, ShardLayout, runs
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.config.optimizer import OptimizerSection
-from trainer.engines.base import Piece, ShardLayout, runs
 from trainer.engines.layouts import ZERO_ALIGNMENT, flat_partition, layout_of, require_dealt, row_shard
 from trainer.optimizers import group_names, parameter_groups
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from privacy.errors import PrivacyConfigError
+from privacy.step import collectives
+from privacy.step.neighbours import require_neighbours_apart
 from tests.trainer.test_clipping_mode import PlainEngine
-from trainer.ranks import distributed
-from trainer.run.neighbours import require_neighbours_apart
 
 
 class Mixing(nn.Module):
@@ -30,7 +30,7 @@ def inputs(count: int) -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "gather_objects", lambda mine: [mine])
+    monkeypatch.setattr(collectives, "gather_objects", lambda mine: [mine])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -38,22 +38,22 @@ def test_a_model_that_mixes_at_the_size_and_dtype_of_training_is_refused(dtype: 
     for mixes_in in (torch.float32, torch.bfloat16):
         engine: Any = PlainEngine(Mixing(12, mixes_in).to(dtype))
         engine.compute_dtype = dtype
-        require_neighbours_apart(engine, inputs, 11)
+        require_neighbours_apart(engine, engine.module, inputs, 11)
         if mixes_in == dtype:
             with pytest.raises(PrivacyConfigError, match="in micro-batches of 12 examples"):
-                require_neighbours_apart(engine, inputs, 12)
+                require_neighbours_apart(engine, engine.module, inputs, 12)
         else:
-            require_neighbours_apart(engine, inputs, 12)
+            require_neighbours_apart(engine, engine.module, inputs, 12)
 
 
 def test_a_micro_batch_that_is_cut_into_parts_is_tried_as_a_part() -> None:
     engine: Any = PlainEngine(Mixing(1024, torch.float32))
     with pytest.raises(PrivacyConfigError, match="in micro-batches of 1024 examples"):
-        require_neighbours_apart(engine, inputs, 3000)
+        require_neighbours_apart(engine, engine.module, inputs, 3000)
 
 
 def test_what_another_rank_finds_is_refused_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "gather_objects", lambda mine: [mine, "the other rank says so"])
+    monkeypatch.setattr(collectives, "gather_objects", lambda mine: [mine, "the other rank says so"])
     engine: Any = PlainEngine(Mixing(12, torch.float32))
     with pytest.raises(PrivacyConfigError, match="the other rank says so"):
-        require_neighbours_apart(engine, inputs, 11)
+        require_neighbours_apart(engine, engine.module, inputs, 11)

@@ -32,15 +32,15 @@ from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
 from privacy.ledger import ledger as run_ledger
 from privacy.sampling.poisson import Decided, PoissonSampler
+from privacy.step import step as one_step
+from privacy.step.folder import RunFolder
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.e2e.repeatable_train import SeededNoise
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
-from trainer.loop import step as one_step
 from trainer.publish import publish
 from trainer.ranks.discovery import Ranks, discover_ranks
 from trainer.run import clipping_mode
-from trainer.run.folder import RunFolder
 from trainer.run.start import train
 
 ALONE = Ranks()

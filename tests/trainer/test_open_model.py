@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from privacy.checkpoints.read import Checkpoint, checkpoint_name
 from tests.trainer.trained_runs import recipe, trained
-from trainer.checkpoints.read import Checkpoint, checkpoint_name
 from trainer.errors import ConfigError
 from trainer.weights.open_model import open_model
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from privacy.step.noise_variance import NoiseVariance
 from tests.trainer import reference_optimizers as reference
 from trainer.config.recipe import OptimizerSection
 from trainer.optimizers import (
@@ -20,7 +21,6 @@ from trainer.optimizers import (
     parameter_groups,
     set_step,
 )
-from trainer.optimizers.adam_bc import NoiseVariance
 
 SHAPES = {
     "patch": (6, 3, 2, 2), "bias": (6,), "token": (1, 1, 6), "positions": (1, 4, 6), "head": (5, 6), "zero": (3, 4),

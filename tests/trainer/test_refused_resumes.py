@@ -7,10 +7,10 @@ import pytest
 
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.shared import SharedLedger
+from privacy.step.folder import RunFolder
 from tests.trainer import test_refused_starts
 from tests.trainer.test_chains import run
 from tests.trainer.test_refused_starts import LINES, OPTIONS, image, of_another_run, stop_after
-from trainer.run.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 stopped = test_refused_starts.stopped

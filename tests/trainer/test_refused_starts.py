@@ -14,14 +14,14 @@ import torch
 from privacy import verify
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
+from privacy.checkpoints.read import sealed
 from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.chain import hash_line
 from privacy.ledger.shared import SharedLedger
+from privacy.step.folder import RunFolder
 from tests.trainer.test_chains import run
-from trainer.checkpoints.read import sealed
 from trainer.errors import ConfigError, in_one_line
 from trainer.publish import publish
-from trainer.run.folder import RunFolder
 from trainer.weights.open_model import open_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from privacy.step.folder import RunFolder
 from tests.processes import ROOT, Forked, kill_group, quiet_environment
 from trainer.errors import ConfigError
-from trainer.run.folder import RunFolder
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from trainer.run.folder import RunFolder
+from privacy.step.folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 folder.create()
 folder.lock()
@@ -71,7 +71,7 @@ def test_no_place_for_a_run_folder(tmp_path: Path) -> None:
 
 def test_one_trainer_at_a_time(start: Callable[[str], Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused with exit code 2; SIGKILL of the first frees the folder."""
-    monkeypatch.setattr("trainer.run.folder.LOCK_PATIENCE", 0.2)
+    monkeypatch.setattr("privacy.step.folder.LOCK_PATIENCE", 0.2)
     first, second = start(HOLDER), RunFolder(tmp_path / "run")
     second.create()
     with pytest.raises(ConfigError, match="in use by another trainer") as caught:

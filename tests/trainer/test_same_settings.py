@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from privacy.step.folder import RunFolder
 from tests.distributed.ranks import ROOT, run_ranks
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError, RemoteError
 from trainer.ranks.agreement import IS_SET, compared_variables, introduction, refuse_differences, require_shared
 from trainer.ranks.rendezvous import Introduction
-from trainer.run.folder import RunFolder
 
 HOSTS = ["nodea", "nodeb", "nodeb"]
 SETTINGS = {"torch": "2.13.0", "the ds_config": "a1", "$NCCL_ALGO": "Ring", "$NCCL_SOCKET_IFNAME": IS_SET}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from privacy.checkpoints.read import Checkpoint, newest_checkpoint
 from tests.trainer.test_recipes import ROOT, TINY
-from trainer.checkpoints.read import Checkpoint, newest_checkpoint
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError

@@ -11,11 +11,11 @@ import torch
 
 from models.captioner import build_captioner
 from models.config import CaptionerConfig, captioner_config
+from privacy.checkpoints.read import Checkpoint, checkpoint_name
+from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.errors import NotRecorded, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from tests.privacy.ledger_files import PLAN, take_step
-from trainer.checkpoints.read import Checkpoint, checkpoint_name
-from trainer.checkpoints.write import CheckpointWriter, Retention
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import InitSection, OptimizerSection, RunConfig, load_config
 from trainer.engines.local import LocalEngine

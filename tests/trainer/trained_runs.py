@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from privacy.checkpoints.read import FORMAT, checkpoint_name, file_digest, sealed
 from privacy.ledger.ledger import Ledger
 from privacy.plan import PrivacyPlan
 from tests.privacy.ledger_files import PLAN, take_step
-from trainer.checkpoints.read import FORMAT, checkpoint_name, file_digest, sealed
 from trainer.config.recipe import RunConfig, load_config, to_toml
 from trainer.tasks import make_task
 

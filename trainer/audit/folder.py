@@ -24,16 +24,16 @@ from privacy.audit.report import AuditReport
 from privacy.audit.schedule import MAX_COINS, audit_schedule
 from privacy.audit.second_sampler import read_attempts
 from privacy.card.report import read_snapshot
+from privacy.checkpoints.read import MANIFEST
 from privacy.configured_plan import contradiction
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.records import LedgerState, read_state
 from privacy.sampling.keys import SamplingKey
-from trainer.checkpoints.read import MANIFEST
+from privacy.step.folder import RunFolder
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.loop.metrics import read_metrics
 from trainer.report import read_recipe
-from trainer.run.folder import RunFolder
 
 
 def ledger_audit(run_dir: Path) -> AuditReport:

@@ -15,9 +15,8 @@ import torch
 from data.batch import Batch
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import ClippedSum
+from privacy.step.engine import Engine, to_device
 from trainer.audit.task import PLACES
-from trainer.engines.base import Engine
-from trainer.tasks.base import to_device
 
 _USED = [place != "matrix_again" for place in PLACES]
 _TOGETHER, _ALONE = 256, 32  # small examples in one micro-batch, and in micro-batches of their own

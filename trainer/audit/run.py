@@ -15,13 +15,13 @@ from privacy.audit.canaries import POWER, audit_canaries
 from privacy.audit.ledger import attempts_check
 from privacy.audit.report import AuditReport, fact, undecided
 from privacy.card.report import read_snapshot
+from privacy.checkpoints.read import Checkpoint, newest_checkpoint
+from privacy.checkpoints.recorded import require_recorded
+from privacy.step.folder import RunFolder
 from trainer.audit.canaries import CanaryCoins, read_canaries
 from trainer.audit.folder import compared_attempts, recorded_attempts
-from trainer.checkpoints.read import Checkpoint, newest_checkpoint
-from trainer.checkpoints.recorded import require_recorded
 from trainer.config.recipe import RunConfig, load_config
 from trainer.errors import ConfigError
-from trainer.run.folder import RunFolder
 
 _BATCH = 32
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from data.reading.loader import Loader
+from data.reading.loader import Loader, StepPlan
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.correlated.strategy import Strategy
@@ -38,6 +38,11 @@ from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import SENSITIVITY_SLACK, Release
 from privacy.sampling.keys import SamplingKey
+from privacy.step.batches import LogicalBatches
+from privacy.step.engine import Engine, GradShard, holds_whole_weights
+from privacy.step.noise_variance import NoiseVariance
+from privacy.step.run_ledger import RunLedger
+from privacy.step.step import Mechanism, train_step
 from trainer.audit.rounding import sum_of_neighbours
 from trainer.audit.task import UNREACHED, Canaries, CanaryExample, CanaryModel, make_canaries, write_shard
 from trainer.audit.watch import Watch, replaced, watching
@@ -45,13 +50,8 @@ from trainer.config.machine import load_machine_settings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
 from trainer.engines import build_engine
-from trainer.engines.base import Engine, GradShard, holds_whole_weights
-from trainer.loop.step import Mechanism, train_step
-from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.ranks import distributed
 from trainer.ranks.discovery import discover_ranks
-from trainer.run.batches import LogicalBatches
-from trainer.run.ledger import RunLedger
 
 MICRO_BATCH_SIZE = 64
 LEDGER, KEY = "ledger.jsonl", "sampling.key"
@@ -301,13 +301,15 @@ def run_sandbox(settings: SandboxSettings, device: torch.device, folder: Path, s
                     plan=plan,
                     clipped=clipped,
                     engine=engine,
+                    task=engine.module,
                     ledger=ledger,
                     noise=noise,
                     noise_variance=NoiseVariance(optimizer.betas[1]),
                     learning_rate=lambda step: optimizer.peak_lr,
+                    note_charge=lambda step: None,
                     keep_noise_on=None,
                 )
-                for step_plan, micro_batches in loader.steps(batches.plans(first, last)):
+                for step_plan, micro_batches in loader.steps(itertools.starmap(StepPlan, batches.plans(first, last))):
                     step = step_plan.step
                     noise.silent = step <= last_silent
                     mechanism.ledger = _Killed(ledger) if (session, step) == (0, last_silent) else ledger

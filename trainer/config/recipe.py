@@ -14,13 +14,13 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
 from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.files.toml_text import read_toml, refuse_nul, toml_value, written
 from privacy.limits import MAX_COUNT
 from privacy.plan_request import MOST_BANDS, PlanRequest
 from privacy.releases import SENSITIVITY_SLACK
 from trainer.config.declarations import Resolved, reset_declarations
 from trainer.config.did_you_mean import did_you_mean, known_words
 from trainer.config.optimizer import Count, OptimizerSection, Positive, Rate, ScheduleSection, Seconds, Section
-from trainer.config.toml_text import read_toml, refuse_nul, toml_value, written
 from trainer.errors import ConfigError
 
 EngineName = Literal["deepspeed", "fsdp", "fairscale", "local"]

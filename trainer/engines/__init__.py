@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from privacy.step.engine import Engine
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
-from trainer.engines.base import Engine
 from trainer.errors import ConfigError
 from trainer.ranks import distributed
 

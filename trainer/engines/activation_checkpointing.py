@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from privacy.step.engine import repeated_blocks
 from trainer.config.machine import MachineSettings
-from trainer.engines.base import repeated_blocks
 from trainer.errors import ConfigError
 
 

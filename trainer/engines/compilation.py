@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from privacy.step.engine import repeated_blocks
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName
-from trainer.engines.base import repeated_blocks
 from trainer.errors import ConfigError
 
 BACKEND = "inductor"

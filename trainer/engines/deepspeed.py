@@ -17,10 +17,10 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
+from privacy.step.engine import GradShard, Piece, ShardState, flat_part
 from trainer.config.machine import MachineSettings, resolve
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece, ShardState, flat_part
 from trainer.engines.layouts import layout_of, require_dealt
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
@@ -38,7 +38,7 @@ class _Span(NamedTuple):
 
 
 class DeepSpeedEngine:
-    """See `trainer.engines.base.Engine`."""
+    """See `privacy.step.engine.Engine`."""
 
     replicated = False
 

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from fairscale.optim import OSS
 from torch import Tensor, nn
 
+from privacy.step.engine import GradShard, Piece
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece
 from trainer.engines.layouts import layout_of, require_dealt
 from trainer.engines.local import LocalEngine
 from trainer.optimizers import Segment, bind_segments, make_optimizer, parameter_groups, set_step

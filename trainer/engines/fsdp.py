@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from privacy.step.engine import GradShard, Piece, ShardState, flat_part, repeated_blocks
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece, ShardState, flat_part, repeated_blocks
 from trainer.engines.layouts import layout_of, replica_cut, row_shard
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
@@ -40,7 +40,7 @@ class _Span(NamedTuple):
 
 
 class FsdpEngine:
-    """See `trainer.engines.base.Engine`."""
+    """See `privacy.step.engine.Engine`."""
 
     replicated = False
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from privacy.step.engine import Piece, ShardLayout, even_layout, runs
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
-from trainer.engines.base import Piece, ShardLayout, even_layout, runs
 from trainer.optimizers import group_names
 
 ZERO_ALIGNMENT = 2

@@ -9,17 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from privacy.step.engine import GradShard, Piece, ShardState, flat_part
+from privacy.step.reduction import gather_from_owners
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.engines.base import GradShard, Piece, ShardState, flat_part
 from trainer.engines.layouts import layout_of
 from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
 
 
 class LocalEngine:
-    """See `trainer.engines.base.Engine`. With bf16 compute, fp32 master weights are kept apart from the module."""
+    """See `privacy.step.engine.Engine`. With bf16 compute, fp32 master weights are kept apart from the module."""
 
     replicated = True
 
@@ -44,31 +45,13 @@ class LocalEngine:
         bind_segments(self._optimizer, whole, sharded=False)
 
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
-        for name, gradient in self._gather(shards).items():
-            self._masters[name].grad = gradient.view(self.shapes[name])
+        dtype = next(iter(self._masters.values())).dtype
+        for name, gradient in gather_from_owners(shards, self.layout, self.shapes, dtype, self.device).items():
+            self._masters[name].grad = gradient
         set_step(self._optimizer.param_groups, lr=lr, noise_variance=noise_variance)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._copy_to_module()
-
-    def _gather(self, shards: Sequence[GradShard]) -> dict[str, Tensor]:
-        """Whole gradients by name, from every rank's shards."""
-        world_size, dtype = distributed.world_size(), next(iter(self._masters.values())).dtype
-        longest = max(self.layout.count(r) for r in range(world_size))
-        row = torch.zeros(longest, dtype=dtype, device=self.device)
-        position = 0
-        for shard in shards:
-            row[position : position + shard.values.numel()] = shard.values
-            position += shard.values.numel()
-        rows = torch.empty(world_size, longest, dtype=dtype, device=self.device)
-        distributed.all_gather_rows(rows, row)
-        gradients = {n: torch.empty(s.numel(), dtype=dtype, device=self.device) for n, s in self.shapes.items()}
-        for r in range(world_size):
-            position = 0
-            for piece in self.layout.owned_by(r):
-                gradients[piece.name][piece.offset : piece.offset + piece.length] = rows[r, position:][: piece.length]
-                position += piece.length
-        return gradients
 
     @torch.no_grad()
     def _copy_to_module(self) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trainer.checkpoints.read import AVERAGE, Checkpoint
-from trainer.engines.base import Engine, Piece, ShardState
+from privacy.checkpoints.read import AVERAGE, Checkpoint
+from privacy.step.engine import Engine, Piece, ShardState
 from trainer.ranks import distributed
 
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from data.reading.loader import StepPlan
+from privacy.checkpoints.read import has_checkpoints
+from privacy.checkpoints.write import require_finite
+from privacy.step.engine import ShardState, holds_whole_weights
+from privacy.step.step import train_step
 from trainer import clock
-from trainer.checkpoints.read import has_checkpoints
-from trainer.engines.base import ShardState, holds_whole_weights
-from trainer.errors import RemoteError, StepDropped, WeightsNotFinite
+from trainer.errors import StepDropped
 from trainer.loop.reporting import StepReporter
-from trainer.loop.step import train_step
 from trainer.loop.stopping import STOPPED_EARLY, StopRequests
 from trainer.ranks import distributed
 
@@ -39,7 +41,7 @@ def fit(run: "Run") -> int:
     )
     # A step may be dropped until its intent where no collective comes before it.
     may_drop = holds_whole_weights(run.mechanism.engine) and not run.mechanism.clipped.leaves_process
-    steps = run.loader.steps(run.batches.plans(run.first_step, num_steps))
+    steps = run.loader.steps(itertools.starmap(StepPlan, run.batches.plans(run.first_step, num_steps)))
     step = run.first_step - 1
     # By default a twentieth of the reserve lies between checkpoints, so that it lasts for twenty crashes.
     interval = run.config.train.checkpoint_every or max(1, run.mechanism.plan.reserved_attempts // 20)
@@ -96,14 +98,7 @@ def save(run: "Run", step: int) -> int:
     Raises:
         WeightsNotFinite: there is nothing to save (on rank 0, RemoteError elsewhere).
     """
-    broken = [s.piece.name for s in run.mechanism.engine.state() if not bool(s.tensors["param"].isfinite().all())]
-    names = [name for names in distributed.gather_objects(broken) for name in names]
-    if names:  # of noised weights, so it may be said
-        error = (
-            f"after step {step} the weights hold NaN or infinity ({names[0]}, {len(names)} parts in all); they are not saved, "
-            "and the same command resumes from the newest checkpoint: lower optimizer.peak_lr, or look at the memory of the host"
-        )
-        raise WeightsNotFinite(error) if distributed.rank() == 0 else RemoteError(error, WeightsNotFinite.exit_code)
+    require_finite(run.mechanism.engine, step)
     states: Iterable[ShardState] = run.average.states() if run.average is not None else run.mechanism.engine.state()
     states = itertools.chain(states, run.frozen.states())
     run.checkpoints.save(step, states, {**run.mechanism.engine.shapes, **run.frozen.shapes}, run.checkpoint_facts())

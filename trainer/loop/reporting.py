@@ -24,7 +24,7 @@ from trainer.run.heldout import HeldoutResults
 from trainer.tasks.base import Samples
 
 if TYPE_CHECKING:
-    from trainer.loop.step import StepRecord
+    from privacy.step.step import StepRecord
     from trainer.run.run import Run
 
 PLAIN_INTERVAL_SECONDS = 30.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from privacy.noise import NoiseSource
-from trainer.engines.base import Engine, Piece, is_dtensor
+from privacy.step.engine import Engine, Piece, is_dtensor
 from trainer.errors import RemoteError
 from trainer.ranks import distributed
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.engines.base import is_dtensor
+from privacy.step.engine import is_dtensor
 from trainer.ranks import distributed
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)

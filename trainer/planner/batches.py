@@ -1,7 +1,7 @@
 """How many micro-batches a logical batch takes, how many of their rows are padding, and what a step reads.
 
 Every rank runs the same number of micro-batches of the same size, whose rows without an example cost as much as examples and
-count for nothing. Every step of a private run takes the micro-batches of the capped batch (trainer/run/batches.py). Elsewhere
+count for nothing. Every step of a private run takes the micro-batches of the capped batch (privacy/step/batches.py). Elsewhere
 their number follows the Poisson batch, and a size that just holds B / W examples needs one more in half of the steps.
 A step makes one random read for each example, whose mean size the index knows where there is one.
 """
@@ -16,8 +16,8 @@ import numpy as np
 from data.index.tar_index import MANIFEST, ExampleTable
 from privacy.plan import PrivacyPlan
 from privacy.sampling.poisson import default_cap
+from privacy.step.batches import num_micro_batches
 from trainer.config.recipe import RunConfig
-from trainer.run.batches import num_micro_batches
 
 WORTH_A_NOTE = 0.05
 """Padding is noted from this share of the rows on."""

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from privacy.clipping.accumulators import EXAMPLES_PER_PART
+from privacy.step.engine import repeated_blocks
+from privacy.step.reduction import PACKED_COORDINATES
+from privacy.step.sharded_sums import bucket_names
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
-from trainer.engines.base import repeated_blocks
 from trainer.engines.layouts import flat_partition, layout_of
-from trainer.engines.reduction import PACKED_COORDINATES
-from trainer.engines.sharded_sums import bucket_names
 from trainer.optimizers import group_names, moments
 from trainer.run.clipping_mode import USABLE
 

@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 from privacy.sampling.rows import most_of_share
+from privacy.step.batches import num_micro_batches
 from trainer.config.recipe import RunConfig
 from trainer.planner.batches import Examples
-from trainer.run.batches import num_micro_batches
 
 EXAMPLES_PER_SHARD = 10_000
 """Assumed where no index says better: what the makers of web-scale sets put into one."""

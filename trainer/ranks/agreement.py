@@ -17,13 +17,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from data.files import write_durably
+from privacy.step.folder import RunFolder
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import RunConfig
 from trainer.errors import ConfigError
 from trainer.ranks import distributed
 from trainer.ranks.heartbeat import named_ranks
 from trainer.ranks.rendezvous import Introduction
-from trainer.run.folder import RunFolder
 
 Settings = Mapping[str, str]
 """Name -> value; environment variables are named `$NAME`, and are left out where they are not set."""

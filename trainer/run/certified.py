@@ -15,9 +15,8 @@ from torch import Tensor
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.untouched import nothing_is_small
 from privacy.errors import PrivacyConfigError
-from trainer.engines.base import Engine, holds_whole_weights
+from privacy.step.engine import Engine, holds_whole_weights, to_device
 from trainer.ranks import distributed
-from trainer.tasks.base import to_device
 
 
 def use_deterministic_kernels() -> None:

@@ -16,10 +16,9 @@ from models.vocabulary_head import cut_as_for
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import EXAMPLES_PER_PART
 from privacy.clipping.clipped_sum import Mode
-from trainer.engines.base import Engine
+from privacy.step.engine import Engine, to_device
 from trainer.ranks import distributed
 from trainer.run.memory_estimate import available_memory, predict_peak
-from trainer.tasks.base import to_device
 
 WORTHWHILE = 0.9
 """two_pass is taken if it needs less than this part of bookkeeping's memory; otherwise it would only be slower."""

@@ -20,10 +20,10 @@ from data.reading.records import RemoteOptions
 from data.reading.staging import Staging, is_at_work, open_folder, require_room
 from data.reading.workers import copy_shards, worker_context
 from privacy.sampling.rows import shares_of_nodes
+from privacy.step.folder import RunFolder
 from trainer.config.recipe import RunConfig
 from trainer.errors import RemoteError
 from trainer.ranks.distributed import first_on_main, gather_objects, host_name, rank
-from trainer.run.folder import RunFolder
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from privacy.step.engine import ShardState, even_layout
 from trainer.config.recipe import RunConfig
-from trainer.engines.base import ShardState, even_layout
 from trainer.errors import ConfigError
 from trainer.ranks import distributed
 

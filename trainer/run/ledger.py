@@ -1,285 +1,29 @@
-"""The privacy ledger as all ranks see it: rank 0 writes, and no rank goes on before the line is durable (contract 9).
+"""Where configuration, data, key and ledger of a run folder meet.
 
-Also the place where configuration, data, key and ledger of a run folder meet: the plan is made (or, at a resume, compared with
-the frozen one) on rank 0, and every rank gets the same.
+The plan is made (or, at a resume, compared with the frozen one) on rank 0, and every rank gets the same.
 """
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data.index.tar_index import ExampleTable
-from data.reading.loader import StepPlan
-from privacy.accounting.accountants import ReleaseGroup
-from privacy.accounting.epsilon_table import EpsilonTable
-from privacy.audit.members import LedgerMark, MembersRecord, members_digest
-from privacy.card.composition import composed_epsilon, states_behind
-from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from privacy.ledger import durable
-from privacy.ledger.durable import torn_line_end
+from privacy.card.composition import states_behind
+from privacy.checkpoints.read import has_checkpoints
+from privacy.errors import PrivacyConfigError
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.places import require_apart
-from privacy.ledger.records import LedgerState, read_ledger
+from privacy.ledger.records import read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.ledger.signature import fingerprint
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from privacy.releases import Release
 from privacy.sampling.keys import SamplingKey
-from trainer.checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints
-from trainer.checkpoints.recorded import require_recorded
+from privacy.step.folder import RunFolder, environment
+from privacy.step.run_ledger import RunLedger
 from trainer.config.recipe import PrivacySection
-from trainer.ranks import distributed
-from trainer.run.folder import RunFolder, environment
 from trainer.weights.behind import LedgerBehind, keep_copies, require_kept
-
-
-class MembersLog:
-    """Notes, privately, every attempt before its intent, and what the ledger must not lose (privacy/audit/members.py).
-
-    Appends to private/members.jsonl, durably; the file is there since the run was opened.
-
-    Args:
-        position: (seq, SHA-256) of the ledger's last line; called on rank 0.
-    """
-
-    def __init__(self, path: Path, key: SamplingKey, nonce: bytes, position: Callable[[], tuple[int, str]]) -> None:
-        self._path, self._key, self._nonce, self._position = path, key, nonce, position
-
-    def attempt(self, plan: StepPlan, attempt: int, rows_per_rank: int, nodes: tuple[int, ...]) -> None:
-        """What the ranks were dealt; before the step's intent, so that every charge has its line. Collective."""
-        rank = distributed.rank()
-        digest = members_digest(self._key, self._nonce, attempt, plan.step, rank, plan.example_ids)
-        counts, digests = zip(*distributed.gather_objects((len(plan.example_ids), digest)), strict=True)
-        nonce = self._nonce.hex()
-        distributed.on_main(
-            lambda: self._append(
-                MembersRecord(*self._position(), plan.step, attempt, nonce, rows_per_rank, counts, digests, nodes)
-            )
-        )
-
-    def mark(self) -> None:
-        """Names the ledger's last line, which is durable; on rank 0, before the others go on."""
-        self._append(LedgerMark(*self._position()))
-
-    def _append(self, line: LedgerMark) -> None:
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND)
-            try:
-                durable.write(descriptor, torn_line_end(descriptor) + line.line().encode())
-                durable.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise PrivacyStateRefused(
-                f"{self._path}: cannot write the record of attempts: {error.strerror or error}"
-            ) from error
-
-
-class RunLedger:
-    """Collective wrapper of the ledger; every method is called on all ranks unless it says otherwise.
-
-    Args:
-        ledger: on rank 0 only.
-        table: where the epsilon table is cached.
-        members: the private record of attempts.
-    """
-
-    def __init__(
-        self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, *, table: Path, members: Path
-    ) -> None:
-        self._ledger = ledger
-        self._table_cache, self._members_path = table, members
-        self.key = key
-        self.plan = plan
-        self._members: MembersLog | None = None
-        self._table: EpsilonTable | None = None
-        self._behind: list[LedgerState] | None = None
-        self._composed: dict[tuple[ReleaseGroup, ...], float] = {}
-        self._group: int | None = None  # that the noted attempt draws from
-        self.charged_before = 0
-        """Attempts that were charged when the session began, on every rank."""
-
-        def recorded() -> tuple[dict[int, int], bool, int | None]:
-            state = self._on_main.state
-            return dict(state.attempts), state.closed is not None, state.checkpointed_step
-
-        self.attempts, self.is_closed, self.checkpointed_step = distributed.on_main(recorded)
-
-    @classmethod
-    def open(
-        cls,
-        open_on_main: Callable[[], tuple[Ledger, SamplingKey, PrivacyPlan]],
-        key: Path,
-        *,
-        table: Path,
-        members: Path,
-    ) -> "RunLedger":
-        """Opens ledger and key on rank 0 and gives every rank the plan; the other ranks read the key themselves.
-
-        Args:
-            open_on_main: what rank 0 does; its errors are raised on every rank.
-            key: where the others find the key.
-        """
-        opened: list[tuple[Ledger, SamplingKey]] = []
-
-        def open_and_keep() -> tuple[PrivacyPlan, str]:
-            ledger, main_key, plan = open_on_main()
-            opened.append((ledger, main_key))
-            return plan, main_key.commitment()
-
-        plan, commitment = distributed.on_main(open_and_keep)
-        ledger, own_key = opened[0] if opened else (None, SamplingKey.load(key, commitment))
-        return cls(ledger, own_key, plan, table=table, members=members)
-
-    def release(self) -> None:
-        """Closes rank 0's files; another program may then open the ledger."""
-        if self._ledger is not None:
-            self._ledger.release()
-
-    @property
-    def _on_main(self) -> Ledger:
-        assert self._ledger is not None, "only rank 0 has the ledger"
-        return self._ledger
-
-    @property
-    def num_charged(self) -> int:
-        """Charged attempts; 0 on ranks other than 0, and without privacy, where nothing is claimed."""
-        return self._ledger.num_charged if self._ledger is not None else 0
-
-    @property
-    def fingerprint(self) -> str | None:
-        """What recognises the signer of the ledger; on rank 0, and None where nobody signs."""
-        signer = None if self._ledger is None else self._ledger.state.signer
-        return None if signer is None else fingerprint(signer)
-
-    def budget_is_spent(self, step: int) -> bool:
-        """Whether an intent for `step` would pass the budget; False on ranks other than 0."""
-        return self._ledger is not None and self._ledger.budget_spent(step) is not None
-
-    def mend(self) -> None:
-        """Repairs what a crash left of ledger and mirror; nothing that this start can be refused for comes after it."""
-        distributed.on_main(lambda: self._on_main.mend())
-
-    def start_session(self, *, restarted: bool = False) -> bytes:
-        """Records this start and returns its nonce; on rank 0 the epsilon table is computed too.
-
-        Args:
-            restarted: see `Ledger.start_session`.
-        """
-
-        def start() -> tuple[bytes, int]:
-            # The command line may name private paths.
-            versions = {name: value for name, value in environment().items() if name != "arguments"}
-            return self._on_main.start_session(versions, restarted=restarted), self._on_main.num_charged
-
-        nonce, self.charged_before = distributed.on_main(start)
-        self._members = MembersLog(self._members_path, self.key, nonce, lambda: self._on_main.position())
-        distributed.on_main(self._members.mark)
-        if self._ledger is not None:
-            self._table = self.plan.epsilon_table(cache=self._table_cache)
-        return nonce
-
-    def note(self, plan: StepPlan, micro_batch_size: int, nodes: tuple[int, ...] = ()) -> None:
-        """Records, privately, whom the next attempt is about to train on; the intent follows."""
-        if self.plan.enabled:
-            assert self._members is not None, "a session comes first"
-            self._group = plan.group
-            rows_per_rank = plan.num_micro_batches * micro_batch_size
-            self._members.attempt(plan, self.attempts.get(plan.step, 0), rows_per_rank, nodes)
-
-    def intent(self, step: int, *, releases: Sequence[Release]) -> None:
-        """Charges the attempt; see `Ledger.intent`. The private record knows of the charge before any rank goes on."""
-
-        def charge() -> None:
-            assert self._members is not None, "a session comes first"
-            self._on_main.intent(step, self.attempts.get(step, 0), releases, self._group)
-            self._members.mark()
-
-        if self.plan.enabled:
-            distributed.on_main(charge)
-
-    def done(self, step: int) -> None:
-        if self.plan.enabled:
-            distributed.on_main(lambda: self._on_main.done(step, self.attempts.get(step, 0)))
-
-    def checkpoint(self, step: int, name: str, digest: str) -> None:
-        def record() -> None:
-            assert self._members is not None, "a session comes first"
-            self._on_main.checkpoint(step, name, digest)
-            self._members.mark()
-
-        if self.plan.enabled:
-            distributed.on_main(record)
-
-    def adopt(self, resumed: Checkpoint) -> None:
-        """Records the checkpoint that this session goes on from, if a crash came between it and its record."""
-        digest = file_digest(resumed.path / MANIFEST)
-        if not distributed.on_main(lambda: self._on_main.state.has_recorded(resumed.step, digest)):
-            self.checkpoint(resumed.step, resumed.path.name, digest)
-
-    def close_run(self) -> None:
-        """All steps are done."""
-
-        def close() -> None:
-            assert self._members is not None, "a session comes first"
-            self._on_main.close("finished")
-            self._members.mark()
-
-        distributed.on_main(close)
-
-    def position(self) -> dict[str, Any]:
-        """Sequence number and hash of the last line, for a manifest; empty on ranks other than 0."""
-        if self._ledger is None:
-            return {}
-        seq, line_hash = self._ledger.position()
-        return {"seq": seq, "hash": line_hash}
-
-    def require_not_shorter_than(self, position: Mapping[str, Any]) -> None:
-        """Refuses a ledger that does not contain the line a checkpoint remembers (exit 4)."""
-        distributed.on_main(lambda: self._on_main.require_not_shorter_than(position["seq"], position["hash"]))
-
-    def require_recorded(self, checkpoint: Path) -> None:
-        """Refuses a checkpoint that is not the one that the ledger recorded (exit 4)."""
-        distributed.on_main(lambda: require_recorded(checkpoint, self._on_main.state))
-
-    def epsilon(self, num_charged: int | None = None) -> float | None:
-        """Epsilon of everything charged so far, or of `num_charged` attempts; on rank 0. None without a guarantee."""
-        if self._ledger is None or not self.plan.formal_guarantee:
-            return None
-        if self._table is None:  # shuffled: a closed form, which needs to know which intents were replays
-            return self._ledger.state.epsilon() if num_charged is None else self.plan.epsilon_after(num_charged)
-        return self._table.epsilon(self.num_charged if num_charged is None else num_charged)
-
-    def claim(self, num_charged: int | None = None) -> tuple[float, float] | None:
-        """(epsilon, delta) of what the weights carry: this run's, composed with the private runs behind its initial weights.
-
-        On rank 0; None without a guarantee. It is the number to print first, and everywhere.
-
-        Args:
-            num_charged: as for `epsilon`.
-        """
-        own = self.epsilon(num_charged)
-        if own is None or self._ledger is None:
-            return None
-        state = self._ledger.state
-        if not state.opened.get("behind"):
-            return own, self.plan.target_delta
-        if self._behind is None:
-            self._behind = states_behind(self._ledger.path.parent, state.opened)
-        states = [state, *self._behind]
-        delta = min(one.plan.target_delta for one in states)
-        charged = state.charged_groups() if num_charged is None else [self.plan.release_group(num_charged)]
-        if self._table is not None:  # a composition takes seconds, and most steps stand between two counts of the table
-            count = self._table.count_for(self.num_charged if num_charged is None else num_charged)
-            charged = [self.plan.release_group(count)] if count else []
-        known = tuple(charged)
-        if known not in self._composed:
-            self._composed[known] = composed_epsilon(states, delta, charged)
-        return self._composed[known], delta
 
 
 def require_places(folder: RunFolder, privacy: PrivacySection) -> None:

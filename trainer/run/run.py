@@ -5,17 +5,17 @@ from typing import Any
 
 from data.reading.loader import Loader
 from data.reading.streaming import StreamingLoader
-from trainer.checkpoints.write import CheckpointWriter
+from privacy.checkpoints.write import CheckpointWriter
+from privacy.step.adaptive_bound import MANIFEST_KEY
+from privacy.step.batches import LogicalBatches
+from privacy.step.folder import RunFolder
+from privacy.step.run_ledger import RunLedger
+from privacy.step.step import Mechanism
 from trainer.config.recipe import RunConfig
-from trainer.loop.adaptive_bound import MANIFEST_KEY
 from trainer.loop.averaging import WeightAverage
 from trainer.loop.sanity import SanityChecks
-from trainer.loop.step import Mechanism
-from trainer.run.batches import LogicalBatches
-from trainer.run.folder import RunFolder
 from trainer.run.frozen import FrozenWeights
 from trainer.run.heldout import Heldout
-from trainer.run.ledger import RunLedger
 
 
 @dataclass(frozen=True)

@@ -14,49 +14,50 @@ from data.index.tar_index import ExampleTable
 from data.reading.loader import Loader
 from data.reading.streaming import Stream, StreamingLoader
 from models.vocabulary_head import VocabularyHead
+from privacy.checkpoints.read import Checkpoint, has_checkpoints, set_aside_newer
+from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.selfcheck import check_against_autograd
-from privacy.errors import PrivacyStateRefused
 from privacy.noise import NoiseSource
 from privacy.plan import PrivacyPlan
-from trainer.checkpoints.read import Checkpoint, has_checkpoints, newest_whole, set_aside_newer
-from trainer.checkpoints.write import CheckpointWriter, Retention
+from privacy.step.adaptive_bound import resumed_bound
+from privacy.step.batches import LogicalBatches
+from privacy.step.engine import Engine, to_device
+from privacy.step.folder import RunFolder
+from privacy.step.neighbours import require_neighbours_apart
+from privacy.step.noise_variance import NoiseVariance
+from privacy.step.resume import begins_again, load_newest
+from privacy.step.run_ledger import RunLedger
+from privacy.step.sharded_sums import ShardedSums
+from privacy.step.step import Mechanism
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig, to_toml
 from trainer.engines import build_engine, sharder
-from trainer.engines.base import Engine
 from trainer.engines.compilation import compile_blocks, require_compilable
-from trainer.engines.sharded_sums import ShardedSums
 from trainer.errors import ConfigError
-from trainer.loop.adaptive_bound import resumed_bound
 from trainer.loop.announce import announce, conclude, warn_of_few_cpus
 from trainer.loop.averaging import WeightAverage
 from trainer.loop.fit import DONE, fit
 from trainer.loop.sanity import SanityChecks
 from trainer.loop.schedule import learning_rate
-from trainer.loop.step import Mechanism
 from trainer.optimizers import moments
-from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.planner.bands import with_coefficients
+from trainer.ranks import distributed
 from trainer.ranks.agreement import require_shared
 from trainer.ranks.discovery import Ranks
 from trainer.ranks.distributed import first_on_main, on_main
 from trainer.run.allocator import keep_freed_memory
-from trainer.run.batches import LogicalBatches
 from trainer.run.certified import require_same_integers, use_deterministic_kernels
 from trainer.run.clipping_mode import ModeChoice, choose_mode
 from trainer.run.datasets import heldout_table, require_other_bytes, require_usable, stage, training_table
-from trainer.run.folder import RunFolder
 from trainer.run.frozen import FrozenWeights, require_start
 from trainer.run.heldout import Heldout
-from trainer.run.ledger import RunLedger, open_run_ledger, require_places
+from trainer.run.ledger import open_run_ledger, require_places
 from trainer.run.memory_estimate import total_memory
-from trainer.run.neighbours import require_neighbours_apart
 from trainer.run.run import Run
 from trainer.tasks import TrainingTask, make_task
-from trainer.tasks.base import to_device
 from trainer.weights.behind import LedgerBehind, ledgers_behind, require_disjoint
 from trainer.weights.provenance import Start
 from trainer.weights.start import find_checkpoint, initialisation_facts, load_start, training_data_facts
@@ -145,7 +146,7 @@ def train(
         if ranks.is_main:
             print(f"{run_dir} is finished: all {num_steps} steps are done; nothing to do", flush=True)
         return DONE
-    restarted = on_main(lambda: _begins_again(folder, ledger, resumed, may_restart=may_restart))
+    restarted = on_main(lambda: begins_again(folder, ledger, resumed, may_restart=may_restart))
     if resumed is not None:
         start = resumed.manifest["initialisation"]
     facts = {**task.facts(), "initialisation": start, "training_data": training_data_facts(config, table, resumed)}
@@ -200,34 +201,6 @@ def _checked_model(setup: _Setup) -> nn.Module:
     return model
 
 
-def _begins_again(folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | None, *, may_restart: bool) -> bool:
-    """Whether the run has lost all its checkpoints and begins again at step 0; prints one line about any other loss.
-
-    A crash before the first checkpoint is no loss: the ledger records a checkpoint only when it is durable, and one that
-    replaces another is durable before that is removed.
-
-    Raises:
-        PrivacyStateRefused: the ledger records a checkpoint, none is there, and nobody allowed to charge the steps again.
-    """
-    recorded = ledger.checkpointed_step
-    if resumed is not None:
-        if recorded is not None and resumed.step < recorded:
-            print(
-                f"the ledger records a checkpoint of step {recorded}, which is gone or set aside: the steps after "
-                f"{resumed.step} are repeated and charged again",
-                flush=True,
-            )
-        if may_restart:
-            print(f"--restart_from_step_0 changes nothing: there is a checkpoint of step {resumed.step}", flush=True)
-        return False
-    if recorded is not None and not may_restart:
-        raise PrivacyStateRefused(
-            f"{folder.checkpoints}: the ledger records a checkpoint of step {recorded}, and none is there: put one back, or "
-            "give --restart_from_step_0, which charges all steps again"
-        )
-    return recorded is not None
-
-
 def _build_run(
     setup: _Setup,
     model: nn.Module,
@@ -252,7 +225,7 @@ def _build_run(
     )
     if resumed is not None:
         resumed.restore(engine, moments(config.optimizer))
-    require_neighbours_apart(engine, setup.task.synthetic_inputs, config.train.micro_batch_size)
+    require_neighbours_apart(engine, engine.module, setup.task.synthetic_inputs, config.train.micro_batch_size)
     if config.train.compile:
         compile_blocks(engine.module)
     clipped, choice = _clipped_sum(config, ledger.plan, setup.task, engine, resumed)
@@ -279,6 +252,7 @@ def _build_run(
             plan=ledger.plan,
             clipped=clipped,
             engine=engine,
+            task=engine.module,
             ledger=ledger,
             noise=sanity.noise if sanity is not None else source,
             noise_variance=NoiseVariance(config.optimizer.betas[1], known_variance),
@@ -288,6 +262,7 @@ def _build_run(
                 peak_lr=config.optimizer.peak_lr,
                 schedule=config.schedule,
             ),
+            note_charge=lambda step: distributed.note_progress(step, charged=True),
             keep_noise_on=torch.device("cpu") if offloads else None,
         ),
         ledger=ledger,
@@ -373,26 +348,3 @@ def _clipped_sum(
     if clipped.mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
         clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
     return clipped, choice
-
-
-def load_newest(folder: RunFolder, ledger: RunLedger, model: nn.Module | None) -> Checkpoint | None:
-    """Finds the newest whole checkpoint and sets the model's weights. Collective.
-
-    Args:
-        model: None for a model that was built in shards: it takes its weights with the engine's state, piece by piece.
-
-    Raises:
-        PrivacyStateRefused: the checkpoint knows more of the ledger than the ledger itself, is of another run, or is not the
-            one that the ledger recorded.
-    """
-    checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
-    if checkpoint is not None and not checkpoint.manifest.get("ledger"):
-        raise PrivacyStateRefused(
-            f"{checkpoint.path} remembers no line of this run's ledger, so it was not written by this run: take it away; "
-            "weights from elsewhere are for [init]"
-        )
-    if checkpoint is not None:
-        ledger.require_recorded(checkpoint.path)
-    if checkpoint is not None and model is not None:
-        checkpoint.load_weights(model)
-    return checkpoint

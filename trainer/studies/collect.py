@@ -8,9 +8,9 @@ from typing import Any
 
 from privacy.card.composition import claim_of
 from privacy.card.report import read_snapshot
+from privacy.checkpoints.read import Checkpoint, newest_checkpoint
 from privacy.ledger.records import LedgerState
 from privacy.plan import PrivacyPlan
-from trainer.checkpoints.read import Checkpoint, newest_checkpoint
 from trainer.report import read_utility
 from trainer.studies.folder import Progress, StudyFolder
 from trainer.studies.grid import Label

@@ -27,9 +27,9 @@ from data.files import write_durably
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.records import read_ledger
 from privacy.ledger.shared import SharedLedger
+from privacy.step.folder import RunFolder, try_lock
 from trainer.config.recipe import to_toml
 from trainer.errors import ConfigError
-from trainer.run.folder import RunFolder, try_lock
 from trainer.studies.grid import StudyConfig
 from trainer.studies.points import PlannedPoint, changed_keys, recipe_digest, with_privacy
 

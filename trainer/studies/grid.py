@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from privacy.files.toml_text import read_toml
 from trainer.config.optimizer import Section
 from trainer.config.recipe import EngineName, RunConfig, validated
-from trainer.config.toml_text import read_toml
 from trainer.errors import ConfigError
 
 Label = str | int | float | bool

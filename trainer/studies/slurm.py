@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from data.files import write_durably
-from trainer.checkpoints.read import has_checkpoints
+from privacy.checkpoints.read import has_checkpoints
+from privacy.step.folder import RunFolder
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
-from trainer.run.folder import RunFolder
 from trainer.studies.executors import Trainer
 from trainer.studies.folder import StudyFolder
 from trainer.weights.start import find_checkpoint

@@ -13,7 +13,7 @@ from data.examples.examples import MakeExample
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.base import VisionModel
 from models.converters.native import model_facts
-from trainer.engines.base import Engine
+from privacy.step.engine import Engine
 
 
 class Samples(NamedTuple):
@@ -93,11 +93,3 @@ def pixels(image_CHW: Tensor) -> np.ndarray:
     """(H, W, 3) uint8 of a normalised image."""
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD))
     return ((image_CHW.float() * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-
-
-def to_device(inputs: dict[str, Tensor], engine: Engine) -> dict[str, Tensor]:
-    """The model's inputs on the engine's device; floating point ones in its compute dtype."""
-    return {
-        name: value.to(engine.device, engine.compute_dtype if value.is_floating_point() else None, non_blocking=True)
-        for name, value in inputs.items()
-    }

@@ -15,10 +15,10 @@ from data.examples.tokenizer import CaptionTokenizer
 from models.captioner import Captioner
 from models.config import CaptionerConfig
 from models.generation import greedy_captions
+from privacy.step.engine import Engine, to_device
 from trainer.config.recipe import DataSection
-from trainer.engines.base import Engine
 from trainer.errors import ConfigError
-from trainer.tasks.base import Samples, TrainingTask, pixels, to_device
+from trainer.tasks.base import Samples, TrainingTask, pixels
 from trainer.tasks.pictures import contact_sheet
 
 

@@ -10,9 +10,9 @@ from data.batch import Batch
 from data.examples.examples import LabelledImageExample
 from models.classifier import Classifier, classification_loss
 from models.classifier_config import ClassifierConfig
+from privacy.step.engine import Engine, to_device
 from trainer.config.recipe import DataSection
-from trainer.engines.base import Engine
-from trainer.tasks.base import Samples, TrainingTask, pixels, to_device
+from trainer.tasks.base import Samples, TrainingTask, pixels
 from trainer.tasks.pictures import contact_sheet
 
 

@@ -10,9 +10,9 @@ from data.batch import Batch
 from data.examples.examples import MaskedImageExample
 from models.mae_config import MaskedAutoencoderConfig
 from models.masked_autoencoder import MaskedAutoencoder, from_patches, to_patches
+from privacy.step.engine import Engine, to_device
 from trainer.config.recipe import DataSection
-from trainer.engines.base import Engine
-from trainer.tasks.base import Samples, TrainingTask, pixels, to_device
+from trainer.tasks.base import Samples, TrainingTask, pixels
 from trainer.tasks.pictures import picture_grid
 
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from data.files import fsync_path, write_durably
 from data.index.tar_index import MANIFEST, ExampleTable
 from privacy.card.composition import FOLDER, copy_name, read_copies, record_of
+from privacy.checkpoints.read import Checkpoint
 from privacy.errors import PrivacyConfigError
 from privacy.ledger.chain import TORN_MARK, hash_line
-from trainer.checkpoints.read import Checkpoint
+from privacy.step.folder import RunFolder
 from trainer.errors import ConfigError
-from trainer.run.folder import RunFolder
 from trainer.weights.provenance import Start, require_proof_of
 
 

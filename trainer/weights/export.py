@@ -24,8 +24,8 @@ from models.converters.weights import write_weights
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
 from privacy.card.model import PrivacyCard
+from privacy.checkpoints.read import file_digest
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
-from trainer.checkpoints.read import file_digest
 from trainer.errors import ConfigError
 from trainer.report import build_card
 from trainer.tasks.captioning import CaptioningTask

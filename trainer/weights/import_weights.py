@@ -20,7 +20,7 @@ from models.config import CaptionerConfig, Foreign
 from models.converters import Unstated, read_foreign
 from models.converters.native import CONFIG, model_facts, parameter_shapes, size_name
 from models.converters.weights import WeightsError
-from trainer.checkpoints.read import FORMAT, MANIFEST, file_digest, sealed
+from privacy.checkpoints.read import FORMAT, MANIFEST, file_digest, sealed
 from trainer.errors import ConfigError
 from trainer.weights.kinds import Provenance
 from trainer.weights.new_folder import new_folder
@@ -116,7 +116,7 @@ def import_weights(
     with new_folder(out) as folder:
         if isinstance(config, CaptionerConfig) and tokenizer is not None:
             shutil.copy(tokenizer, folder / TOKENIZER)
-        # One file as of a single rank; see trainer/checkpoints/read.py.
+        # One file as of a single rank; see privacy/checkpoints/read.py.
         save_file({f"param|{name}|0": value.reshape(-1) for name, value in parameters.items()}, folder / _WEIGHTS)
         manifest = sealed({**manifest, "files": {_WEIGHTS: file_digest(folder / _WEIGHTS)}})
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))

@@ -20,9 +20,9 @@ from models.config import CaptionerConfig
 from models.converters.native import config_from_facts
 from models.image_encoder import EncoderConfig
 from models.mae_config import MaskedAutoencoderConfig
-from trainer.checkpoints.read import MANIFEST, Checkpoint, file_digest, usable_names
+from privacy.checkpoints.read import MANIFEST, Checkpoint, file_digest, usable_names
+from privacy.files.toml_text import read_toml
 from trainer.config.recipe import DataSection, validated
-from trainer.config.toml_text import read_toml
 from trainer.errors import ConfigError
 from trainer.tasks import TrainingTask
 from trainer.tasks.captioning import CaptioningTask

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from models.adapters import is_adapter
 from privacy.card.report import read_snapshot
 from privacy.card.text import rounded_up
+from privacy.checkpoints.recorded import require_recorded
 from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.records import LedgerState
-from trainer.checkpoints.recorded import require_recorded
 
 IMPORTED = "imported"
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from data.index.tar_index import ExampleTable
 from models.adapters import is_adapter
 from models.layers import resized_positions
-from trainer.checkpoints.read import MANIFEST, Checkpoint, newest_checkpoint
+from privacy.checkpoints.read import MANIFEST, Checkpoint, newest_checkpoint
 from trainer.config.recipe import InitSection, RunConfig
 from trainer.errors import ConfigError
 from trainer.weights.provenance import IMPORTED, Start, require_proof_of

@@ -26,7 +26,7 @@ from evaluation.linear_probe import LarsOptions, cross_validated_regression, lar
 from evaluation.private_head import sweep
 from evaluation.private_head.methods import accuracy
 from evaluation.private_head.rows import Rows
-from trainer.run.folder import environment
+from privacy.step.folder import environment
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "dp-ls": {},

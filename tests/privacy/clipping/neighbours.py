@@ -26,8 +26,8 @@ from models.vocabulary_head import VocabularyHead
 from privacy.clipping import ClippedSum
 from privacy.clipping.functions import FUNCTIONS, ClippingFunction
 from privacy.clipping.norms import MOST_CANCELLED
-from trainer.engines.base import even_layout
-from trainer.engines.sharded_sums import ShardedSums
+from privacy.step.engine import even_layout
+from privacy.step.sharded_sums import ShardedSums
 
 MODES = ("bookkeeping", "two_pass")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
+from privacy.step.sharded_sums import ShardedSums
 from tests.privacy.clipping.magnitudes import norms
 from tests.privacy.clipping.neighbours import Found, climb, sums
-from trainer.engines.sharded_sums import ShardedSums
 from trainer.ranks import distributed
 
 

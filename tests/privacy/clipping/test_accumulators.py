@@ -9,8 +9,8 @@ from privacy.clipping.accumulators import EXAMPLES_PER_SUM, LocalSums, Slot, req
 from privacy.clipping.contributions import Dense, OuterProducts, Rows
 from privacy.clipping.norms import SENSITIVITY_SLACK
 from privacy.errors import PrivacyConfigError
+from privacy.step.sharded_sums import ShardedSums
 from tests.distributed.ranks import run_ranks
-from trainer.engines.sharded_sums import ShardedSums
 
 CPU = torch.device("cpu")
 

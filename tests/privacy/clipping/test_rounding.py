@@ -18,12 +18,12 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.clipped_sum import Mode
 from privacy.releases import SENSITIVITY_SLACK
+from privacy.step.engine import even_layout
+from privacy.step.sharded_sums import ShardedSums
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import neighbours
 from tests.privacy.clipping.magnitudes import norms
 from tests.privacy.clipping.neighbours import Product, Raw
-from trainer.engines.base import even_layout
-from trainer.engines.sharded_sums import ShardedSums
 
 WIDTH = 160
 """Wide enough that a Linear takes the ghost norm at 64 tokens; at 197 it writes gradients out."""

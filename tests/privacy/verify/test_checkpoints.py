@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from privacy import verify
+from privacy.checkpoints.read import sealed
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.releases import step_releases
 from tests.privacy.published import PLAN
-from trainer.checkpoints.read import sealed
 
 FIELDS = {"plan": PLAN.frozen_fields(), "key_commitment": "ab" * 32}
 

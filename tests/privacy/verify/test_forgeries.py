@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from privacy import verify
+from privacy.checkpoints.read import sealed
 from privacy.ledger.chain import encode_line, hash_line
 from privacy.ledger.signature import fingerprint
 from tests.privacy.published import publish
 from tests.privacy.verify.judging import KEY, Judge, sentences
-from trainer.checkpoints.read import sealed
 
 
 def test_nothing_in_a_folder_adds_a_line_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@
     checkpoints/LATEST                    name of the newest whole one
     checkpoints/set-aside-step-00001100/  damaged, or newer than the one that a run was resumed from
 
-This file reads; trainer/checkpoints/write.py writes. A resume that finds the newest damaged goes back to the one before it;
+This file reads; privacy/checkpoints/write.py writes. A resume that finds the newest damaged goes back to the one before it;
 the ledger has charged the steps between, which are repeated with new coins and new noise.
 """
 
@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from privacy.ledger import durable
-from trainer.engines.base import Engine, Piece
-from trainer.errors import ConfigError
-from trainer.ranks import distributed
+from ..errors import ConfigError
+from ..ledger import durable
+from ..step import collectives
+from ..step.engine import Engine, Piece
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -206,7 +206,7 @@ class Checkpoint:
                 f"{self.path} was written with another optimizer: it holds {sorted(kept) or 'no moments'}, "
                 f"and [optimizer] name needs {sorted(moments) or 'none'}"
             )
-        rank = distributed.rank()
+        rank = collectives.rank()
         pieces = (
             engine.layout.owned_by(rank)
             if not engine.replicated
@@ -228,20 +228,20 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
     Raises:
         ConfigError: there are checkpoints, but none is whole.
     """
-    names = distributed.on_main(lambda: usable_names(folder))
-    for manifest in distributed.on_main(lambda: _readable_manifests(folder)):
+    names = collectives.on_main(lambda: usable_names(folder))
+    for manifest in collectives.on_main(lambda: _readable_manifests(folder)):
         if manifest.get("ledger"):
             remembered(manifest["ledger"])
     damaged: list[str] = []
     for name in names:
         checkpoint, failure = None, None
         try:
-            checkpoint = Checkpoint(folder / name, (distributed.rank(), distributed.world_size()))
+            checkpoint = Checkpoint(folder / name, (collectives.rank(), collectives.world_size()))
         except ConfigError as error:
             failure = " ".join(str(error).split())
-        failures = [line for line in distributed.gather_objects(failure) if line is not None]
+        failures = [line for line in collectives.gather_objects(failure) if line is not None]
         if checkpoint is not None and not failures:
-            if distributed.rank() == 0:
+            if collectives.rank() == 0:
                 for line in damaged:
                     print(
                         f"damaged checkpoint: {line}; resuming from {name}, the steps after it stay charged", flush=True

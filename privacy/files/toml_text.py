@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError
+from ..errors import ConfigError
 
 
 def _refuse_huge(value: Any) -> None:

@@ -8,16 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from data.files import write_durably
-from privacy import verify
-from privacy.audit.members import FILE
-from privacy.errors import PrivacyStateRefused
-from privacy.ledger.durable import make_directory
-from trainer.errors import ConfigError
+from .. import verify
+from ..audit.members import FILE
+from ..errors import ConfigError, PrivacyStateRefused
+from ..ledger.durable import make_directory, replace_file
 
 PACKAGES = ("torch", "deepspeed", "dp-accounting", "numpy", "cryptography", "tokenizers", "pillow", "pydantic")
 VERIFIER = Path(verify.__file__)
@@ -81,6 +79,12 @@ class RunFolder:
             time.sleep(0.1)
         self._lock = lock
 
+    def release(self) -> None:
+        """Gives the lock back before the process ends."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     def take(self) -> None:
         """Enters and locks the folder, in which nothing else changes until `begin`.
 
@@ -135,18 +139,24 @@ class RunFolder:
             self.stop.unlink(missing_ok=True)
 
     def record_configuration(
-        self, config_toml: str, ds_config: Mapping[str, Any], chosen: Mapping[str, Any] | None = None
+        self, config_toml: str, ds_config: Mapping[str, Any] | None, chosen: Mapping[str, Any] | None = None
     ) -> None:
         """Writes what this start resolved to. The files of earlier starts are overwritten; the ledger remembers them.
 
         Args:
+            ds_config: the machine's settings, where a run has a file of them.
             chosen: what the program decided by itself, with its reasons. Private, since free memory is among them.
         """
-        write_durably(self.root / VERIFIER.name, VERIFIER.read_text())
-        write_durably(self.root / "config.toml", config_toml)
-        write_durably(self.root / "ds_config.json", json.dumps(ds_config, indent=1) + "\n")
-        write_durably(self.root / "environment.json", json.dumps(environment(), indent=1) + "\n")
-        write_durably(self.private / "chosen.json", json.dumps(dict(chosen or {}), indent=1) + "\n")
+        texts = {
+            self.root / VERIFIER.name: VERIFIER.read_text(),
+            self.root / "config.toml": config_toml,
+            self.root / "environment.json": json.dumps(environment(), indent=1) + "\n",
+            self.private / "chosen.json": json.dumps(dict(chosen or {}), indent=1) + "\n",
+        }
+        if ds_config is not None:
+            texts[self.root / "ds_config.json"] = json.dumps(dict(ds_config), indent=1) + "\n"
+        for path, text in texts.items():
+            replace_file(path, text.encode())
 
 
 def try_lock(path: Path) -> int | None:
@@ -177,16 +187,29 @@ def environment() -> dict[str, Any]:
     """Versions and the commit of the code: what somebody needs to repeat the run."""
     return {
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
         "commit": _git("rev-parse", "HEAD"),
         "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "arguments": sys.argv[1:],
     }
 
 
+def _version(package: str) -> str | None:
+    """None where it is not installed: the library needs less than the trainer."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def _git(*arguments: str) -> str:
-    """The output of a git command, which is empty outside of a checkout: a copied source tree is no error."""
+    """The output of a git command, which is empty outside of a checkout: a copied source tree is no error.
+
+    The library may be installed inside of a checkout of something else, whose commit says nothing.
+    """
     root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
     try:
         return subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=30

@@ -2,34 +2,34 @@
 
 `train_step` takes the clipped sums of all micro-batches, writes the intent into the ledger (before them, if sums are communicated
 with every micro-batch), reduces once, lets the owner of each shard add noise, divides by the public expected batch size, steps
-the optimizer and writes `done`. `trainer/loop/fit.py` repeats it.
+the optimizer and writes `done`. `trainer/loop/fit.py` repeats it for the trainer, `privacy/loop/loop.py` for whoever has a
+loop of their own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from data.batch import Batch
-from privacy.boundary import Private, Public, Reason
-from privacy.clipping import ClippedSum, MicroBatchStats
-from privacy.clipping.integers import to_real
-from privacy.correlated.segment import Segment
-from privacy.noise import NoiseSource, add_rounded_noise
-from privacy.plan import PrivacyPlan
-from privacy.releases import Release
-from trainer.engines.base import Engine, GradShard
-from trainer.engines.reduction import reduce_to_owners
-from trainer.loop.adaptive_bound import adapt_bound
-from trainer.optimizers.adam_bc import NoiseVariance
-from trainer.ranks import distributed
-from trainer.tasks.base import to_device
+from ..boundary import Private, Public, Reason
+from ..clipping import ClippedSum, MicroBatchStats
+from ..clipping.integers import to_real
+from ..clipping.recorder import Task
+from ..correlated.segment import Segment
+from ..noise import NoiseSource, add_rounded_noise
+from ..plan import PrivacyPlan
+from ..releases import Release
+from . import collectives
+from .adaptive_bound import adapt_bound
+from .engine import Engine, GradShard, to_device
+from .noise_variance import NoiseVariance
+from .reduction import reduce_to_owners
 
 
 class StepLedger(Protocol):
-    """The two records of a step; collective. `trainer.run.ledger.RunLedger` is the one that charges."""
+    """The two records of a step; collective. `privacy.step.run_ledger.RunLedger` is the one that charges."""
 
     def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         """Charges the attempt, durably, before anything that depends on a gradient leaves its process."""
@@ -40,15 +40,30 @@ class StepLedger(Protocol):
         ...
 
 
+class MicroBatch(Protocol):
+    """A micro-batch of fixed shape: `inputs` for the task, B rows each; bool rows that count as nothing, undecodable ones too."""
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def is_padding_B(self) -> Tensor: ...
+
+    @property
+    def num_undecodable(self) -> int: ...
+
+
 @dataclass
 class Mechanism:
     """Everything that turns micro-batches into one private step; training, audits and benchmarks build the same.
 
     Attributes:
         clipped: the plan's clipper, on the engine's module.
+        task: maps the inputs of a micro-batch to one loss per example; the engine's module, or a function that calls it.
         noise: gives the owner of a shard its standard normals.
         noise_variance: what DP-AdamBC subtracts from its second moment.
         learning_rate: gives the rate of a step, from 1 on.
+        note_charge: learns of a step just before ranks agree on its charge, for whoever watches over them.
         keep_noise_on: where past noise lies, such as the main memory; None keeps it with the sums.
         segment: adds the noise to this rank's shards; what of it the next steps need is here alone, and ends with the process.
     """
@@ -56,10 +71,12 @@ class Mechanism:
     plan: PrivacyPlan
     clipped: ClippedSum
     engine: Engine
+    task: Task
     ledger: StepLedger
     noise: NoiseSource
     noise_variance: NoiseVariance
     learning_rate: Callable[[int], float]
+    note_charge: Callable[[int], None]
     keep_noise_on: torch.device | None
     segment: Segment = field(init=False)
 
@@ -83,11 +100,11 @@ class StepRecord:
     communication_bytes: Private[int]
 
 
-def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) -> StepRecord:
+def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBatch]) -> StepRecord:
     """One DP-SGD step on one logical batch. Every rank passes the same number of micro-batches."""
     plan, clipped, engine = mechanism.plan, mechanism.clipped, mechanism.engine
     clipped.zero_()
-    distributed.traffic.reset()
+    collectives.traffic.reset()
     releases = clipped.releases(plan.noise_multiplier)
     noise_std = releases[0]["std"] if plan.noise_multiplier > 0 else 0.0  # without privacy C is infinite
     stats: list[MicroBatchStats] = []
@@ -96,7 +113,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) 
         _intend(mechanism, step, releases)
     for batch in micro_batches:  # sum of clipped gradients: no noise, no division; locally also no communication
         is_padding_B = batch.is_padding_B.to(engine.device, non_blocking=True)  # pinned by the loader
-        stats.append(clipped.add_micro_batch(engine.module, to_device(batch.inputs, engine), is_padding_B))
+        stats.append(clipped.add_micro_batch(mechanism.task, to_device(batch.inputs, engine), is_padding_B))
         num_undecodable += batch.num_undecodable
     clipped.require_repeated()
     if not clipped.leaves_process:
@@ -123,8 +140,8 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[Batch]) 
 
 def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> None:
     """The charge: durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process."""
-    distributed.note_progress(step, charged=True)
-    distributed.agree(ready=True)  # a rank that failed until here, or ran out of time to stop, costs no charge
+    mechanism.note_charge(step)
+    collectives.agree(ready=True)  # a rank that failed until here, or ran out of time to stop, costs no charge
     mechanism.ledger.intent(step, releases=releases)
 
 
@@ -137,16 +154,16 @@ def _record(
 ) -> StepRecord:
     """What the step shows, summed over its micro-batches and all ranks."""
     squared = torch.stack([s.values.square().sum() for s in shards]).sum() if shards else torch.zeros(())
-    norm = float(distributed.all_reduce_sum(squared.double().cpu().view(1)).sqrt())
+    norm = float(collectives.all_reduce_sum(squared.double().cpu().view(1)).sqrt())
     mine: list[Tensor] = [
         torch.stack([value.double() for value in column]).sum().cpu() for column in zip(*stats, strict=True)
     ]
-    totals = distributed.all_reduce_sum(torch.stack([*mine, torch.tensor(float(num_undecodable), dtype=torch.float64)]))
+    totals = collectives.all_reduce_sum(torch.stack([*mine, torch.tensor(float(num_undecodable), dtype=torch.float64)]))
     names = (*MicroBatchStats._fields, "num_undecodable")
     return StepRecord(
         lr=Public(lr, Reason.SETTINGS),
         noised_grad_norm=Public(norm, Reason.NOISED),
         private={name: Private(total) for name, total in zip(names, totals.tolist(), strict=True)},
         public=public,
-        communication_bytes=Private(distributed.traffic.bytes.total()),
+        communication_bytes=Private(collectives.traffic.bytes.total()),
     )

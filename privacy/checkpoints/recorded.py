@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from privacy.errors import NotRecorded
-from privacy.ledger.records import LedgerState
-from trainer.checkpoints.read import MANIFEST, checkpoint_name, file_digest, read_manifest
+from ..errors import NotRecorded
+from ..ledger.records import LedgerState
+from .read import MANIFEST, checkpoint_name, file_digest, read_manifest
 
 
 def require_recorded(checkpoint: Path, state: LedgerState) -> None:

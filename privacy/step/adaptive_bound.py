@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from privacy.adaptive_clipping import RANGE
-from privacy.boundary import Public, Reason
-from privacy.clipping import ClippedSum, MicroBatchStats
-from privacy.noise import NoiseSource, add_noise
-from privacy.plan import PrivacyPlan
-from privacy.releases import UNCLIPPED, Release
-from trainer.errors import ConfigError
-from trainer.ranks import distributed
+from ..adaptive_clipping import RANGE
+from ..boundary import Public, Reason
+from ..clipping import ClippedSum, MicroBatchStats
+from ..errors import ConfigError
+from ..noise import NoiseSource, add_noise
+from ..plan import PrivacyPlan
+from ..releases import UNCLIPPED, Release
+from . import collectives
 
 MANIFEST_KEY = "clipping_bound"
 
@@ -37,13 +36,13 @@ def adapt_bound(
     used, batch_size = clipped.max_grad_norm, plan.expected_batch_size
     std = next(release["std"] for release in releases if release["name"] == UNCLIPPED)
     count = torch.stack([s.centred_unclipped for s in stats]).sum().double().cpu().view(1)
-    dist.reduce(count, 0)
+    collectives.reduce_to_main(count)
 
     def noised() -> float:
         add_noise(count, std, noise)
         return float(count)
 
-    fraction = adaptive.noised_fraction(distributed.on_main(noised), batch_size)
+    fraction = adaptive.noised_fraction(collectives.on_main(noised), batch_size)
     clipped.max_grad_norm = adaptive.next_bound(used, fraction, plan.max_grad_norm)
     published = {"privacy/clipping_bound": used, "privacy/noised_unclipped_fraction": fraction}
     return {name: Public(value, Reason.NOISED) for name, value in published.items()}

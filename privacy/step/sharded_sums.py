@@ -18,7 +18,7 @@ Every rank issues the same collectives in the same order, whatever its examples 
 other, and those that a micro-batch leaves incomplete (parameters without a gradient) when it ends. Nothing depends on data.
 
 Sums leave the process with every micro-batch, so the ledger's intent comes before the first (contract 9,
-`trainer/loop/step.py`)."""
+`privacy/step/step.py`)."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from privacy.clipping.accumulators import EXAMPLES_PER_SUM, Slot, require_resolution, total_dtype
-from trainer.engines.base import GradShard, Piece, ShardLayout, split
-from trainer.ranks import distributed
+from ..clipping.accumulators import EXAMPLES_PER_SUM, Slot, require_resolution, total_dtype
+from . import collectives
+from .engine import GradShard, Piece, ShardLayout, split
 
 BUCKET_COORDINATES = 1 << 24
 """Coordinates of a bucket, at least one parameter: 128 MiB of fp64."""
@@ -69,7 +69,7 @@ class ShardedSums:
         bucket_coordinates: int = BUCKET_COORDINATES,
     ) -> None:
         self._device, self._dtype = device, total_dtype(dtype)
-        self._world_size = distributed.world_size()
+        self._world_size = collectives.world_size()
         self._buckets = [
             _Bucket({name: shapes[name] for name in names}, self._world_size)
             for names in bucket_names(shapes, bucket_coordinates)
@@ -113,14 +113,14 @@ class ShardedSums:
         if bucket.sums is None:
             bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self._dtype, device=self._device)
         part = torch.empty_like(total)
-        distributed.reduce_scatter_sum(part, bucket.sums.view(self._world_size, bucket.part))
+        collectives.reduce_scatter_sum(part, bucket.sums.view(self._world_size, bucket.part))
         bucket.sums = None
         total += part
         self._next += 1
 
     def to_owners(self, layout: ShardLayout) -> list[GradShard]:
         """The complete sums, moved to the ranks that own the coordinates; what was kept of them here is freed."""
-        rank = distributed.rank()
+        rank = collectives.rank()
         owned = torch.empty(layout.count(rank), dtype=self._dtype, device=self._device)
         places = [_Places(layout.owned_by(r)) for r in range(self._world_size)]
         for i, bucket in enumerate(self._buckets):
@@ -129,7 +129,7 @@ class ShardedSums:
             incoming = [
                 [s.target for s in places[rank].overlaps(list(bucket.pieces(r)))] for r in range(self._world_size)
             ]
-            received = distributed.exchange(
+            received = collectives.exchange(
                 torch.cat([self._kept[i][:0], *(self._kept[i][s] for spans in outgoing for s in spans)]),
                 send_counts=[_length(spans) for spans in outgoing],
                 receive_counts=[_length(spans) for spans in incoming],

@@ -5,15 +5,15 @@ owners' buffers, and a reduce-scatter gives every owner the total of just its co
 With sharded accumulation the sums are complete already and only move to the owners (`sharded_sums.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from privacy.clipping import ClippedSum
-from trainer.engines.base import GradShard, Piece, ShardLayout, split
-from trainer.engines.sharded_sums import ShardedSums
-from trainer.ranks import distributed
+from ..clipping import ClippedSum
+from . import collectives
+from .engine import GradShard, Piece, ShardLayout, split
+from .sharded_sums import ShardedSums
 
 PACKED_COORDINATES = 1 << 25
 """Size of the packing buffer over all ranks: 256 MiB of fp64."""
@@ -27,7 +27,7 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
     if isinstance(clipped.accumulator, ShardedSums):
         return clipped.accumulator.to_owners(layout)
     sums = {name: total.view(-1) for name, total in clipped.sums()}
-    world_size, rank = distributed.world_size(), distributed.rank()
+    world_size, rank = collectives.world_size(), collectives.rank()
     counts = [layout.count(r) for r in range(world_size)]
     first = next(iter(sums.values()))
     owned = torch.empty(max(counts), dtype=first.dtype, device=first.device)
@@ -37,7 +37,7 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
         rows = torch.zeros(world_size, stop - start, dtype=first.dtype, device=first.device)
         for r in range(world_size):
             _pack(rows[r], sums, layout.owned_by(r), start, stop)
-        distributed.reduce_scatter_sum(owned[start:stop], rows)
+        collectives.reduce_scatter_sum(owned[start:stop], rows)
     return split(owned, layout.owned_by(rank))
 
 
@@ -50,3 +50,33 @@ def _pack(row: Tensor, sums: Mapping[str, Tensor], pieces: tuple[Piece, ...], st
             source = piece.offset + a - position
             row[a - start : b - start] = sums[piece.name][source : source + b - a]
         position += piece.length
+
+
+def gather_from_owners(
+    shards: Sequence[GradShard],
+    layout: ShardLayout,
+    shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Whole noised gradients by name, the same bits on every rank, for engines whose ranks hold everything. Collective.
+
+    Args:
+        shards: what this rank owns, in its layout's order.
+    """
+    world_size = collectives.world_size()
+    longest = max(layout.count(r) for r in range(world_size))
+    row = torch.zeros(longest, dtype=dtype, device=device)
+    position = 0
+    for shard in shards:
+        row[position : position + shard.values.numel()] = shard.values
+        position += shard.values.numel()
+    rows = torch.empty(world_size, longest, dtype=dtype, device=device)
+    collectives.all_gather_rows(rows, row)
+    gradients = {name: torch.empty(shape.numel(), dtype=dtype, device=device) for name, shape in shapes.items()}
+    for r in range(world_size):
+        position = 0
+        for piece in layout.owned_by(r):
+            gradients[piece.name][piece.offset : piece.offset + piece.length] = rows[r, position:][: piece.length]
+            position += piece.length
+    return {name: gradient.view(shapes[name]) for name, gradient in gradients.items()}

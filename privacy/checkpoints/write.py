@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from privacy.ledger import durable
-from trainer.checkpoints.read import FORMAT, LATEST, MANIFEST, checkpoint_name, file_digest, sealed
-from trainer.engines.base import ShardState
-from trainer.errors import RemoteError
-from trainer.ranks import distributed
+from ..errors import RemoteError, WeightsNotFinite
+from ..ledger import durable
+from ..step import collectives
+from ..step.engine import Engine, ShardState
+from .read import FORMAT, LATEST, MANIFEST, checkpoint_name, file_digest, sealed
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ class CheckpointWriter:
                 durable.remove_tree(leftover)
             durable.make_directory(temporary)
 
-        distributed.on_main(lambda: _readable(step, make_folder))
+        collectives.on_main(lambda: _readable(step, make_folder))
         tensors = {  # a copy: the next step changes the originals
             f"{kind}|{state.piece.name}|{state.piece.offset}": values.detach()
             .to("cpu", torch.float32, copy=True)
@@ -124,7 +124,7 @@ class CheckpointWriter:
             **facts,
             "parameters": {name: list(shape) for name, shape in shapes.items()},
         }
-        name = f"rank-{distributed.rank():05d}-of-{distributed.world_size():05d}.safetensors"
+        name = f"rank-{collectives.rank():05d}-of-{collectives.world_size():05d}.safetensors"
         self._in_flight = _InFlight(step, temporary / name, tensors, manifest)
         if self._in_background:
             self._thread = threading.Thread(target=self._in_flight.write, name="checkpoint", daemon=True)
@@ -141,7 +141,7 @@ class CheckpointWriter:
         if written is None:
             return
         failure = None if written.error is None else str(written.error)
-        parts = distributed.gather_objects((written.path.name, written.digest, failure))
+        parts = collectives.gather_objects((written.path.name, written.digest, failure))
         self._in_flight = self._thread = None
         if written.error is not None:
             raise _explained(written.step, written.error)
@@ -151,7 +151,7 @@ class CheckpointWriter:
         temporary, name = written.path.parent, checkpoint_name(written.step)
         manifest = {**written.manifest, "files": {file: digest for file, digest, _ in parts}}
         publish = functools.partial(_publish, temporary, self._folder / name, manifest, self._retention)
-        digest = distributed.on_main(lambda: _readable(written.step, publish))
+        digest = collectives.on_main(lambda: _readable(written.step, publish))
         self._published(written.step, name, digest)
 
 
@@ -189,3 +189,19 @@ def _remove(checkpoint: Path) -> None:
     hidden = checkpoint.with_name(f".{checkpoint.name}.old")
     durable.rename(checkpoint, hidden)
     durable.remove_tree(hidden)
+
+
+def require_finite(engine: Engine, step: int) -> None:
+    """Collective.
+
+    Raises:
+        WeightsNotFinite: there is nothing to save (on rank 0, RemoteError elsewhere).
+    """
+    broken = [s.piece.name for s in engine.state() if not bool(s.tensors["param"].isfinite().all())]
+    names = [name for names in collectives.gather_objects(broken) for name in names]
+    if names:  # of noised weights, so it may be said
+        error = (
+            f"after step {step} the weights hold NaN or infinity ({names[0]}, {len(names)} parts in all); they are not saved, "
+            "and the same command resumes from the newest checkpoint: lower optimizer.peak_lr, or look at the memory of the host"
+        )
+        raise WeightsNotFinite(error) if collectives.rank() == 0 else RemoteError(error, WeightsNotFinite.exit_code)

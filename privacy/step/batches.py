@@ -8,21 +8,42 @@ that members do not depend on the number of ranks (contract 1). They stand in ra
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
-from data.reading.loader import StepPlan
-from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import Decided, Sampler, example_keys, slice_bounds
-from privacy.sampling.rows import deal, most_of_share, shares_of_nodes
-from trainer.ranks import distributed
+from ..sampling.keys import SamplingKey
+from ..sampling.poisson import Decided, Ids, Sampler, example_keys, slice_bounds
+from ..sampling.rows import deal, most_of_share, shares_of_nodes
+from . import collectives
 
 
 def num_micro_batches(count: int, world_size: int, size: int) -> int:
     """How many micro-batches of `size` every rank runs for a logical batch of `count` examples; at least one."""
     return max(1, math.ceil(math.ceil(count / world_size) / size))
+
+
+class Dealt(NamedTuple):
+    """What one rank reads for one logical step.
+
+    Attributes:
+        step: number of the logical step.
+        example_ids: int64, this rank's examples in rising order.
+        example_keys: uint64, one secret random key per example (augmentation, masks).
+        num_micro_batches: at least 1, the same on every rank.
+        rows: int64, where each example stands among the num_micro_batches * micro_batch_size rows.
+        group: which group of examples the batch is drawn from, where groups take turns.
+    """
+
+    step: int
+    example_ids: Ids
+    example_keys: NDArray[np.uint64]
+    num_micro_batches: int
+    rows: Ids | None
+    group: int | None
 
 
 @dataclass(frozen=True)
@@ -49,15 +70,15 @@ class LogicalBatches:
     expected_batch_size: int = 0
     charged: int = 0
 
-    def plans(self, first_step: int, last_step: int) -> Iterator[StepPlan]:
+    def plans(self, first_step: int, last_step: int) -> Iterator[Dealt]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""
         for step in range(first_step, last_step + 1):
             # In a session every step is attempted once, and one follows the other.
             yield replace(self, sampler=self.sampler.of_attempt(self.charged + step - first_step)).plan(step)
 
-    def plan(self, step: int) -> StepPlan:
+    def plan(self, step: int) -> Dealt:
         """The plan of one step. Collective."""
-        rank, world_size = distributed.rank(), distributed.world_size()
+        rank, world_size = collectives.rank(), collectives.world_size()
         attempt = self.attempts.get(step, 0)
         coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
         start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
@@ -73,16 +94,16 @@ class LogicalBatches:
         row_key = self.key.row_key(self.nonce, attempt)
         ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size, shares)[rank]
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
-        return StepPlan(step, ids, keys, count, rows, self.sampler.group)
+        return Dealt(step, ids, keys, count, rows, self.sampler.group)
 
 
 def _gather(mine: Decided) -> list[Decided]:
     """Every rank's decisions, on every rank."""
-    world_size = distributed.world_size()
+    world_size = collectives.world_size()
     if world_size == 1:
         return [mine]
     counts = torch.zeros(world_size, dtype=torch.int64)
-    counts[distributed.rank()] = len(mine.ids)
+    counts[collectives.rank()] = len(mine.ids)
     dist.all_reduce(counts)
     longest = int(counts.max())
     row = torch.zeros(2 * longest, dtype=torch.int64)
@@ -90,7 +111,7 @@ def _gather(mine: Decided) -> list[Decided]:
     row[longest : longest + len(mine.ids)] = torch.from_numpy(mine.values.view(np.int64))
     rows = torch.empty(world_size, 2 * longest, dtype=torch.int64)
     if longest > 0:
-        distributed.all_gather_rows(rows, row)
+        collectives.all_gather_rows(rows, row)
     return [
         Decided(rows[r, :count].numpy(), rows[r, longest : longest + count].numpy().view(np.uint64))
         for r, count in enumerate(counts.tolist())

@@ -2,7 +2,7 @@
 
 An engine shards parameters, master weights and optimizer states in its own way and steps its own optimizer. The gradient path
 is ours on every engine: clipped sums are reduced in fp64 to the rank that owns each coordinate, by default once per logical
-batch (`trainer/engines/reduction.py`); that rank adds noise and divides; the engine takes the result.
+batch (`privacy/step/reduction.py`); that rank adds noise and divides; the engine takes the result.
 """
 
 import itertools
@@ -163,3 +163,11 @@ class Engine(Protocol):
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
         """Sets master weights and moments of the owned pieces, after `num_steps` optimizer steps."""
         ...
+
+
+def to_device(inputs: Mapping[str, Tensor], engine: Engine) -> dict[str, Tensor]:
+    """The model's inputs on the engine's device; floating point ones in its compute dtype."""
+    return {
+        name: value.to(engine.device, engine.compute_dtype if value.is_floating_point() else None, non_blocking=True)
+        for name, value in inputs.items()
+    }

@@ -1,0 +1,262 @@
+"""The engine of a loop of one's own: a model and an optimizer of torch, whole on every rank.
+
+The optimizer steps on `.grad`s that hold noised, divided sums and nothing else. Anything else that could bring private data into
+the weights is refused: a step that is not this engine's, a gradient of the user's own backward, weights that changed meanwhile.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, PrivacyConfigError
+from ..step import collectives
+from ..step.engine import GradShard, Piece, ShardState, even_layout, flat_part, is_dtensor
+from ..step.reduction import gather_from_owners
+
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+OPTIMIZER_FACTS = "optimizer"
+"""Key of a manifest: the optimizer's class, and its numbers that are no tensors of a parameter's shape, such as step counts."""
+
+
+class OwnEngine:
+    """See `privacy.step.engine.Engine`.
+
+    Args:
+        sets_rate: the step's learning rate goes into all groups of the optimizer; else they keep what the caller has put there.
+    """
+
+    replicated = True
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sets_rate: bool = False) -> None:
+        trainable = require_plain(model, optimizer)
+        self.module, self.optimizer, self._trainable, self._sets_rate = model, optimizer, trainable, sets_rate
+        self.shapes = {name: p.shape for name, p in trainable.items()}
+        first = next(iter(trainable.values()))
+        self.device, self.compute_dtype = first.device, first.dtype
+        self.layout = even_layout(self.shapes, collectives.world_size())
+        self.layout.check(self.shapes)
+        self.moments, self._numbers = _probe(optimizer, trainable)
+        self._is_stepping = False
+        self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
+        self._seen = self._fingerprint()
+
+    def release(self) -> None:
+        """Gives the optimizer back."""
+        self._guard.remove()
+
+    def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
+        """One step of the optimizer; `noise_variance` is for optimizers of the trainer."""
+        gradients = gather_from_owners(shards, self.layout, self.shapes, self.compute_dtype, self.device)
+        for name, gradient in gradients.items():
+            self._trainable[name].grad = gradient
+        if self._sets_rate:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+        self._is_stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._is_stepping = False
+        self.optimizer.zero_grad(set_to_none=True)
+        self._seen = self._fingerprint()
+
+    def require_untouched(self) -> None:
+        """Before a step: model and optimizer are as this engine has put them.
+
+        Raises:
+            PrivacyConfigError: naming what changed.
+        """
+        now = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if now.keys() != self._trainable.keys() or any(now[name] is not p for name, p in self._trainable.items()):
+            raise PrivacyConfigError(
+                "parameters were frozen, unfrozen or exchanged since the loop was made: make a new PrivateLoop with another run "
+                "folder"
+            )
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if held != {id(p) for p in self._trainable.values()}:
+            raise PrivacyConfigError(
+                "the optimizer's parameters changed since the loop was made: make a new PrivateLoop"
+            )
+        touched = [name for name, p in self._trainable.items() if p.grad is not None]
+        if touched:
+            raise PrivacyConfigError(
+                f"{touched[0]} has a gradient that is not the loop's: a loss.backward() of your own would bring private data "
+                "into the weights without noise; remove it (torch.no_grad() for evaluation), and set the gradient to None"
+            )
+        if self._fingerprint() != self._seen:
+            raise PrivacyConfigError(
+                "the weights changed since the loop's last step: something else writes to them (another optimizer, another loop, "
+                "a checkpoint that was loaded), and the ledger would not know what it spent; let the loop alone change them"
+            )
+
+    def _refuse_foreign_step(self, *_: object) -> None:
+        if not self._is_stepping:
+            raise PrivacyConfigError(
+                "optimizer.step() was called by hand: the private loop takes the steps, and no other one is noised or charged; "
+                "remove the call, or give it an optimizer of its own"
+            )
+
+    def _fingerprint(self) -> tuple[int, ...]:
+        """Of all weights' bits: a sum each, which finds what is written through `.data`, too."""
+        whole = torch.int32 if self.compute_dtype == torch.float32 else torch.int64
+        with torch.no_grad():
+            sums = [p.detach().contiguous().view(whole).sum(dtype=torch.int64) for p in self._trainable.values()]
+            return tuple(torch.stack(sums).tolist())
+
+    def facts(self) -> dict[str, Any]:
+        """What a manifest says of the optimizer."""
+        numbers: dict[str, dict[str, float]] = {}
+        for name, p in self._trainable.items():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                if key not in self.moments and value is not None:
+                    numbers.setdefault(name, {})[key] = float(value)
+        return {OPTIMIZER_FACTS: {"class": type(self.optimizer).__name__, "numbers": numbers}}
+
+    def state(self) -> Iterator[ShardState]:
+        for piece in self.layout.owned_by(collectives.rank()):
+            p = self._trainable[piece.name]
+            stepped = self.optimizer.state.get(p, {})
+            tensors = {"param": p.detach(), **{key: stepped[key] for key in self.moments if key in stepped}}
+            yield ShardState(piece, {key: flat_part(t, piece.offset, piece.length) for key, t in tensors.items()})
+
+    def load_facts(self, manifest: Mapping[str, Any]) -> None:
+        """Takes what `facts` said, before `load_state`.
+
+        Raises:
+            ConfigError: another optimizer.
+        """
+        known = manifest.get(OPTIMIZER_FACTS, {})
+        if known.get("class") != type(self.optimizer).__name__:
+            raise ConfigError(
+                f"the checkpoint was written with the optimizer {known.get('class')}, not {type(self.optimizer).__name__}: give "
+                "the same one, or start another run folder"
+            )
+        for name, numbers in known["numbers"].items():
+            for key, number in numbers.items():
+                like = self._numbers[key]
+                value = torch.full_like(like, number) if isinstance(like, Tensor) else type(like)(number)
+                self.optimizer.state[self._trainable[name]][key] = value
+
+    def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
+        """Takes all coordinates, since every rank holds everything."""
+        with torch.no_grad():
+            for piece, tensors in states.items():
+                p = self._trainable[piece.name]
+                for key, values in tensors.items():
+                    target = p if key == "param" else self.optimizer.state[p].setdefault(key, torch.zeros_like(p))
+                    flat_part(target, piece.offset, piece.length).copy_(values)
+        self._seen = self._fingerprint()
+
+
+def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name, if the loop can train them.
+
+    Raises:
+        PrivacyConfigError: a wrapper, a dtype or an optimizer that it cannot train, with what to give instead.
+    """
+    kind = type(model).__name__
+    if kind in WRAPPERS:
+        raise PrivacyConfigError(
+            f"give the model itself, not {kind}(model): clipped sums are reduced over ranks once a step, with noise, and a "
+            "wrapper's own reduction would carry gradients before noise"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+        raise PrivacyConfigError(
+            f"give torch's own optimizer, not {type(optimizer).__name__}: leave it out of accelerator.prepare, whose gradient "
+            "scaling and accumulation know nothing of clipped sums"
+        )
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise PrivacyConfigError("the model has no parameter that requires a gradient")
+    for name, p in trainable.items():
+        if is_dtensor(p):
+            raise PrivacyConfigError(
+                f"{name} is sharded: a loop of one's own trains whole weights; the trainer shards them (--engine fsdp, deepspeed)"
+            )
+        if p.dtype not in (torch.float32, torch.float64):
+            raise PrivacyConfigError(
+                f"{name} is {p.dtype}: noised steps are too small for it; train float32 weights, or low-rank adapters in float32 "
+                "beside frozen weights of any dtype. A GradScaler is not needed"
+            )
+        if p.dtype != next(iter(trainable.values())).dtype or p.device != next(iter(trainable.values())).device:
+            raise PrivacyConfigError(
+                f"{name} has another dtype or device than the parameters before it: give all the same"
+            )
+        if p.grad is not None:
+            raise PrivacyConfigError(
+                f"{name} has a gradient already: call optimizer.zero_grad() before the loop is made"
+            )
+    names = {id(p): name for name, p in trainable.items()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in held if id(p) not in names and p.requires_grad]
+    missing = names.keys() - {id(p) for p in held}
+    if foreign or missing:
+        what = (
+            f"lacks {names[min(missing)]}"
+            if missing
+            else f"holds a parameter of shape {tuple(foreign[0].shape)} besides"
+        )
+        raise PrivacyConfigError(
+            f"the optimizer has to hold the model's trainable parameters, and it {what}: make it of "
+            "[p for p in model.parameters() if p.requires_grad]"
+        )
+    if any(float(state.get("step", 0)) > 0 for state in optimizer.state.values()):
+        raise PrivacyConfigError(
+            "the optimizer has taken steps already: make a new one; the run folder resumes it by itself"
+        )
+    return trainable
+
+
+def _probe(
+    optimizer: torch.optim.Optimizer, trainable: Mapping[str, nn.Parameter]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """What the optimizer keeps of a parameter: names of tensors of its shape, and numbers, each as it is after a step.
+
+    Found by steps of a copy on copies of the smallest parameters, one for each number of dimensions.
+
+    Raises:
+        PrivacyConfigError: it keeps something else, or needs a closure.
+    """
+    kind = type(optimizer)
+    smallest: dict[int, nn.Parameter] = {}
+    for p in trainable.values():
+        if p.dim() not in smallest or p.numel() < smallest[p.dim()].numel():
+            smallest[p.dim()] = p
+    twins = {dim: nn.Parameter(p.detach().clone()) for dim, p in smallest.items()}
+    for twin in twins.values():
+        twin.grad = torch.ones_like(twin)
+    probe = copy.copy(optimizer)
+    probe.state = defaultdict(dict)
+    for dim, p in smallest.items():
+        if p in optimizer.state:
+            probe.state[twins[dim]] = copy.deepcopy(optimizer.state[p])
+    probe.param_groups = [{**optimizer.param_groups[0], "params": list(twins.values())}]
+    try:
+        kind.step(probe)
+    except Exception as error:  # whatever an optimizer raises that wants a closure, a scaler or a wrapper
+        raise PrivacyConfigError(
+            f"{kind.__name__} takes no step from gradients alone ({type(error).__name__}: {error}): the loop has no loss to "
+            "evaluate again; take SGD, Adam, AdamW or another optimizer whose step() needs no closure"
+        ) from error
+    moments, numbers = dict[str, None](), dict[str, Any]()
+    for twin in twins.values():
+        for key, value in probe.state[twin].items():
+            if (
+                isinstance(value, Tensor)
+                and value.shape == twin.shape
+                and value.dtype == twin.dtype
+                and value.dim() > 0
+            ):
+                moments[key] = None
+            elif (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float):
+                numbers[key] = value
+            elif value is not None:
+                raise PrivacyConfigError(
+                    f"{kind.__name__} keeps {key!r} of another shape than its parameter, which checkpoints do not hold: take "
+                    "SGD, Adam or AdamW"
+                )
+    return tuple(moments), {key: value for key, value in numbers.items() if key not in moments}

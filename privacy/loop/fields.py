@@ -1,0 +1,162 @@
+"""What one item of a data set is: public shapes, kinds and values; an item that is anything else counts as zero (contract 2).
+
+They are said and not taken from the data: one private item must not decide what all others have to look like.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import PrivacyConfigError
+
+
+class Unusable(Exception):
+    """An item is not what its fields say."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of an item.
+
+    Attributes:
+        shape: without the batch dimension.
+        below: integers are 0 to below - 1; None for floating-point numbers.
+        also: further integers that are allowed, such as -100 of labels that count for nothing.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    below: int | None = None
+    also: tuple[int, ...] = ()
+
+    def padding(self) -> Tensor:
+        """What stands in a row without an item."""
+        return torch.zeros(self.shape, dtype=self.dtype)
+
+    def made_up(self, count: int, generator: torch.Generator) -> Tensor:
+        """(count, *shape): random values that the field allows, never private ones."""
+        if self.below is None:
+            return torch.randn(count, *self.shape, generator=generator, dtype=self.dtype)
+        return torch.randint(self.below, (count, *self.shape), generator=generator, dtype=self.dtype)
+
+    def read(self, value: object) -> Tensor:
+        """The value as a tensor of this field.
+
+        Raises:
+            Unusable: it has another shape or kind, or an integer that is not allowed.
+        """
+        try:
+            tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        except (TypeError, ValueError) as error:
+            raise Unusable(f"is no tensor: {error}") from error
+        if tuple(tensor.shape) != self.shape:
+            raise Unusable(f"has shape {tuple(tensor.shape)}, not {self.shape}")
+        if self.below is None:
+            if tensor.dtype.is_complex:
+                raise Unusable("is complex")
+            return tensor.to(self.dtype)
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            raise Unusable(f"is {tensor.dtype}, and integers are expected")
+        if tensor.dtype == torch.uint64 and bool((tensor.view(torch.int64) < 0).any()):
+            raise Unusable("holds integers that are not allowed")
+        tensor = tensor.to(torch.int64)
+        is_allowed = (tensor >= 0) & (tensor < self.below)
+        for one in self.also:
+            is_allowed |= tensor == one
+        if not bool(is_allowed.all()):
+            raise Unusable(f"holds integers other than 0 to {self.below - 1}")
+        return tensor
+
+
+def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Field:
+    """A tensor of floating-point numbers."""
+    if not dtype.is_floating_point:
+        raise PrivacyConfigError(f"floats: {dtype} holds no floating-point numbers; integers(...) is for integers")
+    return Field(_checked(shape), dtype)
+
+
+def integers(below: int, *shape: int, also: Sequence[int] = ()) -> Field:
+    """A tensor of int64 from 0 to below - 1, and those in `also`: class labels, tokens, masks (below = 2)."""
+    if below < 1:
+        raise PrivacyConfigError(f"integers: below must be 1 or more, not {below}")
+    return Field(_checked(shape), torch.int64, below, tuple(also))
+
+
+def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if any(not isinstance(size, int) or size < 1 for size in shape):
+        raise PrivacyConfigError(f"a field's shape has sizes of 1 or more, without the batch, not {shape}")
+    return shape
+
+
+class Example:
+    """The fields of an item: named ones for items that are mappings, in order for items that are tuples."""
+
+    def __init__(self, fields: Mapping[str, Field] | Sequence[Field] | Field) -> None:
+        self.is_named = isinstance(fields, Mapping)
+        listed = [fields] if isinstance(fields, Field) else fields
+        self.fields: dict[str, Field] = (
+            dict(listed) if isinstance(listed, Mapping) else {f"item_{i}": field for i, field in enumerate(listed)}
+        )
+        if not self.fields or not all(isinstance(field, Field) for field in self.fields.values()):
+            raise PrivacyConfigError(
+                "example says what one item is: example=(floats(3, 32, 32), integers(10)) for items that are (image, label), or "
+                "a mapping of names to fields for items that are mappings"
+            )
+
+    def padding(self) -> dict[str, Tensor]:
+        """What stands in a row without an item."""
+        return {name: field.padding() for name, field in self.fields.items()}
+
+    def made_up(self, count: int) -> dict[str, Tensor]:
+        """Random items, the same in every process."""
+        generator = torch.Generator().manual_seed(count)
+        return {name: field.made_up(count, generator) for name, field in self.fields.items()}
+
+    def read(self, item: Any) -> dict[str, Tensor]:
+        """The tensors of an item; what a mapping holds besides the named fields is not looked at.
+
+        Raises:
+            Unusable: the item has not these fields.
+        """
+        if self.is_named:
+            if not isinstance(item, Mapping):
+                raise Unusable(f"is no mapping but {type(item).__name__}")
+            missing = [name for name in self.fields if name not in item]
+            if missing:
+                raise Unusable(f"lacks {missing[0]!r}")
+            values = {name: item[name] for name in self.fields}
+        else:
+            parts = list(item) if isinstance(item, tuple | list) else [item]
+            if len(parts) != len(self.fields):
+                raise Unusable(f"has {len(parts)} parts, not {len(self.fields)}")
+            values = dict(zip(self.fields, parts, strict=True))
+        tensors = {}
+        for name, field in self.fields.items():
+            try:
+                tensors[name] = field.read(values[name])
+            except Unusable as error:
+                raise Unusable(f"{name} {error}") from error
+        return tensors
+
+    def named(self, made_up: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
+        """A made-up micro-batch that somebody gives, under the names of the fields.
+
+        Raises:
+            PrivacyConfigError: it has other fields.
+        """
+        given = dict(made_up) if isinstance(made_up, Mapping) else dict(zip(self.fields, made_up, strict=False))
+        if given.keys() != self.fields.keys() or (
+            not isinstance(made_up, Mapping) and len(made_up) != len(self.fields)
+        ):
+            raise PrivacyConfigError(
+                f"made_up has to hold one tensor for each field of example: {', '.join(self.fields)}"
+            )
+        return given
+
+    def arguments(self, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """How a loss is called: with names for named fields, in order for the others."""
+        return ([], dict(inputs)) if self.is_named else ([inputs[name] for name in self.fields], {})

@@ -1,0 +1,262 @@
+# ruff: noqa: NPY002  (the global random numbers are those that data sets draw)
+"""Items of a map-style data set -> micro-batches of fixed shape, in the rows that the sampler deals.
+
+An item is read as a function of itself and of its own secret key: Python's, numpy's and torch's random numbers are seeded with
+the key before `dataset[i]`, so that a random augmentation of one item never depends on the others (contract 13). An item that
+cannot be read, or is not what the fields say, stays in the batch and counts as zero (contract 2). What a machine does wrong (a
+file that cannot be opened, a network, memory) ends the run instead: it is no property of the item.
+"""
+
+import hashlib
+import random
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from ..errors import PrivacyConfigError
+from ..step.batches import Dealt
+from .fields import Example, Unusable
+
+LOOKED_AT_TWICE = 16
+
+
+class Items(Protocol):
+    """A map-style data set of torch or Hugging Face, or a list."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class ItemNotRead(RuntimeError):
+    """A file, a network or memory failed while an item was read; the step is not taken."""
+
+    exit_code = 1
+
+
+class MicroBatch(NamedTuple):
+    """See `privacy.step.step.MicroBatch`."""
+
+    inputs: dict[str, Tensor]
+    is_padding_B: Tensor
+    num_undecodable: int
+
+
+class Request(NamedTuple):
+    """The items of one micro-batch: (index, key, row) each."""
+
+    items: list[tuple[int, int, int]]
+
+
+class Failure(NamedTuple):
+    """An error of a worker as data: torch would bury it in a traceback."""
+
+    message: str
+
+
+def require_items(dataset: Any) -> None:
+    """Refuses what batches cannot be drawn from by coins.
+
+    Raises:
+        PrivacyConfigError: naming the replacement.
+    """
+    if isinstance(dataset, DataLoader):
+        raise PrivacyConfigError(
+            "give the data set, not a DataLoader: its batches are shuffled or in order, and the guarantee is for batches that "
+            "secret coins draw (Poisson sampling); the loop makes its own, with num_workers and micro_batch_size"
+        )
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise PrivacyConfigError(
+            f"{type(dataset).__name__} cannot be read item by item: Poisson sampling needs len(dataset) and dataset[i]; take a "
+            "map-style data set, in Hugging Face's datasets one that is loaded without streaming=True"
+        )
+    if len(dataset) < 1:
+        raise PrivacyConfigError("the data set is empty")
+
+
+@contextmanager
+def kept_random_numbers() -> Iterator[None]:
+    """The global random numbers go on afterwards as if nothing had been drawn: dropout must not depend on what items draw."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+def seed(key: int) -> None:
+    """Seeds the random numbers that a data set may draw."""
+    random.seed(key)
+    np.random.seed([key & 0xFFFFFFFF, key >> 32])
+    torch.default_generator.manual_seed(key & (2**63 - 1))
+
+
+class Reader(Dataset["MicroBatch | Failure"]):
+    """Request -> MicroBatch, in a worker or in this process."""
+
+    def __init__(self, dataset: Items, example: Example, micro_batch_size: int) -> None:
+        self.dataset, self.example, self.micro_batch_size = dataset, example, micro_batch_size
+
+    def item(self, index: int, key: int) -> dict[str, Tensor]:
+        """One item, read with its own random numbers; the caller keeps the global ones.
+
+        Raises:
+            Unusable: it counts as zero.
+            ItemNotRead: the machine failed.
+        """
+        seed(key)
+        try:
+            return self.example.read(self.dataset[index])
+        except Unusable:
+            raise
+        except Exception as error:
+            if _is_of_the_machine(error):
+                raise ItemNotRead(f"item {index} could not be read: {type(error).__name__}: {error}") from error
+            raise Unusable(f"cannot be read: {type(error).__name__}: {error}") from error
+
+    def __getitem__(self, request: Request) -> MicroBatch | Failure:
+        inputs = {
+            name: row.expand(self.micro_batch_size, *row.shape).clone() for name, row in self.example.padding().items()
+        }
+        is_padding_B = torch.ones(self.micro_batch_size, dtype=torch.bool)
+        num_undecodable = 0
+        with kept_random_numbers():
+            for index, key, row in request.items:
+                try:
+                    tensors = self.item(index, key)
+                except Unusable:
+                    num_undecodable += 1
+                    continue
+                except ItemNotRead as error:
+                    return Failure(str(error))
+                for name, tensor in tensors.items():
+                    inputs[name][row] = tensor
+                is_padding_B[row] = False
+        return MicroBatch(inputs, is_padding_B, num_undecodable)
+
+    def steps(
+        self, plans: Iterator[Dealt], num_workers: int
+    ) -> Generator[tuple[Dealt, Iterator[MicroBatch]], None, None]:
+        """Pairs every plan with its micro-batches, which are to be read to their end before the next.
+
+        Args:
+            plans: pulled lazily and in order; how far ahead follows from the number of micro-batches alone.
+
+        Raises:
+            ItemNotRead: see `item`.
+        """
+        pulled: deque[Dealt] = deque()
+        requests = Requests(plans, pulled, self.micro_batch_size)
+        results: Iterator[MicroBatch | Failure]
+        if num_workers:
+            results = iter(DataLoader(self, batch_size=None, sampler=requests, num_workers=num_workers))
+        else:
+            results = (self[request] for request in requests)
+
+        def checked(result: MicroBatch | Failure) -> MicroBatch:
+            if isinstance(result, Failure):
+                raise ItemNotRead(result.message)
+            return result
+
+        for first in results:
+            plan = pulled.popleft()
+
+            def batches(
+                first: MicroBatch | Failure = first, count: int = plan.num_micro_batches
+            ) -> Iterator[MicroBatch]:
+                yield checked(first)
+                for _ in range(count - 1):
+                    yield checked(next(results))
+
+            yield plan, batches()
+
+    def digest(self) -> bytes:
+        """SHA-256 over all items, one pass; refuses data that the run could not use.
+
+        What is found depends on private items, so it is for the console of whoever runs the job, before any ledger is open.
+
+        Raises:
+            PrivacyConfigError: most items cannot be used, or an item is not the same when it is read again.
+            ItemNotRead: see `item`.
+        """
+        total, reasons, seen = hashlib.sha256(), Counter[str](), {}
+        again = set(np.linspace(0, len(self.dataset) - 1, LOOKED_AT_TWICE).astype(int).tolist())
+        with kept_random_numbers():
+            for index in range(len(self.dataset)):
+                one = self._digest_of(index, reasons)
+                total.update(one)
+                if index in again:
+                    seen[index] = one
+            self._require_repeatable(seen)
+        self._require_usable(reasons, len(self.dataset))
+        return total.digest()
+
+    def look(self) -> None:
+        """What `digest` refuses, from a few items alone."""
+        reasons, seen = Counter[str](), {}
+        with kept_random_numbers():
+            for index in np.unique(np.linspace(0, len(self.dataset) - 1, LOOKED_AT_TWICE).astype(int)).tolist():
+                seen[index] = self._digest_of(index, reasons)
+            self._require_repeatable(seen)
+        self._require_usable(reasons, len(seen))
+
+    def _digest_of(self, index: int, reasons: Counter[str]) -> bytes:
+        one = hashlib.sha256()
+        try:
+            for name, tensor in self.item(index, key=index).items():
+                one.update(name.encode())
+                one.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        except Unusable as error:
+            reasons[str(error)] += 1
+        return one.digest()
+
+    def _require_repeatable(self, seen: dict[int, bytes]) -> None:
+        for index, before in reversed(seen.items()):
+            if self._digest_of(index, Counter()) != before:
+                raise PrivacyConfigError(
+                    f"dataset[{index}] is not the same when it is read again after others, with Python's, numpy's and torch's "
+                    "random numbers seeded alike: an item must not depend on which items were read before; draw from the global "
+                    "random numbers, not from a generator that the data set keeps"
+                )
+
+    def _require_usable(self, reasons: Counter[str], count: int) -> None:
+        if 2 * reasons.total() > count:
+            why = ", ".join(f"{number} times: {reason[:200]}" for reason, number in reasons.most_common(3))
+            raise PrivacyConfigError(
+                f"{reasons.total()} of {count} items cannot be used ({why}), and would count as zero: does example say what an "
+                "item is?"
+            )
+
+
+def _is_of_the_machine(error: Exception) -> bool:
+    """Whether a file, a network or memory failed; Pillow raises plain OSErrors without a number for pictures that are broken."""
+    if isinstance(error, OSError):
+        is_of_a_picture = type(error) is OSError or type(error).__module__.partition(".")[0] == "PIL"
+        return error.errno is not None or not is_of_a_picture
+    return isinstance(error, MemoryError)
+
+
+class Requests(Sampler[Request]):
+    """The micro-batch requests of all plans; notes each plan as it is pulled."""
+
+    def __init__(self, plans: Iterable[Dealt], pulled: deque[Dealt], size: int) -> None:
+        self._plans, self._pulled, self._size = plans, pulled, size
+
+    def __iter__(self) -> Iterator[Request]:
+        for plan in self._plans:
+            self._pulled.append(plan)
+            rows = plan.rows if plan.rows is not None else np.arange(len(plan.example_ids))
+            requests = [Request([]) for _ in range(plan.num_micro_batches)]
+            for index, key, row in zip(
+                plan.example_ids.tolist(), plan.example_keys.tolist(), rows.tolist(), strict=True
+            ):
+                requests[row // self._size].items.append((index, key, row % self._size))
+            yield from requests

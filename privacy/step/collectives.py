@@ -1,0 +1,164 @@
+"""What ranks say to one another: control matters, clipped sums and noised gradients.
+
+A program without a process group is one rank, and every collective is then its own answer.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import RemoteError, StepDropped, in_one_line
+
+T = TypeVar("T")
+
+
+def is_alone() -> bool:
+    """Whether this program has no process group."""
+    return not dist.is_initialized()
+
+
+def rank() -> int:
+    return 0 if is_alone() else dist.get_rank()
+
+
+def world_size() -> int:
+    return 1 if is_alone() else dist.get_world_size()
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's value on every rank."""
+    values = [value]
+    if not is_alone():
+        dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Runs `function` on rank 0 and returns its result everywhere; an error is raised everywhere.
+
+    The acknowledgement of contract 9: no rank goes on before rank 0's write is durable.
+    """
+    if rank() == 0:
+        try:
+            result = function()
+        except Exception as error:
+            broadcast_object((False, tuple(in_one_line(error) or (str(error), 1))))
+            raise
+        broadcast_object((True, result))
+        return result
+    ok, value = broadcast_object((True, None))
+    if not ok:
+        assert isinstance(value, tuple)
+        raise RemoteError(*value)
+    return value  # type: ignore[return-value]
+
+
+def first_on_main(function: Callable[[], T]) -> T:
+    """Runs `function` everywhere, but elsewhere only after it succeeded on rank 0.
+
+    An error of all ranks is then printed once, and an error of another host is printed there.
+    """
+    if rank() == 0:
+        result: list[T] = []
+        on_main(lambda: result.append(function()))
+        return result[0]
+    on_main(lambda: None)
+    return function()
+
+
+def agree(*, ready: bool) -> None:
+    """Waits until all ranks are here, without using a device.
+
+    Raises:
+        StepDropped: on all ranks, if one is not ready.
+    """
+    if all_reduce_sum(torch.tensor([0.0 if ready else 1.0])):
+        raise StepDropped("a rank dropped the step before its intent")
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank. For small public objects."""
+    if is_alone():
+        return [value]
+    gathered: list[T | None] = [None] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered  # type: ignore[return-value]
+
+
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """The sum over ranks, in place."""
+    if not is_alone():
+        dist.all_reduce(values)
+    return values
+
+
+def reduce_to_main(values: Tensor) -> Tensor:
+    """The sum over ranks, in place and on rank 0 alone."""
+    if not is_alone():
+        dist.reduce(values, 0)
+    return values
+
+
+class Traffic:
+    """Counts the collectives that carry clipped sums or noised gradients, and the bytes that this rank sends in them.
+
+    Bytes are those of an algorithm that sends nothing twice: all but a rank's own part. They follow from shapes alone, so they
+    are public. What an engine moves by itself (gathering weights) is not seen here; benchmarks/scaling.py counts that too.
+    """
+
+    def __init__(self) -> None:
+        self.collectives: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def note(self, kind: str, num_bytes: int) -> None:
+        self.collectives[kind] += 1
+        self.bytes[kind] += num_bytes
+
+    def reset(self) -> None:
+        self.collectives.clear()
+        self.bytes.clear()
+
+
+traffic = Traffic()
+"""The traffic of this process since the last reset; a logical step resets it at its start."""
+
+
+def reduce_scatter_sum(out: Tensor, rows: Tensor) -> None:
+    """out (K,) = sum over ranks of their rows[this rank], rows (world_size, K)."""
+    traffic.note("reduce_scatter", rows.nbytes - out.nbytes)
+    if is_alone():
+        out.copy_(rows[0])
+        return
+    if rows.device.type == "cpu":  # gloo's own reduce-scatter is an all-reduce: it sends nearly twice as many bytes
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows)
+        out.copy_(received[0])
+        for row in received[1:]:
+            out += row
+        return
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(out, rows.view(-1))
+
+
+def exchange(values: Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+    """Sends the r-th run of `values` (of length send_counts[r]) to rank r; returns what all ranks sent here, in rank order."""
+    received = values.new_empty(sum(receive_counts))
+    traffic.note("exchange", (len(values) - send_counts[rank()]) * values.element_size())
+    if is_alone():
+        return values
+    dist.all_to_all_single(received, values, list(receive_counts), list(send_counts))
+    return received
+
+
+def all_gather_rows(out: Tensor, row: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """out (ranks of the group, K) = every rank's row (K,); the group of all ranks by default."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    traffic.note("all_gather", out.nbytes - row.nbytes)
+    if is_alone():
+        out.copy_(row.view_as(out))
+        return
+    function(out.view(-1), row, group=group)
