@@ -16,7 +16,7 @@ import torch.distributed as dist
 from data.reading.loader import StepPlan
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import Decided, Sampler, example_keys, slice_bounds
-from privacy.sampling.rows import deal, most_of_share, shares_of_nodes
+from privacy.sampling.rows import Share, deal, most_of_share, shares_of_nodes
 from trainer.ranks import distributed
 
 
@@ -66,7 +66,7 @@ class LogicalBatches:
         count = num_micro_batches(most if self.pads_to_cap else len(members), world_size, self.micro_batch_size)
         shares = shares_of_nodes(self.nodes, self.sampler.num_examples) if self.nodes else []
         for share in shares:
-            here = most_of_share(self.expected_batch_size * (share.stop - share.start) / self.sampler.num_examples)
+            here = most_of_share(self._most_expected(share))
             if not self.pads_to_cap:
                 here = int(np.diff(np.searchsorted(members, (share.start, share.stop)))[0])
             count = max(count, num_micro_batches(min(here, most), len(share.ranks), self.micro_batch_size))
@@ -74,6 +74,14 @@ class LogicalBatches:
         ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size, shares)[rank]
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
         return StepPlan(step, ids, keys, count, rows, self.sampler.group)
+
+    def _most_expected(self, share: Share) -> float:
+        """Expected members of a share in the turn of the group of examples that has most in it: the same for every step."""
+        bands = self.sampler.bands
+        group = -(
+            -(share.stop - share.start) // bands
+        )  # i modulo `bands` is i's group, so they differ by one example at most
+        return bands * group * self.expected_batch_size / self.sampler.num_examples
 
 
 def _gather(mine: Decided) -> list[Decided]:
