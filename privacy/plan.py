@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from .accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from .accounting.epsilon_table import EpsilonTable
-from .accounting.noise_tail import NOISE_SOURCES, noise_tail_delta
+from .accounting.noise_tail import NOISE_SOURCES
+from .accounting.several import noise_tail_of_plan
 from .adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
 from .card.text import rounded_up
 from .errors import PrivacyConfigError
@@ -247,11 +248,7 @@ class PrivacyPlan(PlanChoices):
     @cached_property
     def noise_tail_delta(self) -> float:
         """What the bounded support of the noise source costs in delta, over all `max_intents` (privacy/noise.py)."""
-        # Nothing is paid where nothing is claimed, nor in certified arithmetic, whose sampler is exact.
-        if not self.formal_guarantee or self.arithmetic == "certified":
-            return 0.0
-        one = self.release_group(self.max_intents)
-        return noise_tail_delta(self.noise_source, one.noise_multiplier, one.sample_rate * one.count, rows=self.bands)
+        return noise_tail_of_plan(self, copies=1)
 
     @property
     def accounted_delta(self) -> float:

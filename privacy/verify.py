@@ -338,23 +338,31 @@ class Plan:
         largest = -(-self["num_examples"] // self.bands)
         return Group(self.rate, self.accounted, largest, self["cap"], self.turns(count))
 
-    def noise_tail(self) -> float:
+    def noise_tail(self, copies: int = 1) -> float:
         """What the bounded support of the noise costs in delta: Box-Muller from 63 bits ends at sqrt(128 ln 2) sigma.
 
-        One coordinate moved by a / sigma passes the edge e with probability at most Q(e - a / sigma) - Q(e); over the at most
-        2^36 coordinates of an example of norm 1 that is at most 2^18 g'(0) + g(1), in each step that the example is in.
-        Correlated noise spreads such an example over the fresh noise of b steps, which has b times as many coordinates.
+        One coordinate moved by a / sigma passes the edge e with probability at most g(a) = Q(e - a / sigma) - Q(e); over the at
+        most 2^36 coordinates of a vector of norm j that is at most j 2^18 g'(0) + g(j). An example moves a step that it is in by
+        a vector of norm 1, several together by one of norm j where j of them are drawn. Correlated noise spreads an example
+        over the fresh noise of b steps, which has b times as many coordinates.
         """
         if self.reasons or self.fields.get("arithmetic") == "certified":  # whose noise is exact, without an edge
             return 0.0
         edge, one = math.sqrt(128 * math.log(2)), self.releases(self.most_charges)
-        inclusions, shift = one.rate * one.count, 1 / self.accounted
-        if edge - shift <= 1:
-            return min(1.0, inclusions)
-        density = math.exp(-edge * edge / 2) / math.sqrt(2 * math.pi)
-        return inclusions * (
-            density * shift * math.sqrt(2**36 * self.bands) + math.erfc((edge - shift) / math.sqrt(2)) / 2
-        )
+        slope = math.exp(-edge * edge / 2) / math.sqrt(2 * math.pi) * math.sqrt(2**36 * self.bands)
+
+        def passes(drawn: int) -> float:
+            shift = drawn / self.accounted
+            return slope * shift + math.erfc((edge - shift) / math.sqrt(2)) / 2 if edge - shift > 1 else 1.0
+
+        if copies == 1:
+            return min(1.0, one.rate * one.count * passes(1))
+        from scipy.stats import binom
+
+        certain = min(copies, int((edge - 1) * self.accounted))  # more than these pass the edge for certain
+        chances = [float(chance) for chance in binom.pmf(range(certain + 1), copies, one.rate)]
+        tail = math.fsum(chances[drawn] * passes(drawn) for drawn in range(1, certain + 1))
+        return min(1.0, one.count * (tail + float(binom.sf(certain, copies, one.rate))))
 
 
 def read_plan(fields: Any, head: bool) -> Plan:
@@ -1392,9 +1400,12 @@ def accounting_of(folder: Folder, at: Ledger) -> dict[str, Any]:
         return Bound(composed(tuple(groups), grid, relation).get_epsilon_for_delta(delta) if groups else 0.0)
 
     def of_copies(copies: int) -> Bound:
+        rest = delta - plan.noise_tail(copies)
+        if rest < SMALLEST_DELTA:
+            return Bound(math.inf)
         if plan.bands > 1:  # they may be in groups that take different turns
-            return Bound(epsilon_of_any(groups, left, copies))
-        return Bound(epsilon_of_copies(groups, left, copies, guide))
+            return Bound(epsilon_of_any(groups, rest, copies))
+        return Bound(epsilon_of_copies(groups, rest, copies, guide))
 
     by_delta = {one: coarse(one - tail, COARSE) for one in others} | {delta: Bound(claim)}
     return found | {
@@ -1708,24 +1719,24 @@ def accounting_lines(card: dict[str, Any]) -> Iterator[str]:
     yield attested("attempts whose update was applied", number_word(attempts["done"]))
     yield attested("repeats of a step", number_word(attempts["repeats"]))
     yield attested("torn lines (of them charged)", f"{attempts['torn_lines']:,} ({attempts['torn_lines_charged']:,})")
-    others = [value for value in numbers["epsilon_group"].values() if value is not None]
-    owner, replaced = numbers["epsilon_owner"], numbers["epsilon_replace_one"]
+    owner, replaced = numbers["max_examples_per_owner"], numbers["epsilon_replace_one"]
     if replaced is not None:
         yield f"one example exchanged for an arbitrary other one (replace-one) | {epsilon_word(replaced)}"
-    for size, value in numbers["epsilon_group"].items():
-        if value is not None:
+        for size, value in numbers["epsilon_group"].items():
             yield f"{size} examples of one person, or copies | {epsilon_word(value)}"
-    if owner is not None:
-        yield f"one owner of at most {numbers['max_examples_per_owner']} examples, as the recipe states | {epsilon_word(owner)}"
-    if others or owner is not None or replaced is not None:
+        if owner is not None:
+            spent = epsilon_word(numbers["epsilon_owner"])
+            yield f"one owner of at most {owner} examples, as the recipe states | {spent}"
         limit = ", but the most examples of one owner is declared" if owner is not None else ""
         tan = numbers["tan"]
         noise = "" if tan is None else f" The total amount of noise (TAN, Sander et al. 2023) is {tan:.4g}."
         how = "They are PLD upper bounds on a coarser grid; the groups leave out the cap."
         if card["sampling"]["groups"] is not None:
             how = "Several examples may be in groups that take different turns: theirs is generic group privacy, by Renyi DP, "
-            how += "without the cap and with the noise's edge of one example. "
+            how += "without the cap. "
             how += "Replace-one is a PLD upper bound on a coarser grid."
+        if None in numbers["epsilon_group"].values() or (owner is not None and numbers["epsilon_owner"] is None):
+            how += " None is stated where that many examples together may pass the edge of the noise, or no bound is finite."
         yield f"All of these follow from the ledger (attested){limit}. {how}{noise}"
     if numbers["epsilon_by_delta"]:
         yield "delta | " + " | ".join(f"{one:.6g}" for one, _ in numbers["epsilon_by_delta"])

@@ -34,3 +34,36 @@ def noise_tail_delta(source: str, noise_multiplier: float, num_inclusions: float
     slope = float(stats.norm.pdf(edge)) / noise_multiplier
     single = float(stats.norm.sf(edge - 1 / noise_multiplier))
     return num_inclusions * (slope * math.sqrt(rows * MOST_PARAMETERS) + single)
+
+
+def noise_tail_of_several(
+    source: str, noise_multiplier: float, sample_rate: float, count: int, copies: int, *, rows: int = 1
+) -> float:
+    """The same for `copies` examples that are zeroed out together: P(some output that is impossible without them).
+
+    Where j of them are drawn, the release moves by a vector of norm at most j, so that a coordinate costs g(a_i) with
+    a_i <= j. As for one example, g(a) <= g'(0) a + (g(j) - g'(0) j) (a / j)^2 while e - j / sigma > 1, |a|_1 <= j sqrt(d)
+    and |a|_2 <= j: that is what one example costs whose noise is sigma / j. j is binomial.
+
+    Under correlated noise (`rows` = b) let J_t count those of them whose coins came up in one of the attempts t - b + 1, ..., t.
+    Each has one turn in any b attempts, so J_t is binomial, too, whatever is chosen in between. Row t moves by the sum of at most
+    J_t parts c_(t-s) x, whose square norm is at most J_t times the sum of theirs. So the row costs at most g'(0) times its
+    1-norm and g(J_t) / J_t times the sum of the c_(t-s)^2 of those that were drawn. Over the rows of a turn these squares add up
+    to at most 1, and the 1-norms to sqrt(b d). An example has `count` turns, its own coin says whether it is in one, and the
+    other copies' coins are independent: E[g(J) / J] over copies x `count` turns is `count` times E[g(J)] over a binomial J.
+
+    Args:
+        count: releases that one example can be in.
+        copies: k, at least 1.
+    """
+    if copies == 1:
+        return noise_tail_delta(source, noise_multiplier, sample_rate * count, rows=rows)
+    # Beyond this many the edge is passed for certain, as far as the bound knows.
+    certain = min(copies, max(0, math.ceil((EDGES[source] - 1) * noise_multiplier) - 1))
+    parts = [
+        noise_tail_delta(
+            source, noise_multiplier / drawn, count * float(stats.binom.pmf(drawn, copies, sample_rate)), rows=rows
+        )
+        for drawn in range(1, certain + 1)
+    ]
+    return min(1.0, math.fsum(parts) + count * float(stats.binom.sf(certain, copies, sample_rate)))

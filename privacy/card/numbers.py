@@ -12,7 +12,6 @@ import functools
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import version
 
 import numpy as np
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from ..accounting import accountants as accounting
 from ..accounting.accountants import COARSE_INTERVAL, FINE_INTERVAL, PLD_SMALLEST_DELTA, ReleaseGroup
 from ..accounting.attack_risk import FALSE_POSITIVE_RATES
+from ..accounting.several import epsilon_of_several
 from ..ledger.records import LedgerState
 from ..plan import PrivacyPlan
 from .model import Accounting, Attack, Attempts
@@ -88,10 +88,12 @@ def accounting_numbers(state: LedgerState, num_torn: int, num_done: int) -> Acco
         bracket = (lower, upper)
     except accounting.CrossCheckUnavailable:
         bracket = None
+    # The grid of the guidance that surrounds the claim: still an upper bound, within 0.1 %, at a tenth of the time.
+    guide = min(max(claim / 400, COARSE_INTERVAL), 2e-2)
     return numbers.updated(
-        epsilon_owner=None if owner is None else _epsilon_group(groups, delta, owner, claim, plan.bands),
-        epsilon_replace_one=accounting.epsilon_replace_one(groups, delta, _guide_interval(claim)),
-        epsilon_group={str(size): _epsilon_group(groups, delta, size, claim, plan.bands) for size in GROUP_SIZES},
+        epsilon_owner=None if owner is None else epsilon_of_several(plan, groups, owner, guide),
+        epsilon_replace_one=accounting.epsilon_replace_one(groups, delta, guide),
+        epsilon_group={str(size): epsilon_of_several(plan, groups, size, guide) for size in GROUP_SIZES},
         epsilon_by_delta=sorted(by_delta.items(), reverse=True),
         epsilon_prv=bracket,
         prv_accountant=f"prv-accountant {version('prv-accountant')}",
@@ -123,22 +125,6 @@ def claimed_epsilon(groups: Sequence[ReleaseGroup], delta: float) -> tuple[float
 @functools.lru_cache(maxsize=8)
 def _rdp(groups: tuple[ReleaseGroup, ...], delta: float) -> float:
     return accounting.epsilon_rdp(groups, delta)
-
-
-def _guide_interval(claim: float) -> float:
-    """The grid of the guidance that surrounds the claim: still an upper bound, within 0.1 %, at a tenth of the time."""
-    return min(max(claim / 400, COARSE_INTERVAL), 2e-2)
-
-
-def _epsilon_group(groups: Sequence[ReleaseGroup], delta: float, size: int, claim: float, bands: int) -> float:
-    if bands > 1:  # they may take turns
-        return accounting.epsilon_any_group(groups, delta, size)
-    if all(group.sample_rate == 1 and group.cap is None for group in groups):
-        # Every release holds all records of the group: one Gaussian with `size` times the sensitivity.
-        return accounting.epsilon(
-            [replace(group, noise_multiplier=group.noise_multiplier / size) for group in groups], delta
-        )
-    return accounting.epsilon_group(groups, delta, size, _guide_interval(claim))
 
 
 def _epsilon_by_attempts(state: LedgerState, plan: PrivacyPlan, claim: float) -> list[tuple[int, float]]:

@@ -39,7 +39,8 @@ class Sampler(ABC):
     """What decides who is in a step; cyclic.py and shuffle.py hold the other two."""
 
     num_examples: int
-    group: int | None = None  # all examples, but for cyclic sampling
+    bands: int = 1  # groups that take turns in cyclic sampling
+    group: int | None = None  # whose turn it is; all examples, but for cyclic sampling
 
     @property
     @abstractmethod

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Decided, Ids, Sampler, example_keys, slice_bounds
-from ..sampling.rows import deal, most_of_share, shares_of_nodes
+from ..sampling.rows import Share, deal, most_of_share, shares_of_nodes
 from . import collectives
 
 
@@ -87,7 +87,7 @@ class LogicalBatches:
         count = num_micro_batches(most if self.pads_to_cap else len(members), world_size, self.micro_batch_size)
         shares = shares_of_nodes(self.nodes, self.sampler.num_examples) if self.nodes else []
         for share in shares:
-            here = most_of_share(self.expected_batch_size * (share.stop - share.start) / self.sampler.num_examples)
+            here = most_of_share(self._most_expected(share))
             if not self.pads_to_cap:
                 here = int(np.diff(np.searchsorted(members, (share.start, share.stop)))[0])
             count = max(count, num_micro_batches(min(here, most), len(share.ranks), self.micro_batch_size))
@@ -95,6 +95,12 @@ class LogicalBatches:
         ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size, shares)[rank]
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
         return Dealt(step, ids, keys, count, rows, self.sampler.group)
+
+    def _most_expected(self, share: Share) -> float:
+        """Expected members of a share in the turn of the group of examples that has most in it: the same for every step."""
+        bands = self.sampler.bands
+        group = -(-(share.stop - share.start) // bands)  # i belongs to group i modulo `bands`
+        return bands * group * self.expected_batch_size / self.sampler.num_examples
 
 
 def _gather(mine: Decided) -> list[Decided]:

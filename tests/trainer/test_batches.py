@@ -161,3 +161,26 @@ def test_a_session_goes_on_where_the_intents_before_it_ended() -> None:
     for position, plan in enumerate(plans):
         assert plan.group == (5 + position) % bands
         assert len(plan.example_ids) and (plan.example_ids % bands == plan.group).all()
+
+
+@pytest.mark.parametrize(("bands", "expected", "nodes"), [(7, 70, (0, 1)), (250, 2, (0, 0, 1)), (120, 4, (0, 1, 2, 3))])
+def test_contract_4_a_node_has_rows_for_the_largest_group_in_its_share(
+    bands: int, expected: int, nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups that take turns have unequal parts in a share. Every step runs the same rows, and they are enough for each group."""
+    asked = list[float]()
+    monkeypatch.setattr(module, "most_of_share", lambda mean: asked.append(mean) or math.ceil(1.5 * mean + 8))
+    sampler = CyclicPoissonSampler(PoissonSampler.with_expected_batch(NUM_EXAMPLES, bands * expected, None), bands)
+    made = LogicalBatches(sampler, KEY, NONCE, {}, 1, nodes=nodes, expected_batch_size=expected)
+    counts = set()
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "world_size", lambda: len(nodes))
+        patch.setattr(distributed, "rank", lambda: 0)
+        patch.setattr(module, "_gather", lambda mine: [sampler.of_attempt(0).decide(bytes(32), 1)])
+        counts = {plan.num_micro_batches for plan in made.plans(1, 5)}
+    assert len(counts) == 1
+    ids = np.arange(NUM_EXAMPLES)
+    for node in range(max(nodes) + 1):
+        first, stop = (NUM_EXAMPLES * sum(n < up for n in nodes) // len(nodes) for up in (node, node + 1))
+        largest = max(np.bincount(ids[first:stop] % bands)) * sampler.coins.sample_rate
+        assert all(largest <= mean * (1 + 1e-12) for mean in asked[node :: max(nodes) + 1])

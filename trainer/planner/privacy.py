@@ -6,6 +6,7 @@ from typing import Any
 
 from privacy.accounting import accountants as accounting
 from privacy.accounting import attack_risk, what_if
+from privacy.accounting.several import epsilon_of_several
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan
 from privacy.sampling.shuffle import steps_per_epoch
@@ -58,8 +59,8 @@ def summarise(
             raise PrivacyConfigError(f"--max_examples_per_owner is {max_examples_per_owner}; it must be at least 1")
         result["max_examples_per_owner"], epsilons["epsilon_owner"] = max_examples_per_owner, None
         if plan.formal_guarantee and plan.accounted_delta >= accounting.PLD_SMALLEST_DELTA:
-            groups, delta = [plan.release_group(plan.num_steps)], plan.accounted_delta
-            epsilons["epsilon_owner"] = _epsilon_of(max_examples_per_owner, groups, delta, plan)
+            groups = [plan.release_group(plan.num_steps)]
+            epsilons["epsilon_owner"] = epsilon_of_several(plan, groups, max_examples_per_owner, _GROUP_INTERVAL)
     result |= {name: value if value is None or value < math.inf else None for name, value in epsilons.items()}
     return result | (_extras(plan) if extras else {}) | {"scaling_rule": scaling_rule(plan)}
 
@@ -103,15 +104,8 @@ def _epsilons(plan: PrivacyPlan, warn: Callable[[str], None], extras: bool) -> d
         if extras:
             values["replace_one"] = accounting.epsilon_replace_one(groups, delta, accounting.COARSE_INTERVAL)
             for count in (2, 5):
-                values[f"group_{count}"] = _epsilon_of(count, groups, delta, plan)
+                values[f"group_{count}"] = epsilon_of_several(plan, groups, count, _GROUP_INTERVAL)
     return values
-
-
-def _epsilon_of(count: int, groups: accounting.Groups, delta: float, plan: PrivacyPlan) -> float:
-    """Epsilon of so many examples together; under correlated noise they may take turns."""
-    if plan.bands > 1:
-        return accounting.epsilon_any_group(groups, delta, count)
-    return accounting.epsilon_group(groups, delta, count, _GROUP_INTERVAL)
 
 
 def epsilon_formula(eta: float, delta: float) -> float:

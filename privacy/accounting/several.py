@@ -1,0 +1,45 @@
+"""Epsilon of several examples of one owner, or copies of one, that are zeroed out together: what the cards and plans state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from . import accountants
+from .noise_tail import noise_tail_of_several
+
+if TYPE_CHECKING:
+    from ..plan import PrivacyPlan
+
+
+def noise_tail_of_plan(plan: PrivacyPlan, copies: int) -> float:
+    """What the bounded support of a plan's noise costs `copies` examples in delta, over all `max_intents`."""
+    # Nothing is paid where nothing is claimed, nor in certified arithmetic, whose sampler is exact.
+    if not plan.formal_guarantee or plan.arithmetic == "certified":
+        return 0.0
+    one = plan.release_group(plan.max_intents)
+    return noise_tail_of_several(
+        plan.noise_source, one.noise_multiplier, one.sample_rate, one.count, copies, rows=plan.bands
+    )
+
+
+def epsilon_of_several(plan: PrivacyPlan, groups: accountants.Groups, copies: int, interval: float) -> float:
+    """Epsilon at the plan's delta, less what the noise's edge costs that many examples; the cap is left out.
+
+    inf where what is left of delta is below PLD_SMALLEST_DELTA: together they may pass the edge, and then no epsilon holds.
+
+    Args:
+        groups: what is charged.
+        interval: grid of the privacy loss distribution, where there is one.
+    """
+    delta = plan.target_delta - noise_tail_of_plan(plan, copies)
+    if delta < accountants.PLD_SMALLEST_DELTA:
+        return math.inf
+    if plan.bands > 1:  # they may take turns
+        return accountants.epsilon_any_group(groups, delta, copies)
+    if all(group.sample_rate == 1 and group.cap is None for group in groups):
+        # Every release holds all of them: one Gaussian with `copies` times the sensitivity.
+        together = [replace(group, noise_multiplier=group.noise_multiplier / copies) for group in groups]
+        return accountants.epsilon(together, delta)
+    return accountants.epsilon_group(groups, delta, copies, interval)

@@ -1,0 +1,137 @@
+"""Several examples together pass the edge of the noise more often than one, and their epsilon pays for that.
+
+What they pay is derived here once more: by enumeration of coins and of ways to spread a contribution, with mpmath.
+"""
+
+import itertools
+import math
+
+import mpmath
+import numpy as np
+import pytest
+
+from privacy import verify
+from privacy.accounting import accountants, noise_tail
+from privacy.accounting.noise_tail import noise_tail_delta, noise_tail_of_several
+from privacy.accounting.several import epsilon_of_several, noise_tail_of_plan
+from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan_request import PlanRequest
+
+mpmath.mp.dps = 40
+
+
+def plan_of(n: int, batch: int, steps: int, sigma: float, **more: object) -> PrivacyPlan:
+    return make_plan(
+        PlanRequest(num_examples=n, expected_batch_size=batch, num_steps=steps, noise_multiplier=sigma, **more)
+    )  # type: ignore[arg-type]
+
+
+def upper(x: mpmath.mpf) -> mpmath.mpf:
+    """P(a standard normal is above x)."""
+    return mpmath.erfc(x / mpmath.sqrt(2)) / 2
+
+
+def passes(edge: float, moved: np.ndarray, sigma: float) -> float:
+    """P(some coordinate of noise that ends at the edge is moved past it), by the union of all."""
+    near = [math.erfc((edge - abs(value) / sigma) / math.sqrt(2)) / 2 for value in moved]
+    return math.fsum(near) - len(near) * math.erfc(edge / math.sqrt(2)) / 2
+
+
+@pytest.mark.parametrize("copies", [2, 3, 5])
+@pytest.mark.parametrize(("sigma", "rate"), [(0.45, 4e-4), (0.71, 5.6e-3), (2.0, 0.2), (1.0, 1.0)])
+def test_copies_in_one_step_never_pass_the_edge_more_often(sigma: float, rate: float, copies: int) -> None:
+    """All point the same way, spread over any number of coordinates: the worst for each number that is drawn."""
+    worst = mpmath.mpf(0)
+    for drawn in range(1, copies + 1):
+        chance = math.comb(copies, drawn) * mpmath.mpf(rate) ** drawn * (1 - mpmath.mpf(rate)) ** (copies - drawn)
+        edge = mpmath.mpf(noise_tail.BOX_MULLER_EDGE)
+        spread = [
+            count * (upper(edge - drawn / (mpmath.sqrt(count) * sigma)) - upper(edge))
+            for count in (1, 2, 3, 4, 10, 1000, 10**6, 1 << 36)
+        ]
+        worst += chance * max(spread)
+    charged = noise_tail_of_several("system", sigma, rate, 1, copies)
+    assert worst <= charged * (1 + 1e-12) and charged < 4 * worst
+    assert charged > copies * noise_tail_delta("system", sigma, rate) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nor_do_copies_in_groups_that_take_turns(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All coins of small runs with correlated noise, whose segments end anywhere, after looking at the coins drawn until then.
+
+    The edge is near and the coordinates are few, so that what is charged is no rare event's.
+    """
+    random = np.random.default_rng(seed)
+    bands, copies, dims = int(random.integers(1, 4)), int(random.integers(2, 4)), int(random.integers(1, 5))
+    turns = 6 // bands // (2 if copies == 3 else 1) or 1
+    rows, edge, rate = turns * bands, 5.0, float(random.choice([0.1, 0.5, 1.0]))
+    monkeypatch.setitem(noise_tail.EDGES, "system", edge)
+    monkeypatch.setattr(noise_tail, "MOST_PARAMETERS", dims)
+    sigma = float(random.uniform(copies / (edge - 1) * 1.02, 3.0))
+    c = np.sort(random.random(bands))[::-1]
+    c /= np.linalg.norm(c)
+    groups = random.integers(0, bands, copies) if seed % 3 else np.zeros(copies, int)
+    together = random.standard_normal(dims)
+    gradients = [together if seed % 2 else random.standard_normal(dims) for _ in range(copies)]
+    gradients = [g / np.linalg.norm(g) for g in gradients]
+    places = [(copy, row) for copy in range(copies) for row in range(rows) if row % bands == groups[copy]]
+    assert len(places) <= 12
+    total = 0.0
+    for coins in itertools.product((0, 1), repeat=len(places)):
+        chance = rate ** sum(coins) * (1 - rate) ** (len(coins) - sum(coins))
+        if chance == 0:
+            continue
+        sums = np.zeros((rows, dims))
+        for (copy, row), coin in zip(places, coins, strict=True):
+            sums[row] += coin * gradients[copy]
+        begin, escape = 0, 0.0
+        for row in range(rows):
+            if seed % 4 == 0 and row and not sums[begin:row].any():
+                begin = row  # a break where nothing is lost to the attacker: those that go on have met somebody
+            moved = sum((c[row - s] * sums[s] for s in range(max(begin, row - bands + 1), row + 1)), np.zeros(dims))
+            escape += passes(edge, moved, sigma)
+        total += chance * escape
+    charged = noise_tail_of_several("system", sigma, rate, turns, copies, rows=bands)
+    assert total <= charged * (1 + 1e-9)
+
+
+def test_of_one_example_it_is_what_one_example_costs() -> None:
+    plan = plan_of(2000, 100, 50, 1.0)
+    assert noise_tail_of_plan(plan, 1) == plan.noise_tail_delta
+    single = noise_tail_of_several("system", 1.0, 0.3, 7, 1, rows=3)
+    assert single == noise_tail_delta("system", 1.0, 0.3 * 7, rows=3)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of(2000, 100, 50, 1.0, sensitivity_slack=1e-3),
+        plan_of(2000, 100, 50, 1.0, bands=4, sensitivity_slack=1e-3),
+        plan_of(233_000_000, 98_304, 6000, 0.451, cap=None, sensitivity_slack=1e-3),
+        plan_of(233_000_000, 1_310_720, 5708, 2.08, bands=32, sensitivity_slack=1e-3),
+        plan_of(2000, 100, 50, 40.0, sampling="shuffle", shuffle_as_gaussian=True, sensitivity_slack=1e-3),
+        plan_of(2000, 100, 50, 1.0, arithmetic="certified"),
+    ],
+)
+@pytest.mark.parametrize("copies", [1, 2, 5, 40, 100_000])
+def test_the_verifier_counts_the_same(plan: PrivacyPlan, copies: int) -> None:
+    theirs = verify.read_plan(plan.frozen_fields(), head=False)
+    assert theirs.noise_tail(copies) == pytest.approx(noise_tail_of_plan(plan, copies), rel=1e-9)
+
+
+def test_no_epsilon_is_stated_where_several_pass_the_edge() -> None:
+    """At ViP's noise five copies pass it with a probability above delta, and two do not."""
+    plan = plan_of(233_000_000, 98_304, 6000, 0.451, cap=None)
+    groups = [plan.release_group(plan.num_steps)]
+    assert noise_tail_of_plan(plan, 5) > plan.target_delta > noise_tail_of_plan(plan, 2) > 100 * plan.noise_tail_delta
+    assert epsilon_of_several(plan, groups, 5, 5e-3) == math.inf
+    two = epsilon_of_several(plan, groups, 2, 5e-3)
+    assert math.isfinite(two) and two >= accountants.epsilon_group(groups, plan.accounted_delta, 2, 5e-3)
+
+
+@pytest.mark.parametrize("bands", [1, 2])
+def test_more_copies_cost_more(bands: int) -> None:
+    plan = plan_of(2000, 100, 20, 4.0, bands=bands)
+    groups = [plan.release_group(plan.num_steps)]
+    values = [epsilon_of_several(plan, groups, copies, 2e-2) for copies in (1, 2, 5)[: 4 - bands]]
+    assert values == sorted(values) and values[0] > 0
