@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -23,9 +23,11 @@ from rich.progress import Progress
 
 from data.errors import DataError
 from data.files import private_file
-from data.index.shard import ROW, index_file
-from data.index.shards import ShardSet
-from data.index.tar_index import FORMAT_VERSION, ExampleTable, manifest_digest, write_manifest
+from data.index.keys import KEY, Split, find_split, number_sets
+from data.index.shard import ROW, IndexedShard, index_file, walk_shard
+from data.index.shards import ShardSet, is_url
+from data.index.tar_format import shown
+from data.index.tar_index import FORMAT_VERSION, ExampleTable, IndexFiles, manifest_digest, write_manifest
 from data.reading.pool import run_all
 from data.reading.records import RemoteOptions, ShardEntry, ShardStatus
 from data.reading.storage import open_storage
@@ -83,21 +85,17 @@ def build_index(
             else:
                 statuses[name] = status
         storage.close()
-        try:
+        with suppress(DataError):  # Where there is no index that can be used, every shard is read.
             old = ExampleTable.open(index_dir, shards.root, check_shards=False)
-            known = [(entry, old.shard_rows(ordinal)) for ordinal, entry in enumerate(old.entries)]
-        except DataError:
-            known = []  # There is no index that can be used, so every shard is read.
-        for entry, rows_K in known:
-            part = parts / _part_name(entry.name)
-            if _is_of(entry, statuses.get(entry.name)) and not part.exists():
-                _write_part(part, entry, rows_K.tobytes())
+            for known in old.indexed_shards():
+                part = parts / _part_name(known.entry.name)
+                if _is_of(known.entry, statuses.get(known.entry.name)) and not part.exists():
+                    _write_part(part, known)
         missing = []
         for name, status in statuses.items():
             try:
-                entry, rows = _read_part(parts / _part_name(name))
-                is_whole = len(rows) == entry.count * ROW.itemsize and _is_of(entry, status)
-            except (OSError, ValueError, TypeError):
+                is_whole = _is_of(_read_part(parts / _part_name(name)).entry, status)
+            except (OSError, ValueError, TypeError, KeyError):
                 is_whole = False  # There is no such part, or a damaged one.
             if not is_whole:
                 missing.append(name)
@@ -110,31 +108,30 @@ def build_index(
                     bad[result.name] = result.reason
                     bar.advance(task, statuses[result.name].size)
                     continue
-                entry, rows = result
-                _write_part(parts / _part_name(entry.name), entry, rows)
-                bar.advance(task, entry.size)
+                _write_part(parts / _part_name(result.entry.name), result)
+                bar.advance(task, result.entry.size)
         if bad:
             _refuse(index_dir, shards, bad, exclude)
-        _assemble(index_dir, shards, parts, exclude)
+        _assemble(index_dir, shards, parts, exclude, remote)
         shutil.rmtree(parts)
         if not exclude:
             (index_dir / BAD_SHARDS).unlink(missing_ok=True)
     return ExampleTable.open(index_dir, shards.root, remote=remote)
 
 
-def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) -> tuple[ShardEntry, bytes] | BadShard:
-    """One job: a shard's entry and rows (as bytes, which travel well), or why it cannot be indexed."""
+def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) -> IndexedShard | BadShard:
+    """One job: what is known of a shard, or why it cannot be indexed."""
     storage = open_storage(root, remote)
     try:
         with storage.local_copy(name) as path:
-            entry, rows_K = index_file(path, name, f"{root}/{name}", status.version)
-        if entry.size != status.size:
+            shard = index_file(path, name, f"{root}/{name}", status.version)
+        if shard.entry.size != status.size:
             raise DataError(f"the shard {root}/{name} changed while it was indexed; try again when its writer is done")
     except DataError as error:
         return BadShard(name, str(error))
     finally:
         storage.close()
-    return entry, rows_K.tobytes()
+    return shard
 
 
 def _refuse(index_dir: Path, shards: ShardSet, bad: dict[str, str], exclude: Collection[str]) -> NoReturn:
@@ -182,18 +179,27 @@ def _part_name(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
-def _write_part(path: Path, entry: ShardEntry, rows: bytes) -> None:
-    header = json.dumps({"format_version": FORMAT_VERSION, "entry": asdict(entry)}).encode() + b"\n"
+def _write_part(path: Path, shard: IndexedShard) -> None:
+    facts = {
+        "format_version": FORMAT_VERSION,
+        "entry": asdict(shard.entry),
+        "extension_sets": [sorted(one) for one in shard.sets],
+    }
     with private_file(path) as file:
-        file.write(header + rows)
+        file.write(json.dumps(facts).encode() + b"\n" + shard.rows_K.tobytes() + shard.keys_K.tobytes())
 
 
-def _read_part(path: Path) -> tuple[ShardEntry, bytes]:
-    header, _, rows = path.read_bytes().partition(b"\n")
+def _read_part(path: Path) -> IndexedShard:
+    header, _, content = path.read_bytes().partition(b"\n")
     facts = json.loads(header)
     if facts.get("format_version") != FORMAT_VERSION:
         raise ValueError(f"{path} is of another format")
-    return ShardEntry(**facts["entry"]), rows
+    entry = ShardEntry(**facts["entry"])
+    if len(content) != entry.count * (ROW.itemsize + KEY.itemsize):
+        raise ValueError(f"{path} has lost bytes")
+    rows_K = np.frombuffer(content, dtype=ROW, count=entry.count)
+    keys_K = np.frombuffer(content, dtype=KEY, count=entry.count, offset=rows_K.nbytes)
+    return IndexedShard(entry, rows_K, keys_K, [frozenset(one) for one in facts["extension_sets"]])
 
 
 def _is_of(entry: ShardEntry, status: ShardStatus | None) -> bool:
@@ -201,51 +207,66 @@ def _is_of(entry: ShardEntry, status: ShardStatus | None) -> bool:
     return bool(entry.version) and status == (entry.size, entry.version)
 
 
-def _assemble(index_dir: Path, shards: ShardSet, parts: Path, exclude: Collection[str]) -> None:
-    """Joins the parts in the order of the names, one in memory at a time."""
-    entries = [_read_part(parts / _part_name(name))[0] for name in shards.names]
+def _assemble(index_dir: Path, shards: ShardSet, parts: Path, exclude: Collection[str], remote: RemoteOptions) -> None:
+    """Joins the parts in the order of the names, one in memory at a time.
+
+    Raises:
+        DataError: there is no example, or shards hold parts of one.
+    """
+    entries: list[ShardEntry] = []
+    found: set[frozenset[str]] = set()
+    for name in shards.names:
+        part = _read_part(parts / _part_name(name))
+        entries.append(part.entry)
+        found.update(part.sets)
     count = sum(entry.count for entry in entries)
     if not count:
         for name in shards.names:
             (parts / _part_name(name)).unlink()
         raise DataError(f"no example in {len(entries)} shards: {shards.locations()[0]} has no member with an extension")
-    _require_whole_examples(entries, shards.root)
-    name = f"extents-{manifest_digest(entries).hex()[:16]}.npy"
-    with private_file(index_dir / name) as file:
-        header = {"descr": np.lib.format.dtype_to_descr(ROW), "fortran_order": False, "shape": (count,)}
-        np.lib.format.write_array_header_1_0(file, header)
-        for shard in shards.names:
-            file.write(_read_part(parts / _part_name(shard))[1])
-    write_manifest(index_dir, name, entries, sorted(exclude))
-    for old in index_dir.glob("extents-*.npy"):
-        if old.name != name:
+    numbers = number_sets(found)
+
+    def tables() -> Iterator[np.ndarray]:
+        for name in shards.names:
+            part = _read_part(parts / _part_name(name))
+            keys_K = part.keys_K.copy()
+            keys_K["extensions"] = np.array([numbers[one] for one in part.sets], dtype=np.uint32)[keys_K["extensions"]]
+            yield keys_K
+
+    split = find_split(tables, list(numbers))
+    if split is not None:
+        names = [shards.names[number] for number in split.shards]
+        _refuse(index_dir, shards, dict.fromkeys(names, _reason(split, entries, shards.root, remote)), exclude)
+    digest = manifest_digest(entries).hex()[:16]
+    files = IndexFiles(f"extents-{digest}.npy", f"keys-{digest}.npy", [sorted(one) for one in numbers])
+    rows = (_read_part(parts / _part_name(name)).rows_K for name in shards.names)
+    for name, dtype, arrays in ((files.extents, ROW, rows), (files.keys, KEY, tables())):
+        with private_file(index_dir / name) as file:
+            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+            np.lib.format.write_array_header_1_0(file, header)
+            for array in arrays:
+                file.write(array.tobytes())
+    write_manifest(index_dir, files, entries, sorted(exclude))
+    for old in (*index_dir.glob("extents-*.npy"), *index_dir.glob("keys-*.npy")):
+        if old.name not in (files.extents, files.keys):
             old.unlink()
 
 
-def _require_whole_examples(entries: Sequence[ShardEntry], root: str) -> None:
-    """Refuses shards that hold parts of one example each: cut between its members, or images and captions in shards of their own.
-
-    Keys may repeat from shard to shard, where each counts its own examples. Parts show in extensions of which none is in both.
-
-    Raises:
-        DataError: the last key of a shard comes first in the next, or two shards begin with one key, with other extensions.
-    """
-    first_of: dict[str, tuple[ShardEntry, set[str]]] = {}
-    before: tuple[ShardEntry, str, set[str]] | None = None
-    for entry in entries:
-        if not entry.count:
-            continue
-        (first, extensions), (last, last_extensions) = (
-            (key, set(rest.split(",")))
-            for key, _, rest in (entry.first_key.partition(":"), entry.last_key.partition(":"))
-        )
-        other, others = first_of.setdefault(first, (entry, extensions))
-        if before is not None and first == before[1] and not extensions & before[2]:
-            other, others = before[0], before[2]
-        if not extensions & others:
-            raise DataError(
-                f"{root}/{other.name} and {root}/{entry.name} hold parts of one example: its members "
-                f"{', '.join(sorted(others))} and {', '.join(sorted(extensions))}; bring them together by prepare.py repack "
-                f"{root}/{other.name},{root}/{entry.name} --output DIR"
-            )
-        before = entry, last, last_extensions
+def _reason(split: Split, entries: Sequence[ShardEntry], root: str, remote: RemoteOptions) -> str:
+    """Names the first example of which shards hold parts, and the command that brings them together."""
+    last_S = np.cumsum([entry.count for entry in entries])
+    one, two = (int(np.searchsorted(last_S, example, side="right")) for example in split.ids)
+    storage = open_storage(root, remote)
+    with storage.local_copy(entries[one].name) as path:
+        key = walk_shard(path, entries[one].name).keys[split.ids[0] - int(last_S[one]) + entries[one].count]
+    storage.close()
+    held = " and ".join(", ".join(f".{extension}" for extension in sorted(one_set)) for one_set in split.sets)
+    if len(split.shards) > _NAMED:
+        pattern = f"SHARDS, with SHARDS as all {len(split.shards)} that hold such parts,"
+    else:
+        pattern = ",".join(f"{root}/{entries[number].name}" for number in split.shards)
+    return (
+        f"{root}/{entries[one].name} and {root}/{entries[two].name} hold parts of one example, {shown(key)}: its members "
+        f"{held}; {'fetch these shards, and ' if is_url(root) else ''}bring them together by prepare.py repack {pattern} "
+        "--output DIR"
+    )

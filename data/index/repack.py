@@ -7,7 +7,6 @@ What cannot be read as a member (a header of zeros, a cut-off tail) is lost, and
 Both are refused, or left out and counted where the caller accepts that.
 """
 
-import hashlib
 import itertools
 import os
 import zlib
@@ -20,6 +19,7 @@ import numpy as np
 
 from data.errors import DataError, ReadError
 from data.files import named_when_whole, write_durably
+from data.index.keys import key_hash
 from data.index.shard import index_file, read_window
 from data.index.tar_format import (
     BLOCK,
@@ -233,7 +233,7 @@ def _split_over_shards(shards: Sequence[Path], accept_loss: bool) -> dict[bytes,
     for number in range(len(shards)):
         found = _find(shards, number, accept_loss)
         examples = found.examples + found.unsure
-        hashes.append(np.array([_hash(example.key) for example in examples], dtype=np.uint64))
+        hashes.append(np.array([key_hash(example.key) for example in examples], dtype=np.uint64))
         sets.append(
             np.array([numbers.setdefault(example.extensions, len(numbers)) for example in examples], dtype=np.int32)
         )
@@ -258,7 +258,7 @@ def _split_over_shards(shards: Sequence[Path], accept_loss: bool) -> dict[bytes,
         found = _find(shards, number, accept_loss)
         unsure |= {example.key for example in found.unsure}
         for example in found.examples + found.unsure:
-            if _hash(example.key) in suspects:
+            if key_hash(example.key) in suspects:
                 apart.setdefault(example.key, []).extend(example.runs)
     for key, runs in apart.items():
         if sum(len(run.extensions) for run in runs) != len(Example(key, runs).extensions):
@@ -272,10 +272,6 @@ def _ambiguous(key: bytes, paths: Sequence[Path]) -> str:
         f"{names}: the key {shown(key)} comes back with parts of an example, and nothing says which members belong together; "
         "give one command those shards that belong together, or rename members"
     )
-
-
-def _hash(key: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 def _write(
@@ -327,7 +323,7 @@ def _write(
                 report.joined += len(waiting.runs) > 1
                 waiting = next(examples, None)
             file.write(bytes(2 * BLOCK))
-        entry, rows_K = index_file(path, path.name, str(path), "")
+        entry, rows_K, *_ = index_file(path, path.name, str(path), "")
         if rows_K["crc32"].tolist() != crc32s:
             raise ReadError(f"{path} does not hold what was written to it; look at the disk")
         sums.append(f"{entry.sha256}  {path.name}\n")

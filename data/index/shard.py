@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.errors import DataError
+from data.index.keys import key_rows
 from data.index.tar_format import BLOCK, CutOffError, Member, TarFormatError, iter_members, shown, split_key
 from data.reading.records import ShardEntry
 
@@ -49,23 +50,31 @@ class Extents(NamedTuple):
         bounds_K2: bytes [start, end) of each example.
         caption_bytes_K: bytes of its caption.
         keys: of the examples, in order.
+        extensions: of their members.
         skipped: members that belong to no example.
         other_bytes: those of members between examples that belong to none.
         padding_bytes: end marker and padding.
-        first_key, last_key: as `ShardEntry` has them.
     """
 
     bounds_K2: np.ndarray
     caption_bytes_K: np.ndarray
     keys: list[bytes]
+    extensions: list[frozenset[str]]
     skipped: int
     other_bytes: int
     padding_bytes: int
-    first_key: str
-    last_key: str
 
 
-def index_file(path: Path, name: str, location: str, version: str) -> tuple[ShardEntry, np.ndarray]:
+class IndexedShard(NamedTuple):
+    """One shard in an index: its manifest entry, its rows, ROW (count,), and its keys, KEY (count,), which number these sets."""
+
+    entry: ShardEntry
+    rows_K: np.ndarray
+    keys_K: np.ndarray
+    sets: list[frozenset[str]]
+
+
+def index_file(path: Path, name: str, location: str, version: str) -> IndexedShard:
     """Indexes one shard, independently of all others (so that shards can be done in parallel).
 
     Args:
@@ -73,9 +82,6 @@ def index_file(path: Path, name: str, location: str, version: str) -> tuple[Shar
         name: the shard's name in the index.
         location: what messages call it.
         version: what the storage says about its state.
-
-    Returns:
-        Its manifest entry and its rows, ROW (count,).
 
     Raises:
         DataError: it cannot be read, is no whole tar archive, keeps members of an example apart, or changes meanwhile.
@@ -111,11 +117,9 @@ def index_file(path: Path, name: str, location: str, version: str) -> tuple[Shar
         skipped=extents.skipped,
         other_bytes=extents.other_bytes,
         padding_bytes=extents.padding_bytes,
-        first_key=extents.first_key,
-        last_key=extents.last_key,
         version=version,
     )
-    return entry, rows_K
+    return IndexedShard(entry, rows_K, *key_rows(extents.keys, extents.extensions))
 
 
 def walk_shard(path: Path, location: str) -> Extents:
@@ -199,12 +203,14 @@ def walk_shard(path: Path, location: str) -> Extents:
     unaccounted = size - int((bounds_K2[:, 1] - bounds_K2[:, 0]).sum()) - other_bytes - padding_bytes
     if unaccounted:
         raise DataError(f"{location} has {unaccounted} bytes that are no example, no other member and no padding")
-    ends = [
-        f"{hashlib.sha256(keys[at]).hexdigest()[:32]}:{','.join(sorted(extensions_of[keys[at]]))}" if keys else ""
-        for at in (0, -1)
-    ]
     return Extents(
-        bounds_K2, np.array(caption_bytes, dtype=np.int64), keys, skipped, other_bytes, padding_bytes, ends[0], ends[1]
+        bounds_K2,
+        np.array(caption_bytes, dtype=np.int64),
+        keys,
+        [extensions_of[key] for key in keys],
+        skipped,
+        other_bytes,
+        padding_bytes,
     )
 
 

@@ -6,15 +6,15 @@ comes back later in the shard with the same extensions is a copy, and an example
 refused, because an example was taken apart. An example without an image or a caption stays an example: the
 number of examples n is an input of the privacy accounting and may not depend on what can be decoded.
 
-On disk: `extents-DIGEST.npy` (rows of `shard.ROW`) and `manifest.json`, which names it and is renamed into place
-last: an index is either whole or not there. Both are private (mode 0600): shard sizes, counts and hashes describe the
-data. `build` writes them.
+On disk: `extents-DIGEST.npy` (rows of `shard.ROW`), `keys-DIGEST.npy` (rows of `keys.KEY`, which only a later build reads) and
+`manifest.json`, which names them and is renamed into place last: an index is either whole or not there. All are private (mode
+0600): shard sizes, counts and hashes describe the data. `build` writes them.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +22,14 @@ import numpy as np
 
 from data.errors import DataError
 from data.files import private_file
-from data.index.shard import ROW
+from data.index.shard import ROW, IndexedShard
 from data.index.shards import ShardSet
 from data.index.tar_format import BLOCK
 from data.reading.records import ReadRequest, RemoteOptions, ShardEntry, ShardStatus
 from data.reading.staging import StagedStorage, Staging
 from data.reading.storage import Storage, open_storage, require_present
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """It changes whenever shards that were accepted are no longer, so that no index of such a shard is used."""
 MANIFEST = "manifest.json"
 _LOCAL = RemoteOptions()
@@ -42,6 +42,15 @@ class Extents(NamedTuple):
     offsets: np.ndarray
     lengths: np.ndarray
     crc32s: np.ndarray
+
+
+@dataclass(frozen=True)
+class IndexFiles:
+    """Names of the files with the extents and the keys of all examples, and the sets that the keys' numbers stand for."""
+
+    extents: str
+    keys: str
+    extension_sets: list[list[str]]
 
 
 class ExampleTable:
@@ -194,13 +203,28 @@ class ExampleTable:
         """
         entries = [replace(entry, version=status.version) for entry, status in zip(self.entries, statuses, strict=True)]
         if entries != list(self.entries):
-            write_manifest(self.index_dir, _load_manifest(self.index_dir)["extents"], entries, self.excluded)
+            manifest = _load_manifest(self.index_dir)
+            files = IndexFiles(manifest["extents"], manifest["keys"], manifest["extension_sets"])
+            write_manifest(self.index_dir, files, entries, self.excluded)
             self.entries = tuple(entries)
 
-    def shard_rows(self, shard: int) -> np.ndarray:
-        """The rows of one shard, ROW (count,)."""
-        last = int(self._last_S[shard])
-        return self._rows_N[last - self.entries[shard].count : last]
+    def indexed_shards(self) -> Iterator[IndexedShard]:
+        """What is known of each shard.
+
+        Raises:
+            DataError: the index is damaged.
+        """
+        manifest = _load_manifest(self.index_dir)
+        try:
+            sets = [frozenset(one) for one in manifest["extension_sets"]]
+            keys_N = np.load(self.index_dir / manifest["keys"], mmap_mode="r", allow_pickle=False)
+            for entry, last in zip(self.entries, self._last_S.tolist(), strict=True):
+                mine = slice(last - entry.count, last)
+                keys_K = np.array(keys_N[mine])
+                used, keys_K["extensions"] = np.unique(keys_K["extensions"], return_inverse=True)
+                yield IndexedShard(entry, self._rows_N[mine], keys_K, [sets[number] for number in used.tolist()])
+        except (KeyError, IndexError, TypeError, OSError, ValueError) as error:
+            raise DataError(f"the index {self.index_dir} is damaged ({error}); build it again") from error
 
     def manifest_digest(self) -> bytes:
         """SHA-256 over names, sizes, hashes and counts of all shards: 32 bytes, private, equal for equal data."""
@@ -214,17 +238,16 @@ class ExampleTable:
 
 
 def manifest_digest(entries: Sequence[ShardEntry]) -> bytes:
-    """See `ExampleTable.manifest_digest`. Times and ETags are left out: a copy is the same data."""
+    """See `ExampleTable.manifest_digest`. Times, ETags and the format of the index are left out: a copy is the same data."""
     rows = [[entry.name, entry.size, entry.sha256, entry.count, entry.keys_sha256] for entry in entries]
-    return hashlib.sha256(json.dumps([FORMAT_VERSION, rows], separators=(",", ":")).encode()).digest()
+    return hashlib.sha256(json.dumps([1, rows], separators=(",", ":")).encode()).digest()
 
 
-def write_manifest(index_dir: Path, extents: str, entries: Sequence[ShardEntry], excluded: Sequence[str]) -> None:
+def write_manifest(index_dir: Path, files: IndexFiles, entries: Sequence[ShardEntry], excluded: Sequence[str]) -> None:
     """Writes manifest.json, which makes an index whole.
 
     Args:
         index_dir: the folder of the index.
-        extents: name of the file with the rows.
         entries: the shards that are in the index.
         excluded: names of the shards that were left out on request.
 
@@ -234,7 +257,7 @@ def write_manifest(index_dir: Path, extents: str, entries: Sequence[ShardEntry],
     manifest = {
         "format_version": FORMAT_VERSION,
         "num_examples": sum(entry.count for entry in entries),
-        "extents": extents,
+        **asdict(files),
         "excluded": list(excluded),
         "shards": [asdict(entry) for entry in entries],
     }

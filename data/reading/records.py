@@ -21,7 +21,6 @@ class ShardEntry:
         skipped: members that belong to no example: links, devices, folders, hidden or nameless files.
         other_bytes: those of members between examples that belong to none.
         padding_bytes: the end marker and the padding; with `other_bytes` and the extents of the examples the whole size.
-        first_key, last_key: hash of the first and the last key, a colon, and the extensions of that example.
         version: its state when it was indexed, KIND:VALUE: `mtime_ns` of a file, `etag` or `modified` of an
             object; empty when there is nothing.
     """
@@ -35,8 +34,6 @@ class ShardEntry:
     skipped: int
     other_bytes: int
     padding_bytes: int
-    first_key: str
-    last_key: str
     version: str
 
 

@@ -17,6 +17,7 @@ from benchmarks.synthetic_shards import write_tiny_shards
 from data.errors import DataError, ReadError
 from data.index import build as index_build
 from data.index.build import BAD_SHARDS, build_index
+from data.index.keys import KEY
 from data.index.shard import ROW
 from data.index.shards import find_shards, read_shard_list
 from data.index.tar_index import FORMAT_VERSION, MANIFEST, ExampleTable
@@ -43,14 +44,14 @@ def contents(index: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in index.iterdir()}
 
 
-def test_at_most_twelve_bytes_and_private_keys_hash(table: ExampleTable) -> None:
-    assert ROW.itemsize == 11
-    [extents] = table.index_dir.glob("extents-*.npy")
+def test_few_bytes_and_no_name_of_an_example(table: ExampleTable) -> None:
+    assert (ROW.itemsize, KEY.itemsize) == (11, 12)
+    [extents], [keys] = table.index_dir.glob("extents-*.npy"), table.index_dir.glob("keys-*.npy")
     assert extents.stat().st_size == 12 * ROW.itemsize + 192
     manifest = json.loads((table.index_dir / MANIFEST).read_text())
     first = manifest["shards"][0]
     assert set(first) >= {"name", "size", "sha256", "count", "keys_sha256"}
-    assert b"folder/ex0000" not in (table.index_dir / MANIFEST).read_bytes() + extents.read_bytes()
+    assert not any(b"folder/ex0000" in path.read_bytes() for path in (table.index_dir / MANIFEST, extents, keys))
 
 
 def test_processes_give_the_same_bytes(tmp_path: Path) -> None:
@@ -173,8 +174,8 @@ from pathlib import Path
 from benchmarks.synthetic_shards import write_tiny_shards
 from data.index import build as index_build
 written = []
-def kill_after_four(path, entry, rows, write=index_build._write_part):
-    write(path, entry, rows)
+def kill_after_four(path, shard, write=index_build._write_part):
+    write(path, shard)
     written.append(path)
     if len(written) == 4:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -345,7 +346,7 @@ def test_the_build_is_fast_and_small(tmp_path: Path) -> None:
     start = time.process_time()
     table = build_index(shards, tmp_path / "index")
     assert len(table) / (time.process_time() - start) > 40_000
-    assert sum(path.stat().st_size for path in table.index_dir.iterdir()) <= 12 * len(table)
+    assert sum(path.stat().st_size for path in table.index_dir.iterdir()) <= 24 * len(table)
     assert [raw.caption for raw in TarReader(table).read_all([0, 199_999])] == ["twenty bytes of data"] * 2
 
 
