@@ -2,12 +2,13 @@
 
     python benchmarks/step.py --json          # everything; within 12 minutes on two CPU cores
     python benchmarks/step.py --profile       # where the time goes (CPU, one thread)
-    python benchmarks/step.py --count         # FLOPs alone, of large models too, without doing the arithmetic
+    python benchmarks/step.py --count         # FLOPs and operations alone, of large models too, without the arithmetic
     python benchmarks/step.py --against DIR   # a logical batch here and in another checkout, by turns (CPU, one thread)
 
 Interleaved rounds in one process for time (the ratio of a round is against the non-private step of the same round; the
 median over rounds is reported), a process of its own per mode for memory (maximum resident size on CPU, allocator peak on
-CUDA), torch's FlopCounterMode for FLOPs. `time_ratio` and `peak_memory_ratio` are against a non-private step that makes fresh
+CUDA), torch's FlopCounterMode for FLOPs. `operations` are launches by mode, counted on the meta device in the dtype and on the
+way that the workload's own device takes. `time_ratio` and `peak_memory_ratio` are against a non-private step that makes fresh
 gradients; `..._to_accumulating` against one that adds to those of earlier micro-batches, as our modes do and as any large
 logical batch needs. With --json one JSON object on stdout, everything else on stderr. README.md has the
 cost model.
@@ -33,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks import excess  # noqa: E402
+from benchmarks.operations import count_operations  # noqa: E402
 from benchmarks.workloads import (  # noqa: E402
     BASELINES,
     CPU_WORKLOADS,
@@ -138,10 +140,23 @@ def matrix_peak(dtype: torch.dtype) -> float:
     return float(2 * size**3 / best)
 
 
+def operations(workload: Workload) -> dict[str, int]:
+    """Launches of one micro-batch by mode: CPU workloads in fp32, CUDA's in bf16 with Triton."""
+    on_cuda = workload.name in CUDA_WORKLOADS
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    modes = (*BASELINES, "bookkeeping", "two_pass")
+    steps = {mode: make_step(mode, workload, torch.device("meta"), dtype) for mode in modes}
+    return {mode: count_operations(step, as_on_cuda=on_cuda) for mode, step in steps.items()}
+
+
 def count(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """FLOP ratios of our modes, without doing the arithmetic: on the meta device, in fp32."""
-    ratios = flop_ratios(workload, torch.device("meta"), torch.float32, OURS)
-    return {"workload": workload.name, "batch_size": workload.batch_size, "flop_ratio": ratios}
+    """FLOP ratios of our modes and launches, without doing the arithmetic: on the meta device (FLOPs in fp32)."""
+    return {
+        "workload": workload.name,
+        "batch_size": workload.batch_size,
+        "flop_ratio": flop_ratios(workload, torch.device("meta"), torch.float32, OURS),
+        "operations": operations(workload),
+    }
 
 
 def profile(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -164,6 +179,7 @@ def compare(workload: Workload, device: torch.device, dtype: torch.dtype) -> dic
         "batch_size": workload.batch_size,
         "rounds": workload.rounds,
         "flop_ratio": flop_ratios(workload, device, dtype, MODES),
+        "operations": operations(workload),
     }
     measured["peak_memory_ratio"], measured["peak_memory_ratio_to_accumulating"] = peak_memory_ratios(workload)
     measured["time_ratio"], measured["time_ratio_to_accumulating"], seconds = time_ratios(workload, device, dtype)

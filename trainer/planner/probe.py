@@ -74,7 +74,7 @@ class MicroBatch(NamedTuple):
 
 
 @contextmanager
-def _with_fused_attention() -> Iterator[None]:
+def with_fused_attention() -> Iterator[None]:
     """Takes the fused kernel of CPU and CUDA, which keeps no attention matrix; for meta tensors torch would write it out.
 
     (A TorchFunctionMode would not do: it is off during a backward pass, where checkpointed blocks run again.)
@@ -151,7 +151,7 @@ class Probe:
         """Above EXAMPLES_PER_PART examples (or `rows_at_once`) clipping goes through parts, and only the inputs grow."""
         part = self.rows_at_once(min(size, EXAMPLES_PER_PART))
         self._clipped.mode = mode
-        with _with_fused_attention(), _Counter() as counter:
+        with with_fused_attention(), _Counter() as counter:
             is_padding_B = torch.zeros(part, dtype=torch.bool, device=META)
             self._clipped.add_micro_batch(self._module, self.inputs(part), is_padding_B)
         self._clipped.zero_()
@@ -163,7 +163,7 @@ class Probe:
         model = self.model
         losses: list[Tensor] = []
         inputs = {n: x.float() if x.is_floating_point() else x for n, x in self.inputs(size).items()}
-        with _with_fused_attention():
+        with with_fused_attention():
             forward = count_flops(lambda: losses.append(model(**inputs)))
         trained = [p for p in model.parameters() if p.requires_grad]
         backward = count_flops(lambda: torch.autograd.grad(losses[0].sum(), trained, allow_unused=True))
