@@ -40,6 +40,7 @@ from trainer.loop.step import Mechanism
 from trainer.optimizers import moments
 from trainer.optimizers.adam_bc import NoiseVariance
 from trainer.planner.bands import with_coefficients
+from trainer.planner.probe import flops_of_an_example
 from trainer.ranks.agreement import require_shared
 from trainer.ranks.discovery import Ranks
 from trainer.ranks.distributed import first_on_main, on_main
@@ -315,6 +316,7 @@ def _build_run(
         ),
         average=average,
         model_facts=model_facts,
+        flops_per_example=flops_of_an_example(setup.task),
     )
     return run, choice
 
