@@ -28,7 +28,7 @@ FILES = (
 )
 FOLDERS = (
     *("checkpoints", "checkpoints/step-*", "checkpoints/.step-*", "evaluation", "tensorboard", "behind", "private"),
-    *("private/index", "private/heldout-index", "private/tensorboard"),
+    *("private/index", "private/heldout-index", "private/tensorboard", "private/profile"),
 )
 """Names that a start, or a step, reads or writes: patterns in the run folder."""
 LOCK_PATIENCE = 5.0

@@ -21,7 +21,7 @@ from ..correlated.segment import Segment
 from ..noise import NoiseSource, add_rounded_noise
 from ..plan import PrivacyPlan
 from ..releases import Release
-from . import collectives
+from . import clock, collectives
 from .adaptive_bound import adapt_bound
 from .engine import Engine, GradShard, to_device
 from .noise_variance import NoiseVariance
@@ -90,7 +90,8 @@ class StepRecord:
 
     `private` holds sums over all ranks, computed without noise: MicroBatchStats' fields and the number of undecodable
     examples. `noised_grad_norm` is post-processing of the noised gradient; `public` holds what else may be published.
-    `communication_bytes` is what this rank sent for the sums; it follows from the number of micro-batches.
+    `communication_bytes` is what this rank sent for the sums; it follows from the number of micro-batches. `seconds` are those of
+    the step's phases on this rank.
     """
 
     lr: Public[float]
@@ -98,11 +99,13 @@ class StepRecord:
     private: dict[str, Private[float]]
     public: dict[str, Public[float]]
     communication_bytes: Private[int]
+    seconds: dict[str, Private[float]]
 
 
 def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBatch]) -> StepRecord:
     """One DP-SGD step on one logical batch. Every rank passes the same number of micro-batches."""
     plan, clipped, engine = mechanism.plan, mechanism.clipped, mechanism.engine
+    laps = clock.Laps(engine.device)
     clipped.zero_()
     collectives.traffic.reset()
     releases = clipped.releases(plan.noise_multiplier)
@@ -116,10 +119,13 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
         stats.append(clipped.add_micro_batch(mechanism.task, to_device(batch.inputs, engine), is_padding_B))
         num_undecodable += batch.num_undecodable
     clipped.require_repeated()
+    laps.end("gradients")  # the wait for data is in it
     if not clipped.leaves_process:
         _intend(mechanism, step, releases)
+    laps.end("intent")
 
     shards = reduce_to_owners(clipped, engine.layout)
+    laps.end("reduction")
     if plan.lattice is not None:  # whole numbers until the noise is in them
         deviation = plan.lattice.noise_deviation(plan.noise_multiplier)
         for shard in shards:
@@ -129,13 +135,15 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
         mechanism.segment.add_row([shard.values for shard in shards], noise_std, mechanism.noise)
     for shard in shards:
         shard.values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
+    laps.end("noise")
     lr = mechanism.learning_rate(step)
     added = noise_std * mechanism.segment.spread
     noise_variance = mechanism.noise_variance.after(step, added / plan.expected_batch_size)
     engine.step(shards, lr=lr, noise_variance=noise_variance)
     public = adapt_bound(clipped, plan, mechanism.noise, stats, releases)
     mechanism.ledger.done(step)
-    return _record(lr, shards, stats, num_undecodable, public)
+    laps.end("update")
+    return _record(lr, shards, stats, num_undecodable, public, laps.seconds)
 
 
 def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> None:
@@ -151,6 +159,7 @@ def _record(
     stats: Sequence[MicroBatchStats],
     num_undecodable: int,
     public: dict[str, Public[float]],
+    seconds: dict[str, Private[float]],
 ) -> StepRecord:
     """What the step shows, summed over its micro-batches and all ranks."""
     squared = torch.stack([s.values.square().sum() for s in shards]).sum() if shards else torch.zeros(())
@@ -166,4 +175,5 @@ def _record(
         private={name: Private(total) for name, total in zip(names, totals.tolist(), strict=True)},
         public=public,
         communication_bytes=Private(collectives.traffic.bytes.total()),
+        seconds=seconds,
     )

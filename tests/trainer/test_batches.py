@@ -174,8 +174,8 @@ def test_contract_4_a_node_has_rows_for_the_largest_group_in_its_share(
     made = LogicalBatches(sampler, KEY, NONCE, {}, 1, nodes=nodes, expected_batch_size=expected)
     counts = set()
     with monkeypatch.context() as patch:
-        patch.setattr(distributed, "world_size", lambda: len(nodes))
-        patch.setattr(distributed, "rank", lambda: 0)
+        patch.setattr(collectives, "world_size", lambda: len(nodes))
+        patch.setattr(collectives, "rank", lambda: 0)
         patch.setattr(module, "_gather", lambda mine: [sampler.of_attempt(0).decide(bytes(32), 1)])
         counts = {plan.num_micro_batches for plan in made.plans(1, 5)}
     assert len(counts) == 1

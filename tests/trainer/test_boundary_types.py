@@ -31,7 +31,7 @@ READS_A_CLOCK = {
     "privacy/ledger/ledger.py": "the start of the program, before it reads data",
     "privacy/ledger/shared.py": "the creation of a data owner's ledger, before any run",
     "trainer/audit/watch.py": "the order of fsyncs and releases in the sandbox of an audit, which keeps no time",
-    "trainer/clock.py": "private by type",
+    "privacy/step/clock.py": "private by type",
     "trainer/loop/metrics.py": "lines in private/",
     "trainer/loop/reporting.py": "memory, boxed as private; the time left, on the console",
     "trainer/loop/stopping.py": "deadlines",
@@ -51,7 +51,7 @@ import time
 import numpy as np
 
 from privacy.boundary import Private, Public, Reason
-from trainer import clock
+from privacy.step import clock
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
 from trainer.loop.reporting import StepReporter, write_public
 from privacy.step.step import StepRecord
@@ -108,6 +108,6 @@ def test_clocks_are_read_where_it_is_known_why() -> None:
         if relative(path).startswith(("benchmarks/", "tools/")) or not mentions.search(path.read_text()):
             continue  # those two train nobody's data
         read = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute) and node.attr in CLOCKS]
-        if any(ast.unparse(node.value) != "clock" for node in read):  # trainer/clock.py, private by type
+        if any(ast.unparse(node.value) != "clock" for node in read):  # privacy/step/clock.py, private by type
             found.add(relative(path))
     assert found == set(READS_A_CLOCK)

@@ -104,4 +104,7 @@ def test_private_files_keep_the_times(tmp_path: Path, one_rank: torch.device) ->
     (*_, last) = read_metrics(tmp_path / "own/private")
     assert last["performance/step_seconds"] > 0 and last["performance/communication_bytes"] >= 0
     assert abs(last["time_unix"] - time.time()) < 600
+    phases = [last[f"performance/{name}_seconds"] for name in ("gradients", "intent", "reduction", "noise", "update")]
+    assert 0 < sum(phases) <= last["performance/step_seconds"] and last["performance/model_flops_per_second"] > 0
+    assert "performance/mfu" not in last, "the peak of this device is not known"
     assert not [name for line in read_metrics(tmp_path / "own") for name in line if name.startswith(("perf", "time"))]

@@ -251,6 +251,20 @@ def test_a_large_example_and_none_publish_the_same_bytes(tmp_path: Path, one_ran
     assert privates[0].read_bytes() != privates[1].read_bytes(), "the two runs did see different things"
 
 
+def test_a_profile_changes_no_public_byte_and_is_private(tmp_path: Path, one_rank: torch.device) -> None:
+    """The profiled run and the other see different examples, too; only the configuration says that there is a profile."""
+    profile = "train.profile=[2, 3]"
+    one = train_and_publish(tmp_path, "tiny", 0.96, Neighbour("large", 1), one_rank, profile)
+    other = train_and_publish(tmp_path, "tiny", 0.96, Neighbour("plain", 2, is_drawn=False), one_rank)
+    assert one.codes == other.codes == [7, 0] and differing(one, other) == ["config.toml"]
+    (run,) = tmp_path.glob("run-tiny-*-large-*")
+    (trace,) = run.rglob("*rank-0.json")
+    assert trace.parent == run / "private/profile" and trace.name == "steps-2-3-rank-0.json"
+    assert trace.parent.stat().st_mode & 0o077 == 0
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert "aten::mm" in names or "aten::addmm" in names, "the trace shows matrix products"
+
+
 def test_nor_does_the_count_of_adaptive_clipping_leave_without_noise(tmp_path: Path, one_rank: torch.device) -> None:
     one, other = (
         train_and_publish(tmp_path, "tiny", 0.96, neighbour, one_rank, *ADAPTIVE)

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from data.reading.loader import StepPlan
 from privacy.checkpoints.read import has_checkpoints
 from privacy.checkpoints.write import require_finite
+from privacy.step import clock
 from privacy.step.engine import ShardState, holds_whole_weights
 from privacy.step.step import train_step
-from trainer import clock
 from trainer.errors import StepDropped
+from trainer.loop.profiling import StepProfiler
 from trainer.loop.reporting import StepReporter
 from trainer.loop.stopping import STOPPED_EARLY, StopRequests
 from trainer.ranks import distributed
@@ -28,6 +29,7 @@ def fit(run: "Run") -> int:
     """Trains from the run's first step to its last; returns the exit code of design: 0, 3 (budget spent) or 7 (stopped)."""
     num_steps = run.config.train.num_steps
     reporter = StepReporter(run)
+    profiler = StepProfiler(run.folder.private / "profile", run.config.train.profile)
     grace = run.config.train.grace_seconds
     words = (
         f"stopped: a step did not end within {grace:g} s of SIGTERM or SIGINT; it is abandoned, what the ledger charged for it "
@@ -57,6 +59,7 @@ def fit(run: "Run") -> int:
             if stops.any():
                 outcome = BUDGET_SPENT if stops[0] else STOPPED_EARLY
                 break
+            profiler.before(step + 1)
             started = clock.now()
             plan, micro_batches = next(steps)
             step = plan.step
@@ -82,6 +85,7 @@ def fit(run: "Run") -> int:
                 saved = save(run, step)
     finally:
         steps.close()
+    profiler.close()
     if saved != step:
         save(run, step)
     run.checkpoints.finish()

@@ -19,6 +19,7 @@ from data.files import write_durably
 from privacy.boundary import Private, Public, Reason
 from privacy.card.text import rounded_up
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32, fp32_above
+from trainer.planner.hardware import known_peak
 from trainer.ranks import distributed
 from trainer.run.heldout import HeldoutResults
 from trainer.tasks.base import Samples
@@ -114,6 +115,9 @@ class StepReporter:
             "loss": f"{shown['train/loss']:.3f}",
             "ex/s": f"{shown['performance/examples_per_second']:.0f}",
             "data": f"{shown['performance/data_wait_fraction']:.0%}",
+            **{phase: f"{s.inside() / duration.inside():.0%}" for phase, s in record.seconds.items()},
+            "TFLOP/s": f"{shown['performance/model_flops_per_second'] / 1e12:.2g}",
+            **({"mfu": f"{shown['performance/mfu']:.0%}"} if "performance/mfu" in shown else {}),
             "mem": f"{shown['performance/peak_memory_gib']:.1f}G",
         }
         self._progress.update(step, console)
@@ -122,7 +126,9 @@ class StepReporter:
         """What the console and private/ show: sums without noise, and the time and memory that single examples take to decode."""
         sums = {name: value.inside() for name, value in record.private.items()}
         count, seconds = max(sums["num_examples"], 1.0), duration.inside()
-        device = self._run.mechanism.engine.device
+        device, size = self._run.mechanism.engine.device, self._run.mechanism.plan.expected_batch_size
+        flops = self._run.flops_per_example * size / distributed.world_size()
+        peak_flops = known_peak(device, self._run.mechanism.engine.compute_dtype)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
@@ -135,7 +141,10 @@ class StepReporter:
             "train/undecodable_examples": sums["num_undecodable"],
             "performance/step_seconds": seconds,
             # The rate is of the expected batch size, never of the realised one.
-            "performance/examples_per_second": self._run.mechanism.plan.expected_batch_size / seconds,
+            "performance/examples_per_second": size / seconds,
+            "performance/model_flops_per_second": flops / seconds,
+            **({"performance/mfu": flops / seconds / peak_flops} if peak_flops is not None else {}),
+            **{f"performance/{phase}_seconds": taken.inside() for phase, taken in record.seconds.items()},
             "performance/communication_bytes": record.communication_bytes.inside(),
             "performance/data_wait_fraction": self._run.loader.data_wait / seconds,
             "performance/peak_memory_gib": peak / 2**30,

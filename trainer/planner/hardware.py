@@ -82,6 +82,18 @@ GPUS: Mapping[str, Gpu] = {
 }
 
 
+_CALLED_BY_TORCH = {
+    "Tesla V100-SXM2-32GB": "v100-32gb", "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA H100 80GB HBM3": "h100-80gb", "NVIDIA H200": "h200-141gb",
+}  # fmt: skip
+
+
+def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of this device, by the data sheet of the accelerator that it names itself; None for others and for CPUs."""
+    name = _CALLED_BY_TORCH.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if name is None else GPUS[name].peak(dtype)
+
+
 def find_gpu(name: str) -> Gpu:
     """The accelerator of this name; ConfigError lists the choices."""
     if name not in GPUS:

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -160,11 +160,21 @@ class Probe:
 
     def plain_flops(self, size: int) -> tuple[int, int]:
         """(forward, forward and backward) of a non-private micro-batch without checkpointing."""
-        model = self.model
-        losses: list[Tensor] = []
         inputs = {n: x.float() if x.is_floating_point() else x for n, x in self.inputs(size).items()}
-        with with_fused_attention():
-            forward = count_flops(lambda: losses.append(model(**inputs)))
-        trained = [p for p in model.parameters() if p.requires_grad]
-        backward = count_flops(lambda: torch.autograd.grad(losses[0].sum(), trained, allow_unused=True))
-        return forward, forward + backward
+        return _plain_flops(self.model, inputs)
+
+
+def flops_of_an_example(task: TrainingTask) -> int:
+    """Operations of one example's forward and backward without privacy, as model FLOPs utilisation counts them."""
+    rows = task.synthetic_inputs(1).items()
+    return _plain_flops(task.skeleton(), {name: torch.empty_like(x, device=META) for name, x in rows})[1]
+
+
+def _plain_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
+    """(forward, forward and backward) of a model on the meta device."""
+    losses: list[Tensor] = []
+    with with_fused_attention():
+        forward = count_flops(lambda: losses.append(model(**inputs)))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    backward = count_flops(lambda: torch.autograd.grad(losses[0].sum(), trained, allow_unused=True))
+    return forward, forward + backward

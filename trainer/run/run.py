@@ -23,6 +23,7 @@ class Run:
     """Built by `trainer.run.start.train`.
 
     Attributes:
+        flops_per_example: floating-point operations of one example's forward and backward without privacy.
         first_step: 1, or the step after the checkpoint that was resumed from.
         model_facts: what a checkpoint's manifest says about the model, its tokenizer and its initialisation.
     """
@@ -39,6 +40,7 @@ class Run:
     checkpoints: CheckpointWriter
     average: WeightAverage | None
     sanity: SanityChecks | None
+    flops_per_example: int
     model_facts: dict[str, Any]
 
     def checkpoint_facts(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from trainer.loop.sanity import SanityChecks
 from trainer.loop.schedule import learning_rate
 from trainer.optimizers import moments
 from trainer.planner.bands import with_coefficients
+from trainer.planner.probe import flops_of_an_example
 from trainer.ranks import distributed
 from trainer.ranks.agreement import require_shared
 from trainer.ranks.discovery import Ranks
@@ -290,6 +291,7 @@ def _build_run(
         ),
         average=average,
         model_facts=model_facts,
+        flops_per_example=flops_of_an_example(setup.task),
     )
     return run, choice
 
