@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..boundary import Private
 from ..checkpoints.read import Checkpoint, set_aside_newer
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
+from ..clipping.coverage import claims
 from ..clipping.selfcheck import check_against_autograd
 from ..errors import BudgetSpent, ConfigError, PrivacyConfigError
 from ..plan_request import PlanRequest
@@ -169,6 +170,7 @@ class PrivateLoop:
         _take_weights_of_main(self.module)
         self._engine = OwnEngine(self.module, optimizer, sets_rate=self._rate is not None)
         self._open.callback(self._engine.release)
+        claims(self.module, self._engine.shapes)  # names a layer without a clipping rule, such as BatchNorm
         self._made_up = self._example.made_up(FRESH) if made_up is None else self._example.named(made_up)
         check_against_autograd(self.module, to_device(self._made_up, self._engine), self._task)
         size = self._reader.micro_batch_size
