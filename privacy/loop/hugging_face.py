@@ -30,7 +30,7 @@ def kind_of(model: nn.Module) -> str:
     Raises:
         PrivacyConfigError: no model of transformers.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     if not hasattr(base, "config"):
         raise PrivacyConfigError(
             f"{type(base).__name__} is no model of transformers: give loss=, a function that returns one loss per example"
@@ -99,9 +99,13 @@ def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     return loss_BL.sum(1) / (targets_BL != IGNORED).sum(1).clamp(min=1)
 
 
+def _base(model: Any) -> Any:
+    """The model that adapters of peft adapt, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _config(model: nn.Module) -> "PretrainedConfig | Any":
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = base.config
+    config = _base(model).config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

@@ -323,6 +323,16 @@ class PrivateLoop:
         self._checkpoints.save(self.steps_done, self._engine.state(), self._engine.shapes, facts)
         self._saved = self.steps_done
 
+    def write_card(self) -> Path:
+        """Writes the privacy card of the run so far, as JSON, Markdown and one HTML page; returns its folder. Collective."""
+
+        def write() -> Path:
+            from ..card.folder import build_card, write_card
+
+            return write_card(self.run_dir, build_card(self.run_dir))[0].parent
+
+        return collectives.on_main(write)
+
     def close(self) -> None:
         """Gives model, optimizer and run folder back. Steps since the last checkpoint stay charged and are lost."""
         self._open.close()

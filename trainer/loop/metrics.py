@@ -133,15 +133,6 @@ class _EventFile:
         self._file.close()
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of `metrics.jsonl`; those torn by a kill are left out."""
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1] if line.startswith("{") and line.endswith("}")]
-
-
 def write_hparams(folder: Path, runs: Sequence[tuple[str, Mapping[str, Any], Mapping[str, float]]]) -> None:
     """TensorBoard's table of (name, hyper-parameters, metrics), in place of an older one; without times."""
     from torch.utils.tensorboard.summary import hparams, scalar
