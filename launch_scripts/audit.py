@@ -119,7 +119,7 @@ def main() -> int:
 
             report = run_audit(run_dir, options.canaries, options.checkpoint, ROOT)
         else:
-            from trainer.audit.folder import ledger_audit, schedule_audit
+            from privacy.audit.folder import ledger_audit, schedule_audit
 
             report = schedule_audit(run_dir) if isinstance(options, ScheduleOptions) else ledger_audit(run_dir)
     # The date and the ledger that was looked at: an audit of another ledger says nothing about this one.

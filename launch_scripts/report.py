@@ -47,9 +47,10 @@ def report(options: ReportOptions) -> "PrivacyCard":
         ConfigError: no such run, its folder cannot be written, or the folder to publish to is not new (exit 2).
         PrivacyStateRefused: the ledger is broken, or contradicts config.toml (exit 4).
     """
+    from privacy.card.folder import write_card
     from privacy.card.text import rounded_up
     from trainer.publish import publish
-    from trainer.report import build_card, write_card
+    from trainer.report import build_card
     from trainer.tracking import write_wandb
 
     card = build_card(options.run_dir)

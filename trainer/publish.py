@@ -1,96 +1,25 @@
-"""Which files of a run folder are public, how they are read, and a copy of them that tells nothing else.
-
-Files are public by a list: what the list does not know stays where it is, and is named. No symbolic link is followed, neither
-to a file nor through a folder, so that no name in the run folder leads into `private/` or to another part of the disk.
-"""
+"""A copy of the public files of a run folder (privacy/files/public.py) that tells nothing else."""
 
 import os
 import re
 import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint
 from privacy.checkpoints.recorded import require_recorded
 from privacy.errors import NotRecorded
+from privacy.files.public import open_public, survey
 from privacy.ledger.records import LedgerState
 from trainer.errors import ConfigError
 from trainer.weights.new_folder import new_folder
 
-_EVENTS = r"tensorboard/events\.out\.tfevents\.\d{10}"
-PUBLIC_FILES = re.compile(
-    r"config\.toml|ds_config\.json|environment\.json|ledger\.jsonl|metrics\.jsonl|verify\.py|head\.json|head\.safetensors"
-    r"|behind/ledger-\d{1,3}\.jsonl"
-    rf"|{_EVENTS}|evaluation/{_EVENTS}|evaluation/(heldout|metrics)\.jsonl|evaluation/(samples-\d{{8}}|answers)\.png"
-    r"|evaluation/[a-z_-]+-step-\d{8,}-[0-9a-f]{8}\.json"
-    r"|report/privacy_card\.(json|md|html)|report/audit[\w-]{0,60}\.json"
-)
-"""Paths in a run folder that may be published; checkpoints are chosen apart."""
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 _PART = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 FIXED_TIME = 946684800
 """2000-01-01 UTC: the modification time of everything that is published."""
-
-
-class Survey(NamedTuple):
-    """What lies in a run folder, without its checkpoints and `private/`.
-
-    Attributes:
-        public: paths that may be published.
-        left_out: path -> why it may not.
-    """
-
-    public: list[str]
-    left_out: dict[str, str]
-
-
-def survey(run_dir: Path) -> Survey:
-    """Looks at every name; a folder in which nothing is public is named once."""
-    inside = {_identity(path.lstat()) for path in (run_dir / "private").rglob("*") if not path.is_dir()}
-    found = Survey([], {})
-    for name, entry in _walk(run_dir, ""):
-        status = entry.stat(follow_symlinks=False)
-        if entry.is_symlink():
-            found.left_out[name] = "it is a symbolic link, and none is followed"
-        elif not stat.S_ISREG(status.st_mode):
-            found.left_out[name] = "it is no regular file"
-        elif _identity(status) in inside:
-            found.left_out[name] = "it is a file of private/ under another name"
-        elif PUBLIC_FILES.fullmatch(name) is None:
-            found.left_out[name] = "it is not on the list of public files"
-        else:
-            found.public.append(name)
-    return found
-
-
-def open_public(run_dir: Path, name: str) -> BinaryIO:
-    """Opens the regular file `name`, a path relative to the run folder, without following a link on the way.
-
-    Raises:
-        OSError: it is not there, or a link or a special file has its name.
-    """
-    *folders, file = name.split("/")
-    descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for part, flags in [*((folder, os.O_DIRECTORY) for folder in folders), (file, os.O_NONBLOCK)]:
-            inner = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = inner
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{name} is no regular file")
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def read_public(run_dir: Path, name: str) -> bytes:
-    """The content of a file; errors as `open_public`."""
-    with open_public(run_dir, name) as file:
-        return file.read()
 
 
 def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: bool = True) -> list[str]:
@@ -183,24 +112,6 @@ def _newest_whole(run_dir: Path) -> _Chosen | None:
         if named == {name for name in files if name != MANIFEST}:
             return _Chosen(path.name, files)
     return None
-
-
-def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
-    """Every name but checkpoints and `private/`, with the folders in which something may be public opened."""
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            name = prefix + entry.name
-            if name in ("private", "checkpoints") and entry.is_dir(follow_symlinks=False):
-                continue
-            opened = ("behind", "evaluation", "report", "tensorboard", "evaluation/tensorboard")
-            if name in opened and entry.is_dir(follow_symlinks=False):
-                yield from _walk(folder / entry.name, f"{name}/")
-            else:
-                yield name, entry
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
 
 
 def _printable(name: str) -> str:

@@ -19,10 +19,10 @@ import numpy as np
 from PIL import Image
 
 from privacy.boundary import Public, Reason
-from trainer.config.toml_text import read_toml
+from privacy.files.public import open_public, parse_lines, read_public, survey
+from privacy.files.toml_text import read_toml
 from trainer.errors import ConfigError
-from trainer.loop.metrics import parse_lines
-from trainer.publish import FIXED_TIME, open_public, read_public, survey
+from trainer.publish import FIXED_TIME
 from trainer.weights.new_folder import new_folder
 
 PROJECT = "differentially-private-training"

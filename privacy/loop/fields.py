@@ -26,12 +26,14 @@ class Field:
         shape: without the batch dimension.
         below: integers are 0 to below - 1; None for floating-point numbers.
         also: further integers that are allowed, such as -100 of labels that count for nothing.
+        is_mask: made-up values are ones and then zeros.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     below: int | None = None
     also: tuple[int, ...] = ()
+    is_mask: bool = False
 
     def padding(self) -> Tensor:
         """What stands in a row without an item."""
@@ -41,6 +43,9 @@ class Field:
         """(count, *shape): random values that the field allows, never private ones."""
         if self.below is None:
             return torch.randn(count, *self.shape, generator=generator, dtype=self.dtype)
+        if self.is_mask:
+            kept = torch.randint(1, 1 + self.shape[-1], (count, *(1 for _ in self.shape)), generator=generator)
+            return (torch.arange(self.shape[-1]).expand(count, *self.shape) < kept).to(self.dtype)
         return torch.randint(self.below, (count, *self.shape), generator=generator, dtype=self.dtype)
 
     def read(self, value: object) -> Tensor:
@@ -84,6 +89,13 @@ def integers(below: int, *shape: int, also: Sequence[int] = ()) -> Field:
     if below < 1:
         raise PrivacyConfigError(f"integers: below must be 1 or more, not {below}")
     return Field(_checked(shape), torch.int64, below, tuple(also))
+
+
+def mask(*shape: int) -> Field:
+    """1 for what counts and 0 for what does not; such as the attention mask of tokens."""
+    if not shape:
+        raise PrivacyConfigError("mask: give its shape")
+    return Field(_checked(shape), torch.int64, 2, is_mask=True)
 
 
 def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:

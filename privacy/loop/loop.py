@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..boundary import Private
 from ..checkpoints.read import Checkpoint, set_aside_newer
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
+from ..clipping.coverage import claims
 from ..clipping.selfcheck import check_against_autograd
 from ..errors import BudgetSpent, ConfigError, PrivacyConfigError
 from ..plan_request import PlanRequest
@@ -169,6 +170,7 @@ class PrivateLoop:
         _take_weights_of_main(self.module)
         self._engine = OwnEngine(self.module, optimizer, sets_rate=self._rate is not None)
         self._open.callback(self._engine.release)
+        claims(self.module, self._engine.shapes)  # names a layer without a clipping rule, such as BatchNorm
         self._made_up = self._example.made_up(FRESH) if made_up is None else self._example.named(made_up)
         check_against_autograd(self.module, to_device(self._made_up, self._engine), self._task)
         size = self._reader.micro_batch_size
@@ -320,6 +322,16 @@ class PrivateLoop:
         }
         self._checkpoints.save(self.steps_done, self._engine.state(), self._engine.shapes, facts)
         self._saved = self.steps_done
+
+    def write_card(self) -> Path:
+        """Writes the privacy card of the run so far, as JSON, Markdown and one HTML page; returns its folder. Collective."""
+
+        def write() -> Path:
+            from ..card.folder import build_card, write_card
+
+            return write_card(self.run_dir, build_card(self.run_dir))[0].parent
+
+        return collectives.on_main(write)
 
     def close(self) -> None:
         """Gives model, optimizer and run folder back. Steps since the last checkpoint stay charged and are lost."""

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from privacy.audit.folder import ledger_audit
+from privacy.files.public import read_metrics
 from tests.e2e.launch import alone, count, ledger_lines, train_arguments
-from trainer.audit.folder import ledger_audit
-from trainer.loop.metrics import read_metrics
 from trainer.report import build_card
 
 CRASHING = "tests/e2e/crashing_train.py"

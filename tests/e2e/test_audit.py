@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from privacy.audit.folder import ledger_audit
 from tests.e2e.launch import alone, train_arguments
-from trainer.audit.folder import ledger_audit
 
 AUDIT = "launch_scripts/audit.py"
 

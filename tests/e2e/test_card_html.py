@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from privacy.card.folder import write_card
 from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from trainer.report import build_card, write_card
+from trainer.report import build_card
 
 BROWSER = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from privacy.audit.folder import ledger_audit
 from privacy.ledger.records import read_ledger
 from tests.e2e.launch import alone, count, ledger_lines, train_arguments
 from tests.e2e.test_kill import check_chain, check_nothing_is_shared
 from tests.privacy.ledger_epsilon import recompute
-from trainer.audit.folder import ledger_audit
 from trainer.report import build_card
 
 MORE = ["privacy.arithmetic=certified", "heldout.num_captions=0", "train.sanity_checks=true"]

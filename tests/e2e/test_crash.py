@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from privacy.audit.folder import ledger_audit, schedule_audit
 from privacy.ledger.records import read_ledger
 from privacy.sampling.keys import SamplingKey
 from tests.e2e.crashing_train import POINTS
 from tests.e2e.launch import alone, count, kill_group, ledger_lines, start_ranks, train_arguments
 from tests.e2e.test_kill import check_chain, check_nothing_is_shared
 from tests.privacy.ledger_epsilon import recompute
-from trainer.audit.folder import ledger_audit, schedule_audit
 
 CRASHING, RECORDING = "tests/e2e/crashing_train.py", "tests/e2e/recording_train.py"
 

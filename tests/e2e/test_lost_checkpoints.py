@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from privacy.audit.folder import ledger_audit, schedule_audit
 from tests.e2e.launch import alone, count, ledger_lines, train_arguments
-from trainer.audit.folder import ledger_audit, schedule_audit
 
 RESTART = "--restart_from_step_0"
 

@@ -9,11 +9,12 @@ import pytest
 from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import train_head
 from privacy import verify
+from privacy.audit.folder import folder_claims
 from privacy.audit.ledger import audit_ledger
 from privacy.audit.report import AuditReport
+from privacy.card.folder import write_card
 from privacy.card.render import to_markdown
-from trainer.audit.folder import folder_claims
-from trainer.report import build_card, write_card
+from trainer.report import build_card
 
 GIVEN = "the examples of shards:a.tar, given the encoder, whose epsilon is to be added where it has seen them"
 

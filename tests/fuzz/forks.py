@@ -26,7 +26,7 @@ CODES = {0, 1, 2, 3, 4, 5, 6, 7}
 MEMORY_MIB = 6000  # beside what the process has mapped already
 HEAVY = [
     "trainer.run.start", "trainer.engines", "privacy.step.engine", "trainer.planner.resources", "trainer.planner.tables",
-    "trainer.audit.folder", "trainer.audit.canaries", "trainer.audit.run", "trainer.weights.export", "evaluation.features",
+    "privacy.audit.folder", "trainer.audit.canaries", "trainer.audit.run", "trainer.weights.export", "evaluation.features",
     "evaluation.results", "evaluation.zero_shot", "evaluation.captions", "evaluation.few_shot",
     "evaluation.private_head.sweep", "data.synthetic.generate", "data.importers.pipeline", "dp_accounting.pld",
     "torch.utils.data", "torch.utils.tensorboard",

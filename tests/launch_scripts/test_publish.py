@@ -11,6 +11,7 @@ import pytest
 
 from launch_scripts.report import ReportOptions, report
 from launch_scripts.shared_ledger import ShowOptions, show
+from privacy.card.folder import write_card
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
 from privacy.errors import PrivacyStateRefused
@@ -19,7 +20,7 @@ from privacy.ledger.shared import SharedLedger
 from tests.trainer.trained_runs import SECRET, recipe, trained
 from trainer.errors import ConfigError
 from trainer.publish import FIXED_TIME, publish
-from trainer.report import build_card, write_card
+from trainer.report import build_card
 
 PLAIN = [
     "config.toml",

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from launch_scripts.report import ReportOptions, report
+from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
 from privacy.card.others import HeldoutLoss, Samples
 from privacy.ledger.ledger import Ledger
@@ -17,7 +18,7 @@ from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.privacy.ledger_epsilon import recompute
 from tests.processes import run_python
-from trainer.report import build_card, write_card
+from trainer.report import build_card
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "424242.125"

@@ -11,11 +11,12 @@ import pytest
 
 from privacy.accounting import accountants
 from privacy.card import numbers
+from privacy.card.folder import write_card
 from tests.privacy.published import publish
 from tests.privacy.verify.judging import KEY
 from tests.privacy.verify.test_fuzz import disturb
 from trainer.errors import in_one_line
-from trainer.report import build_card, write_card
+from trainer.report import build_card
 
 HUGE = "0x" + "f" * 8000
 

@@ -14,13 +14,14 @@ import pytest
 
 from launch_scripts.study import main
 from privacy.accounting.accountants import epsilon
+from privacy.card.folder import write_card
 from privacy.plan import make_plan
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, count, kill_group, ledger_lines
 from tests.processes import Forked
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
-from trainer.report import build_card, write_card
+from trainer.report import build_card
 from trainer.studies.folder import StudyFolder
 
 STUDY = "launch_scripts/study.py"

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from privacy.card.folder import write_card
 from privacy.checkpoints.read import sealed
 from privacy.ledger.chain import encode_line, hash_line
 from privacy.ledger.ledger import Ledger
@@ -16,7 +17,7 @@ from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.releases import step_releases
 from privacy.verify import __file__ as VERIFIER
-from trainer.report import build_card, write_card
+from trainer.report import build_card
 
 Records = list[dict[str, Any]]
 PLAN = make_plan(

@@ -24,17 +24,18 @@ from privacy import verify
 from privacy.accounting import accountants
 from privacy.card import numbers
 from privacy.card.composition import claim_of, read_copies
+from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
 from privacy.card.text import rounded_up
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.files.public import read_metrics
 from privacy.ledger.records import read_ledger
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
-from trainer.loop.metrics import read_metrics
 from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
-from trainer.report import build_card, write_card
+from trainer.report import build_card
 from trainer.run import start as training
 from trainer.studies.collect import _claim as claim_in_study
 from trainer.weights.behind import ledgers_of

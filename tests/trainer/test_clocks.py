@@ -19,6 +19,7 @@ import torch
 
 from data.examples.examples import CaptionExample
 from data.reading.reader import RawExample
+from privacy.card.folder import write_card
 from privacy.checkpoints import write as checkpoint_writer
 from privacy.step.folder import RunFolder
 from tests.distributed.ranks import ROOT
@@ -28,7 +29,7 @@ from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.loop import fit as loop
 from trainer.ranks.distributed import Ranks
-from trainer.report import build_card, write_card
+from trainer.report import build_card
 from trainer.run import clipping_mode
 from trainer.run.start import train
 
@@ -98,7 +99,7 @@ def test_a_slow_example_a_slow_disk_and_less_memory_change_nothing_that_is_publi
 
 
 def test_private_files_keep_the_times(tmp_path: Path, one_rank: torch.device) -> None:
-    from trainer.loop.metrics import read_metrics
+    from privacy.files.public import read_metrics
 
     whole_run(tmp_path, "own", one_rank, "privacy.sampling=shuffle")
     (*_, last) = read_metrics(tmp_path / "own/private")

@@ -13,23 +13,24 @@ import torch
 from torch import Tensor
 
 from privacy import verify
+from privacy.audit.folder import ledger_audit, schedule_audit
+from privacy.card.folder import write_card
 from privacy.correlated.strategy import Strategy
 from privacy.errors import PrivacyConfigError
+from privacy.files.public import read_metrics
 from privacy.ledger.records import read_ledger
 from privacy.noise import SystemNoise
 from privacy.step import step as loop
 from privacy.step.run_ledger import RunLedger
 from tests.privacy.ledger_epsilon import recompute
-from trainer.audit.folder import ledger_audit, schedule_audit
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
-from trainer.loop.metrics import read_metrics
 from trainer.planner import bands
 from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
-from trainer.report import build_card, write_card
+from trainer.report import build_card
 from trainer.run import start as training
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from privacy.boundary import Private, Public, Reason
-from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32, read_metrics
+from privacy.files.public import read_metrics
+from trainer.loop.metrics import PrivateMetrics, PublicMetrics, as_fp32
 
 
 def private(values: Mapping[str, float]) -> dict[str, Private[float]]:

@@ -12,6 +12,7 @@ from data.examples.examples import CaptionExample
 from models.captioner import Captioner, build_captioner
 from models.config import CaptionerConfig, DecoderConfig, VitConfig
 from privacy.audit.canaries import POWER, audit_canaries
+from privacy.audit.folder import compared_attempts, recorded_attempts
 from privacy.audit.ledger import attempts_check
 from privacy.audit.report import AuditReport, fact, undecided
 from privacy.card.report import read_snapshot
@@ -19,7 +20,6 @@ from privacy.checkpoints.read import Checkpoint, newest_checkpoint
 from privacy.checkpoints.recorded import require_recorded
 from privacy.step.folder import RunFolder
 from trainer.audit.canaries import CanaryCoins, read_canaries
-from trainer.audit.folder import compared_attempts, recorded_attempts
 from trainer.config.recipe import RunConfig, load_config
 from trainer.errors import ConfigError
 

@@ -133,17 +133,6 @@ class _EventFile:
         self._file.close()
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of `metrics.jsonl`; those torn by a kill are left out."""
-    path = folder / "metrics.jsonl"
-    return parse_lines(path.read_text()) if path.exists() else []
-
-
-def parse_lines(text: str) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines, without those that a kill tore."""
-    return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{") and line.endswith("}")]
-
-
 def write_hparams(folder: Path, runs: Sequence[tuple[str, Mapping[str, Any], Mapping[str, float]]]) -> None:
     """TensorBoard's table of (name, hyper-parameters, metrics), in place of an older one; without times."""
     from torch.utils.tensorboard.summary import hparams, scalar

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from privacy.card.composition import claim_of
+from privacy.card.folder import read_utility
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import Checkpoint, newest_checkpoint
 from privacy.ledger.records import LedgerState
 from privacy.plan import PrivacyPlan
-from trainer.report import read_utility
 from trainer.studies.folder import Progress, StudyFolder
 from trainer.studies.grid import Label
 from trainer.studies.points import PlannedPoint

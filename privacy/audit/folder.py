@@ -8,9 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from privacy.audit.charges import read_lines as read_ledger_lines
-from privacy.audit.charges import stated_noise_check
-from privacy.audit.ledger import (
+from ..card.folder import read_recipe
+from ..card.report import read_snapshot
+from ..checkpoints.read import MANIFEST
+from ..configured_plan import contradiction
+from ..errors import ConfigError, PrivacyStateRefused
+from ..files.public import read_metrics
+from ..ledger.records import LedgerState, read_state
+from ..sampling.keys import SamplingKey
+from ..step.folder import RunFolder
+from .charges import read_lines as read_ledger_lines
+from .charges import stated_noise_check
+from .ledger import (
     BoundClaim,
     CheckpointClaim,
     EpsilonClaim,
@@ -19,21 +28,10 @@ from privacy.audit.ledger import (
     attempts_check,
     audit_ledger,
 )
-from privacy.audit.members import LedgerMark, attempts_by_name, read_lines
-from privacy.audit.report import AuditReport
-from privacy.audit.schedule import MAX_COINS, audit_schedule
-from privacy.audit.second_sampler import read_attempts
-from privacy.card.report import read_snapshot
-from privacy.checkpoints.read import MANIFEST
-from privacy.configured_plan import contradiction
-from privacy.errors import PrivacyStateRefused
-from privacy.ledger.records import LedgerState, read_state
-from privacy.sampling.keys import SamplingKey
-from privacy.step.folder import RunFolder
-from trainer.config.recipe import load_config
-from trainer.errors import ConfigError
-from trainer.loop.metrics import read_metrics
-from trainer.report import read_recipe
+from .members import LedgerMark, attempts_by_name, read_lines
+from .report import AuditReport
+from .schedule import MAX_COINS, audit_schedule
+from .second_sampler import read_attempts
 
 
 def ledger_audit(run_dir: Path) -> AuditReport:
@@ -140,9 +138,8 @@ def folder_claims(run_dir: Path) -> FolderClaims:
             )
         )
     mirror: bytes | None = None
-    recipe = run_dir / "config.toml"
-    name = load_config(recipe).privacy.ledger_mirror if recipe.exists() else None
-    if name:
+    name = read_recipe(run_dir).get("privacy", {}).get("ledger_mirror")
+    if isinstance(name, str) and name:
         with contextlib.suppress(OSError):
             mirror = Path(name).read_bytes()
     furthest = {"metrics.jsonl": max((line["step"] for line in metrics), default=0)}

@@ -1,0 +1,242 @@
+"""The whole privacy card of a run folder: the attested part from the ledger, and what other public files add to it.
+
+Nothing under `private/` is opened: other files are read by privacy/files/public.py, which follows no link. What does not come
+from the ledger names its file, and what attests it, if anything.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from ..configured_plan import contradiction
+from ..errors import ConfigError, PrivacyConfigError, PrivacyStateRefused
+from ..files.public import PUBLIC_FILES, read_public, survey
+from ..files.toml_text import parse_toml
+from ..ledger.durable import replace_file
+from ..ledger.shared import SharedLedger
+from . import others as parts
+from .model import PrivacyCard
+from .others import STATEMENTS, OtherFiles, Stated
+from .render import Picture, to_html, to_markdown
+from .report import LedgerSnapshot, make_card, read_snapshot
+
+_SAMPLES = re.compile(r"evaluation/samples-(\d{8})\.png")
+_FACTS = TypeAdapter(dict[str, JsonValue])
+
+
+def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None = None) -> PrivacyCard:
+    """The card of `run_dir`.
+
+    Args:
+        start: says in words what a manifest's weights started from; the trainer knows the words of its manifests.
+
+    Raises:
+        ConfigError: no run folder, or no ledger in it (exit 2).
+        PrivacyStateRefused: the ledger is broken, or states another plan than config.toml (exit 4).
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"run folder {run_dir} does not exist")
+    ledger = run_dir / "ledger.jsonl"
+    if not ledger.exists():
+        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
+    if ledger.is_symlink() or not ledger.is_file():
+        raise ConfigError(f"{ledger}: is no regular file, and no link is followed: put the ledger itself there")
+    recipe, snapshot = read_recipe(run_dir), read_snapshot(ledger)
+    found = contradiction(recipe, snapshot.state.plan)
+    if found is not None:
+        raise PrivacyStateRefused(f"{run_dir}: {found}: one of the two was changed; restore it")
+    # A name of bytes that are no UTF-8 cannot stand in JSON.
+    folder, name = (str(path).encode(errors="replace").decode() for path in (run_dir, run_dir.resolve().name))
+    data, words = recipe.get("data", {}), {"tuning": recipe.get("privacy", {}).get("tuning")}
+    words |= {
+        name: data.get(name)
+        for name in ("deduplication", *(f"dataset_{field}" for field in parts.DataSet.model_fields))
+    }
+    stated = {name: Stated(text=str(text), file="config.toml") if text else Stated() for name, text in words.items()}
+    data_set = parts.DataSet(**{field: stated[f"dataset_{field}"] for field in parts.DataSet.model_fields})
+    # What the recipe does with noised gradients apart from stepping an optimizer needs no budget.
+    post_processing, decay = [], recipe.get("train", {}).get("ema_decay")
+    if recipe.get("optimizer", {}).get("noise_bias_correction"):
+        post_processing.append(STATEMENTS["noise_bias_correction"])
+    if decay:
+        post_processing.append(STATEMENTS["ema_decay"].format(decay=decay))
+    others = OtherFiles(
+        run_dir=folder, run_name=name, data_set=data_set, deduplication=stated["deduplication"],
+        tuning=stated["tuning"], audits=read_audits(run_dir),
+        post_processing=tuple(parts.FileStatement(statement=text, file="config.toml") for text in post_processing),
+        utility=read_utility(run_dir),
+    )  # fmt: skip
+    others = _with_shared_ledger(_with_manifest(others, run_dir, snapshot, start), recipe, snapshot)
+    failed = [f"The audit {a.file} says {a.verdict}." for a in others.audits if a.verdict != "consistent"]
+    failed += [
+        f"The card does not read {name}: {reason}."
+        for name, reason in survey(run_dir).left_out.items()
+        if PUBLIC_FILES.fullmatch(name)
+    ]
+    return make_card(snapshot, others.updated(warnings=(*others.warnings, *failed)), str(ledger))
+
+
+def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
+    """Writes report/privacy_card.json, .md and .html, each whole or not at all; returns their paths.
+
+    The page holds the picture of samples itself, so that it stays one file.
+    """
+    folder = run_dir / "report"
+    paths = folder / "privacy_card.json", folder / "privacy_card.md", folder / "privacy_card.html"
+    try:
+        pictures = []
+        if card.utility is not None and card.utility.samples is not None:
+            samples = card.utility.samples
+            caption = (
+                f"The picture shows what the model makes of held-out examples after step {samples.step:,} "
+                f"({samples.file}). It is not attested."
+            )
+            pictures = [Picture("heldout-samples", "Samples", caption, read_public(run_dir, samples.file))]
+        folder.mkdir(exist_ok=True)
+        if folder.is_symlink():
+            raise ConfigError(f"{folder} is a symbolic link, and none is followed: give the run folder one of its own")
+        replace_file(paths[0], (card.to_json(indent=1) + "\n").encode())
+        replace_file(paths[1], to_markdown(card).encode())
+        replace_file(paths[2], to_html(card, pictures).encode())
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot write the privacy card: {error.strerror or error}") from error
+    return paths
+
+
+def read_recipe(run_dir: Path) -> dict[str, Any]:
+    """config.toml, or nothing where there is none: a card can be made of a ledger alone.
+
+    Raises:
+        PrivacyStateRefused: it is no run's configuration.
+    """
+    try:
+        recipe = parse_toml(read_public(run_dir, "config.toml").decode())
+    except OSError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise PrivacyStateRefused(
+            f"{run_dir / 'config.toml'}: is no TOML of a run: the file was changed; restore it"
+        ) from error
+    for section in ("data", "privacy", "train", "optimizer"):
+        if not isinstance(recipe.get(section, {}), dict):
+            raise PrivacyStateRefused(
+                f"{run_dir / 'config.toml'}: {section} is no section: the file was changed; restore it"
+            )
+    return recipe
+
+
+def read_audits(run_dir: Path) -> tuple[parts.AuditResult, ...]:
+    """What every report/audit*.json says; one that cannot be read has the verdict `unreadable`."""
+    ledger = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
+    results = []
+    for path in sorted((run_dir / "report").glob("audit*.json")):
+        file = f"report/{path.name}"
+        try:
+            stated = from_json(read_public(run_dir, file))
+            result = parts.AuditResult(
+                file=file, kind=stated["audit"], verdict=stated["verdict"], date_utc=stated.get("date_utc"),
+                of_this_ledger=stated.get("ledger_sha256") == ledger, violated_checks=stated.get("violated_checks", []),
+            )  # fmt: skip
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            name = file.encode(errors="replace").decode()  # bytes that are no UTF-8 cannot stand in JSON
+            result = parts.AuditResult(file=name, kind="unknown", verdict="unreadable")
+        results.append(result)
+    return tuple(results)
+
+
+def read_utility(run_dir: Path) -> parts.Utility:
+    """Held-out loss and samples, as far as the run's public files hold them.
+
+    A line torn by a crash, or without a whole `step`, is left out: it is no reason to withhold the rest.
+    """
+    file, losses = "evaluation/heldout.jsonl", []
+    try:
+        lines = read_public(run_dir, file).splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            value = from_json(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and type(step := value.get("step")) is int and 0 <= step < 1 << 53:
+            numbers = {name: _number(value.get(name)) for name in ("loss", "blind_loss", "shuffled_loss")}
+            losses.append(parts.HeldoutLoss(step=step, **numbers))
+    found = (_SAMPLES.fullmatch(name) for name in survey(run_dir).public)
+    steps = sorted(int(name[1]) for name in found if name)
+    newest = parts.Samples(file=f"evaluation/samples-{steps[-1]:08}.png", step=steps[-1]) if steps else None
+    return parts.Utility(heldout_file=file if losses else None, heldout_loss=tuple(losses), samples=newest)
+
+
+def _number(value: object) -> float | None:
+    """A finite number as a float, None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+
+
+def _with_manifest(
+    others: OtherFiles, run_dir: Path, snapshot: LedgerSnapshot, start: Callable[[Mapping[str, Any]], str] | None
+) -> OtherFiles:
+    """Ties the last checkpoint to the ledger by its hash, and takes from its manifest what the model started from."""
+    checkpoints = snapshot.of_type("checkpoint")
+    name = checkpoints[-1].get("path") if checkpoints else None
+    if not isinstance(name, str):
+        return others
+    # The name alone: a ledger must not lead us out of the checkpoints.
+    file = f"checkpoints/{Path(name).name}/manifest.json"
+    try:
+        content = read_public(run_dir, file)
+    except (OSError, ValueError):  # ValueError: no name of a file
+        return others  # deleted or moved elsewhere, which is anybody's right
+    matches = hashlib.sha256(content).hexdigest() == checkpoints[-1]["digest"]
+    others = others.updated(manifest_matches=matches)
+    if not matches:
+        warning = f"The manifest of checkpoint {name} is not the one that the ledger recorded."
+        others = others.updated(warnings=(*others.warnings, warning))
+    try:
+        manifest = _FACTS.validate_json(content)
+    except ValidationError:
+        return others
+    known = ("run", "initialisation", "training_data", "tokenizer_sha256")
+    facts = {key: manifest[key] for key in known if key in manifest}
+    if "initialisation" not in facts or start is None:
+        return others
+    try:
+        statement = start(facts)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        warning = f"The manifest of checkpoint {name} does not say what the model started from."
+        return others.updated(warnings=(*others.warnings, warning))
+    if "tokenizer_sha256" in facts:
+        statement += " The tokenizer counts as public: no private caption may have shaped it."
+    return others.updated(public_data=parts.PublicData(statement=statement, file=file, attested=matches, facts=facts))
+
+
+def _with_shared_ledger(others: OtherFiles, recipe: dict[str, Any], snapshot: LedgerSnapshot) -> OtherFiles:
+    """Budget and sibling runs of the data owner's ledger, if it is the one that the run's own ledger names."""
+    identity, path = snapshot.state.opened.get("shared_ledger"), recipe.get("privacy", {}).get("shared_ledger")
+    if identity is None or not isinstance(path, str) or not path:
+        return others
+    warning = None
+    try:
+        if not Path(path).is_file():  # what is said to be one may be a device without an end
+            raise OSError("it is no file")
+        summary = parts.SharedSummary.model_validate(
+            SharedLedger(path).summary(snapshot.state.opened["key_commitment"])
+        )
+        if summary.identity == identity:
+            SharedLedger(path).require_remembered(snapshot.state, SharedLedger(path).look())
+            return others.updated(shared_summary=summary)
+        warning = "The shared ledger that config.toml names is not the one in the run's ledger."
+    except (PrivacyStateRefused, PrivacyConfigError, ValueError, OSError):
+        warning = "The shared ledger that the run belongs to cannot be read, or is broken."
+    return others.updated(warnings=(*others.warnings, warning))

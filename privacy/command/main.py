@@ -1,0 +1,145 @@
+"""The console command of the installed library: `auditable-dp plan`, `report`, `audit` and `verify`.
+
+It needs no trainer. Exit codes: 0 done or consistent, 2 bad input, 4 the privacy state is refused, 5 violated, 6 inconclusive.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import NoReturn
+
+from ..errors import ConfigError, in_one_line
+
+OF_THE_TRAINER = ("mechanism", "run", "canaries")
+
+
+class Parser(argparse.ArgumentParser):
+    """A bad argument is one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def plan(options: argparse.Namespace) -> int:
+    """What a private loop with these numbers would claim."""
+    from ..card.text import rounded_up
+    from ..plan import make_plan
+    from ..plan_request import PlanRequest
+    from ..releases import SENSITIVITY_SLACK
+
+    made = make_plan(
+        PlanRequest(
+            num_examples=options.num_examples,
+            expected_batch_size=options.expected_batch_size,
+            num_steps=options.num_steps,
+            target_epsilon=options.target_epsilon,
+            noise_multiplier=options.noise_multiplier,
+            target_delta=options.delta,
+            sensitivity_slack=SENSITIVITY_SLACK,
+        )
+    )
+    epsilon, most = made.epsilon_planned, made.epsilon_with_reserve
+    if epsilon is None or most is None:
+        raise ConfigError(f"there is no formal guarantee: {made.reasons[0]}")
+    found = {
+        "epsilon": epsilon, "epsilon_with_reserve": most, "delta": made.target_delta,
+        "noise_multiplier": made.noise_multiplier, "sample_rate": made.sample_rate, "cap": made.cap,
+        "reserved_attempts": made.reserved_attempts,
+    }  # fmt: skip
+    text = (
+        f"epsilon {rounded_up(epsilon, 4)} at delta {made.target_delta:g} (at most {rounded_up(most, 4)}, when crashes use up "
+        f"the reserve of {made.reserved_attempts} attempts); noise multiplier {made.noise_multiplier:.6g}, sample rate "
+        f"{made.sample_rate:.6g}, batches cut at {made.cap}"
+    )
+    print(json.dumps(found) if options.json else text)
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """Writes RUN_DIR/report/privacy_card.json, .md and .html."""
+    from ..card.folder import build_card, write_card
+    from ..card.text import rounded_up
+
+    card = build_card(options.run_dir)
+    paths = write_card(options.run_dir, card)
+    claim = (
+        "no epsilon is claimed"
+        if card.epsilon is None
+        else f"epsilon {rounded_up(card.epsilon, 4)} at delta {card.delta:g}"
+    )
+    print(card.to_json() if options.json else f"{card.attempts_charged} attempts charged; {claim}")
+    for path in paths:
+        print(f"privacy card: {path}", file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def audit(options: argparse.Namespace) -> int:
+    """Rechecks the ledger, or with the sampling key who was in which batch."""
+    if options.kind in OF_THE_TRAINER:
+        raise ConfigError(
+            f"audit {options.kind} runs the trainer's own code, which the library does not hold: take launch_scripts/audit.py "
+            "of a clone of the project"
+        )
+    from ..audit.folder import ledger_audit, schedule_audit
+
+    made = (schedule_audit if options.kind == "schedule" else ledger_audit)(options.run_dir)
+    ledger = sha256((options.run_dir / "ledger.jsonl").read_bytes()).hexdigest()
+    made = replace(
+        made, facts={**made.facts, "date_utc": datetime.now(UTC).date().isoformat(), "ledger_sha256": ledger}
+    )
+    print(json.dumps(made.to_json(), allow_nan=False) if options.json else made.to_text())
+    return made.exit_code
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="auditable-dp", description=(__doc__ or "").split("\n\n")[0])
+    kinds = parser.add_subparsers(required=True, metavar="plan/report/audit/verify", dest="command")
+    one = kinds.add_parser("plan", help="epsilon or noise before any data are touched", description=plan.__doc__)
+    for name in ("num_examples", "expected_batch_size", "num_steps"):
+        one.add_argument(f"--{name}", type=int, required=True)
+    noise = one.add_mutually_exclusive_group(required=True)
+    noise.add_argument("--target_epsilon", type=float)
+    noise.add_argument("--noise_multiplier", type=float)
+    one.add_argument("--delta", type=float, help="default 1 / (2 num_examples)")
+    one.set_defaults(act=plan)
+    one = kinds.add_parser("report", help="the privacy card of a run folder", description=report.__doc__)
+    one.add_argument("run_dir", type=Path)
+    one.set_defaults(act=report)
+    one = kinds.add_parser("audit", help="recheck a run folder", description=audit.__doc__)
+    one.add_argument("kind", choices=("ledger", "schedule", *OF_THE_TRAINER))
+    one.add_argument("run_dir", type=Path)
+    one.set_defaults(act=audit)
+    for each in kinds.choices.values():
+        each.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    kinds.add_parser("verify", help="recheck a published folder; `verify --help` lists its options", add_help=False)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; what a user can mend is one line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["verify"]:  # the library's own copy judges the folder, and reads its own options
+        from .. import verify
+
+        return verify.main(given[1:])
+    try:
+        options = _parser().parse_args(given)
+        return int(options.act(options))
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is not installed: pip install 'auditable-dp[card]'", file=sys.stderr)
+        return 2
+    except Exception as error:
+        said = in_one_line(error)
+        if said is None:
+            raise
+        print(f"error: {said.line}", file=sys.stderr)
+        return said.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""A loop of one's own takes the steps that its ledger charges, and no others."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from privacy.errors import BudgetSpent, ConfigError, PrivacyConfigError, PrivacyStateRefused
+from privacy.loop import PrivateLoop
+from privacy.sampling.keys import SamplingKey
+from tests.privacy.loop.own import Rows, clipped_mean, ledger_of, make, members_of, net, quick, rows, weights
+
+
+def test_without_noise_a_step_is_the_clipped_mean_of_whom_the_coins_draw(tmp_path: Path) -> None:
+    """Example by example with torch's own backward, over the public batch size, for members that the sampler gives."""
+    with quick(silent=True):
+        model, data = net(), rows()
+        twin = copy.deepcopy(model)
+        with make(tmp_path / "run", model, data) as loop:
+            nonce = bytes.fromhex(ledger_of(tmp_path / "run").nonces[-1])
+            for step in loop:
+                members = members_of(loop, step.number, nonce)
+                mean = clipped_mean(twin, [data[i] for i in members], 15)
+                with torch.no_grad():
+                    for p, g in zip(twin.parameters(), mean, strict=True):
+                        p -= 0.5 * g.to(p.dtype)
+                assert step.private["num_examples"].inside() == len(members)
+        assert torch.allclose(weights(model), weights(twin), atol=1e-6)
+
+
+BROKEN: dict[str, Any] = {
+    "another shape": (torch.zeros(7), 1),
+    "another kind": ("text", 1),
+    "a label out of range": (torch.zeros(6), 3),
+    "a label that is a fraction": (torch.zeros(6), 0.5),
+    "NaN": (torch.full((6,), torch.nan), 1),
+    "infinity": (torch.full((6,), torch.inf), 1),
+    "one part": (torch.zeros(6),),
+    "nothing": None,
+}
+
+
+class Raising(Rows):
+    """Item 0 raises; a bad one must not decide what happens to the others."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 0:
+            raise KeyError("broken record")
+        return super().__getitem__(index)
+
+
+def test_a_broken_item_counts_as_zero_and_moves_nothing_else(tmp_path: Path) -> None:
+    """Whatever is wrong with it: the run is as if the item were not in its batches."""
+    with quick(silent=True):
+        for number, (kind, item) in enumerate(BROKEN.items()):
+            data = rows()
+            data[0] = item
+            check_zero(tmp_path / str(number), data, kind)
+        check_zero(tmp_path / "raising", Raising(rows()), "it raises")
+
+
+def check_zero(run_dir: Path, data: Rows, kind: str) -> None:
+    model = net()
+    twin = copy.deepcopy(model)
+    with make(run_dir, model, data, expected_batch_size=40, num_steps=2) as loop:
+        nonce = bytes.fromhex(ledger_of(run_dir).nonces[-1])
+        drawn = False
+        for step in loop:
+            members = members_of(loop, step.number, nonce)
+            drawn |= 0 in members
+            mean = clipped_mean(twin, [data[i] for i in members if i != 0], 40)
+            with torch.no_grad():
+                for p, g in zip(twin.parameters(), mean, strict=True):
+                    p -= 0.5 * g.to(p.dtype)
+    assert torch.allclose(weights(model), weights(twin), atol=1e-6), kind
+    assert loop.steps_done == 2 and ledger_of(run_dir).closed == "finished"
+
+
+def test_a_file_that_cannot_be_opened_ends_the_run_before_its_charge(tmp_path: Path) -> None:
+    """A network or a disk that fails is no property of an item, so it is no zero gradient."""
+
+    class Lost(Rows):
+        is_lost = False
+
+        def __getitem__(self, index: Any) -> Any:
+            if self.is_lost:
+                open("/nowhere/file")  # noqa: SIM115
+            return super().__getitem__(index)
+
+    data = Lost(rows())
+    with quick(), make(tmp_path / "run", dataset=data) as loop:
+        loop.step()
+        data.is_lost = True
+        with pytest.raises(RuntimeError, match="could not be read: FileNotFoundError"):
+            loop.step()
+        with pytest.raises(PrivacyConfigError, match="this loop is over"):
+            loop.step()
+    assert ledger_of(tmp_path / "run").num_charged == 1
+
+
+def test_items_draw_random_numbers_of_their_own(tmp_path: Path) -> None:
+    """An augmentation of one item must not depend on which others were read, nor move dropout."""
+
+    class Augmented(Rows):
+        def __getitem__(self, index: Any) -> Any:
+            x, y = super().__getitem__(index)
+            return x + torch.randn(6), y
+
+    def weights_of(data: Rows, name: str, **changes: Any) -> torch.Tensor:
+        model = net()
+        with quick(silent=True) as patch:
+            patch.setattr(
+                "secrets.token_bytes", lambda size=32: bytes(range(size))
+            )  # the same coins and keys in all runs
+            with make(tmp_path / name, model, data, **changes) as loop:
+                list(loop)
+        return weights(model)
+
+    alone = weights_of(Augmented(rows()), "alone")
+    assert torch.allclose(alone, weights_of(Augmented(rows()), "micro", micro_batch_size=32), atol=1e-6)
+    assert not torch.allclose(alone, weights_of(rows(), "plain"), atol=1e-3)
+
+
+class Counting(Rows):
+    """An item that depends on how many were read before."""
+
+    count = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.count += 1
+        x, y = super().__getitem__(index)
+        return x + self.count, y
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(rows())
+
+
+def test_what_batches_cannot_be_drawn_from_is_refused_with_its_replacement(tmp_path: Path) -> None:
+    refused = {
+        "give the data set, not a DataLoader": torch.utils.data.DataLoader(rows(), batch_size=8, shuffle=True),
+        "take a map-style data set": Stream(),
+        "is empty": Rows(),
+        "is not the same when it is read again": Counting(rows()),
+        "items cannot be used": Rows([(torch.zeros(5), 0)] * 20),
+    }
+    with quick():
+        for said, data in refused.items():
+            with pytest.raises(PrivacyConfigError, match=said):
+                make(tmp_path / "run", dataset=data)
+    assert not (tmp_path / "run/ledger.jsonl").exists()
+
+
+def test_models_and_optimizers_that_void_the_claim_are_refused(tmp_path: Path) -> None:
+    class DistributedDataParallel(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    normalised = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    stepped = net()
+    optimizer = torch.optim.Adam(stepped.parameters())
+    stepped(torch.zeros(1, 6)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    graded = net()
+    graded(torch.zeros(1, 6)).sum().backward()
+    less = net()
+    cases: list[tuple[str, nn.Module, Any]] = [
+        ("not DistributedDataParallel", DistributedDataParallel(net()), None),
+        ("BatchNorm", normalised, None),
+        ("torch.bfloat16", net().bfloat16(), None),
+        ("has taken steps already", stepped, optimizer),
+        ("has a gradient already", graded, None),
+        ("the optimizer has to hold", less, torch.optim.SGD(less[0].parameters(), lr=0.1)),
+        ("holds a parameter of shape", less, torch.optim.SGD([*less.parameters(), *net().parameters()], lr=0.1)),
+        ("needs no closure", less, torch.optim.LBFGS(less.parameters())),
+        ("keeps 'row_var'", less, torch.optim.Adafactor(less.parameters())),
+    ]
+    with quick():
+        for said, model, given in cases:
+            with pytest.raises(PrivacyConfigError, match=said):
+                make(tmp_path / "run", model, optimizer=given)
+    assert not (tmp_path / "run/ledger.jsonl").exists()
+
+
+def meddle_step(loop: PrivateLoop) -> None:
+    loop.module(torch.zeros(1, 6)).sum().backward()
+    loop._engine.optimizer.step()
+
+
+def meddle_backward(loop: PrivateLoop) -> None:
+    loop.module(torch.zeros(1, 6)).sum().backward()
+
+
+def meddle_data(loop: PrivateLoop) -> None:
+    next(loop.module.parameters()).data[0, 0] += 1
+
+
+def meddle_other_optimizer(loop: PrivateLoop) -> None:
+    other = torch.optim.SGD(loop.module.parameters(), lr=0.1)
+    loop.module(torch.ones(1, 6)).sum().backward()
+    other.step()
+    other.zero_grad()
+
+
+def meddle_freeze(loop: PrivateLoop) -> None:
+    next(loop.module.parameters()).requires_grad_(False)
+
+
+def meddle_group(loop: PrivateLoop) -> None:
+    loop._engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def meddle_mode(loop: PrivateLoop) -> None:
+    loop.module.eval()
+
+
+MEDDLING = {
+    meddle_step: "called by hand",
+    meddle_backward: "a gradient that is not the loop's",
+    meddle_data: "the weights changed",
+    meddle_other_optimizer: "the weights changed",
+    meddle_freeze: "frozen, unfrozen or exchanged",
+    meddle_group: "the optimizer's parameters changed",
+    meddle_mode: "has changed",
+}
+
+
+@pytest.mark.parametrize("meddle", MEDDLING)
+def test_a_hand_in_the_loop_stops_it_before_a_charge(meddle: Any, tmp_path: Path) -> None:
+    with quick(), make(tmp_path / "run") as loop:
+        loop.step()
+        with pytest.raises(PrivacyConfigError, match=MEDDLING[meddle]):  # noqa: PT012
+            meddle(loop)
+            loop.step()
+    assert ledger_of(tmp_path / "run").num_charged == 1
+
+
+def test_the_rate_may_change_between_steps_and_evaluation_goes_on_beside(tmp_path: Path) -> None:
+    with quick(), make(tmp_path / "run") as loop:
+        for step in loop:
+            loop._engine.optimizer.param_groups[0]["lr"] = 0.1 / step.number
+            loop.module.eval()
+            with torch.no_grad():
+                loop.module(torch.zeros(1, 6))
+            loop.module.train()
+    assert loop.steps_done == 6
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad]
+)
+def test_a_loop_that_is_left_goes_on_as_if_it_had_not_been(kind: Any, tmp_path: Path) -> None:
+    """Weights, moments and counts come back to the bit: the same coins then give the same end."""
+
+    def run(run_dir: Path, *, leave_at: int | None) -> torch.Tensor:
+        with quick(silent=True) as patch:
+            for name in ("coin_key", "row_key", "example_key"):  # a session has others, and would draw other items
+                patch.setattr(SamplingKey, name, lambda *_: bytes(32))
+            more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+            model = net()
+            with make(run_dir, model, optimizer=kind(model.parameters(), lr=0.1, **more)) as loop:
+                for step in loop:
+                    if step.number == leave_at:
+                        break
+            if leave_at is not None:
+                model = net(seed=1)
+                with make(run_dir, model, optimizer=kind(model.parameters(), lr=0.1, **more)) as loop:
+                    assert loop.steps_done == leave_at
+                    list(loop)
+            return weights(model)
+
+    assert torch.equal(run(tmp_path / "whole", leave_at=None), run(tmp_path / "left", leave_at=3))
+    assert ledger_of(tmp_path / "left").num_charged == 6
+
+
+def test_a_finished_run_takes_no_more_steps_and_holds_its_weights(tmp_path: Path) -> None:
+    with quick():
+        model = net()
+        with make(tmp_path / "run", model) as loop:
+            list(loop)
+        again = net(seed=5)
+        with make(tmp_path / "run", again) as loop:
+            assert list(loop) == [] and loop.epsilon == 1.0
+            with pytest.raises(PrivacyConfigError, match="all 6 steps"):
+                loop.step()
+        assert torch.equal(weights(model), weights(again))
+
+
+def test_a_folder_serves_one_loop_at_a_time_and_one_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("privacy.step.folder.LOCK_PATIENCE", 0.0)
+    with quick():
+        with make(tmp_path / "run") as loop:
+            loop.step()
+            with pytest.raises(ConfigError, match="in use"):
+                make(tmp_path / "run")
+        for changes, error in (
+            ({"noise_multiplier": 2.0}, PrivacyConfigError),
+            ({"num_steps": 7}, PrivacyConfigError),
+            ({"max_grad_norm": 0.5}, PrivacyConfigError),
+            ({"dataset": rows(61)}, PrivacyConfigError),
+            ({"dataset": Rows([*rows()[:-1], (torch.ones(6), 1)])}, PrivacyConfigError),
+            ({"model": nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))}, ConfigError),
+        ):
+            with pytest.raises(error):
+                make(tmp_path / "run", **changes)
+        (tmp_path / "run/private/sampling.key").rename(tmp_path / "key")
+        with pytest.raises(PrivacyStateRefused):
+            make(tmp_path / "run")
+    assert ledger_of(tmp_path / "run").num_charged == 1
+
+
+def test_a_run_whose_crashes_used_up_the_reserve_stops(tmp_path: Path) -> None:
+    """Every abandoned step is charged; the last one is not taken."""
+    with quick():
+        for _ in range(2):
+            loop = make(tmp_path / "run", save_every=6)
+            loop.step()
+            loop.close()
+        with make(tmp_path / "run", save_every=6) as loop:
+            for _ in range(5):
+                loop.step()
+            loop.step()
+        assert ledger_of(tmp_path / "run").num_charged == 8
+        loop = make(tmp_path / "other", save_every=6)
+        loop.step()
+        loop.close()
+        for _ in range(2):
+            loop = make(tmp_path / "other", save_every=6)
+            loop.step()
+            loop.close()
+        with make(tmp_path / "other", save_every=6) as loop:
+            for _ in range(5):
+                loop.step()
+            with pytest.raises(BudgetSpent):
+                loop.step()
+        assert ledger_of(tmp_path / "other").num_charged == 8
