@@ -12,6 +12,7 @@ import pytest
 from tests.distributed.ranks import ROOT, free_port, quiet_environment
 from tests.e2e import test_lost_launcher as lost
 from tests.e2e.launch import TRAIN, count, kill_group
+from tests.faults.runs import FAILING, exit_codes
 from tests.hosts.hosts import Network, wait_until
 from tests.hosts.launchers import BIN, WITHIN, needs, openmpi, pdsh, tiny
 
@@ -60,13 +61,10 @@ def ranks_of(run_dir: Path) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("where", "victim", "number"),
     [
-        ("node1", "pdsh", signal.SIGKILL),
-        ("node1", "pdsh", signal.SIGTERM),
-        ("node1", "deepspeed", signal.SIGKILL),
-        ("node1", "deepspeed", signal.SIGTERM),
-        ("node1", "deepspeed", signal.SIGINT),
-        ("head", "pdsh", signal.SIGKILL),
+        *(("node1", victim, number) for victim in ("pdsh", "deepspeed") for number in lost.SIGNALS),
+        *(("head", "pdsh", number) for number in lost.SIGNALS),
         ("head", "deepspeed", signal.SIGTERM),
+        ("head", "deepspeed", signal.SIGINT),
     ],
 )
 def test_a_lost_launcher_between_hosts(
@@ -77,7 +75,7 @@ def test_a_lost_launcher_between_hosts(
     run_dir, log = tmp_path / "run", tmp_path / "log"
     settings = tiny(run_dir, "train.checkpoint_every=1000", "train.log_every=1", steps=4000)
     launcher = hosts.hosts[where].popen(
-        ["deepspeed", "--hostfile", str(hosts.folder / "hostfile"), TRAIN, *settings], output=log,
+        ["deepspeed", "--hostfile", str(hosts.folder / "hostfile"), FAILING, "none", "-1", "0", "0", *settings], output=log,
         DS_ENV_FILE=str(hosts.folder / "deepspeed_env"),
     )  # fmt: skip
     try:
@@ -88,11 +86,12 @@ def test_a_lost_launcher_between_hosts(
             if victim in (Path(words[0]).name, Path(words[1]).name)
         ]
         os.kill(max(found), number)
-        wait_until(lambda: not lost.ranks_of(run_dir), f"the end of all ranks\n{log.read_text()}", within=60)
+        wait_until(lambda: not lost.ranks_of(run_dir, FAILING), f"the end of all ranks\n{log.read_text()}", within=60)
     finally:
         for pid in lost.processes(run_dir):
             os.kill(pid, signal.SIGKILL)
         kill_group(launcher)
+    assert exit_codes(run_dir) == (7, 7), log.read_text()
     done = count(run_dir, "done")
     assert count(run_dir, "intent") == done, "the running step was finished"
     assert (run_dir / "checkpoints" / "LATEST").read_text() == f"step-{done:08d}\n", "and saved"

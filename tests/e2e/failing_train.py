@@ -4,7 +4,8 @@ POINT: `raise` in the middle of a step; `disk` full in a checkpoint; `crawl` sle
 `after_intent` sleeps SECONDS between the intent and the noise; `before_intent` sleeps SECONDS once before the intent;
 `kill` dies by SIGKILL in the middle of a step, `abort` by abort(); `nan` turns a weight into NaN after a step; `hold` keeps the
 interpreter lock in one C call, for twice as long with SECONDS + 1. RANK -1: every rank.
-Ranks are less patient with one whose connection broke than they are elsewhere.
+Ranks are less patient with one whose connection broke than they are elsewhere. RUN_DIR.codes gets a line "RANK CODE" from each
+rank that ends by itself: not every launcher tells the exit codes of its ranks.
 """
 
 import errno
@@ -15,7 +16,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -61,6 +62,19 @@ class SlowNoise(SystemNoise):
         return super().standard_normal(count, device)
 
 
+def note_exit_code() -> None:
+    process, leave = os.getpid(), os._exit
+    codes = Path(given[given.index("--run_dir") + 1] + ".codes")
+
+    def left(code: int) -> NoReturn:
+        if os.getpid() == process:
+            with codes.open("a") as file:
+                file.write(f"{os.environ.get('RANK', '?')} {code}\n")
+        leave(code)
+
+    os._exit = left
+
+
 def install() -> None:
     distributed.Heartbeat = functools.partial(heartbeat.Heartbeat, timing=heartbeat.Timing(suspect_after=2.0))  # type: ignore[misc,assignment]
     heartbeat.LINGER = 1.0
@@ -97,4 +111,5 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
+    note_exit_code()
     train.main(given[4:], SlowNoise())

@@ -53,9 +53,9 @@ def processes(run_dir: Path) -> dict[int, list[str]]:
     return found
 
 
-def ranks_of(run_dir: Path) -> set[int]:
+def ranks_of(run_dir: Path, script: str = TRAIN) -> set[int]:
     """Their scripts follow Python's own options; a launcher's arguments hold the script further behind."""
-    return {pid for pid, words in processes(run_dir).items() if TRAIN in words[1:3]}
+    return {pid for pid, words in processes(run_dir).items() if script in words[1:3]}
 
 
 @contextmanager

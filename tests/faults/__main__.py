@@ -10,26 +10,31 @@ from pathlib import Path
 from tests.faults.faults import FAULTS
 from tests.faults.runs import Ended, Fault, NotHere, inflict
 
-HEADER = (
-    "| fault | launcher | exit code | seconds to the end | lines that say why | tracebacks | audit of the ledger | resumed |\n"
-    "|---|---|---|---|---|---|---|---|"
+COLUMNS = (
+    *("fault", "launcher", "exit code", "of ranks that end by themselves", "seconds to the end", "lines that say why"),
+    *("tracebacks", "audit of the ledger", "resumed"),
 )
+
+
+def line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def row(fault: Fault, ended: Ended) -> str:
     problem = f" **{ended.problem}**" if ended.problem else ""
     resumed = "yes" if fault.resume_code == 7 else f"refused, exit code {fault.resume_code}"
     audit = {0: "passes", None: "no ledger was begun"}.get(ended.audit, f"exit code {ended.audit}")
-    said = "<br>".join(line.replace("|", "/") for line in ended.lines) or "none"
-    return (
-        f"| {fault.name}{problem} | {fault.launcher} | {ended.code} | {ended.seconds:.1f} | {said} | {ended.tracebacks} | "
-        f"{audit} | {resumed if ended.resumed else 'NO'} |"
-    )
+    said = "<br>".join(one.replace("|", "/") for one in ended.lines) or "none"
+    ranks = ", ".join(map(str, ended.rank_codes)) or "none"
+    return line(
+        fault.name + problem, fault.launcher, ended.code, ranks, f"{ended.seconds:.1f}", said, ended.tracebacks, audit,
+        resumed if ended.resumed else "NO",
+    )  # fmt: skip
 
 
 def main(names: list[str]) -> int:
     """The number of faults that did not end as they should."""
-    print(HEADER, flush=True)
+    print(line(*COLUMNS), line(*["---"] * len(COLUMNS)), sep="\n", flush=True)
     bad = 0
     for fault in FAULTS:
         if names and fault.name not in names:
@@ -38,7 +43,7 @@ def main(names: list[str]) -> int:
             try:
                 ended = inflict(fault, Path(folder))
             except NotHere as error:
-                print(f"| {fault.name} | {fault.launcher} | not here: {error} | | | | | |", flush=True)
+                print(line(fault.name, fault.launcher, f"not here: {error}", *[""] * (len(COLUMNS) - 3)), flush=True)
                 continue
         bad += ended.problem is not None
         print(row(fault, ended), flush=True)

@@ -16,6 +16,9 @@ CGROUP = Path("/sys/fs/cgroup/memory/fault-test")
 WORKER = ("data.num_workers=1",)
 SLOW = ("before_intent", "1", "3", "40")
 FAILED = (1,)
+SAVED = (7, 7)
+STOPPED = "stopped on request"
+LAUNCHER_GONE = "the launcher is gone"
 
 
 def signals(number: signal.Signals, who: str, rank: int = 1) -> Callable[[Run], None]:
@@ -89,7 +92,7 @@ FAULTS = [
     Fault("rank calls abort()", "deepspeed", None, (1, 250), "rank 1 (host", ("abort", "1", "3", "0")),
     Fault("rank raises", "torchrun.py", None, FAILED, "error on rank 1:", ("raise", "1", "3", "0")),
     Fault("rank holds the interpreter lock", "torchrun.py", None, FAILED, "rank 1 (host", ("hold", "1", "3", "40")),
-    Fault("rank slower by 40 s, then SIGUSR1", "deepspeed", stop_after_step_4, (7,), "stopped on request", SLOW),
+    Fault("rank slower by 40 s, then SIGUSR1", "deepspeed", stop_after_step_4, (7,), STOPPED, SLOW),
     Fault("rank killed by the kernel, out of memory", "torchrun.py", out_of_memory, FAILED, "rank 1", undo=no_cgroup),
     Fault("rank out of address space (RLIMIT_AS)", "deepspeed", little_memory("rank"), FAILED, "no more memory"),
     Fault("data worker killed", "deepspeed", signals(signal.SIGKILL, "worker"), FAILED, "a data worker died", settings=WORKER),
@@ -99,14 +102,15 @@ FAULTS = [
     Fault("a weight is NaN", "deepspeed", None, FAILED, "NaN or infinity", ("nan", "1", "3", "0")),
     Fault("SIGTERM to mpirun", "mpirun", signals_launcher(signal.SIGTERM), (7, 143, -15, 15), ""),
     Fault("SIGINT to mpirun", "mpirun", signals_launcher(signal.SIGINT), (7, 130, -2, 2), ""),
-    Fault("SIGTERM to torchrun.py", "torchrun.py", signals_launcher(signal.SIGTERM), (7,), "stopped on request"),
-    Fault("SIGTERM to deepspeed", "deepspeed", signals_launcher(signal.SIGTERM), (-15,), "the launcher is gone"),
+    Fault("SIGTERM to torchrun.py", "torchrun.py", signals_launcher(signal.SIGTERM), (7,), STOPPED, rank_codes=SAVED),
+    Fault("SIGTERM to deepspeed", "deepspeed", signals_launcher(signal.SIGTERM), (-15,), LAUNCHER_GONE, rank_codes=SAVED),
+    Fault("SIGINT to deepspeed", "deepspeed", signals_launcher(signal.SIGINT), (-2, 1, 130), STOPPED, rank_codes=SAVED),
     Fault(
         "mirror of the ledger on a full disk", "deepspeed", fill_disk, (4,), "cannot write the mirror",
         settings=("privacy.ledger_mirror={folder}/disk/mirror.jsonl",), prepare=small_disk, undo=room_again, clean=without_disk,
     ),
     Fault(
-        "another bound at the resume", "torchrun.py", signals(signal.SIGUSR1, "rank"), (7,), "stopped on request",
+        "another bound at the resume", "torchrun.py", signals(signal.SIGUSR1, "rank"), (7,), STOPPED,
         resumed_with=("privacy.max_grad_norm=2.0",), resume_code=2,
     ),
     Fault("a rank that never comes", "rank 0 of 2 alone", None, (2,), "rank 1 of 2 did not come"),

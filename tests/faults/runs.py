@@ -34,6 +34,7 @@ class Fault:
         resume_code: how the same command, with `resumed_with`, ends when it has one step boundary to stop at.
         codes: exit codes of the launcher that are right.
         says: words that one line must hold.
+        rank_codes: exit codes of the ranks; None where some are killed, or may be.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Fault:
     settings: tuple[str, ...] = ()
     resumed_with: tuple[str, ...] = ()
     resume_code: int = 7
+    rank_codes: tuple[int, int] | None = None
     prepare: "Callable[[Run], None]" = lambda run: None
     undo: "Callable[[Run], None]" = lambda run: None
     clean: "Callable[[Run], None]" = lambda run: None
@@ -52,9 +54,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a fault left."""
+    """What a fault left; `rank_codes` are those of the ranks that ended by themselves, sorted."""
 
     code: int
+    rank_codes: tuple[int, ...]
     seconds: float
     lines: list[str]
     tracebacks: int
@@ -132,12 +135,19 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def exit_codes(run_dir: Path) -> tuple[int, ...]:
+    """What the ranks of failing_train.py have ended with, sorted."""
+    noted = run_dir.with_name(f"{run_dir.name}.codes")
+    return tuple(sorted(int(line.split()[1]) for line in noted.read_text().splitlines())) if noted.exists() else ()
+
+
 def inflict(fault: Fault, folder: Path) -> Ended:
     """Starts a run, waits for two steps, inflicts the fault, and looks at what is left."""
     run = Run(fault, folder)
     fault.prepare(run)
     try:
         seconds, left = _ended(run)
+        rank_codes = exit_codes(run.run_dir)
         fault.undo(run)
         said = run.log.read_text(errors="replace")
         lines = [line for line in said.splitlines() if line.startswith(WORDS)]
@@ -150,6 +160,7 @@ def inflict(fault: Fault, folder: Path) -> Ended:
     problems = [
         (left > 0, f"{left} processes were left"),
         (run.launcher.returncode not in fault.codes, "another exit code was expected"),
+        (fault.rank_codes not in (None, rank_codes), f"the ranks end with {rank_codes}"),
         (not any(fault.says in line for line in [*lines, ""]), f"no line says {fault.says!r}"),
         (len(lines) > 3, "more than three lines"),
         (audit != 0 and has_ledger, "the ledger fails its audit"),
@@ -158,6 +169,7 @@ def inflict(fault: Fault, folder: Path) -> Ended:
     problem = "; ".join(words for is_so, words in problems if is_so) or None
     return Ended(
         run.launcher.returncode,
+        rank_codes,
         seconds,
         lines,
         said.count("Traceback"),

@@ -1,4 +1,6 @@
-"""`python -m tests.fuzz SEED END FOLDER [FIRST]`: runs cases FIRST (0) to END - 1 and prints one JSON object; one case in full.
+"""`python -m tests.fuzz SEED END FOLDER [FIRST [WHOLE]]`: runs cases FIRST (0) to END - 1 and prints one JSON object.
+
+A single case is printed in full. Cases from WHOLE on end once most refusals would have come and a good command begins to work.
 
 Works in a namespace of its own, where everything but FOLDER can only be read and `full` and `readonly` are file systems that are.
 """
@@ -27,7 +29,7 @@ mkdir -p "$0/made/full" "$0/made/readonly" && mount -t tmpfs -o size=64k tmpfs "
 mount -t tmpfs -o ro tmpfs "$0/made/readonly" && exec "$@"
 """
 MANY = 100
-"""From as many cases on, all that are known are tried, and not a sample of the fast ones."""
+"""With as many whole cases, all that are known are tried, and not a sample of the fast ones."""
 INSIDE = "FUZZ_IN_A_NAMESPACE"
 ENVIRONMENT = {
     INSIDE: "1",
@@ -82,7 +84,8 @@ def prepare(folder: Path, made: Path) -> None:
         assert ended.code == 0, ended.out + ended.err
 
 
-def main(seed: int, end: int, folder: Path, first: int = 0) -> int:
+def main(seed: int, end: int, folder: Path, first: int = 0, whole: int | None = None) -> int:
+    whole = end if whole is None else whole
     made = folder / "made"
     made.mkdir(exist_ok=True)
     (made / "full" / "filler").write_bytes(bytes(60_000))
@@ -98,11 +101,11 @@ def main(seed: int, end: int, folder: Path, first: int = 0) -> int:
     problems, slowest = [], 0.0
     start = time.monotonic()
     known = {} if first else KNOWN
-    if known and end < MANY:
+    if known and whole < MANY:
         known = {name: KNOWN[name] for name in random.Random(seed).sample(sorted(KNOWN.keys() - SLOW), 10)}
     for number in [*known, *range(first, end)]:
         case, wanted = known[number] if number in known else (make_case(seed, number), None)
-        ended = run_case(case, folder / "case", made)
+        ended = run_case(case, folder / "case", made, is_whole=number in known or int(number) < whole)
         codes[ended.code] += 1
         if codes.total() % 50 == 0:
             print(f"{codes.total()} cases in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)

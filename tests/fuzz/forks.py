@@ -21,6 +21,10 @@ from tests.fuzz.commands import SCRIPTS
 
 SECONDS = 60.0
 """That a command may take: of processor time, and by the clock where nobody else uses this machine."""
+REFUSED_WITHIN = 0.5
+"""Processor time within which most command lines that are refused have been; it ends cases that are not tried whole."""
+BEGUN = -signal.SIGPROF
+"""How such a case ends, which says nothing against it."""
 MOST_LINES = 3
 CODES = {0, 1, 2, 3, 4, 5, 6, 7}
 MEMORY_MIB = 6000  # beside what the process has mapped already
@@ -51,7 +55,7 @@ class Ended:
             return f"no end within {SECONDS:.0f} s"
         if "Traceback" in self.out + self.err:
             return "traceback"
-        if self.code not in CODES:
+        if self.code not in CODES and self.code != BEGUN:
             return f"exit code {self.code}"
         if self.code == 1 and self.has_no_reader:
             return None  # `| head` ends a command quietly
@@ -68,8 +72,12 @@ def preload() -> None:
         importlib.import_module(name)
 
 
-def run_case(case: Case, folder: Path, made: Path) -> Ended:
-    """Runs one case in a fork; `folder` is its own and is removed. It may be on a disk that is nearly full, or takes no files."""
+def run_case(case: Case, folder: Path, made: Path, *, is_whole: bool = True) -> Ended:
+    """Runs one case in a fork; `folder` is its own and is removed. It may be on a disk that is nearly full, or takes no files.
+
+    Args:
+        is_whole: False ends it after REFUSED_WITHIN.
+    """
     limits = dict(condition.split(" ", 1) for condition in case.conditions if " " in condition)
     mounted = {"space", "folder"} & limits.keys()
     folder.mkdir()
@@ -89,7 +97,7 @@ def run_case(case: Case, folder: Path, made: Path) -> Ended:
             (folder / "filler").write_bytes(bytes(max(0, left.f_bavail * left.f_bsize - int(limits["space"]))))
         if "folder" in limits:
             _run("mount", "-o", "remount,ro", str(folder))
-        return _forked(case, folder, made)
+        return _forked(case, folder, made, is_whole=is_whole)
     finally:
         if mounted:
             _run("umount", "--lazy", str(folder))
@@ -116,7 +124,7 @@ def _damage(run: Path, rng: random.Random) -> None:
             file.write_bytes(damaged(file.read_bytes(), rng))
 
 
-def _forked(case: Case, folder: Path, made: Path) -> Ended:
+def _forked(case: Case, folder: Path, made: Path, *, is_whole: bool) -> Ended:
     out, err = os.pipe(), os.pipe()
     patience = SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     start = time.monotonic()
@@ -124,6 +132,7 @@ def _forked(case: Case, folder: Path, made: Path) -> Ended:
     if child == 0:
         try:
             os.setsid()
+            signal.setitimer(signal.ITIMER_PROF, 0.0 if is_whole else REFUSED_WITHIN)
             os.dup2(out[1], 1)
             os.dup2(err[1], 2)
             for end in (*out, *err):

@@ -16,25 +16,28 @@ from tests.distributed.ranks import ROOT, quiet_environment
 from tests.fuzz.__main__ import ENVIRONMENT, sandbox
 from tests.fuzz.cases import CONDITIONS, leaves, make_case
 from tests.fuzz.commands import SCRIPTS, options, parser_of
-from tests.fuzz.forks import MOST_LINES, SECONDS
+from tests.fuzz.forks import BEGUN, MOST_LINES, SECONDS
 from trainer.config.recipe import RunConfig
 
 SEED = 1
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(14_400)])])
-def test_cases(count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "whole"), [(100, 12), pytest.param(2000, 2000, marks=[pytest.mark.full, pytest.mark.timeout(14_400)])]
+)
+def test_cases(count: int, whole: int) -> None:
     """In forks of one process, the known ones first; `python -m tests.fuzz` shows what a case was and how it ended."""
     with tempfile.TemporaryDirectory() as name:  # not in /dev/shm, which the sandbox covers
         if subprocess.run(sandbox(Path(name), "true"), capture_output=True, check=False).returncode:
             pytest.skip("this machine gives no namespace in which a command that writes anywhere could be tried")
-        command = sandbox(Path(name), sys.executable, "-m", "tests.fuzz", str(SEED), str(count), name)
+        command = sandbox(Path(name), sys.executable, "-m", "tests.fuzz", str(SEED), str(count), name, "0", str(whole))
         environment = quiet_environment(**ENVIRONMENT)
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout)
     assert said["problems"] == [], json.dumps(said["problems"], indent=1)[:10_000]
-    assert said["codes"]["2"] > count // 4 and said["codes"]["0"] > count // 20, said["codes"]
+    good = said["codes"]["0"] + said["codes"].get(str(BEGUN), 0)
+    assert said["codes"]["2"] > count // 4 and good > count // 20, said["codes"]
 
 
 def test_the_generator_reaches_every_key_option_and_condition() -> None:
@@ -54,6 +57,7 @@ def test_the_generator_reaches_every_key_option_and_condition() -> None:
 
 
 TRAIN = "--engine local --ds_config ds_configs/zero1.json --recipe recipes/tiny.toml train.num_steps=1"
+INDEX = "index data/demo/heldout-00000.tar --workers 1"
 NUMBERS = "--num_examples 3000 --expected_batch_size 60 --num_steps 50 --noise_multiplier 1.0 --no_extras"
 
 
@@ -66,10 +70,12 @@ def limited(kind: int, amount: int) -> Callable[[], None]:
     [
         ("train", f"{TRAIN} --run_dir {{folder}}/run", limited(resource.RLIMIT_NOFILE, 24), {}),
         ("plan", NUMBERS, lambda: (os.close(0), os.close(1)), {"LANG": "C", "PYTHONIOENCODING": "ascii"}),
+        ("plan", NUMBERS, lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1), {"PYTHONUTF8": "0", "LC_ALL": "C"}),
+        ("prepare", f"{INDEX} --output {{folder}}/index", limited(resource.RLIMIT_FSIZE, 1000), {}),
+        ("audit", "ledger --run_dir {folder}", limited(resource.RLIMIT_NOFILE, 12), {"HOME": "/nowhere", "TERM": "dumb"}),
         *(pytest.param(*case, marks=pytest.mark.full) for case in (
             ("train", f"{TRAIN} --run_dir {{folder}}/run data.num_workers=2", limited(resource.RLIMIT_NOFILE, 48), {}),
             ("train", f"{TRAIN} --run_dir {{folder}}/run", limited(resource.RLIMIT_FSIZE, 100_000), {}),
-            ("plan", NUMBERS, lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1), {"PYTHONUTF8": "0", "LC_ALL": "C"}),
         )),
     ],
 )  # fmt: skip
