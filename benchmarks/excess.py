@@ -41,8 +41,15 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (Dense, "add_weighted"),
         (Rows, "add_weighted"),
         (LocalSums, "start"),
+        (clipped_sum.ClippedSum, "_short_sums"),
     ],
-    "small_layers": [(Call, "contributions"), (Dense, "norm"), (Rows, "norm"), (NormTally, "add")],
+    "small_layers": [
+        (Call, "contributions"),
+        (Dense, "norm"),
+        (Rows, "norm"),
+        (NormTally, "add"),
+        (NormTally, "safe_norm"),
+    ],
     "clip_factors": [(clipped_sum.ClippedSum, "_factors"), (clipped_sum.ClippedSum, "_accumulate")],
     "taps": [(Recorder, "report"), (Recorder, "_tap")],
 }

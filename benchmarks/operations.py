@@ -46,13 +46,13 @@ class _Kernel:
 def _as_on_cuda(launches: _Launches) -> Iterator[None]:
     """Tensors of the meta device take the way of CUDA's: Triton kernels, products of bf16 in fp32, rows blanked unseen."""
     kernels = ModuleType("privacy.clipping.kernels")
-    vars(kernels).update(pair_of_tiles=_Kernel(launches), zero_excluded_row=_Kernel(launches), ROW_BLOCK=1024)
+    vars(kernels).update(pair_of_tiles=_Kernel(launches), zero_excluded_rows=_Kernel(launches), ROW_BLOCK=1024)
     with ExitStack() as stack:
         for target, name, value in (
-            (contributions, "_has_bf16_units", lambda device: True),
+            (contributions, "_is_cuda", lambda device: True),
             (contributions, "has_fp32_products_of_bf16", lambda device: True),
             (accumulators, "has_fp32_products_of_bf16", lambda device: True),
-            (contributions, "blanked", blanking.blank_rows_),
+            (blanking, "_in_place", lambda x: x.is_contiguous()),
             (clipped_sum, "needs_blanking", lambda is_finite_B: True),
             (triton_norm, "can_run", lambda a_BTd, g_BTp: a_BTd.dtype in triton_norm.DTYPES),
         ):

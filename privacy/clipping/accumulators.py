@@ -110,9 +110,10 @@ class Slot(NamedTuple):
                 slice(p * i // count, p * (i + 1) // count) for i in range(count)
             ):  # about equal: none is narrow
                 if on_matrix_units:
-                    total_pd[some] += torch.mm(x_pN[some], y_Nd, out_dtype=torch.float32)
+                    product_pd = torch.mm(x_pN[some], y_Nd, out_dtype=torch.float32)
                 else:
-                    total_pd[some] += torch.mm(x_pN[some].to(wide), y_Nd.to(wide))
+                    product_pd = torch.mm(x_pN[some].to(wide), y_Nd.to(wide))
+                total_pd[some].add_(product_pd)  # `+=` would copy the rows to themselves
 
     def _add_narrow_product(self, g_BTp: Tensor, a_BTd: Tensor, rows: slice) -> None:
         """Any order of additions: with n^2 T <= examples^2, a rounding for every token is within the same bound."""

@@ -7,10 +7,10 @@ a program whose row is good ends at once. What is overwritten belongs to the rec
 from the caller.
 """
 
-import importlib.util
-
 import torch
 from torch import Tensor
+
+from . import triton_norm
 
 
 def needs_blanking(is_finite_B: Tensor) -> bool:
@@ -22,16 +22,29 @@ def needs_blanking(is_finite_B: Tensor) -> bool:
 
 def blanked(x: Tensor, excluded_B: Tensor) -> Tensor:
     """x (B, ...) with the excluded rows exactly zero. On CUDA x itself may be overwritten."""
-    if x.is_cuda and x.is_contiguous() and importlib.util.find_spec("triton") is not None:
+    if _in_place(x):
         return blank_rows_(x, excluded_B)
     return torch.where(excluded_B.view(-1, *[1] * (x.dim() - 1)), x.new_zeros(()), x)
 
 
-def blank_rows_(x: Tensor, excluded_B: Tensor) -> Tensor:
-    """Zeroes the excluded rows of a contiguous x (B, ...) in place, with Triton."""
-    from .kernels import ROW_BLOCK, zero_excluded_row
+def both_blanked(x: Tensor, y: Tensor, excluded_B: Tensor) -> tuple[Tensor, Tensor]:
+    """As `blanked`, with one kernel for both."""
+    if _in_place(x) and _in_place(y):
+        return blank_rows_(x, excluded_B, y), y
+    return blanked(x, excluded_B), blanked(y, excluded_B)
 
-    if x.numel() > 0:
+
+def _in_place(x: Tensor) -> bool:
+    return x.is_cuda and x.is_contiguous() and triton_norm.is_installed()
+
+
+def blank_rows_(x: Tensor, excluded_B: Tensor, y: Tensor | None = None) -> Tensor:
+    """Zeroes the excluded rows of a contiguous x (B, ...) in place, and those of y, with Triton; returns x."""
+    from .kernels import ROW_BLOCK, zero_excluded_rows
+
+    y = x[:0] if y is None else y
+    if x.numel() + y.numel() > 0:
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            zero_excluded_row[(len(x),)](x, excluded_B.to(torch.uint8), x.numel() // len(x), BLOCK=ROW_BLOCK)
+            sizes = (x.numel() // len(x), y.numel() // len(y))
+            zero_excluded_rows[(len(x),)](x, y, excluded_B.view(torch.uint8), *sizes, BLOCK=ROW_BLOCK)
     return x

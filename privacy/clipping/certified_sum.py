@@ -20,8 +20,9 @@ from ..errors import PrivacyConfigError
 from ..lattice import Lattice
 from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
 from .checked import require_passed
-from .clipped_sum import ClippedSum, Factors, MicroBatchStats, Parts, by_parameter
+from .clipped_sum import ClippedSum, Parts, by_parameter
 from .contributions import ChunkedOuterProducts, Contribution, Dense, OuterProducts, Rows
+from .factors import Factors, MicroBatchStats
 from .functions import ClippingFunction, flat
 from .integers import SquaredNorms, add_contributions, round_to_even
 from .precision import exact, wide
@@ -156,7 +157,7 @@ class CertifiedSum(ClippedSum):
             self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
-        return Factors(norms, weights, is_finite_B, blank=False, bound=self.max_grad_norm)
+        return Factors(norms, weights, is_finite_B, blank_B=None, bound=self.max_grad_norm)
 
     def check_rows(self, task: Task, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Looks for an example whose integers depend on its row, its micro-batch or its neighbours; collective where `task` is.

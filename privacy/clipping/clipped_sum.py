@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from ..adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
 from ..errors import PrivacyConfigError
 from ..releases import Release, step_releases
-from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
+from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums, Slot
 from .blanking import needs_blanking
 from .checked import require_passed, trained
 from .compiled import compiled_weights
-from .contributions import Contribution
+from .contributions import Contribution, is_short
 from .coverage import claims
-from .functions import ClippingFunction, flat, unclipped
+from .factors import Factors, MicroBatchStats
+from .functions import ClippingFunction, flat
 from .in_place import Writes, require_unwritten, writes_to
 from .norms import NormTally
 from .precision import exact, wide, wide_dtype
@@ -50,18 +51,6 @@ NOT_REPEATED = (
     "gradients the second time; use deterministic kernels, write to no tensor in place in a backward, or take bookkeeping with a "
     "larger max_logits"
 )
-
-
-class MicroBatchStats(NamedTuple):
-    """Scalars on the device, computed from private data without noise: they may only go to `private/`."""
-
-    loss_sum: Tensor
-    num_examples: Tensor
-    num_clipped: Tensor
-    num_nonfinite: Tensor
-    norm_sum: Tensor
-    centred_unclipped: Tensor
-    """float64: sum of b_i - 1/2 (privacy/adaptive_clipping.py); padding and non-finite examples add nothing."""
 
 
 class ClippedSum:
@@ -242,7 +231,7 @@ class ClippedSum:
         """
         batch_size = len(next(iter(inputs.values())))
         with torch.no_grad(), closing(self._twice(task, inputs, batch_size)) as passes:
-            first, again = (self._tallies(passed)[0] for passed in passes)
+            first, again = ([tally.totals for tally in self._tallies(passed)[0]] for passed in passes)
         if any(not torch.equal(a.squared_B, b.squared_B) for a, b in zip(first, again, strict=True)):
             raise PrivacyConfigError(NOT_REPEATED)
 
@@ -253,15 +242,23 @@ class ClippedSum:
         require_unwritten(writes, "a backward of the model")
         with exact(passed.loss_B.device):
             factors = self._factors(tallies, passed.loss_B, is_padding_B)
+            short = self._short_sums(kept, tallies, factors)
+            if not self.leaves_process:  # else buckets are filled in their order
+                self._add_at_once(short)
+                kept = {name: parts for name, parts in kept.items() if name not in short}
             for name in list(kept):  # the last layer first, as two_pass does; what has been summed makes room
-                self._accumulate(name, kept.pop(name), factors)
+                if name in short:
+                    self._add_at_once({name: short.pop(name)})
+                else:
+                    self._accumulate(name, kept.pop(name), factors)
             return factors.stats(passed.loss_B, is_padding_B)
 
     def _in_two_passes(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         with closing(self._twice(task, inputs, len(is_padding_B))) as passes:
             first = next(passes)
             marks: list[Tensor] = []
-            tallies, _ = self._tallies(first, marks=marks)
+            tallies, writes = self._tallies(first, marks=marks)
+            require_unwritten(writes, "a backward of the model")
             with exact(first.loss_B.device):
                 factors = self._factors(tallies, first.loss_B, is_padding_B)
             second = next(passes)
@@ -289,7 +286,7 @@ class ClippedSum:
     def _tallies(
         self, passed: Forward, kept: dict[str, Parts] | None = None, marks: list[Tensor] | None = None
     ) -> tuple[list[NormTally], Writes]:
-        """The norms of each group of parameters, by a backward, and how often the tensors in `kept` had been written to by then.
+        """The norms of each group of parameters, by a backward, and how often what is kept had been written to by then.
 
         Args:
             kept: takes the contributions, if given.
@@ -302,6 +299,7 @@ class ClippedSum:
         def add(name: str, parts: Parts) -> None:
             if kept is not None:
                 kept[name] = parts
+            if kept is not None or is_short(parts):  # the tally keeps those
                 tensors = [value for part in parts for value in vars(part).values() if isinstance(value, Tensor)]
                 writes.extend((name, tensor, writes_to(tensor)) for tensor in tensors)
             tallies[self._function.group_of[name]].add(parts)
@@ -309,7 +307,7 @@ class ClippedSum:
         by_parameter(passed, add, marks)
         return tallies, writes
 
-    def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> "Factors":
+    def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
         norms = [tally.safe_norm() for tally in tallies]
         is_finite_B = torch.stack(norms).isfinite().all(0) & loss_B.isfinite()
         excluded_B = is_padding_B | ~is_finite_B
@@ -317,40 +315,38 @@ class ClippedSum:
             self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
-        return Factors(norms, weights, is_finite_B, needs_blanking(is_finite_B), bound=self._function.sensitivity)
+        blank_B = ~is_finite_B if needs_blanking(is_finite_B) else None
+        return Factors(norms, weights, is_finite_B, blank_B, bound=self._function.sensitivity)
 
-    def _accumulate(self, name: str, parts: Parts, factors: "Factors") -> None:
+    def _short_sums(self, kept: Mapping[str, Parts], tallies: list[NormTally], factors: Factors) -> dict[str, Tensor]:
+        """(n,) fp64: the weighted sum of each short gradient, by one product for all that have one factor."""
+        sums: dict[str, Tensor] = {}
+        for group, (tally, weight_B) in enumerate(zip(tallies, factors.weights, strict=True)):
+            names = [n for n, parts in kept.items() if self._function.group_of[n] == group and is_short(parts)]
+            if names:
+                joined = tally.joined if factors.blank_B is None else tally.joined.without(factors.blank_B)
+                total = torch.zeros(joined.grad_B.shape[1], dtype=torch.float64, device=self._device)
+                joined.add_weighted(weight_B, Slot(total))
+                lengths = [x.grad_B[0].numel() for x in tally.short]
+                sums |= zip(names, total.split(lengths), strict=True)
+        return sums
+
+    def _add_at_once(self, sums: Mapping[str, Tensor]) -> None:
+        totals = [self.accumulator.slot(name, of_products=False).total.view(-1) for name in sums]
+        if totals:
+            torch._foreach_add_(totals, list(sums.values()))
+        for name in sums:
+            self.accumulator.filled(name)
+
+    def _accumulate(self, name: str, parts: Parts, factors: Factors) -> None:
         is_alone = len(parts) == 1
         slot = self.accumulator.slot(name, of_products=is_alone and parts[0].is_product).matrix()
         if not is_alone:
             slot = slot.of_uses(len(parts))
         weight_B = factors.weights[self._function.group_of[name]]
         for part in parts:
-            (part.without(~factors.is_finite_B) if factors.blank else part).add_weighted(weight_B, slot)
+            (part.without(factors.blank_B) if factors.blank_B is not None else part).add_weighted(weight_B, slot)
         self.accumulator.filled(name)
-
-
-class Factors(NamedTuple):
-    """Clip factors of one micro-batch, by group of parameters."""
-
-    norms: list[Tensor]
-    weights: list[Tensor]
-    is_finite_B: Tensor
-    blank: bool
-    bound: float
-
-    def stats(self, loss_B: Tensor, is_padding_B: Tensor) -> MicroBatchStats:
-        counted_B = ~is_padding_B & self.is_finite_B
-        norm_B = torch.linalg.vector_norm(torch.stack(self.norms), dim=0)
-        is_clipped_B = (torch.stack(self.weights) < 1).any(0)
-        return MicroBatchStats(
-            loss_sum=loss_B.float().masked_fill(~counted_B, 0).sum(),
-            num_examples=(~is_padding_B).sum(),
-            num_clipped=(counted_B & is_clipped_B).sum(),
-            num_nonfinite=(~is_padding_B & ~self.is_finite_B).sum(),
-            norm_sum=norm_B.masked_fill(~counted_B, 0).sum(),
-            centred_unclipped=(unclipped(norm_B, self.bound) - 0.5).masked_fill(~counted_B, 0).sum(),
-        )
 
 
 def by_parameter(passed: Forward, use: Callable[[str, Parts], None], marks: list[Tensor] | None = None) -> None:

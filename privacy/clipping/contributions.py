@@ -15,7 +15,7 @@ Shapes: B examples, T tokens (any flattened middle dimensions), d input width, p
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from . import triton_norm
 from .accumulators import EXAMPLES_PER_SUM, Slot, blocks
-from .blanking import blanked
+from .blanking import blanked, both_blanked
 from .precision import Norm, has_fp32_products_of_bf16, hidden, norm_of_grams, wide, wide_dtype
 
-WIDENED_ENTRIES = 1 << 18
-"""Entries of a written-out gradient that are widened to fp64 at a time: 2 MiB, which stay in a processor's caches."""
+WIDENED_ENTRIES = (1 << 18, 1 << 24)
+"""Entries of a written-out gradient that are widened to fp64 at a time: 2 MiB on CPU, which stay in its caches; 128 on CUDA."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class OuterProducts:
         """
         if self.prefers_instantiation:
             return Dense(self.instantiate(), is_product=True)
-        if _has_bf16_units(self.g_BTp.device) and self.g_BTp.dtype == torch.bfloat16:
+        if _is_cuda(self.g_BTp.device) and self.g_BTp.dtype == torch.bfloat16:
             return OuterProducts(self.a_BTd.bfloat16(), self.g_BTp)
         return self
 
@@ -104,10 +104,10 @@ class OuterProducts:
 
         Then the factor times the operand is rounded to bf16 again, which norms.py allows for (`fold_error`).
         """
-        return _has_bf16_units(self.g_BTp.device) and self.a_BTd.dtype == self.g_BTp.dtype == torch.bfloat16
+        return _is_cuda(self.g_BTp.device) and self.a_BTd.dtype == self.g_BTp.dtype == torch.bfloat16
 
     def without(self, excluded_B: Tensor) -> "OuterProducts":
-        return OuterProducts(blanked(self.a_BTd, excluded_B), blanked(self.g_BTp, excluded_B))
+        return OuterProducts(*both_blanked(self.a_BTd, self.g_BTp, excluded_B))
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,11 @@ class Dense:
         grad_Bn = self.grad_B.flatten(1)
         n = grad_Bn.shape[1]
         whole = n // TERMS_PER_SUM * TERMS_PER_SUM
-        norms_BN = [torch.linalg.vector_norm(grad_Bn[:, whole:], dim=1, keepdim=True)]
+        norms_BN = []
         if whole:
             norms_BN.append(torch.linalg.vector_norm(grad_Bn[:, :whole].unflatten(1, (-1, TERMS_PER_SUM)), dim=2))
+        if whole < n:
+            norms_BN.append(torch.linalg.vector_norm(grad_Bn[:, whole:], dim=1, keepdim=True))
         norm_B = torch.cat(norms_BN, 1).double().norm(dim=1).to(grad_Bn.dtype)
         return Norm(norm_B.square(), norm_B, hidden(n, norm_B.dtype))
 
@@ -182,8 +184,9 @@ class Dense:
         if self.is_product:
             slot.add_matrices(grad_Bn, weight_B)
             return
-        for some in blocks(grad_Bn.shape[1], max(1, WIDENED_ENTRIES // len(grad_Bn))):
-            slot.total.view(-1)[some] += torch.mv(grad_Bn[:, some].double().t(), wide_B)
+        entries = WIDENED_ENTRIES[_is_cuda(grad_Bn.device)]
+        for some in blocks(grad_Bn.shape[1], max(1, entries // len(grad_Bn))):
+            slot.total.view(-1)[some].add_(torch.mv(grad_Bn[:, some].double().t(), wide_B))
 
     def without(self, excluded_B: Tensor) -> "Dense":
         return Dense(blanked(self.grad_B, excluded_B), self.is_product)
@@ -243,6 +246,16 @@ class ChunkedOuterProducts:
 Contribution = OuterProducts | Rows | Dense | ChunkedOuterProducts
 
 
+SHORT = 1 << 14
+"""The most numbers of a gradient that is joined with others of its kind, rather than gone through by itself."""
+
+
+def is_short(parts: Sequence[Contribution]) -> bool:
+    """Whether a parameter's contributions are one written-out gradient of few numbers: of biases, norms, small raw parameters."""
+    x = parts[0]
+    return len(parts) == 1 and isinstance(x, Dense) and not x.is_product and x.grad_B[0].numel() <= SHORT
+
+
 def sum_over_tokens(x_BTd: Tensor) -> Tensor:
     """(B, d), widened. On CPU as a product with ones, which is four times as fast as torch's sum over a middle dimension."""
     if x_BTd.device.type != "cpu":
@@ -267,7 +280,8 @@ def fold_error(x: Contribution) -> float:
     return 2**-8 * (1 + 2**-10) + x.sum_terms / 8 * 2**-23
 
 
-def _has_bf16_units(device: torch.device) -> bool:
+def _is_cuda(device: torch.device) -> bool:
+    """Whether there are matrix units for bf16, and launches cost more than memory traffic."""
     return device.type == "cuda"
 
 
@@ -305,7 +319,7 @@ def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
     """
     squared_B = a_BTd.new_zeros(len(a_BTd))
     square_a_BT, square_g_BT = a_BTd.new_empty(a_BTd.shape[:2]), a_BTd.new_empty(a_BTd.shape[:2])
-    tokens, size = a_BTd.shape[1], _TOKENS_PER_STRIP[a_BTd.device.type == "cuda"]
+    tokens, size = a_BTd.shape[1], _TOKENS_PER_STRIP[_is_cuda(a_BTd.device)]
     count = max(1, tokens // size)
     for i in range(count):
         until = tokens if i == count - 1 else (i + 1) * size

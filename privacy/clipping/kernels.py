@@ -34,7 +34,7 @@ def _gram_block(  # type: ignore[no-untyped-def]
 def pair_of_tiles(  # type: ignore[no-untyped-def]
     a, a_stride_b, a_stride_t, a_stride_k,
     g, g_stride_b, g_stride_t, g_stride_k,
-    squared_BN, gross_BI, hidden_BI, one, hidden_a, hidden_g, tokens, d, p, num_pairs, num_tiles,
+    squared_BN, gross_BI, hidden_BI, one, hidden_a, hidden_g, tokens, d, p, num_pairs, row_size,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     pair, example = tl.program_id(0) % num_pairs, (tl.program_id(0) // num_pairs).to(tl.int64)
@@ -53,23 +53,32 @@ def pair_of_tiles(  # type: ignore[no-untyped-def]
     )
     products = gram_a * gram_g
     times = tl.where(i == j, 1.0, 2.0)
-    tl.store(squared_BN + example * num_pairs + pair, times * tl.sum(tl.sum(products, 1), 0))
+    tl.store(squared_BN + example * row_size + pair, times * tl.sum(tl.sum(products, 1), 0))
     if i == j:
         is_token = (rows[:, None] == columns[None, :]) & (rows[:, None] < tokens)
         length_a = tl.where(is_token, tl.sqrt(gram_a + hidden_a * hidden_a), 0.0)
         length_g = tl.where(is_token, tl.sqrt(gram_g + hidden_g * hidden_g), 0.0)
-        tl.store(gross_BI + example * num_tiles + i, tl.sum(tl.sum(length_a * length_g, 1), 0))
-        tl.store(hidden_BI + example * num_tiles + i, tl.sum(tl.sum(hidden_g * length_a + hidden_a * length_g, 1), 0))
+        tl.store(gross_BI + example * row_size + i, tl.sum(tl.sum(length_a * length_g, 1), 0))
+        tl.store(hidden_BI + example * row_size + i, tl.sum(tl.sum(hidden_g * length_a + hidden_a * length_g, 1), 0))
 
 
 ROW_BLOCK = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def zero_excluded_row(x, is_excluded_B, row_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program per row of x (B, row_size), contiguous."""
+def zero_excluded_rows(  # type: ignore[no-untyped-def]
+    x, y, is_excluded_B, x_row_size, y_row_size, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program per row of x and y, (B, row size) each, contiguous."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(is_excluded_B + row) != 0:
-        for start in range(0, row_size, BLOCK):
+        for start in range(0, x_row_size, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            tl.store(x + row * row_size + place, tl.zeros((BLOCK,), dtype=x.dtype.element_ty), mask=place < row_size)
+            tl.store(
+                x + row * x_row_size + place, tl.zeros((BLOCK,), dtype=x.dtype.element_ty), mask=place < x_row_size
+            )
+        for start in range(0, y_row_size, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            tl.store(
+                y + row * y_row_size + place, tl.zeros((BLOCK,), dtype=y.dtype.element_ty), mask=place < y_row_size
+            )

@@ -44,14 +44,17 @@ worst case k u would clip 0.4 % more on DP-Cap's captioner, and prove nothing wi
 r = SENSITIVITY_SLACK is charged by the accountant (sigma / (1 + r)), so it costs epsilon, not truth.
 """
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..releases import SENSITIVITY_SLACK
-from .contributions import Contribution, fold_error, inner
+from .contributions import Contribution, Dense, fold_error, inner, is_short
+from .precision import Norm
 
 MOST_CANCELLED = 32
 """Gross norm of a clipped contribution, in units of C."""
@@ -67,31 +70,58 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-@dataclass
-class NormTally:
-    """Running sums over parameters, all (B,): squared norm N^2, its error bound E, squared gross norm S^2, F^2.
+class _Entry(NamedTuple):
+    """The norm of one parameter, or of several together; k_p u and f_p of the module docstring."""
 
-    They are in fp64, because no bound counts how many parameters there are, or how often a layer is called.
+    norm: Norm
+    rounding: float
+    fold: float
 
-    Attributes:
-        dtype: of the norms and sums that are computed, whose rounding the bounds allow for.
-        sum_terms: the length of the longest fp32 sum over tokens and examples.
-    """
+
+class Totals(NamedTuple):
+    """Sums over parameters, all (B,) and fp64: squared norm N^2, its error bound E, squared gross norm S^2, F^2."""
 
     squared_B: Tensor
     error_B: Tensor
     gross_squared_B: Tensor
     fold_squared_B: Tensor
+
+
+@dataclass
+class NormTally:
+    """The norms of a micro-batch by parameter, which are added up when all are there: by a few operations, not a few each.
+
+    Sums over parameters are in fp64, because no bound counts how many there are, or how often a layer is called. Short
+    gradients (`is_short`) are kept, and become one vector: the norm of a vector is that of its parts together, and its k is
+    no smaller than theirs.
+
+    Attributes:
+        dtype: of the norms and sums that are computed, whose rounding the bounds allow for.
+        sum_terms: the length of the longest fp32 sum over tokens and examples.
+        short: the gradients that are kept, in the order of `add`.
+    """
+
+    batch_size: int
+    device: torch.device
     dtype: torch.dtype
     sum_terms: int = 1
+    _entries: list[_Entry] = field(default_factory=list)
+    short: list[Dense] = field(default_factory=list)
 
     @classmethod
     def zeros(cls, batch_size: int, device: torch.device, dtype: torch.dtype) -> "NormTally":
-        squared_B, error_B, gross_B, fold_B = torch.zeros(4, batch_size, device=device, dtype=torch.float64)
-        return cls(squared_B, error_B, gross_B, fold_B, dtype)
+        return cls(batch_size, device, dtype)
 
     def add(self, contributions: list[Contribution]) -> None:
         """Adds one parameter: the norm of the sum of its contributions."""
+        self.sum_terms = max(self.sum_terms, max(c.sum_terms for c in contributions))
+        if is_short(contributions):
+            assert isinstance(contributions[0], Dense)
+            self.short.append(contributions[0])
+        else:
+            self._entries.append(self._entry(contributions))
+
+    def _entry(self, contributions: list[Contribution]) -> _Entry:
         squared_B, gross_B, hidden_B = contributions[0].norm()
         if len(contributions) > 1:  # of the sum: gross norms and what underflow hides add up to bounds
             squared_B, gross_B = squared_B.double(), gross_B.double()
@@ -100,19 +130,43 @@ class NormTally:
             squared_B, gross_B, hidden_B = squared_B + norm.squared_B, gross_B + norm.gross_B, hidden_B + norm.hidden_B
             for y in contributions[:i]:
                 squared_B = squared_B + 2 * inner(x, y)
-        terms = max(c.norm_terms for c in contributions)
-        self.squared_B += squared_B
-        self.error_B += terms * unit_roundoff(self.dtype) * gross_B.square() + hidden_B**2
-        self.gross_squared_B += gross_B.square()
-        fold = max(fold_error(c) for c in contributions)
-        if fold > 0:
-            self.fold_squared_B += (fold * gross_B).square()
-        self.sum_terms = max(self.sum_terms, max(c.sum_terms for c in contributions))
+        rounding = max(c.norm_terms for c in contributions) * unit_roundoff(self.dtype)
+        return _Entry(Norm(squared_B, gross_B, hidden_B), rounding, max(fold_error(c) for c in contributions))
+
+    @functools.cached_property
+    def joined(self) -> Dense:
+        """All of `short`, one behind the other; call it when all are there."""
+        return Dense(torch.cat([x.grad_B.flatten(1) for x in self.short], 1))
+
+    @functools.cached_property
+    def totals(self) -> Totals:
+        """Call it when all parameters are there."""
+        entries = [*self._entries, *([self._entry([self.joined])] if self.short else [])]
+        if not entries:
+            return Totals(*torch.zeros(4, self.batch_size, device=self.device, dtype=torch.float64))
+        squared_B = torch.stack([e.norm.squared_B for e in entries], 1).sum(1, dtype=torch.float64)
+        gross_squared_BP = torch.stack([e.norm.gross_B for e in entries], 1).double().square()
+        error_B = (gross_squared_BP * _row(tuple(e.rounding for e in entries), self.device)).sum(1)
+        hidden = [e.norm.hidden_B for e in entries]
+        error_B += sum(h**2 for h in hidden if not isinstance(h, Tensor))
+        if by_example := [h for h in hidden if isinstance(h, Tensor)]:
+            error_B += torch.stack(by_example, 1).double().square().sum(1)
+        fold_squared_B = torch.zeros_like(error_B)
+        if any(e.fold for e in entries):
+            fold_squared_B = (gross_squared_BP * _row(tuple(e.fold**2 for e in entries), self.device)).sum(1)
+        return Totals(squared_B, error_B, gross_squared_BP.sum(1), fold_squared_B)
 
     def safe_norm(self) -> Tensor:
         """(B,) upper bound on norm / (1 + r / 2); infinite or NaN where something overflowed."""
-        squared_B = torch.where(self.squared_B.isfinite(), self.squared_B.clamp_min(0), torch.inf)
-        gross_B = self.gross_squared_B.sqrt()
-        bound_B = (squared_B + self.error_B).sqrt() + rounding(self.sum_terms, self.dtype) * gross_B
-        bound_B = torch.maximum(bound_B + self.fold_squared_B.sqrt(), gross_B / MOST_CANCELLED)
+        totals = self.totals
+        squared_B = torch.where(totals.squared_B.isfinite(), totals.squared_B.clamp_min(0), torch.inf)
+        gross_B = totals.gross_squared_B.sqrt()
+        bound_B = (squared_B + totals.error_B).sqrt() + rounding(self.sum_terms, self.dtype) * gross_B
+        bound_B = torch.maximum(bound_B + totals.fold_squared_B.sqrt(), gross_B / MOST_CANCELLED)
         return torch.maximum(squared_B.sqrt(), bound_B / (1 + SENSITIVITY_SLACK / 2)).to(self.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _row(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """fp64, copied to the device once: the same model in micro-batches of the same shapes asks for the same numbers."""
+    return torch.tensor(values, dtype=torch.float64, device=device)

@@ -64,18 +64,27 @@ def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
     p = g_BTp.shape[2]
     num_tiles = -(-tokens // BLOCK_T)
     num_pairs = num_tiles * (num_tiles + 1) // 2
-    squared_BN = torch.empty(batch_size, num_pairs, dtype=torch.float32, device=a_BTd.device)
-    gross_BI, hidden_BI = torch.empty(2, batch_size, num_tiles, dtype=torch.float32, device=a_BTd.device)
+    # Three rows of one length, so that one operation adds them up; what the kernel does not write is there already.
+    partial_3BN = _not_written(tokens, num_pairs, a_BTd.device).repeat(1, batch_size, 1)
+    squared_BN, gross_BI, hidden_BI = partial_3BN.unbind()
     with torch.cuda.device_of(a_BTd):  # Triton launches on the current device
         pair_of_tiles[(num_pairs * batch_size,)](
             *(a_BTd, *a_BTd.stride()),
             *(g_BTp, *g_BTp.stride()),
             *(squared_BN, gross_BI, hidden_BI, 1.0, hidden(d, torch.float32), hidden(p, torch.float32)),
-            *(tokens, d, p, num_pairs, num_tiles),
+            *(tokens, d, p, num_pairs, num_pairs + 1),
             BLOCK_T=BLOCK_T,
             BLOCK_K=BLOCK_K,
             WIDEN=_interpreted(),
             num_warps=4,
             enable_fp_fusion=True,
         )
-    return Norm(squared_BN.sum(1), gross_BI.sum(1), hidden_BI.sum(1) + tokens * hidden(1, torch.float32))
+    return Norm(*partial_3BN.sum(2).unbind())
+
+
+@functools.lru_cache(maxsize=64)
+def _not_written(tokens: int, num_pairs: int, device: torch.device) -> Tensor:
+    """(3, 1, num_pairs + 1): zeros, and at the end of the last row the T sqrt(eta) of what underflow hides (precision.py)."""
+    row = torch.zeros(3, 1, num_pairs + 1, dtype=torch.float32, device=device)
+    row[2, 0, -1] = tokens * hidden(1, torch.float32)
+    return row
