@@ -3,9 +3,11 @@
     python launch_scripts/export.py --checkpoint runs/vip --format hf OUT      transformers: ViTModel, and the whole model
     python launch_scripts/export.py --checkpoint runs/vip --format safetensors OUT      our own names
     python launch_scripts/export.py --checkpoint runs/vip --format timm OUT      encoder for ViTDet-style codes
+    python launch_scripts/export.py --checkpoint runs/lora --format peft OUT      adapters, and their base in OUT/base
     python launch_scripts/export.py --import vip FILE OUT      a checkpoint of ours, for [init] checkpoint and evaluation
     python launch_scripts/export.py --import dpcap FILE OUT --tokenizer data/tokenizer/bert-base-uncased.json
     python launch_scripts/export.py --import hf DIR OUT      a ViTModel or ViTMAE that transformers saved
+    python launch_scripts/export.py --import peft DIR OUT     LoRA adapters, added into the ViTModel that DIR names as its base
 
 Exit codes: 0 done, 2 bad input.
 """

@@ -54,20 +54,25 @@ def adapters(module: nn.Module) -> Iterator[AdaptedLinear]:
 
 
 @torch.no_grad()
-def without_adapters(encoder: VisionTransformer) -> VisionTransformer:
-    """The encoder without adapters, each added into the weight that it corrects: W + (alpha / r) U D; itself if it has none."""
+def without_adapters(encoder: VisionTransformer, *, merged: bool = True) -> VisionTransformer:
+    """The encoder without adapters; itself if it has none.
+
+    Args:
+        merged: each is added into the weight that it corrects, W + (alpha / r) U D; otherwise they are taken away.
+    """
     if not any(adapters(encoder)):
         return encoder
-    merged = copy.deepcopy(encoder)
-    for path, module in list(merged.named_modules()):
+    plain_encoder = copy.deepcopy(encoder)
+    for path, module in list(plain_encoder.named_modules()):
         if isinstance(module, AdaptedLinear):
             plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-            plain.weight.copy_(module.weight + module.scale * module.adapter_up.weight @ module.adapter_down.weight)
+            added = module.scale * module.adapter_up.weight @ module.adapter_down.weight
+            plain.weight.copy_(module.weight + added if merged else module.weight)
             if module.bias is not None:
                 plain.bias.copy_(module.bias)
             owner, _, name = path.rpartition(".")
-            setattr(merged.get_submodule(owner), name, plain.to(module.weight))
-    return merged
+            setattr(plain_encoder.get_submodule(owner), name, plain.to(module.weight))
+    return plain_encoder
 
 
 def is_adapter(name: str) -> bool:

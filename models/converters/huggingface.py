@@ -153,9 +153,14 @@ def image_processor(image_size: int, mean: tuple[float, ...], std: tuple[float, 
     }
 
 
-def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderConfig, dict[str, Tensor]]:
+def from_huggingface(
+    folder: Path, added: Mapping[str, Tensor] | None = None
+) -> tuple[MaskedAutoencoderConfig | EncoderConfig, dict[str, Tensor]]:
     """Configuration and parameters of a folder that transformers saved: ViTModel (also under a head, which is left out),
     ViTMAEModel or ViTMAEForPreTraining.
+
+    Args:
+        added: what is added to the weights of these names, as transformers has them in memory or in files.
 
     Raises:
         WeightsError: no such folder, another architecture, missing or unknown names.
@@ -166,11 +171,14 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
         raise WeightsError(f"{folder} is no folder that transformers saved: {CONFIG}: {error}") from error
     if not isinstance(stated, dict):
         raise WeightsError(f"{folder / CONFIG} is no JSON object")
-    state = {}
-    for name, value in _read_state(folder).items():
-        for pattern, replacement in _IN_MEMORY:
-            name = re.sub(pattern, replacement, name)
-        state[name] = value
+    state = {_in_file(name): value for name, value in _read_state(folder).items()}
+    for name, value in (added or {}).items():
+        weight = state.get(_in_file(name))
+        if weight is None or weight.shape != value.shape:
+            raise WeightsError(
+                f"{folder} has no weight {name} of shape {tuple(value.shape)}, to which an adapter belongs"
+            )
+        state[_in_file(name)] = weight.float() + value
     what, kind = str(folder), stated.get("model_type")
     if kind not in ("vit", "vit_mae"):
         raise WeightsError(f"{folder}: model_type {kind!r} cannot be imported, only vit and vit_mae")
@@ -195,6 +203,12 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
         normalise_pixels=_told(stated, "norm_pix_loss", bool, what),
     )
     return config, parameters_from(state, config, autoencoder_renamings(config), what)
+
+
+def _in_file(name: str) -> str:
+    for pattern, replacement in _IN_MEMORY:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _read_state(folder: Path) -> dict[str, Tensor]:

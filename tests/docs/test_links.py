@@ -37,6 +37,7 @@ WRITTEN = {
     *("points.csv", "groups.csv", "curves.csv", "study.json", "study.md"),
     *("head.json", "head.safetensors", "private-head-sweep.png"),
     *("config.json", "preprocessor_config.json", "extents-*.npy", "submit.sh", "model.pth", "model.safetensors"),
+    "adapter_config.json",
     # of other projects, or of the reader
     *("metadata.csv", "metadata.jsonl", "captions.csv", "captions.jsonl", "tokenizer.json", "names.txt", "points.txt"),
     *(
@@ -240,7 +241,7 @@ def known_options() -> frozenset[str]:
     ]
     text = "\n".join((ROOT / name).read_text() for name in sources)
     foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}
-    foreign |= {"--exclude", "--mtime", "--sort"}  # of tar
+    foreign |= {"--exclude", "--mtime", "--sort", "--local-dir"}  # of tar and hf
     for script in (ROOT / "launch_scripts").glob("*.py"):
         importlib.import_module(f"launch_scripts.{script.stem}")
     models, built = [Options], set()

@@ -219,6 +219,34 @@ def test_adapters_are_merged(command: Run, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+def test_adapters_go_out_for_peft_and_come_back(command: Run, tmp_path: Path) -> None:
+    """What they compute is compared with peft in tests/models/test_convert_peft.py; here, what is said of them."""
+    shape = 'encoder_depth = 1, encoder_width = 32, patch_size = 4, num_classes = 3, trainable = "adapters", adapter_rank = 2'
+    trained(tmp_path / "run", recipe("classifier", shape), training_data={"provenance": "public"})
+    out = tmp_path / "out"
+    command("--checkpoint", tmp_path / "run", "--format", "peft", out)
+    assert {path.name for path in out.iterdir()} >= {"README.md", "privacy_card.json", "adapter_config.json", "base"}
+    said = command("--import", "peft", out, tmp_path / "back")
+    assert "data declared public" in said, "an export says whose data are in it"
+    ours = open_model(tmp_path / "run").model
+    torch.testing.assert_close(open_model(tmp_path / "back").model.encoder(images()), ours.encoder(images()))
+    state = load_file(out / "adapter_model.safetensors")
+    save_file({name: 2 * value for name, value in state.items()}, out / "adapter_model.safetensors")
+    assert "data declared private" in command("--import", "peft", out, tmp_path / "other"), "others' adapters"
+    assert "contradicts" in command("--import", "peft", out, tmp_path / "third", "--provenance", "public", code=2)
+
+
+@pytest.mark.parametrize("form", ["hf", "safetensors"])
+def test_the_hub_reads_the_model_card(captioner: Path, form: str, command: Run, tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    command("--checkpoint", captioner, "--format", form, tmp_path / "out")
+    card = hub.ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.library_name == {"hf": "transformers", "safetensors": "safetensors"}[form]
+    assert "differential-privacy" in card.data.tags and card.data.to_dict()["formal_guarantee"] is True
+    assert card.data.pipeline_tag == {"hf": "image-feature-extraction", "safetensors": "image-to-text"}[form]
+
+
+@torch.no_grad()
 def test_an_official_checkpoint_becomes_one_of_ours(command: Run, tmp_path: Path) -> None:
     state = published()
     torch.save({"model": state}, tmp_path / "vip.pth")

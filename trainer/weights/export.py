@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from data.examples.tokenizer import from_start_to_end
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.adapters import without_adapters
+from models.converters import peft
 from models.converters.huggingface import CONFIG, PROCESSOR, WEIGHTS, image_processor, to_vit_mae, to_vit_model
 from models.converters.native import save_model
 from models.converters.vip import to_timm
@@ -29,7 +30,7 @@ from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from trainer.errors import ConfigError
 from trainer.report import build_card
 from trainer.tasks.captioning import CaptioningTask
-from trainer.weights.kinds import Format
+from trainer.weights.kinds import ADAPTER, Format
 from trainer.weights.model_card import model_card
 from trainer.weights.new_folder import new_folder
 from trainer.weights.open_model import ROOT, TOKENIZER, OpenedModel
@@ -84,8 +85,8 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
     """Writes the folder `out`, whole or not at all.
 
     Args:
-        form: "hf" writes the encoder as ViTModel in `out`, the whole model in a folder of its kind inside; "safetensors" our own
-            names; "timm" the encoder under timm's names.
+        form: "hf" writes the encoder as ViTModel in `out`, the whole model in a folder of its kind inside; "peft" the encoder's
+            adapters, and the ViTModel under them in `base`; "safetensors" our own names; "timm" the encoder under timm's names.
         encoder_only: leaves the rest of the model out.
 
     Raises:
@@ -107,6 +108,8 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
     with new_folder(out) as folder:
         if form == "safetensors":
             _write_own(folder, opened, about)
+        elif form == "peft":
+            _write_adapters(folder, encoder, about)
         elif form == "timm":
             _write_timm(folder, without_adapters(encoder), about)
         else:
@@ -154,6 +157,15 @@ def _write_own(folder: Path, opened: OpenedModel, about: dict[str, Any]) -> None
     _write_processor(folder, opened.model.get_submodule("encoder"))
     shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
+
+
+def _write_adapters(folder: Path, encoder: VisionTransformer, about: dict[str, Any]) -> None:
+    config, tensors = peft.to_peft(encoder)
+    _write_json(folder / peft.CONFIG, config)
+    write_weights(folder / peft.WEIGHTS, tensors)
+    plain, base = without_adapters(encoder, merged=False), folder / peft.BASE
+    base.mkdir()
+    _write_encoder(base, plain, *to_vit_model(plain), about | {ADAPTER: file_digest(folder / peft.WEIGHTS)})
 
 
 def _write_timm(folder: Path, encoder: VisionTransformer, about: dict[str, Any]) -> None:

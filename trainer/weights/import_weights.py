@@ -19,10 +19,12 @@ from data.examples.tokenizer import CaptionTokenizer
 from models.config import CaptionerConfig, Foreign
 from models.converters import Unstated, read_foreign
 from models.converters.native import CONFIG, model_facts, parameter_shapes, size_name
+from models.converters.peft import WEIGHTS as ADAPTERS
+from models.converters.peft import base_of
 from models.converters.weights import WeightsError
 from privacy.checkpoints.read import FORMAT, MANIFEST, file_digest, sealed
 from trainer.errors import ConfigError
-from trainer.weights.kinds import Provenance
+from trainer.weights.kinds import ADAPTER, Provenance
 from trainer.weights.new_folder import new_folder
 from trainer.weights.open_model import TOKENIZER
 from trainer.weights.provenance import IMPORTED, Start
@@ -66,11 +68,14 @@ def import_weights(
         ConfigError: `out` is there, no tokenizer or one of another size, or a declaration against an exported folder's own.
     """
     config, parameters = read_foreign(kind, source, unstated)
+    folder_with_config = base_of(source) if kind == "peft" else source if source.is_dir() else source.parent
     exported: dict[str, Any] = {}  # what an exported folder says of its origin: a claim, but not to be lost on the way
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads(((source if source.is_dir() else source.parent) / CONFIG).read_text())
+        content = json.loads((folder_with_config / CONFIG).read_text())
         about = content.get("about") if isinstance(content, dict) else None
         exported = about if isinstance(about, dict) else {}
+    if kind == "peft" and exported and exported.get(ADAPTER) != file_digest(source / ADAPTERS):
+        exported["training_data"] = {"provenance": "private"}  # it speaks of the base, and not of these adapters
     facts: dict[str, Any] = {}
     if isinstance(config, CaptionerConfig):
         tokenizer = _tokenizer(tokenizer, source, exported, config)
@@ -87,7 +92,10 @@ def import_weights(
     if source.is_file():
         digest = file_digest(source)
     else:  # over the names and digests of a folder's weight files
-        files = sorted(p for p in source.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin"))
+        folders = (source, folder_with_config) if kind == "peft" else (source,)
+        files = sorted(
+            p for folder in folders for p in folder.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin")
+        )
         if not files:
             raise WeightsError(f"{source} holds no weight file")
         digest = hashlib.sha256("".join(f"{p.name} {file_digest(p)}\n" for p in files).encode()).hexdigest()

@@ -40,6 +40,16 @@ logits_BLV = model(images_BCHW, tokens_BL, output="logits")  # of the token afte
     "encoder": "tokens_BTD = model(images_BCHW)",
 }
 
+_PEFT = """\
+```python
+from peft import PeftModel
+from transformers import ViTModel
+
+base = ViTModel.from_pretrained("{here}/base", add_pooling_layer=False)
+model = PeftModel.from_pretrained(base, "{here}")
+```
+The adapters are low-rank corrections of the frozen weights in `base`; `model.merge_and_unload()` adds them in."""
+
 _MAE = """\
 ```python
 from transformers import ViTMAEForPreTraining
@@ -98,7 +108,8 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
     manifest = opened.manifest
     kind = opened.task.kind
     name = cell(manifest.get("run", "model"))
-    what = kind.replace("_", " ") if form == "safetensors" else f"encoder of a {kind.replace('_', ' ')}"
+    shown = kind.replace("_", " ")
+    what = {"safetensors": shown, "peft": f"adapters of the encoder of a {shown}"}.get(form, f"encoder of a {shown}")
     formal = "true" if card is not None and card.formal_guarantee else "false"
     trained = manifest.get("training_data", {}).get("provenance", "unknown")
     origin = [
@@ -107,7 +118,8 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
         f"tokenizer: SHA-256 {cell(manifest.get('tokenizer_sha256', 'none'))}",
     ]
     parts = [
-        f"---\nlibrary_name: {({'hf': 'transformers', 'timm': 'timm'}).get(form, 'safetensors')}\n"
+        f"---\nlibrary_name: {({'hf': 'transformers', 'timm': 'timm', 'peft': 'peft'}).get(form, 'safetensors')}\n"
+        f"pipeline_tag: {'image-to-text' if kind == 'captioner' and form == 'safetensors' else 'image-feature-extraction'}\n"
         f"tags: [vision{', differential-privacy' if formal == 'true' else ''}]\n"
         f"formal_guarantee: {formal}\nguarantee_attested: {'false' if card is None else 'true'}\n---",
         f"# {name}, step {manifest['step']:,}",
@@ -153,8 +165,8 @@ def _privacy(manifest: dict[str, Any], card: PrivacyCard | None, reason: str) ->
 
 def _loading(form: str, kind: str, encoder_only: bool) -> str:
     here = "."
-    if form == "timm":
-        return _TIMM.format(here=here)
+    if form in ("timm", "peft"):
+        return (_TIMM if form == "timm" else _PEFT).format(here=here)
     if form == "safetensors":
         page = _OWN.format(here=here, use=_USES[kind])
         return f"{page}\n\n{_captioner(here)}" if kind == "captioner" else page
