@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from data.errors import DataError, DecodeError, ReadError
-from data.examples.transforms import eval_image
+from data.examples.transforms import eval_image, train_image
 from data.files import named_when_whole, write_durably
 from data.reading.loader import Failure
 from data.reading.workers import as_is, end_with_parent, worker_context
@@ -130,7 +130,7 @@ def extract(
     if cache is None:
         if world_size > 1:
             raise DataError("several ranks need a folder for the features: give --cache")
-        return _compute(opened.model, source, options, range(len(source)), batch_size, num_workers)
+        return compute(opened.model, source, options, range(len(source)), batch_size, num_workers)
     manifest = opened.manifest
     facts = {
         "format": FORMAT,
@@ -151,7 +151,7 @@ def extract(
         folder.mkdir(mode=0o700, exist_ok=True)
         part = folder / _part(rank, world_size)
         if not part.exists():  # an earlier start may have left it whole
-            computed = _compute(opened.model, source, options, rows, batch_size, num_workers)
+            computed = compute(opened.model, source, options, rows, batch_size, num_workers)
             columns = {"features": computed.values_ND, "labels": computed.labels_N, "is_usable": computed.is_usable_N}
             with named_when_whole(part) as temporary:
                 save_file(columns, temporary)
@@ -228,14 +228,37 @@ class _Decoded(NamedTuple):
     is_usable_B: np.ndarray
 
 
+class Augmentation(NamedTuple):
+    """Random crops and flips, by a key of each image's own in each epoch."""
+
+    seed: int
+    epoch: int
+
+    def key(self, row: int) -> int:
+        return int(np.random.SeedSequence([*self, row]).generate_state(1, np.uint64)[0])
+
+
 class _Batches(Dataset):
     """Number of a batch -> decoded images, in a worker. Errors that name an exit code come back as `Failure`."""
 
     def __init__(
-        self, source: LabelledImages, rows: Sequence[int], batch_size: int, image_size: int, resize: int | None
+        self,
+        source: LabelledImages,
+        rows: Sequence[int],
+        batch_size: int,
+        image_size: int,
+        resize: int | None,
+        augmentation: Augmentation | None,
     ) -> None:
         self._source, self._rows, self._batch_size, self._image_size = source, rows, batch_size, image_size
-        self._resize = resize or image_size
+        self._resize, self._augmentation = resize or image_size, augmentation
+
+    def _pixels(self, image: bytes, row: int) -> np.ndarray:
+        size = self._image_size
+        if self._augmentation is not None:
+            return train_image(image, size, self._augmentation.key(row))
+        edge = (self._resize - size) // 2
+        return eval_image(image, self._resize)[:, edge : edge + size, edge : edge + size]
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._batch_size)
@@ -252,9 +275,7 @@ class _Batches(Dataset):
                 if example.image is None or example.label is None:
                     continue
                 try:
-                    edge = (self._resize - size) // 2
-                    whole_CHW = eval_image(example.image, self._resize)
-                    images[row] = whole_CHW[:, edge : edge + size, edge : edge + size]
+                    images[row] = self._pixels(example.image, ids[row])
                 except DecodeError:
                     continue
                 labels[row], usable[row] = example.label, True
@@ -271,18 +292,19 @@ def decoded_batches(
     image_size: int,
     num_workers: int = 0,
     resize: int | None = None,
+    augmentation: Augmentation | None = None,
 ) -> Iterator[_Decoded]:
     """Normalised images (B, 3, S, S) with labels, in order; rows that are not usable are black.
 
     Args:
         image_size: S.
-        resize: see `evaluation.encoder.FeatureOptions`.
+        resize: see `evaluation.encoder.FeatureOptions`; not looked at where images are augmented.
 
     Raises:
         ReadError, DataError: of the source.
     """
     loader = DataLoader(
-        _Batches(source, rows, batch_size, image_size, resize),
+        _Batches(source, rows, batch_size, image_size, resize, augmentation),
         batch_size=None,
         collate_fn=as_is,
         num_workers=num_workers,
@@ -290,6 +312,7 @@ def decoded_batches(
         worker_init_fn=end_with_parent,
     )
     shows = not dist.is_initialized() or dist.get_rank() == 0
+    shows = shows and augmentation is None  # whoever trains on these shows the epochs
     for batch in track(loader, f"batches of {source.name}", math.ceil(len(rows) / batch_size), shows=shows):
         if isinstance(batch, Failure):
             raise batch.kind(batch.message)
@@ -297,16 +320,24 @@ def decoded_batches(
 
 
 @torch.no_grad()
-def _compute(
-    model: nn.Module, source: LabelledImages, options: FeatureOptions, rows: range, batch_size: int, num_workers: int
+def compute(
+    model: nn.Module,
+    source: LabelledImages,
+    options: FeatureOptions,
+    rows: Sequence[int],
+    batch_size: int,
+    num_workers: int,
+    augmentation: Augmentation | None = None,
 ) -> Features:
+    """Features of these images, in this process."""
     encoder = encoder_of(model)
     size = options.image_size or encoder.config.image_size
     device = encoder.class_token.device
     values, labels, usable = [], [], []
     for batch in decoded_batches(
-        source, rows, batch_size=batch_size, image_size=size, num_workers=num_workers, resize=options.resize
-    ):
+        source, rows, batch_size=batch_size, image_size=size, num_workers=num_workers, resize=options.resize,
+        augmentation=augmentation,
+    ):  # fmt: skip
         found_BD = features(model, batch.images_BCHW.to(device), options).cpu().numpy()
         found_BD[~batch.is_usable_B] = 0
         values.append(found_BD)

@@ -3,14 +3,16 @@
 Shapes: N examples, D features, L classes. Features are standardised by the training set's mean and variance, which is what
 BatchNorm without affine parameters does at test time.
 
-The LARS protocol (He et al. 2021, https://arxiv.org/abs/2111.06377, appendix A.1; used by ViP, Yu et al. 2023,
-https://arxiv.org/abs/2306.08842): BatchNorm without affine, weights from N(0, 0.01^2), rate 0.1 * batch / 256 with batch 16,384,
-90 epochs, 10 of them warm-up, then a cosine, no weight decay. The papers crop and flip at random in training; here features are
-computed once, of the centred image. The papers report the best epoch on the test set; both that and the last one are given.
+The LARS protocol (He et al. 2021, https://arxiv.org/abs/2111.06377, appendix A.1, and the released code; used by ViP, Yu et al.
+2023, https://arxiv.org/abs/2306.08842): BatchNorm without affine, weights from N(0, 0.01^2), rate 0.1 * batch / 256 with batch
+16,384, 90 epochs, 10 of them warm-up, then a cosine, no weight decay. As in the released optimizer the ratio of norms is inside
+of the momentum and the rate outside: m <- 0.9 m + trust |w| / |g| g, w <- w - rate m; the bias has no ratio. Training features
+are of random crops and flips, new in each epoch, where the caller computes them (`epochs`); features of the centred images,
+computed once, are the default. The papers report the best epoch on the test set; both that and the last one are given.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,15 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.errors import DataError
-from trainer.config.optimizer import OptimizerSection, ScheduleSection
-from trainer.loop.schedule import learning_rate
-from trainer.optimizers import Segment, bind_segments, make_optimizer, parameter_groups, set_step
 from trainer.progress import track
+
+Rows = tuple[np.ndarray, np.ndarray]
+"""Features (N, D) and labels (N,)."""
 
 RIDGES = tuple(10.0**exponent for exponent in range(0, -7, -1))
 """Large to small: each fit starts from the one before."""
-SETTLED = 5.0
-"""Sum of rate * trust * 1 / (1 - momentum) over all steps, above which LARS forgets its random start."""
+FLAT = 1e-4
+"""The largest entry of a gradient at which a regression counts as converged, in nats per standard deviation of a feature."""
+CONVERGED = 0.01
+"""A head whose accuracy rises by more than this when a few steps of L-BFGS go on from it has not converged."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +49,28 @@ class LarsOptions:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """Scores of x are (x - mean) / scale @ weight' + bias; weight (L, D)."""
+    """Scores of x are (x - mean) / scale @ weight' + bias; weight (L, D).
+
+    Attributes:
+        steepest: the largest entry of the objective's gradient where L-BFGS stopped; zero for heads of other origin.
+    """
 
     mean_D: Tensor
     scale_D: Tensor
     weight_LD: Tensor
     bias_L: Tensor
+    steepest: float = 0.0
 
-    def scores(self, x_ND: np.ndarray) -> np.ndarray:
+    @property
+    def converged(self) -> bool:
+        return self.steepest <= FLAT
+
+    def scores(self, x_ND: np.ndarray | Tensor) -> np.ndarray:
         """(N, L)"""
         x = torch.as_tensor(x_ND, dtype=self.weight_LD.dtype, device=self.weight_LD.device)
         return (((x - self.mean_D) / self.scale_D) @ self.weight_LD.T + self.bias_L).cpu().numpy()
 
-    def accuracy(self, x_ND: np.ndarray, y_N: np.ndarray) -> float:
+    def accuracy(self, x_ND: np.ndarray | Tensor, y_N: np.ndarray) -> float:
         return float((self.scores(x_ND).argmax(axis=1) == y_N).mean())
 
 
@@ -67,14 +80,14 @@ class LarsResult:
     Attributes:
         accuracies: on the test set after every epoch.
         batch_size, peak_lr: that were used.
-        settles: whether there were steps enough for the rates to move the head away from its random start.
+        accuracy_gained: on a fifth of the training set by descending further on the others (`gained_by_descent`).
         head: after the last epoch.
     """
 
     accuracies: tuple[float, ...]
     batch_size: int
     peak_lr: float
-    settles: bool
+    accuracy_gained: float
     head: LinearHead
 
     @property
@@ -87,58 +100,63 @@ class LarsResult:
         return max(self.accuracies)
 
     @property
+    def converged(self) -> bool:
+        return self.accuracy_gained <= CONVERGED
+
+    @property
     def best_epoch(self) -> int:
         """The number of the best epoch, counted from 1."""
         return self.accuracies.index(self.best) + 1
 
 
 def lars_probe(
-    train: tuple[np.ndarray, np.ndarray],
-    test: tuple[np.ndarray, np.ndarray],
+    train: Rows,
+    test: Rows,
     num_classes: int,
     options: LarsOptions = LarsOptions(),
     device: torch.device | str = "cpu",
+    *,
+    epochs: Callable[[int], Rows] | None = None,
 ) -> LarsResult:
     """Trains by the LARS protocol.
 
     Args:
         train, test: (features (N, D), labels (N,)).
+        epochs: features and labels of an epoch, of `train`'s examples in some augmentation; by default `train` in every epoch.
 
     Raises:
         DataError: fewer than two training examples.
     """
-    x_ND, x_test_ND = (torch.as_tensor(x, dtype=torch.float32, device=device) for x, _ in (train, test))
-    y_N, y_test_N = (torch.as_tensor(y, dtype=torch.int64, device=device) for _, y in (train, test))
+    x_ND, y_N = on(train, device)
+    x_test_ND, y_test_N = on(test, device)
     if len(x_ND) < 2:
         raise DataError("a probe with BatchNorm needs at least two training examples")
     batch_size = min(options.batch_size, len(x_ND))
     per_epoch = len(x_ND) // batch_size
     peak_lr = options.base_lr * batch_size / 256
-    schedule = ScheduleSection(warmup_steps=min(options.warmup_epochs, options.epochs - 1) * per_epoch)
+    warmup = min(options.warmup_epochs, options.epochs - 1)
     norm, linear = nn.BatchNorm1d(x_ND.shape[1], affine=False, eps=1e-6), nn.Linear(x_ND.shape[1], num_classes)
     nn.init.normal_(linear.weight, std=0.01, generator=torch.Generator().manual_seed(options.seed))
     nn.init.zeros_(linear.bias)
     head = nn.Sequential(norm, linear).to(device)
-    section = OptimizerSection(
-        name="lars", peak_lr=peak_lr, momentum=options.momentum, trust_coefficient=options.trust_coefficient
-    )
-    named = dict(head.named_parameters())
-    groups = parameter_groups(named.items(), {n: p.shape for n, p in named.items()}, section)
-    optimizer = make_optimizer(groups, section)
-    bind_segments(optimizer, {p: [Segment(n, 0, p.numel())] for n, p in named.items()}, sharded=False)
+    momentum = {p: torch.zeros_like(p, requires_grad=False) for p in linear.parameters()}
     generator = torch.Generator().manual_seed(options.seed)
-    accuracies, step, moved = [], 0, 0.0
-    for _ in track(range(options.epochs), "epochs of the linear probe", options.epochs):
+    accuracies = []
+    for epoch in track(range(options.epochs), "epochs of the linear probe", options.epochs):
+        if epochs is not None:
+            x_ND, y_N = on(epochs(epoch), device)
         head.train()
         order = torch.randperm(len(x_ND), generator=generator).to(device)
-        for rows in order[: per_epoch * batch_size].split(batch_size):
-            step += 1
-            lr = learning_rate(step, options.epochs * per_epoch, peak_lr, schedule)
-            moved += lr * options.trust_coefficient / (1 - options.momentum)
+        for step, rows in enumerate(order[: per_epoch * batch_size].split(batch_size)):
             F.cross_entropy(head(x_ND[rows]), y_N[rows]).backward()
-            set_step(optimizer.param_groups, lr=lr, noise_variance=0.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            rate = peak_lr * released_rate(epoch + step / per_epoch, options.epochs, warmup)
+            with torch.no_grad():
+                for p, m in momentum.items():
+                    assert p.grad is not None
+                    ratio = options.trust_coefficient * p.norm() / p.grad.norm() if p.dim() > 1 else torch.ones(())
+                    m.mul_(options.momentum).add_(p.grad * torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0))
+                    p.sub_(rate * m)
+            head.zero_grad()
         head.eval()
         correct = 0
         with torch.no_grad():
@@ -148,12 +166,44 @@ def lars_probe(
     assert norm.running_mean is not None and norm.running_var is not None
     scale_D = (norm.running_var + norm.eps).sqrt()  # what the norm computes at test time
     at_test = LinearHead(norm.running_mean, scale_D, linear.weight.detach(), linear.bias.detach())
-    return LarsResult(tuple(accuracies), batch_size, peak_lr, moved >= SETTLED, at_test)
+    gained = gained_by_descent(at_test, (x_ND, y_N), num_classes, options.seed)
+    return LarsResult(tuple(accuracies), batch_size, peak_lr, gained, at_test)
+
+
+def on(rows: Rows, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Features in float32 and labels."""
+    x_ND = torch.as_tensor(rows[0], dtype=torch.float32, device=device)
+    return x_ND, torch.as_tensor(rows[1], dtype=torch.int64, device=device)
+
+
+def released_rate(epoch: float, epochs: int, warmup: int) -> float:
+    """The part of the peak at a fraction of an epoch: zero at the first step, as in the released code."""
+    if epoch < warmup:
+        return epoch / warmup
+    return 0.5 * (1 + math.cos(math.pi * (epoch - warmup) / (epochs - warmup)))
+
+
+def gained_by_descent(head: LinearHead, train: tuple[Tensor, Tensor], num_classes: int, seed: int = 0) -> float:
+    """How much the accuracy on a fifth of the training set rises when L-BFGS goes on from the head on the other four.
+
+    A head that has converged gains nothing there that it did not have: further descent can only fit the four fifths better.
+    """
+    x_ND, y_N = train
+    outside_N = torch.rand(len(x_ND), generator=torch.Generator().manual_seed(seed)) < 0.2
+    inside_N = (~outside_N).to(x_ND.device)
+    outside_N = outside_N.to(x_ND.device)
+    if not outside_N.any() or not inside_N.any():
+        return 0.0
+    further = regression(
+        x_ND[inside_N], y_N[inside_N], num_classes, ridge=1e-4, device=x_ND.device, start=head, max_iterations=30
+    )
+    x, y_K = x_ND[outside_N], y_N[outside_N].cpu().numpy()
+    return further.accuracy(x, y_K) - head.accuracy(x, y_K)
 
 
 def regression(
-    x_ND: np.ndarray,
-    y_N: np.ndarray,
+    x_ND: np.ndarray | Tensor,
+    y_N: np.ndarray | Tensor,
     num_classes: int,
     *,
     ridge: float,
@@ -181,7 +231,7 @@ def regression(
     weight_LD = torch.zeros(num_classes, x.shape[1], dtype=dtype, device=device)
     bias_L = torch.zeros(num_classes, dtype=dtype, device=device)
     if start is not None:
-        weight_LD, bias_L = start.weight_LD.clone(), start.bias_L.clone()
+        weight_LD, bias_L = start.weight_LD.to(dtype, copy=True), start.bias_L.to(dtype, copy=True)
     weight_LD.requires_grad_()
     bias_L.requires_grad_(intercept)
     optimizer = torch.optim.LBFGS(
@@ -196,7 +246,9 @@ def regression(
         return loss
 
     optimizer.step(objective)
-    return LinearHead(mean_D, scale_D, weight_LD.detach(), bias_L.detach())
+    objective()
+    steepest = max(float(p.grad.abs().max()) for p in (weight_LD, bias_L) if p.grad is not None)
+    return LinearHead(mean_D, scale_D, weight_LD.detach(), bias_L.detach(), steepest)
 
 
 def fold_of(y_N: np.ndarray, num_folds: int, seed: int) -> np.ndarray:

@@ -285,12 +285,14 @@ def _recall(scores_QA: np.ndarray, true_QA: np.ndarray) -> dict[int, float]:
     return {rank: float((before_Q < rank).mean()) for rank in RANKS}
 
 
-def same_texts(captions: Sequence[str], owners_C: Sequence[int], num_images: int) -> np.ndarray:
-    """(N, C) bool: the captions that are true of each image, those of the same words under another image included."""
-    true_NC = np.zeros((num_images, len(captions)), dtype=bool)
-    by_text: dict[str, list[int]] = {}
-    for caption, owner in zip(captions, owners_C, strict=True):
-        by_text.setdefault(caption, []).append(owner)
-    for number, caption in enumerate(captions):
-        true_NC[by_text[caption], number] = True
-    return true_NC
+def distinct_texts(captions: Sequence[str], owners_C: Sequence[int], num_images: int) -> tuple[list[str], np.ndarray]:
+    """Each text once, in order of appearance, and (N, C) bool: of which images it is true.
+
+    A text that many images share is one answer and one query: counted as often as it repeats, it would fill the ranks before a
+    right answer, or be asked for again and again.
+    """
+    places = {text: place for place, text in enumerate(dict.fromkeys(captions))}
+    true_NC = np.zeros((num_images, len(places)), dtype=bool)
+    for text, owner in zip(captions, owners_C, strict=True):
+        true_NC[owner, places[text]] = True
+    return list(places), true_NC

@@ -163,13 +163,14 @@ def retrieval(options: RetrievalOptions) -> "Results":
 
         python launch_scripts/evaluate.py retrieval --checkpoint runs/x --data shards:heldout/ --max_examples 1000
 
-    Every caption is scored for every image, so the work grows with the square of the number of images.
+    Every distinct caption is scored for every image, so the work grows with the square of the number of images. A caption that
+    repeats is one answer, true of all its images, and one query.
     """
     import torch
 
     from data.errors import DataError
     from evaluation.results import DataUse, Results
-    from evaluation.scoring import PrefixTree, encoded_captions, fits, recalls, same_texts, tree_log_probs
+    from evaluation.scoring import PrefixTree, distinct_texts, encoded_captions, fits, recalls, tree_log_probs
     from evaluation.sources.captioned import decoded
 
     model, tokenizer, facts = open_captioner(options)
@@ -193,11 +194,12 @@ def retrieval(options: RetrievalOptions) -> "Results":
             images.append(torch.from_numpy(image))
     if len(images) < 2:
         raise DataError(f"{source.name}: retrieval needs at least two images with captions, found {len(images)}")
-    tree = PrefixTree.of(encoded_captions(tokenizer, captions, model.config.num_tokens))
+    texts, true_NC = distinct_texts(captions, owners, len(images))
+    tree = PrefixTree.of(encoded_captions(tokenizer, texts, model.config.num_tokens))
     device = next(model.parameters()).device
     parts = torch.stack(images).split(options.batch_size)
     log_probs_NC = torch.cat([tree_log_probs(model, part.to(device), tree) for part in parts])
-    by_rule = recalls(log_probs_NC, tree.lengths_C, same_texts(captions, owners, len(images)))
+    by_rule = recalls(log_probs_NC, tree.lengths_C, true_NC)
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
     for rule, recall in by_rule.items():
@@ -205,5 +207,8 @@ def retrieval(options: RetrievalOptions) -> "Results":
             scalars |= {f"{way}_recall{rank}_{rule}": value for rank, value in by_rank.items()}
             table.append({"rule": rule, "way": way, **{f"recall@{rank}": value for rank, value in by_rank.items()}})
     uses = [DataUse("images with captions", source.name, len(images), left_out)]
-    details = {"num_captions": len(captions), "num_too_long": too_long, "num_tree_nodes": tree.num_nodes}
+    details = {
+        "num_captions": len(captions), "num_distinct_captions": len(texts), "num_too_long": too_long,
+        "num_tree_nodes": tree.num_nodes,
+    }  # fmt: skip
     return Results("retrieval", scalars, uses, facts, table, details)

@@ -21,7 +21,10 @@ from trainer.config.options import Shown
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from evaluation.few_shot import Shots
+    from evaluation.linear_probe import Rows
     from evaluation.results import Results
 
 
@@ -72,6 +75,8 @@ class LinearProbeOptions(TrainTestOptions):
     """LARS: rate is R * batch / 256"""
     trust_coefficient: Annotated[float, Shown("R"), Field(gt=0, le=1e4)] = 1e-3
     """LARS; to be raised for small data sets"""
+    augment: bool = False
+    """LARS: features of random crops and flips, new in each epoch, as in the papers; needs images and that many passes"""
     num_folds: int = Field(5, ge=2, le=1000)
     """L-BFGS: of the cross-validation"""
     seed: Seed = 0
@@ -101,19 +106,28 @@ def linear_probe(options: LinearProbeOptions) -> "Results | None":
             epochs=options.epochs, batch_size=options.probe_batch_size, base_lr=options.base_lr,
             trust_coefficient=options.trust_coefficient, warmup_epochs=min(10, options.epochs // 9), seed=options.seed,
         )  # fmt: skip
-        lars = lars_probe(train, test, inputs.num_classes(), how, device)
+        lars = lars_probe(
+            train,
+            test,
+            inputs.num_classes(),
+            how,
+            device,
+            epochs=_augmented(options, inputs) if options.augment else None,
+        )
         scalars |= {"lars_accuracy_last_epoch": lars.last, "lars_accuracy_best_epoch": lars.best}
         details["lars"] = {
             "accuracies": lars.accuracies, "best_epoch": lars.best_epoch, "batch_size": lars.batch_size,
             "peak_lr": lars.peak_lr, "epochs": options.epochs, "trust_coefficient": options.trust_coefficient,
+            "augmented": options.augment, "accuracy_gained_by_descent": lars.accuracy_gained,
         }  # fmt: skip
         best = f"LARS, best epoch ({lars.best_epoch}), chosen on the test set"
         table.append({"probe": "LARS, last epoch", "test accuracy": lars.last})
         table.append({"probe": best, "test accuracy": lars.best})
-        if not lars.settles:
+        if not lars.converged:
             notes.append(
-                "LARS made few steps for its rate: the head is still near its random start. The papers' rate is for a "
-                "million images; raise --trust_coefficient (--base_lr would drive the bias, which LARS does not scale, too)"
+                f"LARS has not converged: a few steps of L-BFGS from its head gain {100 * lars.accuracy_gained:.1f} points on "
+                "training examples that they leave out. The papers' rate is for a million images; raise --trust_coefficient "
+                "(--base_lr would drive the bias, which LARS does not scale, too) or --epochs"
             )
     if options.method != "lars":
         head, by_ridge = cross_validated_regression(
@@ -121,10 +135,37 @@ def linear_probe(options: LinearProbeOptions) -> "Results | None":
         )
         ridge = max(by_ridge, key=lambda r: (round(by_ridge[r], 12), r))
         accuracy = head.accuracy(*test)
+        if not head.converged:
+            notes.append(
+                f"L-BFGS stopped before it converged: the steepest slope of its objective is {head.steepest:.1g}"
+            )
         scalars["lbfgs_accuracy"] = accuracy
         details["lbfgs"] = {"ridge": ridge, "validation_accuracy_by_ridge": {f"{r:g}": v for r, v in by_ridge.items()}}
         table.append({"probe": f"regression by L-BFGS, ridge {ridge:g} by cross-validation", "test accuracy": accuracy})
     return Results("linear-probe", scalars, inputs.uses(), inputs.model, table, details, notes=notes)
+
+
+def _augmented(options: LinearProbeOptions, inputs: Inputs) -> "Callable[[int], Rows]":
+    """Features of the training images in an epoch's crops and flips."""
+    import numpy as np
+
+    from evaluation.encoder import FeatureOptions
+    from evaluation.features import Augmentation, compute
+
+    if inputs.opened is None or "train" not in inputs.sources:
+        raise ConfigError("--augment needs --checkpoint and images for --train, not features")
+    model, source = inputs.opened.model, inputs.sources["train"]
+    how = FeatureOptions(
+        options.features, options.num_blocks if options.features == "blocks" else 1, options.image_size
+    )
+    rows = np.flatnonzero(inputs.features["train"].is_usable_N).tolist()
+
+    def of_epoch(epoch: int) -> "Rows":
+        augmentation = Augmentation(options.seed, epoch)
+        found = compute(model, source, how, rows, options.batch_size, options.num_workers, augmentation).usable()
+        return found.values_ND, found.labels_N
+
+    return of_epoch
 
 
 class FewShotOptions(TrainTestOptions):
@@ -166,8 +207,9 @@ def few_shot(options: FewShotOptions) -> "Results | None":
     inputs = load_inputs(options, train=options.train, test=options.test)
     if inputs is None:
         return None
+    notes: list[str] = []
     if options.method == "finetune":
-        measured = _fine_tuned(options, inputs)
+        measured, notes = _fine_tuned(options, inputs)
     else:
         measured = few_shot_probe(
             inputs.usable("train"), inputs.usable("test"), inputs.num_classes(), options.shots,
@@ -186,15 +228,17 @@ def few_shot(options: FewShotOptions) -> "Results | None":
         "method": options.method, "num_splits": options.num_splits, "seed": options.seed,
         "accuracies": {str(shots.shots): shots.accuracies for shots in measured},
     }  # fmt: skip
-    return Results("few-shot", scalars, inputs.uses(), inputs.model, table, details)
+    return Results("few-shot", scalars, inputs.uses(), inputs.model, table, details, notes=notes)
 
 
-def _fine_tuned(options: FewShotOptions, inputs: Inputs) -> "list[Shots]":
-    """The features that were computed say which images are usable; training sees the images."""
+def _fine_tuned(options: FewShotOptions, inputs: Inputs) -> "tuple[list[Shots], list[str]]":
+    """Accuracies, and a note for each number of shots at which training has not fitted its own images.
+
+    The features that were computed say which images are usable; training sees the images."""
     import numpy as np
 
     from evaluation.encoder import encoder_of
-    from evaluation.few_shot import FineTuneOptions, Shots, classifier_accuracy, fine_tune, split
+    from evaluation.few_shot import FITTED, FineTuneOptions, Shots, classifier_accuracy, fine_tune, split
 
     if inputs.opened is None or len(inputs.sources) < 2:
         raise ConfigError("fine-tuning needs --checkpoint and images for --train and --test, not features")
@@ -208,9 +252,9 @@ def _fine_tuned(options: FewShotOptions, inputs: Inputs) -> "list[Shots]":
         epochs=options.epochs, base_lr=options.base_lr, layer_decay=options.layer_decay,
         warmup_epochs=min(FineTuneOptions.warmup_epochs, options.epochs // 10),
     )  # fmt: skip
-    measured = []
+    measured, notes = [], []
     for shots in options.shots:
-        accuracies = []
+        accuracies, fitted = [], []
         for number in range(options.num_splits):
             rows = usable[split(train.labels_N[usable], shots, options.seed + number)]
             model = fine_tune(encoder, inputs.sources["train"], rows, inputs.num_classes(), how)
@@ -219,8 +263,17 @@ def _fine_tuned(options: FewShotOptions, inputs: Inputs) -> "list[Shots]":
                 resize=options.resize,
             )  # fmt: skip
             accuracies.append(accuracy)
+            own = classifier_accuracy(
+                model, inputs.sources["train"], rows.tolist(), batch_size=options.batch_size, resize=options.resize
+            )
+            fitted.append(own)
         measured.append(Shots(shots, tuple(accuracies)))
-    return measured
+        if min(fitted) < FITTED:
+            notes.append(
+                f"fine-tuning at {shots} shots has not converged: it gets {min(fitted):.2f} of its own training images right; "
+                "raise --epochs or --base_lr"
+            )
+    return measured, notes
 
 
 class DenseCommandOptions(CheckpointOptions):

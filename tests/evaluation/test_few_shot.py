@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from data.errors import DataError
-from evaluation.encoder import encoder_of
+from data.examples.transforms import train_image
+from evaluation.encoder import FeatureOptions, encoder_of, features
+from evaluation.features import Augmentation, compute
 from evaluation.few_shot import (
     FineTuneOptions,
     Shots,
@@ -133,5 +135,45 @@ def test_fine_tuning_an_encoder_with_adapters_by_command(
     told = ["few-shot", "--checkpoint", str(run), "--train", source, "--test", source, "--method", "finetune"]
     record = evaluate(monkeypatch, capsys, *told, "--shots", "2", "--num_splits", "2", "--epochs", "2")
     assert 0 <= record["scalars"]["finetune/2-shot/accuracy"] <= 1
+    assert "fine-tuning at 2 shots has not converged" in record["notes"][0]  # two epochs of it
     with pytest.raises(ValueError, match="--image_size is for --method probe"):
         evaluate(monkeypatch, capsys, *told, "--image_size", "32")
+
+
+def test_the_probe_on_random_crops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every epoch has features of its own, of the images' own crops."""
+    run, source = adapted(tmp_path), f"arrays:{tmp_path}/pictures.npz"
+    told = [
+        "linear-probe",
+        "--train",
+        source,
+        "--test",
+        source,
+        "--method",
+        "lars",
+        "--epochs",
+        "3",
+        "--checkpoint",
+        str(run),
+    ]
+    plain, augmented, again = (
+        evaluate(monkeypatch, capsys, *told, *more) for more in ([], ["--augment"], ["--augment"])
+    )
+    assert augmented["details"]["lars"]["augmented"] and not plain["details"]["lars"]["augmented"]
+    gains = [r["details"]["lars"]["accuracy_gained_by_descent"] for r in (plain, augmented, again)]
+    assert gains[1] == gains[2] and augmented["scalars"] == again["scalars"]
+    opened = open_model(run)
+    images = ArrayImages("here", *pictures(24))
+    how = FeatureOptions("pooled", 1, None)
+    first, second = (compute(opened.model, images, how, range(6), 4, 0, Augmentation(0, epoch)) for epoch in (0, 1))
+    expected = [train_image(i.image, 16, Augmentation(0, 1).key(k)) for k, i in enumerate(images.read(range(6)))]
+    by_hand = features(opened.model, torch.from_numpy(np.stack(expected)), how).detach()
+    assert second.values_ND == pytest.approx(by_hand.numpy(), abs=1e-6) and not np.allclose(
+        first.values_ND, second.values_ND
+    )
+    monkeypatch.chdir(tmp_path)
+    train, test = save_digits(tmp_path)
+    with pytest.raises(ValueError, match="--augment needs --checkpoint and images"):
+        evaluate(monkeypatch, capsys, "linear-probe", "--train", train, "--test", test, "--method", "lars", "--augment")

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import torch
 
 from trainer.config.recipe import ScheduleSection
 from trainer.loop.schedule import learning_rate
@@ -52,3 +53,20 @@ def test_final_fraction() -> None:
 
 def test_constant() -> None:
     assert rates(6, warmup_steps=2, decay="constant") == [PEAK / 2] + [PEAK] * 5
+
+
+@pytest.mark.parametrize("warmup", [0, 10, 70])
+def test_vips_released_schedule(warmup: int) -> None:
+    """min((t + 1) / warm-up, (1 + cos(pi t / T)) / 2) at t = 0, 1, ..., by torch's LambdaLR, as its training script has it."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([parameter], lr=PEAK)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        sgd, lambda t: min((t + 1) / max(warmup, 1), 0.5 * (1 + math.cos(math.pi * t / 100)))
+    )
+    expected = []
+    for _ in range(100):
+        expected.append(sgd.param_groups[0]["lr"])
+        sgd.step()
+        scheduler.step()
+    assert rates(100, warmup_steps=warmup, decay="cosine_from_start") == pytest.approx(expected)
+    assert all(rate > 0 for rate in expected) and (warmup != 10 or max(expected) < PEAK), "the cosine has begun to fall"

@@ -82,7 +82,8 @@ class ScheduleSection(Section):
     """Learning rate as a pure function of the step: linear warm-up, then `decay` until `decay_steps`."""
 
     warmup_steps: Count = 0
-    decay: Literal["cosine", "constant"] = "cosine"
+    decay: Literal["cosine", "cosine_from_start", "constant"] = "cosine"
+    """`cosine_from_start`: the lesser of warm-up and a cosine that began with the first step, as ViP's released code has it."""
     decay_steps: Positive | None = None
     """Step at which a cosine reaches the final rate; default: the last step. Longer than training stops it midway."""
     final_fraction: float = Field(0.0, ge=0, le=1)

@@ -1,0 +1,218 @@
+"""One run of a torch system: this project, Opacus (per-example gradients or ghost clipping), DP-SGD by hand, or no privacy."""
+
+import math
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.peers.job import MICRO_BATCH, Clock, Job, Outcome, peak_mib, serve
+
+if TYPE_CHECKING:
+    from privacy.plan import PrivacyPlan
+
+Arrays = tuple[Tensor, Tensor]
+Train = Callable[[nn.Sequential, Arrays, Job, Clock], float]
+"""Trains the model, and returns the sampling rate."""
+
+
+def network() -> nn.Sequential:
+    """26,010 parameters: the small network of many tutorials of DP-SGD, with tanh (Papernot et al. 2021, arXiv 2007.14191)."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 8, stride=2, padding=3), nn.Tanh(), nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, 1),
+        nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def optimizer_of(model: nn.Module, job: Job) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=job.rate, momentum=job.momentum)
+
+
+def poisson(job: Job) -> Iterator[Tensor]:
+    """Members of each step, by numpy's generator: for the two systems that have no sampler of their own."""
+    rng = np.random.default_rng()
+    for _ in range(job.num_steps):
+        yield torch.from_numpy(
+            np.flatnonzero(rng.random(job.num_examples) < job.expected_batch_size / job.num_examples)
+        )
+
+
+def our_plan(job: Job) -> "PrivacyPlan":
+    """Calibrated by PLD with the cap of batches and the slack for rounding charged."""
+    from privacy.plan import make_plan
+    from privacy.plan_request import PlanRequest
+    from privacy.releases import SENSITIVITY_SLACK
+
+    sigma = job.noise_multiplier
+    return make_plan(
+        PlanRequest(
+            num_examples=job.num_examples, expected_batch_size=job.expected_batch_size, num_steps=job.num_steps,
+            noise_multiplier=sigma, target_epsilon=job.epsilon if sigma is None else None, target_delta=job.delta,
+            max_grad_norm=job.max_grad_norm, sensitivity_slack=SENSITIVITY_SLACK, reserved_attempts=0,
+        )
+    )  # fmt: skip
+
+
+def ours(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
+    """The library's parts in the order of the trainer's step: members in secret random rows of the cap's micro-batches."""
+    from privacy.clipping.selfcheck import check_against_autograd
+    from privacy.noise import add_noise
+    from privacy.sampling.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
+    from privacy.sampling.rows import deal
+
+    plan = our_plan(job)
+    clipped, noise, optimizer = plan.clipped_sum(model), plan.noise(), optimizer_of(model, job)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, reduction="none")
+
+    check_against_autograd(model, {"x": torch.randn(4, 1, 28, 28), "y": torch.arange(4)}, loss)
+    count = math.ceil(plan.max_batch_size / MICRO_BATCH)
+    size = math.ceil(plan.max_batch_size / count)
+    key, nonce = SamplingKey(secrets.token_bytes(KEY_BYTES)), secrets.token_bytes(NONCE_BYTES)
+    clock.begin()
+    for step in range(1, job.num_steps + 1):
+        members = plan.sampler.members(plan.sampler.coin_key(key, nonce, step), step)
+        ((ids, rows),) = deal(key.row_key(nonce, step), step, members, count * size, 1)
+        x, y = torch.zeros(count * size, 1, 28, 28), torch.zeros(count * size, dtype=torch.int64)
+        is_padding = torch.ones(count * size, dtype=torch.bool)
+        x[rows], y[rows], is_padding[rows] = train[0][ids], train[1][ids], False
+        clipped.zero_()
+        for one in zip(x.split(size), y.split(size), is_padding.split(size), strict=True):
+            clipped.add_micro_batch(loss, {"x": one[0], "y": one[1]}, one[2])
+        for name, total in clipped.sums():
+            noised = total.double()
+            add_noise(noised, plan.noise_multiplier * clipped.sensitivity, noise)
+            model.get_parameter(name).grad = (noised / plan.expected_batch_size).float()
+        optimizer.step()
+    return plan.sample_rate
+
+
+def by_opacus(job: Job) -> float:
+    from opacus.accountants.utils import get_noise_multiplier
+
+    return get_noise_multiplier(
+        target_epsilon=job.epsilon, target_delta=job.delta, sample_rate=job.expected_batch_size / job.num_examples,
+        steps=job.num_steps, accountant="prv",
+    )  # fmt: skip
+
+
+def opacus(mode: str) -> Train:
+    """`make_private` with Poisson sampling, and physical batches by its BatchMemoryManager."""
+
+    def train_it(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
+        from opacus import PrivacyEngine
+        from opacus.utils.batch_memory_manager import BatchMemoryManager
+        from torch.utils.data import DataLoader, TensorDataset
+
+        assert job.noise_multiplier is not None
+        loader = DataLoader(TensorDataset(*train), batch_size=job.expected_batch_size)
+        rate = 1 / len(loader)
+        criterion: nn.Module = nn.CrossEntropyLoss()
+        made = PrivacyEngine(accountant="prv").make_private(
+            module=model, optimizer=optimizer_of(model, job), data_loader=loader,
+            noise_multiplier=job.noise_multiplier, max_grad_norm=job.max_grad_norm, grad_sample_mode=mode, criterion=criterion,
+        )  # fmt: skip
+        wrapped, optimizer, loader = made[0], made[1], made[-1]
+        criterion = made[2] if mode == "ghost" else criterion
+        clock.begin()
+        for _ in range(job.num_steps // len(loader)):
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=MICRO_BATCH, optimizer=optimizer
+            ) as batches:
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    criterion(wrapped(x), y).backward()
+                    optimizer.step()
+        return rate
+
+    return train_it
+
+
+def by_hand(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
+    """Autograd for one example after the other, torch's Gaussian: what a reader of the paper would write first."""
+    assert job.noise_multiplier is not None
+    deviation = job.noise_multiplier * job.max_grad_norm
+    parameters, optimizer = list(model.parameters()), optimizer_of(model, job)
+    clock.begin()
+    for ids in poisson(job):
+        sums = [torch.zeros_like(p) for p in parameters]
+        for i in ids.tolist():
+            loss = F.cross_entropy(model(train[0][i : i + 1]), train[1][i : i + 1])
+            gradients = torch.autograd.grad(loss, parameters)
+            norm = torch.sqrt(torch.stack([g.square().sum() for g in gradients]).sum())
+            factor = (job.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+            for total, gradient in zip(sums, gradients, strict=True):
+                total += factor * gradient
+        for p, total in zip(parameters, sums, strict=True):
+            p.grad = (total + deviation * torch.randn_like(p)) / job.expected_batch_size
+        optimizer.step()
+    return job.expected_batch_size / job.num_examples
+
+
+def by_dp_accounting(job: Job) -> float:
+    """By bisection of the PLD accountant's epsilon."""
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    low, high = 0.3, 100.0
+    while high / low > 1.0005:
+        middle = math.sqrt(low * high)
+        accountant = PLDAccountant()
+        event = PoissonSampledDpEvent(job.expected_batch_size / job.num_examples, GaussianDpEvent(middle))
+        accountant.compose(event, job.num_steps)
+        low, high = (middle, high) if accountant.get_epsilon(job.delta) > job.epsilon else (low, middle)
+    return high
+
+
+def non_private(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
+    """The same steps without clipping and noise."""
+    optimizer = optimizer_of(model, job)
+    clock.begin()
+    for ids in poisson(job):
+        optimizer.zero_grad()
+        for rows in ids.split(MICRO_BATCH):
+            loss = F.cross_entropy(model(train[0][rows]), train[1][rows], reduction="sum")
+            (loss / job.expected_batch_size).backward()
+        optimizer.step()
+    return job.expected_batch_size / job.num_examples
+
+
+SYSTEMS: dict[str, tuple[Callable[[Job], float], Train]] = {
+    "ours": (lambda job: our_plan(job).noise_multiplier, ours),
+    "opacus": (by_opacus, opacus("hooks")),
+    "opacus_ghost": (by_opacus, opacus("ghost")),
+    "by_hand": (by_dp_accounting, by_hand),
+    "non_private": (lambda job: 0.0, non_private),
+}
+
+
+def run(job: Job, clock: Clock) -> Outcome:
+    with np.load(job.data) as held:
+        data = {name: torch.from_numpy(held[name]) for name in held.files}
+    x, y, x_test, y_test = (data.pop(name) for name in ("x", "y", "x_test", "y_test"))
+    model = network()
+    model.load_state_dict(data)
+    rate = SYSTEMS[job.system][1](model, (x, y), job, clock)
+    seconds, peak = clock.seconds(), peak_mib()
+    with torch.no_grad():
+        right = int((model(x_test).argmax(1) == y_test).sum())
+    written = f"opacus {version('opacus')}" if job.system.startswith("opacus") else f"torch {torch.__version__}"
+    return Outcome(job.system, written, rate, right / len(y_test), seconds, clock.start_seconds, clock.start_mib, peak)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve(lambda job: SYSTEMS[job.system][0](job), run)
