@@ -50,7 +50,8 @@ from trainer.run.allocator import keep_freed_memory  # noqa: E402
 
 OPACUS_ROUNDS = 2
 """Opacus is slow, and twice or thrice the time needs no third digit."""
-
+COUNTED = (*BASELINES, "bookkeeping", "two_pass")
+"""Modes whose operations are counted."""
 
 Ratios = dict[str, float]
 
@@ -140,11 +141,10 @@ def matrix_peak(dtype: torch.dtype) -> float:
     return float(2 * size**3 / best)
 
 
-def operations(workload: Workload) -> dict[str, int]:
+def operations(workload: Workload, modes: Sequence[str] = COUNTED) -> dict[str, int]:
     """Launches of one micro-batch by mode: CPU workloads in fp32, CUDA's in bf16 with Triton."""
     on_cuda = workload.name in CUDA_WORKLOADS
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    modes = (*BASELINES, "bookkeeping", "two_pass")
     steps = {mode: make_step(mode, workload, torch.device("meta"), dtype) for mode in modes}
     return {mode: count_operations(step, as_on_cuda=on_cuda) for mode, step in steps.items()}
 

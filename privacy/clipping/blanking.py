@@ -45,6 +45,6 @@ def blank_rows_(x: Tensor, excluded_B: Tensor, y: Tensor | None = None) -> Tenso
     y = x[:0] if y is None else y
     if x.numel() + y.numel() > 0:
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            sizes = (x.numel() // len(x), y.numel() // len(y))
+            sizes = (x.numel() // len(x), y.numel() // len(x))
             zero_excluded_rows[(len(x),)](x, y, excluded_B.view(torch.uint8), *sizes, BLOCK=ROW_BLOCK)
     return x

@@ -1,19 +1,19 @@
 """Taps inside compiled blocks: what recorder.py's autograd function does, as operations that torch.compile leaves alone.
 
-`block.compile()` traces the hooks of the layers in it. Under the tracer a hook calls `tap`, an opaque operation whose backward
-is the opaque operation `report`: the compiler schedules both but looks into neither, so a block stays one graph, without a
-graph break, and the blocks of a model, which differ in nothing but the number in a tensor (`key`), share it. `report`'s result
-is the (zero) gradient of the recorder's root, which keeps the compiler from dropping it as dead code.
+`block.compile()` traces the hooks of the layers in it. Under the tracer a hook calls `tap`: the opaque operation `called`, and
+an identity whose backward has the opaque operation `report`. The compiler schedules both but looks into neither, so a block
+stays one graph, without a graph break, and the blocks of a model, which differ in nothing but the number in a tensor (`key`),
+share it. `report`'s result is the (zero) gradient of the recorder's root, which keeps the compiler from dropping it as dead code.
 
 A compiled backward computes the gradients of everything that requires one, weights included. So for the time of a clipped
-forward the parameters of compiled blocks do not require gradients (`weights_at_rest`). Tensors are copied before they are
-kept, since the compiler may use their memory again.
+forward the parameters of compiled blocks do not require gradients (`weights_at_rest`). The compiler may use the memory of a
+tensor again once it has been reported, so those that are kept are copied first (`contributions.owned`), and no others are.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -40,6 +40,7 @@ class CompiledTap:
         number = next(self._numbers)
         self._known[number] = self
         self.on_call, self.on_gradient = on_call, on_gradient
+        self.num_calls = torch.tensor(0)
         self.key = torch.tensor(number)  # a tensor, because the compiler would make a graph of its own for each int
 
     @classmethod
@@ -47,21 +48,21 @@ class CompiledTap:
         return cls._known[int(key)]
 
 
-@torch.library.custom_op("privacy_clipping::tap", mutates_args=())
-def _tap(output: Tensor, root: Tensor, x: Tensor, key: Tensor) -> Tensor:
+@torch.library.custom_op("privacy_clipping::called", mutates_args=("num_calls",))
+def _called(output: Tensor, x: Tensor, key: Tensor, num_calls: Tensor) -> None:
+    num_calls += 1
     CompiledTap.of(key).on_call(x, output)
-    return output.clone()
 
 
 @torch.library.custom_op("privacy_clipping::report", mutates_args=())
 def _report(gradient: Tensor, x: Tensor, key: Tensor) -> Tensor:
-    CompiledTap.of(key).on_gradient(x.clone(), gradient.clone())
+    CompiledTap.of(key).on_gradient(x, gradient)
     return torch.zeros((), device=gradient.device)
 
 
-@_tap.register_fake
-def _(output: Tensor, root: Tensor, x: Tensor, key: Tensor) -> Tensor:
-    return torch.empty_like(output)
+@_called.register_fake
+def _(output: Tensor, x: Tensor, key: Tensor, num_calls: Tensor) -> None:
+    pass
 
 
 @_report.register_fake
@@ -69,21 +70,27 @@ def _(gradient: Tensor, x: Tensor, key: Tensor) -> Tensor:
     return torch.zeros((), device=gradient.device)
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[2:])
+class _Tap(torch.autograd.Function):
+    """An identity, which the compiler traces, around two operations into which it does not look."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, root: Tensor, x: Tensor, key: Tensor) -> Tensor:
+        ctx.save_for_backward(x, key)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], _report(gradients[0], *ctx.saved_tensors), None, None
 
 
-def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    x, key = ctx.saved_tensors  # type: ignore[attr-defined]
-    return gradient, _report(gradient, x, key), None, None
+def tap(output: Tensor, root: Tensor, x: Tensor, key: Tensor, num_calls: Tensor) -> Tensor:
+    """`output`, with a gradient that is reported on its way back. For hooks under the compiler's tracer.
 
-
-_tap.register_autograd(_backward, setup_context=_save)
-
-
-def tap(output: Tensor, root: Tensor, x: Tensor, key: Tensor) -> Tensor:
-    """`output`, with a gradient that is reported on its way back. For hooks under the compiler's tracer."""
-    result: Tensor = _tap(output, root, x.detach(), key)
+    Args:
+        num_calls: () integers, which each call counts up: so the compiler neither drops nor moves it.
+    """
+    _called(output.detach(), x.detach(), key, num_calls)
+    result: Tensor = _Tap.apply(output, root, x.detach(), key)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 

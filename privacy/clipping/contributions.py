@@ -16,7 +16,7 @@ Shapes: B examples, T tokens (any flattened middle dimensions), d input width, p
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -244,6 +244,17 @@ class ChunkedOuterProducts:
 
 
 Contribution = OuterProducts | Rows | Dense | ChunkedOuterProducts
+
+
+def owned(part: Contribution, *borrowed: Tensor | None) -> Contribution:
+    """The same, with copies of the tensors that share memory with those that are borrowed."""
+    places = {x.untyped_storage().data_ptr() for x in borrowed if x is not None}
+    copies = {
+        name: value.clone()
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in places
+    }
+    return replace(part, **copies)  # type: ignore[arg-type]  # each kind has tensors of its own
 
 
 SHORT = 1 << 14

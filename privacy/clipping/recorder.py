@@ -35,7 +35,7 @@ from . import (
     compiled,
     raw_operations,  # noqa: F401  # fills the table of what a stand-in can do
 )
-from .contributions import Contribution, Dense, OuterProducts
+from .contributions import Contribution, Dense, OuterProducts, owned
 from .coverage import Claim, refuse_unsupported
 from .precision import exact, wide
 from .raw import per_example
@@ -53,6 +53,7 @@ class Call:
         local_name: of a raw parameter; empty for a layer with a rule.
         input: None for a raw parameter, but where a function of torch used it as a layer would (raw_layers.py).
         kept: what else the layer's rule asked for.
+        is_borrowed: the memory of input and gradient is used again as soon as the call has been reported.
     """
 
     claim: Claim
@@ -60,9 +61,14 @@ class Call:
     input: Tensor | None
     output_gradient: Tensor
     kept: tuple[Tensor, ...] = ()
+    is_borrowed: bool = False
 
     def contributions(self) -> Iterator[tuple[str, Contribution]]:
-        """(canonical parameter name, contribution) for each trainable parameter of the layer."""
+        """(canonical parameter name, contribution) for each trainable parameter of the layer; nothing borrowed is in them."""
+        for name, part in self._contributions():
+            yield name, owned(part, self.input, self.output_gradient) if self.is_borrowed else part
+
+    def _contributions(self) -> Iterator[tuple[str, Contribution]]:
         gradient = self.output_gradient
         if self.local_name and self.input is not None:
             used = as_layer(self.input, gradient)
@@ -225,14 +231,16 @@ class Recorder:
             self._require_examples(x, output, claim)
             self._num_calls.update(claim.parameters.values())
 
-        tap_in_graph = compiled.CompiledTap(on_compiled_call, lambda x, g: self.report(Call(claim, "", x, g)))
+        tap_in_graph = compiled.CompiledTap(
+            on_compiled_call, lambda x, g: self.report(Call(claim, "", x, g, is_borrowed=True))
+        )
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             if self._root is None:
                 return None
             x = args[0] if args else next(iter(kwargs.values()))
             if torch.compiler.is_compiling():
-                return compiled.tap(output, self._root, x, tap_in_graph.key)
+                return compiled.tap(output, self._root, x, tap_in_graph.key, tap_in_graph.num_calls)
             with torch.no_grad():
                 others = keep(module, (*args, *kwargs.values()), output) if keep is not None else ()
             return self._tap_call(output, claim, "", x, *others)

@@ -15,7 +15,7 @@ from models.captioner import Captioner
 from models.config import VitConfig
 from models.vit import EncoderBlock
 from privacy.clipping import ClippedSum
-from privacy.clipping.compiled import compiled_weights
+from privacy.clipping.compiled import CompiledTap, compiled_weights
 from privacy.errors import PrivacyConfigError
 from privacy.releases import SENSITIVITY_SLACK
 from tests.models.tiny import tiny_captioner
@@ -95,6 +95,29 @@ def test_compiled_blocks_give_the_oracles_sums_without_graph_breaks(mode: str, c
         with FlopCounterMode(display=False) as recorded, total._recorder.forward(model, inputs, 5) as passed:
             passed.backward(lambda call: None)
         assert recorded.get_total_flops() <= 2.5 * forward.get_total_flops()
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+def test_what_was_reported_may_be_overwritten(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a compiler does that uses the memory again; there is no copy of what the sums do not need later."""
+    model, inputs = Stack(2).double(), stack_inputs()
+    expected = oracle.clipped_sum(model, model, inputs, 0.5)
+    compile_all(list(model.layers))
+    usual, overwritten = CompiledTap.of, []
+
+    def of(key: Tensor) -> CompiledTap:
+        tap = usual(key)
+
+        def on_gradient(x: Tensor, gradient: Tensor) -> None:
+            x, gradient = x.clone(), gradient.clone()
+            tap.on_gradient(x, gradient)
+            overwritten.extend((x.fill_(torch.nan), gradient.fill_(torch.nan)))
+
+        return CompiledTap(tap.on_call, on_gradient)
+
+    monkeypatch.setattr(CompiledTap, "of", of)
+    assert oracle.relative_error(clipped(model, inputs, 0.5, mode), expected) < 1e-9
+    assert len(overwritten) >= 2 * 2 * 2 * 6  # tensors, blocks, micro-batches, layers
 
 
 @pytest.mark.full

@@ -55,6 +55,30 @@ class SharedGradient(nn.Module):
         return loss
 
 
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+class SharedWithAParameter(nn.Module):
+    """As `SharedGradient`, with a parameter of few numbers: their norms are taken all at once, after the hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), Shift()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x) * 1
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient.mul_(1e-3))
+        loss: Tensor = (3 * self.last(h)).sum((1, 2))
+        return loss
+
+
 class ConsumedByItsBackward(nn.Module):
     """As fused losses do; a second backward of the same graph finds another gradient there."""
 
@@ -103,6 +127,8 @@ def read_sums(clipped: ClippedSum, model: nn.Module) -> None:
     [
         (Activation, "bookkeeping", "writes in place"),
         (SharedGradient, "bookkeeping", "writes in place"),
+        (SharedWithAParameter, "bookkeeping", "writes in place"),
+        (SharedWithAParameter, "two_pass", "writes in place"),
         (ConsumedByItsBackward, "two_pass", "the second time"),
         (ScalesItsInput, "two_pass", "writes in place"),
         (DifferentiatesInAHook, "bookkeeping", "more gradients"),
