@@ -8,7 +8,7 @@ QUICK := not full and not gpu and not cluster
 STAMP := $(VENV)/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: quickstart test test-all test-cluster gpu coverage lint format clean venv
+.PHONY: quickstart test test-all test-cluster gpu coverage docs lint format clean venv
 
 $(STAMP): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
@@ -50,6 +50,12 @@ coverage: $(STAMP)
 	-@tests/install_packages.sh hosts
 	$(PYTEST) -m "$(QUICK)" -o timeout=900 --cov --cov-report=term --cov-report=html $(TESTS)
 
+# The site of these pages with an API reference, in site/; a warning is an error.
+docs: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt >&2
+	$(BIN)/python -m tools.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,4 +67,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,8 +4,12 @@ Shapes: B batch, C H W image, L text tokens, T image tokens, D decoder width, V 
 Sources: Cap (Tschannen et al. 2023, https://arxiv.org/abs/2306.07915) and DP-Cap (Sander et al. 2024,
 https://arxiv.org/abs/2403.02506), whose loss is the mean cross-entropy over each caption's own tokens.
 
+    >>> import torch
+    >>> from models.config import captioner_config
     >>> model = build_captioner(captioner_config("pico"), generator=torch.Generator().manual_seed(0))
-    >>> loss_B = model(images_BCHW, tokens_BL, token_mask_BL)
+    >>> images_BCHW, tokens_BL = torch.zeros(2, 3, 64, 64), torch.tensor([[1, 5, 2], [1, 6, 2]])
+    >>> model(images_BCHW, tokens_BL, torch.ones(2, 3, dtype=torch.bool)).shape  # one loss per example
+    torch.Size([2])
 
 With `parallel_share` a share of the training examples is predicted in parallel (CapPa, the first publication): whoever makes
 the examples draws their coins and passes `is_parallel_B`. Without it everything is causal: evaluation, scoring, generation.

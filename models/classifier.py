@@ -6,9 +6,12 @@ The head and every adapter's second factor start at zero (the head: Mehta et al.
 find that best under differential privacy; the adapters: LoRA), so that training starts from the encoder as it is and from the
 same loss, ln K, for every image.
 
+    >>> from models.classifier_config import classifier_config
     >>> config = classifier_config("pico", num_classes=10, trainable="last_layer")
     >>> model = build_classifier(config, generator=torch.Generator().manual_seed(0))
-    >>> loss_B = model(images_BCHW, labels_B)
+    >>> side = config.encoder.image_size
+    >>> model(torch.zeros(2, 3, side, side), torch.tensor([3, 7]))  # ln 10 each: the head starts at zero
+    tensor([2.3026, 2.3026], grad_fn=...)
 """
 
 from typing import Literal

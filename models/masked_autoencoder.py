@@ -4,8 +4,13 @@ Shapes: B batch, C H W image, P patches, K visible patches, T tokens, E encoder 
 Sources: He et al. 2021 (https://arxiv.org/abs/2111.06377), section 3; made differentially private in ViP (Yu et al. 2023,
 https://arxiv.org/abs/2306.08842), with one mask and one mean squared error per image.
 
-    >>> model = build_masked_autoencoder(masked_autoencoder_config("pico"), generator=torch.Generator().manual_seed(0))
-    >>> loss_B = model(images_BCHW, mask_BP)
+    >>> from models.mae_config import masked_autoencoder_config
+    >>> config = masked_autoencoder_config("pico")
+    >>> model = build_masked_autoencoder(config, generator=torch.Generator().manual_seed(0))
+    >>> hidden_P = torch.arange(config.encoder.num_patches) >= config.num_visible
+    >>> side = config.encoder.image_size
+    >>> model(torch.zeros(2, 3, side, side), hidden_P.expand(2, -1)).shape  # one loss per example
+    torch.Size([2])
 """
 
 from functools import partial

@@ -5,6 +5,12 @@ a clock or a memory meter, is made as a `Private`; only writers of private/ and 
 `Public` alone, which states why its value may be public. A plain number fits neither, so mypy refuses a value about which
 nobody has decided. Neither box has a JSON form: one that reaches a ledger or a manifest is a TypeError, not a leak.
 
+    >>> loss = Private(0.25)
+    >>> print(loss, loss.inside())
+    Private(...) 0.25
+    >>> Public(1e-3, Reason.SETTINGS).because.value
+    'it is computed from public settings'
+
 `git grep "Public("` lists every decision that something may be published.
 """
 

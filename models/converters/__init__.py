@@ -1,6 +1,6 @@
 """Weights of other projects as weights of ours, and back.
 
-    >>> config, parameters = read_foreign("vip", Path("ckpt-vip-syn-base.pth"))
+    >>> config, parameters = read_foreign("vip", Path("ckpt-vip-syn-base.pth"))  # doctest: +SKIP
 
 `models.config.Foreign` lists the formats; a new one is a module here and a line in `read_foreign`.
 """

@@ -1,7 +1,7 @@
 """Our own models outside of a run: a folder with config.json and model.safetensors, by our names, that needs only `models/`.
 
->>> model = load_model(Path("exported"))
->>> loss_B = model(images_BCHW, tokens_BL, token_mask_BL)
+>>> model = load_model(Path("exported"))  # doctest: +SKIP
+>>> loss_B = model(images_BCHW, tokens_BL, token_mask_BL)  # doctest: +SKIP
 """
 
 import dataclasses

@@ -13,7 +13,11 @@ _ACTIVE = re.compile(r"[\\`*\[\]|~#]|(?<![^\W_])_|_(?![^\W_])|^[+=-]")
 
 
 def rounded_up(epsilon: float, digits: int = 3) -> str:
-    """`epsilon` with `digits` decimals, never below its value: what every command prints of one."""
+    """`epsilon` with `digits` decimals, never below its value: what every command prints of one.
+
+    >>> rounded_up(7.9251), rounded_up(8.0, 2)
+    ('7.926', '8.00')
+    """
     if math.isinf(epsilon):
         return "inf"
     scale = 10**digits

@@ -56,7 +56,8 @@ class CertifiedSum(ClippedSum):
     Args:
         lattice: its bound is C.
         function: any; it is aimed at a little less than C, so that what it scales is within C after rounding.
-        Others: see `ClippedSum`. C does not move, and there are no modes.
+
+    The other arguments are those of `ClippedSum`. C does not move, and there are no modes.
 
     Raises:
         PrivacyConfigError: as `ClippedSum` does; or the lattice is too coarse for so many parameters.

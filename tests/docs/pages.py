@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in (
-        *("README.md", "CHANGELOG.md", "docs/*.md", "recipes/*.md", "ds_configs/*.md", "privacy/*.md"),
+        *("*.md", "docs/*.md", "examples/*.md", "recipes/*.md", "ds_configs/*.md", "privacy/*.md"),
         *("data/*/*.md", "benchmarks/*.md", "benchmarks/results/**/*.md", "tests/records/*.md"),
     )
     for path in ROOT.glob(pattern)

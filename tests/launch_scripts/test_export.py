@@ -365,7 +365,7 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
     hf = ("--checkpoint", captioner, "--format", "hf")
     for line, arguments in {
         "one of the arguments --checkpoint --import is required": (out,),
-        "--checkpoint needs --format, one of hf, safetensors, timm": ("--checkpoint", captioner, out),
+        "--checkpoint needs --format, one of hf, peft, safetensors, timm": ("--checkpoint", captioner, out),
         "invalid choice: 'onnx'": ("--checkpoint", captioner, "--format", "onnx", out),
         "OUT expected, got 0 paths": hf,
         "FILE and OUT expected, got 1 paths": ("--import", "vip", out),

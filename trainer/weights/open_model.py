@@ -3,8 +3,8 @@
 A manifest states the whole model, so a checkpoint opens without its run folder; a captioner then needs its tokenizer from
 somewhere (`find_tokenizer`).
 
-    >>> opened = open_model(Path("runs/quickstart"))
-    >>> loss_B = opened.model(**opened.task.synthetic_inputs(2))
+    >>> opened = open_model(Path("runs/quickstart"))  # doctest: +SKIP
+    >>> loss_B = opened.model(**opened.task.synthetic_inputs(2))  # doctest: +SKIP
 """
 
 from collections.abc import Mapping

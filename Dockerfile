@@ -1,0 +1,31 @@
+# The project with all that it trains with; `make quickstart` is what a container does by itself.
+#
+#     docker build -t dp-training .                                  # CPU
+#     docker build -t dp-training-cuda --build-arg BASE=nvidia/cuda:12.9.1-cudnn-devel-ubuntu24.04 .
+#     docker run --shm-size 2g -v "$PWD/runs:/project/runs" dp-training
+#
+# DeepSpeed compiles with the CUDA toolkit of the base, so that is a `devel` image. `--build-arg PIP_EXTRA_INDEX_URL=...` takes an
+# index of CPU builds of torch, which are gigabytes smaller.
+ARG BASE=debian:bookworm-slim
+FROM ${BASE}
+
+# What a bare machine needs for the two commands, and for starting ranks on other hosts. Debian keeps no old versions to pin.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        build-essential ca-certificates git iproute2 make openssh-client pdsh python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+RUN useradd --create-home --uid 1000 trainer && mkdir /project && chown trainer /project
+USER 1000
+WORKDIR /project
+
+# The packages are a layer of their own: other sources leave it as it is.
+ARG PIP_EXTRA_INDEX_URL=""
+COPY --chown=trainer Makefile requirements.txt requirements-dev.txt ./
+RUN make venv
+
+COPY --chown=trainer . .
+RUN mkdir -p runs
+ENV PATH=/project/.venv/bin:$PATH PYTHONUNBUFFERED=1
+CMD ["make", "quickstart"]

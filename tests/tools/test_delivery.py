@@ -1,0 +1,90 @@
+"""The image, the workflow, the hook and the citation call and name what there is. No daemon and no network."""
+
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, arguments) of the Dockerfile, with its lines joined."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
+
+
+def recipe_of(target: str) -> str:
+    """The lines that make runs for a target. (Even `make -n` runs a line that calls make again.)"""
+    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found is not None, f"the Makefile has no target {target}"
+    return found.group(1)
+
+
+def test_the_packages_of_the_image_install_from_what_was_copied_before(tmp_path: Path) -> None:
+    """In an empty folder, the files of the first COPY are all that `make venv` reads."""
+    copied: list[str] = []
+    for word, rest in instructions():
+        if word == "COPY" and not copied:
+            copied = [name for name in rest.split() if not name.startswith("--")][:-1]
+        if word == "RUN" and rest.startswith("make "):
+            break
+    else:
+        raise AssertionError("the image installs nothing")
+    assert rest == "make venv" and copied
+    for name in copied:
+        shutil.copy(ROOT / name, tmp_path / name)
+    done = subprocess.run(["make", "-n", "venv"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    requirements = re.findall(r"-r (\S+\.txt)", done.stdout)
+    assert requirements
+    for name in requirements:  # and what they name in turn
+        requirements += re.findall(r"^-r (\S+)", (tmp_path / name).read_text(), re.MULTILINE)
+    ((command,),) = [[json.loads(rest)] for word, rest in instructions() if word == "CMD"]
+    assert command[0] == "make" and recipe_of(command[1])
+    assert ("USER", "1000") in instructions(), "no container trains as root"
+
+
+def test_the_workflow_calls_what_the_readme_says() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    called = [shlex.split(step["run"]) for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = {words[1] for words in called if words[0] == "make"}
+    for target in targets:
+        recipe_of(target)
+    two = re.search(r"## Two commands.*?```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert two is not None
+    assert {line.split()[1] for line in two.group(1).splitlines()} | {"docs"} == targets
+    assert all(words[0] in ("make", "docker") for words in called)
+
+
+def test_the_hook_calls_what_there_is() -> None:
+    ((repository,),) = [yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]]
+    for hook in repository["hooks"]:
+        assert hook["entry"].split()[0] == "make" and "ruff" in recipe_of(hook["entry"].split()[1])
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text()).get("project", {}).get("version")
+    assert stated is None or citation["version"] == stated
+    assert citation["license"] == "Apache-2.0" and citation["cff-version"] == "1.2.0"
+    if importlib.util.find_spec("cffconvert") is not None:
+        done = subprocess.run(
+            [sys.executable, "-m", "cffconvert", "--validate", "-i", str(ROOT / "CITATION.cff")], timeout=60
+        )
+        assert done.returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+def test_the_image_is_linted() -> None:
+    done = subprocess.run(["hadolint", str(ROOT / "Dockerfile")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "", done.stdout

@@ -1,0 +1,97 @@
+"""Sources of the documentation site: the project's pages where they are in the project, and an API reference.
+
+    make docs        # builds `site/`; needs requirements-docs.txt
+
+Pages link to each other by their places in the repository, so the site has the same places: this copies them, and what they link
+to, into runs/site-pages, and writes one page of `api/` for each part of the API, which mkdocstrings fills from docstrings.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (
+    *(
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "docs/*.md",
+        "examples/*.md",
+        "recipes/*.md",
+        "ds_configs/*.md",
+    ),
+    *("data/*/*.md", "benchmarks/*.md", "benchmarks/results/**/*.md", "tests/records/*.md", "privacy/README.md"),
+)
+API = {
+    "loop": ("A loop of your own", "privacy.loop.loop privacy.loop.fields"),
+    "plan": ("Plans and accounting", "privacy.plan privacy.plan_request privacy.accounting.several"),
+    "sampling": ("Sampling", "privacy.sampling.poisson privacy.sampling.keys privacy.sampling.rows"),
+    "clipping": (
+        "Clipping",
+        "privacy.clipping.clipped_sum privacy.clipping.certified_sum privacy.clipping.coverage privacy.clipping.selfcheck",
+    ),
+    "noise": ("Noise", "privacy.noise privacy.rounded_normal privacy.correlated.segment privacy.correlated.strategy"),
+    "ledger": ("Ledger", "privacy.ledger.ledger privacy.ledger.shared privacy.boundary privacy.errors"),
+    "card": ("Card and audits", "privacy.card.model privacy.card.report privacy.audit.ledger privacy.audit.mechanism"),
+    "step": ("One step", "privacy.step.step privacy.step.engine privacy.checkpoints.read privacy.checkpoints.write"),
+    "recipe": (
+        "Recipe and machine",
+        "trainer.config.recipe trainer.config.optimizer trainer.config.training trainer.config.machine",
+    ),
+    "trainer": ("Training", "trainer.run.start trainer.loop.fit trainer.tasks.base trainer.tracking"),
+    "models": (
+        "Models",
+        "models.config models.vit models.captioner models.masked_autoencoder models.classifier models.adapters",
+    ),
+    "weights": ("Weights in and out", "trainer.weights.open_model trainer.weights.export models.converters"),
+    "data": ("Data", "data.index.tar_index data.examples.examples data.examples.tokenizer data.batch"),
+}
+"""Pages of the API: name -> (title, modules)."""
+_LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+
+
+def build(target: Path) -> None:
+    """Writes the sources into `target`, in place of older ones.
+
+    Raises:
+        FileNotFoundError: a page links to what is not there.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    for pattern in PAGES:
+        for page in sorted(ROOT.glob(pattern)):
+            _write(target, page.relative_to(ROOT), _with_indices(page, target))
+    for name, (title, modules) in API.items():
+        parts = [f"# {title}", *(f"::: {module}" for module in modules.split())]
+        _write(target, Path("api") / f"{name}.md", "\n\n".join(parts) + "\n")
+    shutil.copy(ROOT / "tools/site.css", target / "site.css")
+
+
+def _with_indices(page: Path, target: Path) -> str:
+    """The text of a page, in which a link to a folder leads to its README; copies other files that it links to."""
+
+    def link(found: re.Match[str]) -> str:
+        before, path, anchor, after = found.groups()
+        if ":" in path:
+            return found.group(0)
+        linked = page.parent / path
+        if linked.is_dir():
+            path, linked = f"{path.rstrip('/')}/README.md", linked / "README.md"
+        if linked.suffix != ".md":
+            place = target / os.path.relpath(linked, ROOT)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(linked, place)
+        return f"{before}{path}{anchor or ''}{after}"
+
+    return _LINK.sub(link, page.read_text())
+
+
+def _write(target: Path, name: Path, text: str) -> None:
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
+    (target / name).write_text(text)
+
+
+if __name__ == "__main__":
+    build(ROOT / "runs/site-pages")
