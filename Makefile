@@ -32,6 +32,7 @@ test-all: $(STAMP) lint
 	@tests/install_packages.sh
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-triton.txt >&2 || echo "triton could not be installed: tests of its kernel will be skipped" >&2
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-evaluation.txt >&2 || echo "datasets and pycocotools could not be installed: tests with them will be skipped" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-captions.txt >&2 || echo "pycocoevalcap could not be installed: tests of BLEU, ROUGE-L and CIDEr will be skipped" >&2
 	$(PYTEST) --hypothesis-profile=full -m "not gpu and not cluster"
 
 # Launchers between hosts that share this machine, and Slurm.
