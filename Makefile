@@ -30,9 +30,9 @@ test: $(STAMP)
 
 test-all: $(STAMP) lint
 	@tests/install_packages.sh
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-triton.txt >&2 || echo "triton could not be installed: tests of its kernel will be skipped" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-evaluation.txt >&2 || echo "datasets and pycocotools could not be installed: tests with them will be skipped" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-trackers.txt -r requirements-examples.txt >&2 || echo "wandb, accelerate and peft could not be installed: tests with them will be skipped" >&2
+	@for optional in triton evaluation captions trackers examples; do \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-$$optional.txt >&2 || echo "requirements-$$optional.txt could not be installed: tests that need it will be skipped" >&2; \
+	done
 	$(PYTEST) --hypothesis-profile=full -m "not gpu and not cluster"
 
 # Launchers between hosts that share this machine, and Slurm.

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Debian packages that tests use and do without: what two hosts need (ssh, pdsh), what a cluster has (Open MPI, Slurm), a browser that
-# looks at the privacy card, and nginx to read shards from. Installs what is missing when it can; otherwise says so, and the tests that
+# looks at the privacy card, Java for the metrics of captions, and nginx to read shards from. Installs what is missing when it can; otherwise says so, and the tests that
 # need it skip. `install_packages.sh hosts` installs the first of these only, `install_packages.sh cluster` the first two. Exit code 1:
 # apt-get failed, which another apt-get that runs at the same time, or a network that is gone, can mend.
 set -eu
@@ -22,6 +22,7 @@ if [ "${1:-}" != hosts ]; then
 fi
 if [ "${1:-}" = "" ]; then
     want chromium chromium
+    want java default-jre-headless
     want nginx nginx-light
 fi
 if [ -z "$missing" ]; then

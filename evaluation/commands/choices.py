@@ -152,6 +152,8 @@ class AroOptions(TooLongOptions, CheckpointOptions):
     """plain shapes, or pictures of every kind"""
     images: Annotated[Path | None, Shown("DIR")] = None
     """that the image paths of --test are relative to"""
+    tagger: Annotated[str | None, Shown("NAME")] = None
+    """a pipeline of spaCy (ARO: en_core_web_sm) for the orders that need parts of speech; for --test order:"""
     synthetic_tests: Annotated[int, Shown("N"), Field(ge=1, le=100_000)] = 500
     """of each kind (default: 500)"""
     synthetic_seed: int = Field(SYNTHETIC_SEED, ge=0, lt=2**63)
@@ -214,9 +216,11 @@ def aro(options: AroOptions) -> "Results":
 def _tests(options: AroOptions, image_size: int) -> "tuple[str, list[Choice]]":
     """The tests and their name."""
     from data.synthetic.generate import SyntheticData
-    from evaluation.compositional import FORMATS, read_aro
+    from evaluation.compositional import FORMATS, read_aro, spacy_tagger
     from evaluation.synthetic_tests import scene_choices, shape_choices
 
+    if options.tagger is not None and not (options.test or "").startswith("order:"):
+        raise ConfigError("--tagger is for --test order:FILE, whose captions are put into wrong orders")
     if options.test is None:
         content = "shapes" if options.synthetic == "shapes" else "all"
         data = SyntheticData(options.synthetic_seed, max(image_size, 16), content)
@@ -227,4 +231,5 @@ def _tests(options: AroOptions, image_size: int) -> "tuple[str, list[Choice]]":
         raise ConfigError(f"--test {options.test}: write FORMAT:FILE with FORMAT one of {', '.join(FORMATS)}")
     if options.images is None:
         raise ConfigError("--test needs --images DIR, the folder that its image paths are relative to")
-    return options.test, read_aro(Path(file), options.images, kind)
+    tagger = None if options.tagger is None else spacy_tagger(options.tagger)
+    return options.test, read_aro(Path(file), options.images, kind, tagger)
