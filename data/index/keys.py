@@ -46,14 +46,18 @@ def key_rows(keys: Sequence[bytes], sets: Sequence[frozenset[str]]) -> tuple[np.
     """The keys of one shard, KEY (count,), and the sets that their numbers stand for."""
     numbers = number_sets(sets)
     rows_K = np.empty(len(keys), dtype=KEY)
-    rows_K["hash"] = [key_hash(key) for key in keys]
+    rows_K["hash"] = np.frombuffer(b"".join(map(_digest, keys)), dtype="<u8")
     rows_K["extensions"] = [numbers[one] for one in sets]
     return rows_K, list(numbers)
 
 
 def key_hash(key: bytes) -> int:
     """64 bits."""
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+    return int.from_bytes(_digest(key), "little")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=8).digest()
 
 
 def number_sets(sets: Iterable[frozenset[str]]) -> dict[frozenset[str], int]:

@@ -133,6 +133,7 @@ def walk_shard(path: Path, location: str) -> Extents:
     bounds: list[tuple[int, int]] = []
     caption_bytes: list[int] = []
     keys: list[bytes] = []
+    sets: list[frozenset[str]] = []
     skipped = other_bytes = between = 0
     last: Member | None = None
     extensions_of: dict[bytes, frozenset[str]] = {}
@@ -176,6 +177,7 @@ def walk_shard(path: Path, location: str) -> Extents:
                         "tar --sort=name"
                     )
                 keys.append(key)
+                sets.append(same)
                 bounds.append((start, end))
                 caption_bytes.append(caption)
         except TarFormatError as error:
@@ -207,7 +209,7 @@ def walk_shard(path: Path, location: str) -> Extents:
         bounds_K2,
         np.array(caption_bytes, dtype=np.int64),
         keys,
-        [extensions_of[key] for key in keys],
+        sets,
         skipped,
         other_bytes,
         padding_bytes,

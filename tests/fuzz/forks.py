@@ -252,6 +252,8 @@ def _apply(condition: str, folder: Path) -> None:
 def _limit_memory(mebibytes: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (mebibytes << 20)
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]  # of two limits the lower one counts
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
