@@ -78,6 +78,10 @@ def loss_of(model: nn.Module, example: Example) -> Callable[..., Tensor]:
         raise PrivacyConfigError(
             f"{name} with problem_type {problem!r} and {config.num_labels} labels is no classification with one label: give loss="
         )
+    if name.endswith(
+        CLASSIFIES
+    ):  # transformers writes it down at the first call with labels, and the model shall not change
+        config.problem_type = "single_label_classification"
     per_example = classification_loss if name.endswith(CLASSIFIES) else next_token_loss
 
     def loss(labels: Tensor, **inputs: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ READS_A_CLOCK = {
     "launch_scripts/audit.py": "the day of an audit",
     "launch_scripts/prepare.py": "the console",
     "launch_scripts/quickstart.py": "the name of a new folder, before any data are read; the console",
+    "privacy/command/main.py": "the date of an audit, after the run",
     "privacy/ledger/chain.py": "the wait for a lock",
     "privacy/ledger/ledger.py": "the start of the program, before it reads data",
     "privacy/ledger/shared.py": "the creation of a data owner's ledger, before any run",
