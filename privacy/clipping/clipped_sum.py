@@ -240,6 +240,7 @@ class ClippedSum:
         with self._recorder.forward(task, inputs, len(is_padding_B)) as passed:
             tallies, writes = self._tallies(passed, kept)
         require_unwritten(writes, "a backward of the model")
+        del writes  # it holds all that is kept, which is freed one by one
         with exact(passed.loss_B.device):
             factors = self._factors(tallies, passed.loss_B, is_padding_B)
             short = self._short_sums(kept, tallies, factors)

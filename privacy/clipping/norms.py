@@ -36,6 +36,11 @@ over p outputs and their products over T tokens, with k(d) = d, or TERMS_PER_SUM
 orders are below 1e-6. On ViT-S, whose S is 1.4 N, this clips nothing more than a bound in sqrt(k) would, and on DP-Cap's
 captioner, whose S is 5.4 N, 0.06 % more.
 
+Norms of parameters are added up when all of them are there, in fp64, in whatever order: a thousand additions are off by 1e-13,
+where E allows for 1e-5 and more. Gradients of few numbers (`is_short`) are laid one behind the other first and count as one
+parameter. Nothing above is about parameters as such: a vector of n numbers has no tokens that could cancel, so its S is its
+norm, and its k is that of n terms.
+
 **The weighted sum is a product over examples and tokens together**, whose order of additions is the one assumption that
 accumulators.py makes anyway. There e(k) = (8 + 4 sqrt(k)) u, or k u where that is less: the usual statistical bound on the
 rounding error of a dot product (Higham and Mary 2019) with a constant that covers blocked and fused-multiply-add kernels. The
@@ -91,9 +96,7 @@ class Totals(NamedTuple):
 class NormTally:
     """The norms of a micro-batch by parameter, which are added up when all are there: by a few operations, not a few each.
 
-    Sums over parameters are in fp64, because no bound counts how many there are, or how often a layer is called. Short
-    gradients (`is_short`) are kept, and become one vector: the norm of a vector is that of its parts together, and its k is
-    no smaller than theirs.
+    Sums over parameters are in fp64, because no bound counts how many there are, or how often a layer is called.
 
     Attributes:
         dtype: of the norms and sums that are computed, whose rounding the bounds allow for.
