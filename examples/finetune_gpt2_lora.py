@@ -1,0 +1,47 @@
+"""Low-rank adapters of a GPT-2 learn the first lines of numpy's documentation privately, byte by byte.
+
+    python examples/finetune_gpt2_lora.py [RUN_DIR]
+
+The weights are random and tiny, so that this runs without a download; in place of the config take
+`GPT2LMHeadModel.from_pretrained(FOLDER)` with weights of public data, and its tokenizer.
+"""
+
+import sys
+
+import numpy
+import torch
+from auditable_dp.loop import PrivateLoop
+from auditable_dp.loop.hugging_face import fields
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
+
+LENGTH, PADDING = 48, 0
+lines = sorted({line.strip() for value in vars(numpy).values() for line in (value.__doc__ or "").splitlines()[:8] if len(line) > 20})
+tokens = [list(line.encode())[:LENGTH] for line in lines]
+train = [
+    {
+        "input_ids": torch.tensor(text + [PADDING] * (LENGTH - len(text))),
+        "attention_mask": torch.tensor([1] * len(text) + [0] * (LENGTH - len(text))),
+        "labels": torch.tensor(text + [-100] * (LENGTH - len(text))),
+    }
+    for text in tokens
+]
+
+torch.manual_seed(0)
+sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 64, "n_layer": 2, "n_head": 4}
+model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+lora = LoraConfig(r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+model = get_peft_model(model, lora)
+model.print_trainable_parameters()
+trainable = [weight for weight in model.parameters() if weight.requires_grad]
+with PrivateLoop(
+    model, torch.optim.AdamW(trainable, lr=1e-2), train,
+    example=fields(model, length=LENGTH),
+    run_dir=sys.argv[1] if len(sys.argv) > 1 else "runs/finetune_gpt2_lora",
+    expected_batch_size=128, num_steps=30, target_epsilon=8.0,
+) as loop:  # fmt: skip
+    for step in loop:
+        if step.number % 10 == 0:
+            print(f"step {step.number}: epsilon {step.epsilon:.2f}")
+print(f"{len(train)} lines; epsilon {loop.epsilon:.4f} at delta {loop.delta:.2g}")
+model.save_pretrained(f"{loop.run_dir}/adapters")  # what peft reads; the weights are as private as the loop made them
