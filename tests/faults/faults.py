@@ -18,7 +18,6 @@ SLOW = ("before_intent", "1", "3", "40")
 FAILED = (1,)
 SAVED = (7, 7)
 STOPPED = "stopped on request"
-LAUNCHER_GONE = "the launcher is gone"
 
 
 def signals(number: signal.Signals, who: str, rank: int = 1) -> Callable[[Run], None]:
@@ -103,7 +102,7 @@ FAULTS = [
     Fault("SIGTERM to mpirun", "mpirun", signals_launcher(signal.SIGTERM), (7, 143, -15, 15), ""),
     Fault("SIGINT to mpirun", "mpirun", signals_launcher(signal.SIGINT), (7, 130, -2, 2), ""),
     Fault("SIGTERM to torchrun.py", "torchrun.py", signals_launcher(signal.SIGTERM), (7,), STOPPED, rank_codes=SAVED),
-    Fault("SIGTERM to deepspeed", "deepspeed", signals_launcher(signal.SIGTERM), (-15,), LAUNCHER_GONE, rank_codes=SAVED),
+    Fault("SIGTERM to deepspeed", "deepspeed", signals_launcher(signal.SIGTERM), (-15,), STOPPED, rank_codes=SAVED),
     Fault("SIGINT to deepspeed", "deepspeed", signals_launcher(signal.SIGINT), (-2, 1, 130), STOPPED, rank_codes=SAVED),
     Fault(
         "mirror of the ledger on a full disk", "deepspeed", fill_disk, (4,), "cannot write the mirror",

@@ -18,4 +18,7 @@ def test_a_fault(fault: Fault, tmp_path: Path) -> None:
     except NotHere as error:
         pytest.skip(str(error))
     assert ended.problem is None, (ended, (tmp_path / "log").read_text()[-3000:])
-    assert ended.tracebacks == (fault.name == "rank raises"), (tmp_path / "log").read_text()[-3000:]
+    # DeepSpeed's command has no handler for SIGINT and ends with a traceback of its own.
+    assert ended.tracebacks == (fault.name in ("rank raises", "SIGINT to deepspeed")), (tmp_path / "log").read_text()[
+        -3000:
+    ]
