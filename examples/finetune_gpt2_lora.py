@@ -16,7 +16,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 LENGTH, PADDING = 48, 0
-lines = sorted({line.strip() for value in vars(numpy).values() for line in (value.__doc__ or "").splitlines()[:8] if len(line) > 20})
+lines = sorted(
+    {
+        line.strip()
+        for value in vars(numpy).values()
+        for line in (value.__doc__ or "").splitlines()[:8]
+        if len(line) > 20
+    }
+)
 tokens = [list(line.encode())[:LENGTH] for line in lines]
 train = [
     {

@@ -1,6 +1,6 @@
 """A training loop of one's own: a small network learns digits at epsilon 3.
 
-    python examples/own_loop.py [RUN_DIR]        # the same command again resumes, or says that the run is finished
+python examples/own_loop.py [RUN_DIR]        # the same command again resumes, or says that the run is finished
 """
 
 import sys
