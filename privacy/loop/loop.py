@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..boundary import Private
+from ..card.text import rounded_up
 from ..checkpoints.read import Checkpoint, set_aside_newer
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
 from ..clipping.coverage import claims
@@ -150,7 +151,7 @@ class PrivateLoop:
             if self._ledger.is_closed:
                 self._require_finished()
                 self._ledger.mend()
-                self._claim = self._exact_claim()
+                self._spent = self._exact_claim()
             else:
                 self._begin(resumed, save_every, restart=restart_from_step_0)
             undone.pop_all()
@@ -239,7 +240,7 @@ class PrivateLoop:
             mirror=None if self._mirror is None else str(self._mirror),
         )
         collectives.on_main(lambda: self._folder.record_configuration(text, None))
-        self._claim = collectives.on_main(self._ledger.claim)
+        self._spent = collectives.on_main(self._ledger.claim)
         self._broken: str | None = None
 
     @property
@@ -250,12 +251,18 @@ class PrivateLoop:
     @property
     def epsilon(self) -> float | None:
         """Of everything that the ledger has charged so far; once the run is done, to the last digit what verify.py finds."""
-        return None if self._claim is None else self._claim[0]
+        return None if self._spent is None else self._spent[0]
 
     @property
     def delta(self) -> float:
         """Of the claim."""
         return self.plan.target_delta
+
+    @property
+    def claim(self) -> str:
+        """Epsilon and delta in words, epsilon rounded up."""
+        assert self.epsilon is not None, "a loop without a guarantee is not opened"
+        return f"epsilon {rounded_up(self.epsilon, 2)} at delta {self.delta:g}"
 
     def __iter__(self) -> Iterator[StepResult]:
         """Takes the steps that are left; the last one ends the run in the ledger.
@@ -299,7 +306,7 @@ class PrivateLoop:
             self.save()
         if number == self.num_steps:
             self._ledger.close_run()
-        self._claim = self._exact_claim() if number == self.num_steps else collectives.on_main(self._ledger.claim)
+        self._spent = self._exact_claim() if number == self.num_steps else collectives.on_main(self._ledger.claim)
         self._broken = None
         return StepResult(number, self.epsilon, record.lr.value, record.noised_grad_norm.value, record.private)
 

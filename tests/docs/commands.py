@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from privacy import verify
+from privacy.command import main as library
 from tests.docs.pages import ROOT, Command
 
 PLACEHOLDERS = {
@@ -76,6 +77,8 @@ def _check(words: list[str]) -> None:
         verify.parse_args(words[3:])
     elif words[0] == "python" and Path(words[1]).name == "verify.py":
         verify.parse_args(words[2:])
+    elif words[0] == "auditable-dp":
+        verify.parse_args(words[2:]) if words[1] == "verify" else library._parser().parse_args(words[1:])
     elif words[0] == "python" and words[1] == "-c":
         ast.parse(words[2])
     elif words[0] not in ORDINARY:

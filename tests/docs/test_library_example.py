@@ -1,11 +1,65 @@
-"""The README's example of the library is a program, and says what it prints."""
+"""The examples of the library are programs, and say what they print."""
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import blocks
+from tests.docs.pages import ROOT, Block, blocks
 
 
-def test_the_example_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = [block for block in blocks("README.md") if block.language == "python"]
-    exec(compile(block.text, str(block), "exec"), {})
-    assert capsys.readouterr().out.strip() == block.text.rstrip().rpartition("  # ")[2]
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """The library under its own name, as its wheel has it: modules of their own, which know no `privacy`."""
+    spec = importlib.util.spec_from_file_location(
+        "auditable_dp", ROOT / "privacy/__init__.py", submodule_search_locations=[str(ROOT / "privacy")]
+    )
+    assert spec is not None and spec.loader is not None
+    sys.modules["auditable_dp"] = importlib.util.module_from_spec(spec)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "auditable_dp"]:
+            del sys.modules[name]
+
+
+def require_said(found: list[Block], capsys: pytest.CaptureFixture[str]) -> None:
+    """What follows the last `#` of a program is its last line, or that of its line before."""
+    variables: dict[str, object] = {}
+    for block in found:
+        exec(compile(block.text, str(block), "exec"), variables)
+        printed = capsys.readouterr().out.strip().splitlines()
+        said = [line.rpartition("# ")[2] for line in block.text.splitlines() if "# epsilon " in line]
+        assert not said or said == printed[-1:], (block, printed)
+
+
+def test_the_example_of_the_first_page_runs_and_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with installed():
+        require_said([block for block in blocks("README.md") if block.language == "python"], capsys)
+
+
+@pytest.mark.full
+def test_the_programs_of_the_page_run_and_what_they_leave_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with installed():
+        require_said([block for block in blocks("docs/own_loop.md") if block.language == "python"], capsys)
+        from auditable_dp.command.main import main  # type: ignore[import-not-found]
+
+        for arguments in (
+            "verify runs/mine",
+            "audit ledger runs/mine",
+            "audit schedule runs/mine",
+            "report runs/words",
+        ):
+            assert main(arguments.split()) == 0, arguments
+        assert main(["audit", "mechanism", "runs/mine"]) == 2
+        said = capsys.readouterr()
+        assert "verify: consistent: epsilon 1.3183" in said.out and "take launch_scripts/audit.py" in said.err
