@@ -49,7 +49,8 @@ def _as_on_cuda(launches: _Launches) -> Iterator[None]:
     vars(kernels).update(pair_of_tiles=_Kernel(launches), zero_excluded_rows=_Kernel(launches), ROW_BLOCK=1024)
     with ExitStack() as stack:
         for target, name, value in (
-            (contributions, "_is_cuda", lambda device: True),
+            (contributions, "_has_bf16_units", lambda device: True),
+            (contributions, "WIDENED_ENTRIES", contributions.WIDENED_ENTRIES[1:] * 2),
             (contributions, "has_fp32_products_of_bf16", lambda device: True),
             (accumulators, "has_fp32_products_of_bf16", lambda device: True),
             (blanking, "_in_place", lambda x: x.is_contiguous()),

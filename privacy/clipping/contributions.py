@@ -70,7 +70,7 @@ class OuterProducts:
         """
         if self.prefers_instantiation:
             return Dense(self.instantiate(), is_product=True)
-        if _is_cuda(self.g_BTp.device) and self.g_BTp.dtype == torch.bfloat16:
+        if _has_bf16_units(self.g_BTp.device) and self.g_BTp.dtype == torch.bfloat16:
             return OuterProducts(self.a_BTd.bfloat16(), self.g_BTp)
         return self
 
@@ -104,7 +104,7 @@ class OuterProducts:
 
         Then the factor times the operand is rounded to bf16 again, which norms.py allows for (`fold_error`).
         """
-        return _is_cuda(self.g_BTp.device) and self.a_BTd.dtype == self.g_BTp.dtype == torch.bfloat16
+        return _has_bf16_units(self.g_BTp.device) and self.a_BTd.dtype == self.g_BTp.dtype == torch.bfloat16
 
     def without(self, excluded_B: Tensor) -> "OuterProducts":
         return OuterProducts(*both_blanked(self.a_BTd, self.g_BTp, excluded_B))
@@ -184,7 +184,7 @@ class Dense:
         if self.is_product:
             slot.add_matrices(grad_Bn, weight_B)
             return
-        entries = WIDENED_ENTRIES[_is_cuda(grad_Bn.device)]
+        entries = WIDENED_ENTRIES[grad_Bn.device.type == "cuda"]
         for some in blocks(grad_Bn.shape[1], max(1, entries // len(grad_Bn))):
             slot.total.view(-1)[some].add_(torch.mv(grad_Bn[:, some].double().t(), wide_B))
 
@@ -291,8 +291,7 @@ def fold_error(x: Contribution) -> float:
     return 2**-8 * (1 + 2**-10) + x.sum_terms / 8 * 2**-23
 
 
-def _is_cuda(device: torch.device) -> bool:
-    """Whether there are matrix units for bf16, and launches cost more than memory traffic."""
+def _has_bf16_units(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
@@ -330,7 +329,7 @@ def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
     """
     squared_B = a_BTd.new_zeros(len(a_BTd))
     square_a_BT, square_g_BT = a_BTd.new_empty(a_BTd.shape[:2]), a_BTd.new_empty(a_BTd.shape[:2])
-    tokens, size = a_BTd.shape[1], _TOKENS_PER_STRIP[_is_cuda(a_BTd.device)]
+    tokens, size = a_BTd.shape[1], _TOKENS_PER_STRIP[a_BTd.device.type == "cuda"]
     count = max(1, tokens // size)
     for i in range(count):
         until = tokens if i == count - 1 else (i + 1) * size
