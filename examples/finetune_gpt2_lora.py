@@ -16,14 +16,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 LENGTH, PADDING = 48, 0
-lines = sorted(
-    {
-        line.strip()
-        for value in vars(numpy).values()
-        for line in (value.__doc__ or "").splitlines()[:8]
-        if len(line) > 20
-    }
-)
+texts = [value.__doc__ or "" for value in vars(numpy).values()]
+lines = sorted({line.strip() for text in texts for line in text.splitlines()[:8] if len(line) > 20})
 tokens = [list(line.encode())[:LENGTH] for line in lines]
 train = [
     {

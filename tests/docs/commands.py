@@ -76,6 +76,8 @@ def _check(words: list[str]) -> None:
         verify.parse_args(words[3:])
     elif words[0] == "python" and Path(words[1]).name == "verify.py":
         verify.parse_args(words[2:])
+    elif words[0] == "python" and words[1].startswith("examples/"):
+        ast.parse((ROOT / words[1]).read_text())  # tests/examples runs it
     elif words[0] == "python" and words[1] == "-c":
         ast.parse(words[2])
     elif words[0] not in ORDINARY:
