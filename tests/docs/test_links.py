@@ -241,7 +241,14 @@ def known_options() -> frozenset[str]:
     ]
     text = "\n".join((ROOT / name).read_text() for name in sources)
     foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}
-    foreign |= {"--exclude", "--mtime", "--sort", "--local-dir", "--cpu", "--num_processes"}  # of tar, hf, accelerate
+    foreign |= {
+        "--exclude",
+        "--mtime",
+        "--sort",
+        "--local-dir",
+        "--standalone",
+        "--nproc_per_node",
+    }  # of tar, hf, torchrun
     for script in (ROOT / "launch_scripts").glob("*.py"):
         importlib.import_module(f"launch_scripts.{script.stem}")
     models, built = [Options], set()
