@@ -8,7 +8,7 @@ QUICK := not full and not gpu and not cluster
 STAMP := $(VENV)/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: quickstart test test-all test-cluster gpu coverage docs lint format clean venv
+.PHONY: quickstart test test-all test-cluster gpu coverage docs examples lint format clean venv
 
 $(STAMP): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
@@ -55,6 +55,11 @@ docs: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt >&2
 	$(BIN)/python -m tools.site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# Every example and the notebook, executed.
+examples: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-examples.txt >&2
+	$(BIN)/python -m pytest tests/examples
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

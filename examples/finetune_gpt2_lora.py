@@ -1,4 +1,4 @@
-"""Low-rank adapters of a GPT-2 learn the first lines of numpy's documentation privately, byte by byte.
+"""transformers' Trainer with private steps: adapters of a GPT-2 learn lines of numpy's documentation, byte by byte.
 
     python examples/finetune_gpt2_lora.py [RUN_DIR]
 
@@ -10,20 +10,15 @@ import sys
 
 import numpy
 import torch
-from auditable_dp.loop import PrivateLoop
 from auditable_dp.loop.hugging_face import fields
+from auditable_dp.loop.trainer import PrivateTrainer
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 LENGTH, PADDING = 48, 0
-lines = sorted(
-    {
-        line.strip()
-        for value in vars(numpy).values()
-        for line in (value.__doc__ or "").splitlines()[:8]
-        if len(line) > 20
-    }
-)
+run_dir = sys.argv[1] if len(sys.argv) > 1 else "runs/finetune_gpt2_lora"
+texts = [value.__doc__ or "" for value in vars(numpy).values()]
+lines = sorted({line.strip() for text in texts for line in text.splitlines()[:8] if len(line) > 20})
 tokens = [list(line.encode())[:LENGTH] for line in lines]
 train = [
     {
@@ -40,15 +35,15 @@ model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, att
 lora = LoraConfig(r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM")
 model = get_peft_model(model, lora)
 model.print_trainable_parameters()
-trainable = [weight for weight in model.parameters() if weight.requires_grad]
-with PrivateLoop(
-    model, torch.optim.AdamW(trainable, lr=1e-2), train,
-    example=fields(model, length=LENGTH),
-    run_dir=sys.argv[1] if len(sys.argv) > 1 else "runs/finetune_gpt2_lora",
-    expected_batch_size=128, num_steps=30, target_epsilon=8.0,
-) as loop:  # fmt: skip
-    for step in loop:
-        if step.number % 10 == 0:
-            print(f"step {step.number}: epsilon {step.epsilon:.2f}")
-print(f"{len(train)} lines; epsilon {loop.epsilon:.4f} at delta {loop.delta:.2g}")
-model.save_pretrained(f"{loop.run_dir}/adapters")  # what peft reads; the weights are as private as the loop made them
+trainer = PrivateTrainer(
+    model,
+    TrainingArguments(
+        f"{run_dir}-output", max_steps=20, learning_rate=1e-2, per_device_train_batch_size=32, logging_steps=5,
+        save_strategy="no", report_to=[], disable_tqdm=True,
+    ),
+    train_dataset=train, example=fields(model, length=LENGTH),  # the loss of each text is known of this class
+    run_dir=run_dir, expected_batch_size=64, target_epsilon=8.0,
+)  # fmt: skip
+trainer.train()
+print(f"{len(train)} lines; epsilon {trainer.loop.epsilon:.4f} at delta {trainer.loop.delta:.2g}")
+model.save_pretrained(f"{run_dir}-adapters")  # what peft reads; the weights carry the epsilon

@@ -1,6 +1,7 @@
-"""The same loop on several ranks that `accelerate` starts.
+"""The same loop on several ranks, with `accelerate`.
 
-    accelerate launch --cpu --num_processes 2 examples/with_accelerate.py [RUN_DIR]
+    torchrun --standalone --nproc_per_node 2 examples/with_accelerate.py [RUN_DIR]     # two CPU ranks
+    accelerate launch --num_processes 2 examples/with_accelerate.py [RUN_DIR]          # two GPUs
 
 The loop reduces clipped sums by itself, once per logical batch, so nothing is given to `prepare()`: a wrapped model would reduce
 gradients that are not clipped yet.
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 from auditable_dp.loop import PrivateLoop, floats, integers
 from sklearn.datasets import load_digits
 
-accelerator = Accelerator()  # the process group, the device
+accelerator = Accelerator(cpu=not torch.cuda.is_available())  # the process group, the device
 digits = load_digits()
 images, labels = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16, torch.tensor(digits.target)
 train = torch.utils.data.TensorDataset(images[:1500], labels[:1500])

@@ -26,7 +26,7 @@ PAGES = (
     *("data/*/*.md", "benchmarks/*.md", "benchmarks/results/**/*.md", "tests/records/*.md", "privacy/README.md"),
 )
 API = {
-    "loop": ("A loop of your own", "privacy.loop.loop privacy.loop.fields"),
+    "loop": ("A loop of your own", "privacy.loop.loop privacy.loop.fields privacy.loop.hugging_face"),
     "plan": ("Plans and accounting", "privacy.plan privacy.plan_request privacy.accounting.several"),
     "sampling": ("Sampling", "privacy.sampling.poisson privacy.sampling.keys privacy.sampling.rows"),
     "clipping": (

@@ -79,6 +79,8 @@ def _check(words: list[str]) -> None:
         verify.parse_args(words[2:])
     elif words[0] == "auditable-dp":
         verify.parse_args(words[2:]) if words[1] == "verify" else library._parser().parse_args(words[1:])
+    elif words[0] == "python" and words[1].startswith("examples/"):
+        ast.parse((ROOT / words[1]).read_text())  # tests/examples runs it
     elif words[0] == "python" and words[1] == "-c":
         ast.parse(words[2])
     elif words[0] not in ORDINARY:

@@ -237,11 +237,18 @@ def known_options() -> frozenset[str]:
     sources = [
         n
         for n in project_files()
-        if re.match(r"(launch_scripts|evaluation|data|trainer|benchmarks|privacy)/.*\.(py|s\w+)$", n)
+        if re.match(r"(launch_scripts|evaluation|data|trainer|benchmarks|privacy|examples)/.*\.(py|s\w+)$", n)
     ]
     text = "\n".join((ROOT / name).read_text() for name in sources)
     foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}
-    foreign |= {"--exclude", "--mtime", "--sort", "--local-dir"}  # of tar and hf
+    foreign |= {
+        "--exclude",
+        "--mtime",
+        "--sort",
+        "--local-dir",
+        "--standalone",
+        "--nproc_per_node",
+    }  # of tar, hf, torchrun
     for script in (ROOT / "launch_scripts").glob("*.py"):
         importlib.import_module(f"launch_scripts.{script.stem}")
     models, built = [Options], set()

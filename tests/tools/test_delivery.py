@@ -62,7 +62,7 @@ def test_the_workflow_calls_what_the_readme_says() -> None:
         recipe_of(target)
     two = re.search(r"## Two commands.*?```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert two is not None
-    assert {line.split()[1] for line in two.group(1).splitlines()} | {"docs"} == targets
+    assert {line.split()[1] for line in two.group(1).splitlines()} | {"docs", "examples"} == targets
     assert all(words[0] in ("make", "docker") for words in called)
 
 
