@@ -2,12 +2,11 @@
 
 import math
 import os
-import secrets
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -18,9 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.peers.job import MICRO_BATCH, Clock, Job, Outcome, peak_mib, serve
-
-if TYPE_CHECKING:
-    from privacy.plan import PrivacyPlan
 
 Arrays = tuple[Tensor, Tensor]
 Train = Callable[[nn.Sequential, Arrays, Job, Clock], float]
@@ -49,55 +45,56 @@ def poisson(job: Job) -> Iterator[Tensor]:
         )
 
 
-def our_plan(job: Job) -> "PrivacyPlan":
-    """Calibrated by PLD with the cap of batches and the slack for rounding charged."""
+def our_sigma(job: Job) -> float:
+    """Calibrated by PLD, with the cap of batches, the slack for rounding and the attempts in reserve charged."""
     from privacy.plan import make_plan
     from privacy.plan_request import PlanRequest
     from privacy.releases import SENSITIVITY_SLACK
 
-    sigma = job.noise_multiplier
-    return make_plan(
-        PlanRequest(
-            num_examples=job.num_examples, expected_batch_size=job.expected_batch_size, num_steps=job.num_steps,
-            noise_multiplier=sigma, target_epsilon=job.epsilon if sigma is None else None, target_delta=job.delta,
-            max_grad_norm=job.max_grad_norm, sensitivity_slack=SENSITIVITY_SLACK, reserved_attempts=0,
-        )
+    request = PlanRequest(
+        num_examples=job.num_examples, expected_batch_size=job.expected_batch_size, num_steps=job.num_steps,
+        target_epsilon=job.epsilon, target_delta=job.delta, max_grad_norm=job.max_grad_norm,
+        sensitivity_slack=SENSITIVITY_SLACK,
     )  # fmt: skip
+    return make_plan(request).noise_multiplier
 
 
 def ours(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> float:
-    """The library's parts in the order of the trainer's step: members in secret random rows of the cap's micro-batches."""
-    from privacy.clipping.selfcheck import check_against_autograd
-    from privacy.noise import add_noise
-    from privacy.sampling.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
-    from privacy.sampling.rows import deal
+    """`PrivateLoop` with its ledger; one checkpoint, at the end."""
+    from torch.utils.data import TensorDataset
 
-    plan = our_plan(job)
-    clipped, noise, optimizer = plan.clipped_sum(model), plan.noise(), optimizer_of(model, job)
+    from privacy.loop import PrivateLoop, floats, integers
+    from privacy.sampling.poisson import default_cap
+
+    cap = min(default_cap(job.expected_batch_size), job.num_examples)
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y, reduction="none")
 
-    check_against_autograd(model, {"x": torch.randn(4, 1, 28, 28), "y": torch.arange(4)}, loss)
-    count = math.ceil(plan.max_batch_size / MICRO_BATCH)
-    size = math.ceil(plan.max_batch_size / count)
-    key, nonce = SamplingKey(secrets.token_bytes(KEY_BYTES)), secrets.token_bytes(NONCE_BYTES)
-    clock.begin()
-    for step in range(1, job.num_steps + 1):
-        members = plan.sampler.members(plan.sampler.coin_key(key, nonce, step), step)
-        ((ids, rows),) = deal(key.row_key(nonce, step), step, members, count * size, 1)
-        x, y = torch.zeros(count * size, 1, 28, 28), torch.zeros(count * size, dtype=torch.int64)
-        is_padding = torch.ones(count * size, dtype=torch.bool)
-        x[rows], y[rows], is_padding[rows] = train[0][ids], train[1][ids], False
-        clipped.zero_()
-        for one in zip(x.split(size), y.split(size), is_padding.split(size), strict=True):
-            clipped.add_micro_batch(loss, {"x": one[0], "y": one[1]}, one[2])
-        for name, total in clipped.sums():
-            noised = total.double()
-            add_noise(noised, plan.noise_multiplier * clipped.sensitivity, noise)
-            model.get_parameter(name).grad = (noised / plan.expected_batch_size).float()
-        optimizer.step()
-    return plan.sample_rate
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PrivateLoop(
+            model,
+            optimizer_of(model, job),
+            TensorDataset(*train),
+            example=(floats(1, 28, 28), integers(10)),
+            loss=loss,
+            run_dir=Path(folder) / "run",
+            expected_batch_size=job.expected_batch_size,
+            num_steps=job.num_steps,
+            noise_multiplier=job.noise_multiplier,
+            target_delta=job.delta,
+            max_grad_norm=job.max_grad_norm,
+            micro_batch_size=math.ceil(
+                cap / math.ceil(cap / MICRO_BATCH)
+            ),  # every step runs rows for the largest batch
+            save_every=job.num_steps,
+        ) as loop,
+    ):
+        clock.begin()
+        for _ in loop:
+            pass
+        return loop.plan.sample_rate
 
 
 def by_opacus(job: Job) -> float:
@@ -121,14 +118,16 @@ def opacus(mode: str) -> Train:
         loader = DataLoader(TensorDataset(*train), batch_size=job.expected_batch_size)
         rate = 1 / len(loader)
         criterion: nn.Module = nn.CrossEntropyLoss()
-        made = PrivacyEngine(accountant="prv").make_private(
+        engine = PrivacyEngine(accountant="prv")
+        made = engine.make_private(
             module=model, optimizer=optimizer_of(model, job), data_loader=loader,
-            noise_multiplier=job.noise_multiplier, max_grad_norm=job.max_grad_norm, grad_sample_mode=mode, criterion=criterion,
+            noise_multiplier=job.noise_multiplier, max_grad_norm=job.max_grad_norm, grad_sample_mode=mode,
+            criterion=criterion,
         )  # fmt: skip
         wrapped, optimizer, loader = made[0], made[1], made[-1]
         criterion = made[2] if mode == "ghost" else criterion
         clock.begin()
-        for _ in range(job.num_steps // len(loader)):
+        while True:
             with BatchMemoryManager(
                 data_loader=loader, max_physical_batch_size=MICRO_BATCH, optimizer=optimizer
             ) as batches:
@@ -136,7 +135,8 @@ def opacus(mode: str) -> Train:
                     optimizer.zero_grad()
                     criterion(wrapped(x), y).backward()
                     optimizer.step()
-        return rate
+                    if sum(steps for _, _, steps in engine.accountant.history) == job.num_steps:
+                        return rate
 
     return train_it
 
@@ -191,7 +191,7 @@ def non_private(model: nn.Sequential, train: Arrays, job: Job, clock: Clock) -> 
 
 
 SYSTEMS: dict[str, tuple[Callable[[Job], float], Train]] = {
-    "ours": (lambda job: our_plan(job).noise_multiplier, ours),
+    "ours": (our_sigma, ours),
     "opacus": (by_opacus, opacus("hooks")),
     "opacus_ghost": (by_opacus, opacus("ghost")),
     "by_hand": (by_dp_accounting, by_hand),
