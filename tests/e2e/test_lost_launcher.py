@@ -105,12 +105,13 @@ def above(pid: int) -> int:
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("launcher", "levels", "number"),
     [
         ("torchrun.py", 1, signal.SIGKILL),
         *(
-            pytest.param(launcher, levels, number, marks=pytest.mark.full)
+            (launcher, levels, number)
             for launcher, levels in (("deepspeed", 2), ("deepspeed", 1), ("torchrun", 1))
             for number in SIGNALS
         ),

@@ -69,35 +69,6 @@ def kill_in_the_middle(study: Path, folder: StudyFolder, name: str) -> None:
         kill_group(process)
 
 
-def check_killed_and_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], seeds: list[int], batches: list[int]
-) -> None:
-    """Batch size 24 is the reference, the others are simulated; killed in the first point and, with two seeds, in another."""
-    study = written(tmp_path, seeds=seeds, batches=batches)
-    folder = StudyFolder(tmp_path / "study")
-    first = f"batch-{batches[0]}_seed-{seeds[0]}"
-    kill_in_the_middle(study, folder, first)
-    if len(seeds) > 1:
-        kill_in_the_middle(study, folder, f"batch-{batches[1]}_seed-{seeds[0]}")
-    again = alone(["run", str(study), "--study_dir", str(folder.root)], script=STUDY)
-    assert again.returncode == 0, again.stdout + again.stderr
-    names = sorted(path.name for path in folder.runs.iterdir())
-    assert len(names) == len(seeds) * len(batches)
-    for name in names:
-        assert folder.progress(name) == "finished"
-        assert {line["step"] for line in ledger_lines(folder.run(name)) if line["type"] == "done"} == set(range(1, 13))
-    assert f"{first}: resumes" in again.stdout if len(seeds) == 1 else first not in again.stdout
-    sessions = {name: count(folder.run(name), "session") for name in names}
-    assert sessions[first] == 2
-
-    assert main(["run", str(study), "--study_dir", str(folder.root)]) == 0
-    assert f"{len(names)} were done before" in capsys.readouterr().out
-    assert {name: count(folder.run(name), "session") for name in names} == sessions
-
-    assert main(["report", "--study_dir", str(folder.root)]) == 0
-    check_report(folder, names)
-
-
 def check_report(folder: StudyFolder, names: list[str]) -> None:
     with (folder.report / "points.csv").open() as file:
         rows = {row["point"]: row for row in csv.DictReader(file)}
@@ -136,18 +107,35 @@ def check_silent_on_epsilon(run: Path, log: Path) -> None:
         assert manifest["formal_guarantee"] is False
 
 
-@pytest.mark.timeout(300)
-def test_a_study_is_killed_resumed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Simulations only: they need no epsilon, which takes the longest."""
-    check_killed_and_resumed(tmp_path, capsys, [0], [12, 8])
-
-
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_study_of_six_points_is_killed_twice_resumed_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_killed_and_resumed(tmp_path, capsys, [0, 1], [24, 8, 12])
+    """Batch size 24 is the reference, the others are simulated; killed in the first point and in another."""
+    seeds, batches = [0, 1], [24, 8, 12]
+    study = written(tmp_path, seeds=seeds, batches=batches)
+    folder = StudyFolder(tmp_path / "study")
+    first = f"batch-{batches[0]}_seed-{seeds[0]}"
+    kill_in_the_middle(study, folder, first)
+    kill_in_the_middle(study, folder, f"batch-{batches[1]}_seed-{seeds[0]}")
+    again = alone(["run", str(study), "--study_dir", str(folder.root)], script=STUDY)
+    assert again.returncode == 0, again.stdout + again.stderr
+    names = sorted(path.name for path in folder.runs.iterdir())
+    assert len(names) == len(seeds) * len(batches)
+    for name in names:
+        assert folder.progress(name) == "finished"
+        assert {line["step"] for line in ledger_lines(folder.run(name)) if line["type"] == "done"} == set(range(1, 13))
+    assert first not in again.stdout
+    sessions = {name: count(folder.run(name), "session") for name in names}
+    assert sessions[first] == 2
+
+    assert main(["run", str(study), "--study_dir", str(folder.root)]) == 0
+    assert f"{len(names)} were done before" in capsys.readouterr().out
+    assert {name: count(folder.run(name), "session") for name in names} == sessions
+
+    assert main(["report", "--study_dir", str(folder.root)]) == 0
+    check_report(folder, names)
 
 
 @pytest.mark.parametrize(
