@@ -298,7 +298,7 @@ def test_a_new_field_of_the_step_fails_types_wherever_a_mechanism_is_built(tmp_p
     for folder in (*PACKAGES, "pyproject.toml"):
         copy = shutil.copytree if (ROOT / folder).is_dir() else shutil.copy
         copy(ROOT / folder, tmp_path / folder)
-    step = tmp_path / "trainer" / "loop" / "step.py"
+    step = tmp_path / "privacy" / "step" / "step.py"
     lines = step.read_text().splitlines(keepends=True)
     (mechanism,) = (n for n in parsed(step).body if isinstance(n, ast.ClassDef) and n.name == "Mechanism")
     (function,) = (n for n in parsed(step).body if isinstance(n, ast.FunctionDef) and n.name == "train_step")
@@ -311,4 +311,9 @@ def test_a_new_field_of_the_step_fails_types_wherever_a_mechanism_is_built(tmp_p
     errors = done.stdout.splitlines()
     assert done.returncode == 1 and all("planted" in line for line in errors if ": error:" in line), done.stdout
     builders = {line.partition(":")[0] for line in errors if ": error:" in line}
-    assert builders == {"trainer/run/start.py", "trainer/audit/sandbox.py", "benchmarks/scaling_rank.py"}, done.stdout
+    assert builders == {
+        "trainer/run/start.py",
+        "trainer/audit/sandbox.py",
+        "benchmarks/scaling_rank.py",
+        "privacy/loop/loop.py",
+    }, done.stdout

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..boundary import Private
@@ -38,6 +37,7 @@ from ..step.step import Mechanism, train_step
 from .engine import OwnEngine
 from .fields import Example, Field
 from .opening import config_toml, data_manifest, fixed_digest, open_ledger, require_place, require_same_model
+from .ranks import require_same, require_talking, take_weights_of_main
 from .reading import Items, Reader, require_items
 from .tasks import per_example_task
 
@@ -129,7 +129,7 @@ class PrivateLoop:
             raise PrivacyConfigError("micro_batch_size and save_every must be at least 1, and num_workers at least 0")
         if (target_epsilon is None) == (noise_multiplier is None):
             raise PrivacyConfigError("give exactly one of target_epsilon and noise_multiplier")
-        _require_ranks_can_talk()
+        require_talking()
         self.module, self.run_dir, self._folder = model, Path(run_dir), RunFolder(Path(run_dir))
         self._example, self._reader = Example(example), Reader(dataset, Example(example), micro_batch_size)
         self._task = per_example_task(model, loss, self._example)
@@ -164,11 +164,12 @@ class PrivateLoop:
         unit: str,
     ) -> Checkpoint | None:
         """Takes the run folder, checks the model, opens the ledger and reads the newest checkpoint; writes to none of them."""
+        require_same(repr((self._request, self._example.fields, self._reader.micro_batch_size, self.run_dir.resolve())))
         mirror = None if self._mirror is None else Path(self._mirror)
         collectives.on_main(lambda: require_place(self._folder, mirror))
         collectives.on_main(self._folder.take)
         self._open.callback(self._folder.release)
-        _take_weights_of_main(self.module)
+        take_weights_of_main(self.module)
         self._engine = OwnEngine(self.module, optimizer, sets_rate=self._rate is not None)
         self._open.callback(self._engine.release)
         claims(self.module, self._engine.shapes)  # names a layer without a clipping rule, such as BatchNorm
@@ -380,19 +381,3 @@ class PrivateLoop:
                 f"{self.steps_done}: restore checkpoints/ from a copy"
             )
         self._broken = None
-
-
-def _require_ranks_can_talk() -> None:
-    """Refuses a process group that carries no tensors of the CPU, which ledger and sampler need."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        raise PrivacyConfigError(
-            'the process group carries CUDA tensors alone: make it with init_process_group("cpu:gloo,cuda:nccl"), under '
-            'accelerate with InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")'
-        )
-
-
-def _take_weights_of_main(model: nn.Module) -> None:
-    """Parameters and buffers of rank 0 on every rank, as DistributedDataParallel does at its start."""
-    if collectives.world_size() > 1:
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), 0)

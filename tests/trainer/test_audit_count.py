@@ -9,7 +9,7 @@ import torch
 
 from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.audit.report import AuditReport
-from privacy.clipping import clipped_sum
+from privacy.clipping import factors
 from privacy.clipping.functions import unclipped
 from privacy.correlated import segment
 from privacy.noise import add_noise
@@ -40,7 +40,7 @@ MISTAKES: dict[str, tuple[Any, str, Values, set[str]]] = {
         adaptive_bound, "add_noise", lambda values, std, source: None, {"count_draws"},
     ),
     "the count is not centred": (
-        clipped_sum, "unclipped", lambda norm_B, bound: unclipped(norm_B, bound) + 0.5, {"count_sensitivity"},
+        factors, "unclipped", lambda norm_B, bound: unclipped(norm_B, bound) + 0.5, {"count_sensitivity"},
     ),
     "less noise on the count": (
         adaptive_bound, "add_noise", lambda values, std, source: add_noise(values, std / 2, source),

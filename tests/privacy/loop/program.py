@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--accelerate", action="store_true")
     parser.add_argument("--kill_at", type=int)
+    parser.add_argument("--uneven", action="store_true", help="rank 1 has another number of items")
     options = parser.parse_args()
     if options.kill_at is not None:
         kill_at(options.kill_at)
@@ -53,8 +54,9 @@ def main() -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = net(seed=rank).to(device)  # ranks begin with different weights: those of rank 0 count
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = rows(60 + rank * options.uneven)
     with PrivateLoop(
-        model, optimizer, rows(), loss=cross_entropy(model), example=(floats(D), integers(K)), run_dir=options.run_dir,
+        model, optimizer, data, loss=cross_entropy(model), example=(floats(D), integers(K)), run_dir=options.run_dir,
         expected_batch_size=15, num_steps=12, noise_multiplier=1.0, micro_batch_size=4, save_every=2,
     ) as loop:  # fmt: skip
         for step in loop:

@@ -117,3 +117,10 @@ def test_two_ranks_take_the_same_steps_and_one_resumes_them(launcher: str, tmp_p
     assert require_claim(tmp_path / "run", both[0]) == 12
     again = result(start(tmp_path / "run")[0])
     assert again["weights"] == both[0]["weights"] and again["epsilon"] == both[0]["epsilon"]
+
+
+@pytest.mark.full
+def test_ranks_with_other_data_are_refused_on_all_of_them(tmp_path: Path) -> None:
+    for code, output in start(tmp_path / "run", "--uneven", ranks=2):
+        assert code == 1 and "ranks have another data set" in output
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,149 @@
+"""Losses per example in place of the means of transformers, and its Trainer with private steps."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from privacy.errors import PrivacyConfigError
+from privacy.loop import PrivateLoop
+from privacy.loop.fields import Example
+from privacy.loop.hugging_face import fields, loss_of
+from tests.privacy.loop.own import ledger_of, quick
+
+full = pytest.mark.full
+
+
+def language_model() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).eval()
+
+
+def image_model() -> Any:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        num_labels=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return ViTForImageClassification(config)
+
+
+@full
+@pytest.mark.parametrize("make", [language_model, image_model])
+def test_a_loss_per_example_is_the_model_s_own_for_a_batch_of_one(make: Any) -> None:
+    model = make()
+    made = Example(fields(model, length=6) if make is language_model else fields(model))
+    batch = made.made_up(5)
+    if make is language_model:
+        batch["labels"] = torch.where(torch.rand(5, 6) < 0.3, -100, batch["input_ids"])
+    with torch.no_grad():
+        mine_B = loss_of(model, made)(**batch)
+        theirs = [model(**{name: x[i : i + 1] for name, x in batch.items()}).loss for i in range(5)]
+    assert torch.allclose(mine_B, torch.stack(theirs), atol=1e-6)
+
+
+@full
+def test_an_unknown_head_and_items_without_labels_are_refused() -> None:
+    from transformers import ViTConfig, ViTModel
+
+    model = ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
+    with pytest.raises(PrivacyConfigError, match="ViTModel is not known here"):
+        fields(model)
+    known = image_model()
+    without = {name: field for name, field in fields(known).items() if name != "labels"}
+    with pytest.raises(PrivacyConfigError, match="with labels"):
+        loss_of(known, Example(without))
+    with pytest.raises(PrivacyConfigError, match="is no model of transformers"):
+        loss_of(torch.nn.Linear(2, 2), Example({"labels": fields(known)["labels"]}))
+
+
+@full
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed: requirements-examples.txt")
+def test_adapters_alone_are_clipped_stepped_and_kept(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> Any:
+        torch.manual_seed(1)
+        adapters = LoraConfig(
+            r=2, lora_dropout=0.0, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        return get_peft_model(language_model(), adapters).eval()
+
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, 20, (40, 6), generator=generator).tolist()
+    texts = [{"input_ids": row, "attention_mask": [1] * 6, "labels": row} for row in rows]
+
+    def loop_of(model: Any) -> PrivateLoop:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return PrivateLoop(
+            model, torch.optim.AdamW(trained, lr=0.1), texts, example=fields(model, length=6), run_dir=tmp_path / "run",
+            expected_batch_size=10, num_steps=4, noise_multiplier=1.0, micro_batch_size=8,
+        )  # fmt: skip
+
+    with quick():
+        first = adapted()
+        before = {name: p.detach().clone() for name, p in first.named_parameters()}
+        with loop_of(first) as loop:
+            loop.step()
+        moved = {name for name, p in first.named_parameters() if not torch.equal(p, before[name])}
+        assert moved == {name for name, p in first.named_parameters() if p.requires_grad} and all(
+            "lora_" in n for n in moved
+        )
+        second = adapted()
+        with loop_of(second) as loop:
+            assert loop.steps_done == 1
+            for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+                assert torch.equal(a, b), name
+            list(loop)
+    assert ledger_of(tmp_path / "run").num_charged == 4
+
+
+@full
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_a_trainer_of_transformers_takes_private_steps_resumes_and_logs_nothing_private(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from privacy.loop.trainer import PrivateTrainer
+
+    generator = torch.Generator().manual_seed(3)
+    data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(40)]
+
+    def trainer(**changes: Any) -> PrivateTrainer:
+        more = {
+            "max_steps": 4,
+            "logging_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "report_to": [],
+            "use_cpu": True,
+        }
+        args = TrainingArguments(str(tmp_path / "out"), **(more | changes))
+        model = image_model()
+        return PrivateTrainer(
+            model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=data[:4], example=fields(model),
+            expected_batch_size=10, noise_multiplier=1.0,
+        )  # fmt: skip
+
+    with quick():
+        made = trainer()
+        found = made.train()
+        assert found.global_step == 4 and ledger_of(tmp_path / "run").closed == "finished"
+        logged = {name for entry in made.state.log_history for name in entry if not name.startswith("eval_")}
+        assert logged == {"epsilon", "learning_rate", "grad_norm", "epoch", "step"}
+        rates = [entry["learning_rate"] for entry in made.state.log_history if "learning_rate" in entry]
+        assert rates == sorted(rates, reverse=True) and len(set(rates)) == 4
+        again = trainer()
+        again.train()
+        assert ledger_of(tmp_path / "run").num_charged == 4
+        pairs = zip(made.model.parameters(), again.model.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        for changes in ({"bf16": True}, {"gradient_accumulation_steps": 2}, {"max_steps": -1}):
+            with pytest.raises(PrivacyConfigError):
+                trainer(**changes)
