@@ -44,39 +44,33 @@ BROKEN: dict[str, Any] = {
 
 
 class Raising(Rows):
-    """Item 0 raises; a bad one must not decide what happens to the others."""
+    """The last item raises; a bad one must not decide what happens to the others."""
 
     def __getitem__(self, index: Any) -> Any:
-        if index == 0:
+        if index == len(self) - 1:
             raise KeyError("broken record")
         return super().__getitem__(index)
 
 
 def test_a_broken_item_counts_as_zero_and_moves_nothing_else(tmp_path: Path) -> None:
-    """Whatever is wrong with it: the run is as if the item were not in its batches."""
+    """Whatever is wrong with it: the steps are those of the other items, and the run goes on to its end."""
+    data = Raising([*rows(), *BROKEN.values(), None])
     with quick(silent=True):
-        for number, (kind, item) in enumerate(BROKEN.items()):
-            data = rows()
-            data[0] = item
-            check_zero(tmp_path / str(number), data, kind)
-        check_zero(tmp_path / "raising", Raising(rows()), "it raises")
-
-
-def check_zero(run_dir: Path, data: Rows, kind: str) -> None:
-    model = net()
-    twin = copy.deepcopy(model)
-    with make(run_dir, model, data, expected_batch_size=40, num_steps=2) as loop:
-        nonce = bytes.fromhex(ledger_of(run_dir).nonces[-1])
-        drawn = False
-        for step in loop:
-            members = members_of(loop, step.number, nonce)
-            drawn |= 0 in members
-            mean = clipped_mean(twin, [data[i] for i in members if i != 0], 40)
-            with torch.no_grad():
-                for p, g in zip(twin.parameters(), mean, strict=True):
-                    p -= 0.5 * g.to(p.dtype)
-    assert torch.allclose(weights(model), weights(twin), atol=1e-6), kind
-    assert loop.steps_done == 2 and ledger_of(run_dir).closed == "finished"
+        model = net()
+        twin = copy.deepcopy(model)
+        with make(tmp_path / "run", model, data, expected_batch_size=40, num_steps=4) as loop:
+            nonce = bytes.fromhex(ledger_of(tmp_path / "run").nonces[-1])
+            drawn = set[int]()
+            for step in loop:
+                members = set(members_of(loop, step.number, nonce).tolist())
+                drawn |= members
+                mean = clipped_mean(twin, [rows()[i] for i in members if i < len(rows())], 40)
+                with torch.no_grad():
+                    for p, g in zip(twin.parameters(), mean, strict=True):
+                        p -= 0.5 * g.to(p.dtype)
+    assert torch.allclose(weights(model), weights(twin), atol=1e-6)
+    assert ledger_of(tmp_path / "run").closed == "finished"
+    assert len([i for i in drawn if i >= len(rows())]) > len(BROKEN) / 2
 
 
 def test_a_file_that_cannot_be_opened_ends_the_run_before_its_charge(tmp_path: Path) -> None:
@@ -252,9 +246,11 @@ def test_the_rate_may_change_between_steps_and_evaluation_goes_on_beside(tmp_pat
     assert loop.steps_done == 6
 
 
-@pytest.mark.parametrize(
-    "kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad]
-)
+KINDS = [torch.optim.SGD, torch.optim.Adam]
+OTHER_KINDS = [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.ASGD]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.full) for kind in OTHER_KINDS)])
 def test_a_loop_that_is_left_goes_on_as_if_it_had_not_been(kind: Any, tmp_path: Path) -> None:
     """Weights, moments and counts come back to the bit: the same coins then give the same end."""
 
@@ -318,25 +314,13 @@ def test_a_folder_serves_one_loop_at_a_time_and_one_claim(tmp_path: Path, monkey
 def test_a_run_whose_crashes_used_up_the_reserve_stops(tmp_path: Path) -> None:
     """Every abandoned step is charged; the last one is not taken."""
     with quick():
-        for _ in range(2):
+        for _ in range(3):
             loop = make(tmp_path / "run", save_every=6)
             loop.step()
             loop.close()
         with make(tmp_path / "run", save_every=6) as loop:
             for _ in range(5):
                 loop.step()
-            loop.step()
-        assert ledger_of(tmp_path / "run").num_charged == 8
-        loop = make(tmp_path / "other", save_every=6)
-        loop.step()
-        loop.close()
-        for _ in range(2):
-            loop = make(tmp_path / "other", save_every=6)
-            loop.step()
-            loop.close()
-        with make(tmp_path / "other", save_every=6) as loop:
-            for _ in range(5):
-                loop.step()
             with pytest.raises(BudgetSpent):
                 loop.step()
-        assert ledger_of(tmp_path / "other").num_charged == 8
+        assert ledger_of(tmp_path / "run").num_charged == 8
