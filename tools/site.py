@@ -26,7 +26,10 @@ PAGES = (
     *("data/*/*.md", "benchmarks/*.md", "benchmarks/results/**/*.md", "tests/records/*.md", "privacy/README.md"),
 )
 API = {
-    "loop": ("A loop of your own", "privacy.loop.loop privacy.loop.fields privacy.loop.hugging_face"),
+    "loop": (
+        "A loop of your own",
+        "privacy.loop.loop privacy.loop.fields privacy.loop.hugging_face privacy.loop.trainer",
+    ),
     "plan": ("Plans and accounting", "privacy.plan privacy.plan_request privacy.accounting.several"),
     "sampling": ("Sampling", "privacy.sampling.poisson privacy.sampling.keys privacy.sampling.rows"),
     "clipping": (

@@ -20,7 +20,8 @@ from PIL import Image
 
 from privacy.boundary import Public, Reason
 from privacy.files.public import open_public, parse_lines, read_public, survey
-from privacy.files.toml_text import read_toml
+from privacy.files.toml_text import parse_toml
+from privacy.step.folder import try_lock
 from trainer.errors import ConfigError
 from trainer.publish import FIXED_TIME
 from trainer.weights.new_folder import new_folder
@@ -49,8 +50,16 @@ def replay(run_dir: Path, tracker: Tracker) -> int:
     A step that was repeated after a crash counts as it was written last.
 
     Raises:
-        ConfigError: there is no public stream.
+        ConfigError: there is no public stream, or the run is being trained.
     """
+    lock = run_dir / "private/lock"
+    if lock.is_file():  # a published folder has none
+        held = try_lock(lock)
+        if held is None:
+            raise ConfigError(
+                f"{run_dir} is being trained: how far it is tells how long its steps take; wait until it stands still"
+            )
+        os.close(held)
     names = survey(run_dir).public
     if "metrics.jsonl" not in names:
         raise ConfigError(f"{run_dir}: holds no metrics.jsonl, which is the public stream of a run; name a run folder")
@@ -162,10 +171,10 @@ def write_wandb(run_dir: Path, target: Path) -> int:
     """
     try:
         header = read_public(run_dir, "ledger.jsonl").split(b"\n")[0]
-    except OSError as error:
-        raise ConfigError(f"{run_dir}: holds no ledger.jsonl, so it is no run folder") from error
-    config = read_toml(run_dir / "config.toml", "the run's configuration", "name a run folder")
-    identity, name = hashlib.sha256(header).hexdigest()[:16], str(config["name"])
+        config = parse_toml(read_public(run_dir, "config.toml").decode())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run_dir} is no run folder with ledger.jsonl and config.toml: {error}") from error
+    identity, name = hashlib.sha256(header).hexdigest()[:16], str(config.get("name", "run"))
     with new_folder(target) as folder:
         count = replay(run_dir, WandbRun(folder, project=PROJECT, name=name, identity=identity, config=config))
         for path in (*folder.rglob("*"), folder):

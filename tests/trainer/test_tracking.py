@@ -19,6 +19,7 @@ import pytest
 
 from data.files import write_durably
 from privacy.boundary import Private, Public, Reason
+from privacy.step.folder import try_lock
 from tests.test_structure import ROOT
 from trainer.errors import ConfigError
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
@@ -96,6 +97,16 @@ def test_no_link_leads_a_tracker_into_private(run: Path, name: str) -> None:
     else:
         replay(run, tracker)
     assert str(SECRET) not in repr(tracker.said) and "train/loss" not in repr(tracker.said)
+
+
+def test_a_run_that_is_being_trained_is_refused(run: Path) -> None:
+    """Whoever follows a run learns how long its steps take."""
+    held = try_lock(run / "private/lock")
+    assert held is not None
+    with pytest.raises(ConfigError, match="is being trained"):
+        replay(run, Recorder())
+    os.close(held)
+    replay(run, Recorder())
 
 
 def test_a_missing_package_is_one_line(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
