@@ -9,6 +9,7 @@ from privacy.errors import PrivacyStateRefused
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
+from tests.trainer.test_refused_starts import image
 from tests.trainer.test_scaling import BUDGET, STUDY, planned_of, prepared
 from trainer.config.recipe import RunConfig, load_config
 from trainer.errors import ConfigError
@@ -110,6 +111,33 @@ def test_the_budget_of_a_study_cannot_be_reset(tmp_path: Path) -> None:
     folder.shared_ledger.unlink()
     with pytest.raises(PrivacyStateRefused, match="the shared ledger is gone"):
         prepared(tmp_path, BUDGET)
+
+
+def test_a_refused_study_leaves_its_folder_and_a_torn_shared_ledger_as_they_are(tmp_path: Path) -> None:
+    mirror = tmp_path / "mirror.jsonl"
+    text = BUDGET.replace("1e-4", f"1e-4\nmirror = {str(mirror)!r}")
+    folder, _ = prepared(tmp_path, text)
+    begin(folder, FIRST)
+    whole = folder.shared_ledger.read_bytes()
+    folder.private.chmod(0o750)
+    (folder.root / "private/logs").rmdir()
+    cut = b"".join(whole.splitlines(keepends=True)[:2])
+    for content, changed, refused in (
+        (whole, text.replace("50.0", "0.5"), "set it back"),
+        (whole, text.replace("num_steps = [6, 2]", "num_steps = [5, 2]"), "began with another"),
+        (cut, text, "rolled back|differs"),
+    ):
+        folder.shared_ledger.write_bytes(content + b'{"seq":99,"type":"gr')
+        mirror.write_bytes(content)
+        before = image(tmp_path)
+        with pytest.raises((ConfigError, PrivacyStateRefused), match=refused):
+            prepared(tmp_path, changed)
+        assert {**before, **image(tmp_path)} == before | {"study.toml": image(tmp_path)["study.toml"]}
+    folder.shared_ledger.write_bytes(whole + b'{"seq":99,"type":"gr')
+    mirror.write_bytes(whole)
+    begin_again = image(tmp_path)["study/shared_ledger.jsonl"]
+    prepared(tmp_path, text)  # writes no grid, so there is nothing to end the torn line for
+    assert image(tmp_path)["study/shared_ledger.jsonl"] == begin_again
 
 
 def test_contract_12_consoles_and_private_timings_stay_private(tmp_path: Path) -> None:

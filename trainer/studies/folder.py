@@ -86,11 +86,6 @@ class StudyFolder:
             ConfigError: the recipe of a point that began, or the budget, has changed (exit 2).
             PrivacyStateRefused: the shared ledger does not hold what the runs rely on (exit 4).
         """
-        for folder in (self.recipes, self.runs):
-            self._make(folder)
-        self._make(self.private)
-        self.private.chmod(0o700)
-        self._make(self.logs)
         for one in planned:
             if self.progress(one.name) == "new":
                 continue
@@ -107,6 +102,10 @@ class StudyFolder:
         new = {one.name for one in planned if self.progress(one.name) == "new"}
         begun = len(new) < len(planned) or any(self.runs.glob("*/ledger.jsonl"))
         fixed = fixed_in_advance(study, self.shared_ledger, planned, new, begun=begun)
+        for folder in (self.recipes, self.runs, self.private):
+            self._make(folder)
+        self.private.chmod(0o700)
+        self._make(self.logs)
         late = []
         for one in planned:
             if one.name not in new:
@@ -197,7 +196,8 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
             mirror=study.budget.mirror,
         )
     ledger = SharedLedger(path)
-    opened = ledger.read().opened
+    shared = ledger.verified()
+    opened = shared.opened
     mirror = None if study.budget.mirror is None else str(Path(study.budget.mirror).resolve())
     for key, stated, recorded in (
         ("target_epsilon", study.budget.target_epsilon, opened["epsilon"]),
@@ -210,7 +210,6 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
                 f"study {study.name}: [budget] {key} is {stated}, but {path} was made with {recorded}, which nothing changes "
                 "later: set it back; another budget needs another --study_dir, and adds to what was spent in this one"
             )
-    shared = ledger.read()
     for state in charged:
         if state.opened["shared_ledger"] != shared.identity:
             raise PrivacyStateRefused(f"{path}: not the shared ledger that the runs of this study began with")
@@ -232,6 +231,8 @@ def fixed_in_advance(
         if one.config.privacy.shared_ledger is not None:
             groups.setdefault(one.config.privacy.shared_ledger, []).append(one)
     fixed: set[str] = set()
+    for path in groups:
+        SharedLedger(path).verified()  # all of them, before a grid is written into one
     for path, group in groups.items():
         if not any(one.config.privacy.fixed_in_advance for one in group):
             continue
@@ -239,5 +240,5 @@ def fixed_in_advance(
         shared = SharedLedger(path)
         frozen = shared.freeze_grid("" if Path(path) == study_ledger else study.name, points, begun=begun)
         if all(points.get(name) == digest for name, digest in frozen.items()):
-            fixed |= frozen.keys() - (shared.read().names & new)
+            fixed |= frozen.keys() - (shared.verified().names & new)
     return fixed

@@ -16,7 +16,7 @@ from privacy.errors import PrivacyConfigError
 from privacy.ledger.chain import TORN_MARK, hash_line
 from privacy.step.folder import RunFolder
 from trainer.errors import ConfigError
-from trainer.weights.provenance import Start, require_proof_of
+from trainer.weights.provenance import Start, proof_of
 
 
 class LedgerBehind(NamedTuple):
@@ -61,7 +61,7 @@ def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehi
         PrivacyStateRefused: a ledger is broken.
     """
     run_dir, found = checkpoint.resolve().parent.parent, list[LedgerBehind]()
-    state = require_proof_of(checkpoint, manifest).state
+    state = proof_of(checkpoint, manifest).state
     if state is None:
         return found
     is_private = (manifest.get("training_data") or {}).get("provenance", "private") == "private"
