@@ -178,8 +178,8 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
             )
         return
     # The runs in the study's folder, whatever its file lists now.
-    states = [read_ledger(run) for run in sorted(runs.glob("*/ledger.jsonl"))]
-    charged = [state for state in states if state.opened.get("shared_ledger") is not None]
+    states = {run: read_ledger(run) for run in sorted(runs.glob("*/ledger.jsonl"))}
+    charged = {run: state for run, state in states.items() if state.opened.get("shared_ledger") is not None}
     if not path.exists():
         trees = [tomllib.loads(recipe.read_text()) for recipe in recipes.glob("*.toml")]
         named = [tree.get("privacy", {}).get("shared_ledger") for tree in trees]
@@ -210,10 +210,16 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
                 f"study {study.name}: [budget] {key} is {stated}, but {path} was made with {recorded}, which nothing changes "
                 "later: set it back; another budget needs another --study_dir, and adds to what was spent in this one"
             )
-    for state in charged:
+    known: dict[str, Path] = {}
+    for run, state in charged.items():
         if state.opened["shared_ledger"] != shared.identity:
             raise PrivacyStateRefused(f"{path}: not the shared ledger that the runs of this study began with")
         ledger.require_remembered(state, shared)
+        if (first := known.setdefault(state.opened["key_commitment"], run)) != run:
+            raise PrivacyStateRefused(f"{run}: is a copy of {first}; bring back the ledger that this run had")
+        seq, line_hash = shared.positions.get(state.opened["key_commitment"], (0, state.hashes[0]))
+        if seq >= state.num_lines or state.hashes[seq] != line_hash:
+            raise PrivacyStateRefused(f"{run}: lacks line {seq + 1}, which {path} has seen: bring back its newest copy")
 
 
 def fixed_in_advance(
