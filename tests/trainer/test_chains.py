@@ -16,6 +16,7 @@ import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
 
+from data.index.repack import repack
 from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import train_head
 from evaluation.private_head.sweep import spent_in
@@ -268,6 +269,18 @@ def test_a_false_declaration_is_refused_by_the_shards(chain: dict[str, Path], tm
     with pytest.raises(ConfigError, match="is also one of the run behind"):
         run(tmp_path / "run", f"init.checkpoint={chain['first']}", "init.disjoint_data=true")
     assert not (tmp_path / "run/ledger.jsonl").exists()
+
+
+def test_a_false_declaration_is_refused_by_examples_in_other_shards(chain: dict[str, Path], tmp_path: Path) -> None:
+    """The same examples, packed anew, among others."""
+    for number, shards in enumerate(([SAME], [OTHER, SAME])):
+        twin = tmp_path / f"twin{number}"
+        repack([ROOT / shard for shard in shards], twin, shard_bytes=1 << 18)
+        assert len(list(twin.glob("*.tar"))) > 1
+        disjoint = (f"init.checkpoint={chain['first']}", "init.disjoint_data=true")
+        with pytest.raises(ConfigError, match="1,000 examples or more are also, byte for byte, in the run behind"):
+            run(tmp_path / f"run{number}", *disjoint, shards=f"{twin}/*.tar")
+        assert not (tmp_path / f"run{number}/ledger.jsonl").exists()
 
 
 def test_weights_whose_ledgers_are_elsewhere_are_refused(chain: dict[str, Path], tmp_path: Path) -> None:
