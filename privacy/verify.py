@@ -355,14 +355,20 @@ class Plan:
             shift = drawn / self.accounted
             return slope * shift + math.erfc((edge - shift) / math.sqrt(2)) / 2 if edge - shift > 1 else 1.0
 
+        cuts, usual = 0.0, self["usual_cap"]
+        if usual is not None and one.cap is not None and one.cap < usual:
+            from scipy.stats import binom
+
+            # Who pushes another one out of a batch that is cut moves its sum by up to 2.
+            cuts = one.rate * one.count * float(binom.sf(one.cap - 1, one.num_examples - 1, one.rate)) * passes(2)
         if copies == 1:
-            return min(1.0, one.rate * one.count * passes(1))
+            return min(1.0, cuts + one.rate * one.count * passes(1))
         from scipy.stats import binom
 
         certain = min(copies, int((edge - 1) * self.accounted))  # more than these pass the edge for certain
         chances = [float(chance) for chance in binom.pmf(range(certain + 1), copies, one.rate)]
         tail = math.fsum(chances[drawn] * passes(drawn) for drawn in range(1, certain + 1))
-        return min(1.0, one.count * (tail + float(binom.sf(certain, copies, one.rate))))
+        return min(1.0, cuts + one.count * (tail + float(binom.sf(certain, copies, one.rate))))
 
 
 def read_plan(fields: Any, head: bool) -> Plan:
