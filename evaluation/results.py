@@ -19,7 +19,6 @@ from data.files import write_durably
 from privacy.boundary import Private, Public, Reason
 from privacy.card.composition import claim_of
 from privacy.card.text import rounded_up
-from privacy.errors import PrivacyStateRefused
 from privacy.limits import finite
 from privacy.step.folder import environment
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
@@ -70,7 +69,11 @@ class ModelFacts:
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> "ModelFacts":
-        """The facts of an opened model (`trainer.weights.open_model`)."""
+        """The facts of an opened model (`trainer.weights.open_model`).
+
+        Raises:
+            PrivacyStateRefused, PrivacyConfigError: the ledger in its run folder, or one behind it, is broken or contradicts it.
+        """
         proof, step = proof_of(path, manifest), int(manifest.get("step") or 0)
         if proof.state is None:
             reasons = (f"not attested: {proof.reason}", *(manifest.get("reasons") or ()))
@@ -78,10 +81,7 @@ class ModelFacts:
         plan = proof.state.plan
         if not plan.formal_guarantee:
             return cls(str(path), step, attested=True, reasons=plan.reasons)
-        try:
-            claim = claim_of(path.resolve().parent.parent, proof.state)
-        except PrivacyStateRefused as error:
-            return cls(str(path), step, reasons=(f"not attested: {error}",))
+        claim = claim_of(path.resolve().parent.parent, proof.state)
         assert claim is not None  # the plan makes one
         return cls(str(path), step, True, True, claim[0] if math.isfinite(claim[0]) else None, claim[1])
 

@@ -355,14 +355,20 @@ class Plan:
             shift = drawn / self.accounted
             return slope * shift + math.erfc((edge - shift) / math.sqrt(2)) / 2 if edge - shift > 1 else 1.0
 
+        cuts, usual = 0.0, self["usual_cap"]
+        if usual is not None and one.cap is not None and one.cap < usual:
+            from scipy.stats import binom
+
+            # Who pushes another one out of a batch that is cut moves its sum by up to 2.
+            cuts = one.rate * one.count * float(binom.sf(one.cap - 1, one.num_examples - 1, one.rate)) * passes(2)
         if copies == 1:
-            return min(1.0, one.rate * one.count * passes(1))
+            return min(1.0, cuts + one.rate * one.count * passes(1))
         from scipy.stats import binom
 
         certain = min(copies, int((edge - 1) * self.accounted))  # more than these pass the edge for certain
         chances = [float(chance) for chance in binom.pmf(range(certain + 1), copies, one.rate)]
         tail = math.fsum(chances[drawn] * passes(drawn) for drawn in range(1, certain + 1))
-        return min(1.0, one.count * (tail + float(binom.sf(certain, copies, one.rate))))
+        return min(1.0, cuts + one.count * (tail + float(binom.sf(certain, copies, one.rate))))
 
 
 def read_plan(fields: Any, head: bool) -> Plan:
@@ -1817,8 +1823,18 @@ def other_lines(card: dict[str, Any]) -> Iterator[str]:
         yield f"Samples of held-out examples after step {step:,} are in {file}."
 
 
+PLOT_WORDS = (
+    "charged so far (upper bound)", "charged attempts", "the claim", "delta (log scale)", "epsilon", "guessing",
+    "no attack can be above", "false-positive rate (log scale)", "true-positive rate, upper bound", "the model",
+    "without looking", "beside another picture", "not attested", "step", "held-out loss",
+    "Epsilon by delta. Every point of the curve holds at once, for everything that the ledger charges.",
+)  # fmt: skip
+"""Titles, axes and legends of plots that hold no number."""
+
+
 def plot_lines(card: dict[str, Any]) -> Iterator[str]:
-    """What the plots and pictures say in words with numbers, other than at the axes."""
+    """All that the plots and pictures say, other than the numerals at the axes."""
+    yield from PLOT_WORDS
     numbers, attempts = card["accounting"], card["accounting"]["attempts"]
     charged = f"{attempts['charged']:,} of {attempts['allowed']:,} allowed attempts are charged, as the ledger says."
     yield f"Epsilon over charged attempts. {charged}"
@@ -1833,6 +1849,9 @@ def plot_lines(card: dict[str, Any]) -> Iterator[str]:
             "What an attack can reach. The curve bounds membership inference on one example, whatever the attacker knows, from "
             f"the ledger alone; the dots are at the false-positive rates {' and '.join(rates)}."
         )
+    if card["utility"] is not None and card["utility"]["heldout_file"] is not None:
+        losses = f"The losses come from {card['utility']['heldout_file']}, which nothing protects against changes."
+        yield f"Held-out loss. {losses}"
     if card["utility"] is not None and card["utility"]["samples"] is not None:
         file, step = (card["utility"]["samples"][name] for name in ("file", "step"))
         shows = f"The picture shows what the model makes of held-out examples after step {step:,} ({file})."
@@ -1988,10 +2007,12 @@ def check_pages(folder: Folder) -> str:
         require(not hides, f"{name} holds HTML, which may hide what follows")
         found = list(markdown_lines(text)) if page is None else page.lines
         plotted = [] if page is None else page.plots
-        labels = (line for line in plotted if not re.fullmatch(r"[-\N{MINUS SIGN}0-9.,e+ ]*", line))  # nor of an axis
+        labels = {line for line in plotted if not re.fullmatch(r"[-\N{MINUS SIGN}0-9.,e+ ]*", line)}  # not of an axis
         missing = sorted(expected.difference(found))
         require(not missing, f"{name} lacks {shown(missing[:1])}, which the card gives")
-        for line in sorted({*found, *labels} - expected - drawn):
+        invented = sorted(labels - drawn)
+        require(not invented, f"a plot of {name} says {shown(invented[:1])}, and no plot of a card does")
+        for line in sorted({*found} - expected - drawn):
             quoted = (there for text, there in said.items() if text in line)
             odd = set() if HEADING.fullmatch(line) else figures(line).difference(*quoted)
             require(not odd, f"{name} says {shown(sorted(odd)[:1])} in {shown(line)}, and the card does not")
@@ -2264,7 +2285,11 @@ def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
         words.append(("private/", "nothing here looks at it, and it is not for publication", publisher))
     if any(folder.has("report", f"privacy_card.{kind}") for kind in ("md", "html")):
         words.append(
-            ("in privacy_card.md and .html", "words, looks, pictures, and the curves and axes of plots", publisher)
+            (
+                "in privacy_card.md and .html",
+                "words outside of plots, looks, pictures, and the curves and numerals at the axes of plots",
+                publisher,
+            )
         )
     if folder.has("checkpoints"):
         kept = "all but step, charges, guarantee, place in the ledger and the hashes of files"

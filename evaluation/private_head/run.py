@@ -17,6 +17,7 @@ from evaluation.private_head.budget import Budget
 from evaluation.private_head.methods import METHODS, HeadMethod
 from evaluation.private_head.rows import ROUNDING_SLACK, Rows, rounding
 from privacy import verify
+from privacy.audit.members import FILE, LedgerMark, MembersRecord, append_line, members_digest
 from privacy.card.composition import claim_of
 from privacy.errors import BudgetSpent, PrivacyConfigError
 from privacy.ledger.durable import make_directory
@@ -25,7 +26,7 @@ from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from trainer.weights.behind import LedgerBehind, keep_copies
+from trainer.weights.behind import LedgerBehind, keep_copies, require_kept
 
 GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
 
@@ -89,8 +90,10 @@ def train_head(
         behind: the ledgers of private runs that made the encoder; their charges compose with the head's.
 
     Raises:
-        PrivacyConfigError: labels out of range, unknown method or option, a folder with a head in it.
+        PrivacyConfigError: labels out of range, unknown method or option, a folder with a head in it or with the beginning of
+            another one.
         BudgetSpent: an earlier attempt in this folder ended between the charge and the weights; it stays charged.
+        PrivacyStateRefused: the ledger in this folder lacks what private/ recorded.
     """
     head = make_method(method, options or {})
     rows.require_labels_below(num_classes)
@@ -101,12 +104,14 @@ def train_head(
     make_directory(private, 0o700)
     facts: dict[str, Any] = {"head": {"method": method, "num_classes": num_classes, **asdict(head), "covers": covers}}  # type: ignore[call-overload]
     facts |= {"behind": keep_copies(output, behind)} if behind and not (output / "ledger.jsonl").exists() else {}
-    ledger, _ = open_run_state(
+    members = private / FILE
+    ledger, key = open_run_state(
         output / "ledger.jsonl",
         private / "sampling.key",
         plan,
         data_manifest=rows.data_digest(),
         open_fields=facts,
+        members=members,
         shared=shared,
     )
     try:
@@ -114,14 +119,22 @@ def train_head(
             raise PrivacyConfigError(f"{output} holds a finished head; choose another folder")
         if ledger.budget_spent(1) is not None:
             raise BudgetSpent(f"{output}: an earlier attempt was charged and gave no head; choose another folder")
+        if ledger.state.opened["head"] != json.loads(json.dumps(facts["head"])):
+            raise PrivacyConfigError(f"{output} was begun with another head, or other words; choose another folder")
+        require_kept(output, ledger.state.opened, behind)
         budget = Budget(head.statistics(num_classes), 1 / plan.noise_multiplier, noise or SystemNoise(), rows.num_ranks)
-        ledger.start_session({})
+        nonce, count = ledger.start_session({}), plan.num_examples
+        digest = members_digest(key, nonce, 0, 1, 0, np.arange(count))
+        attempt = MembersRecord(*ledger.position(), 1, 0, nonce.hex(), count, (count,), (digest,), ())
+        append_line(members, attempt)
         ledger.intent(1, 0, budget.releases)
+        append_line(members, LedgerMark(*ledger.position()))
         weights_LD = head.fit(rows, num_classes, budget)
         budget.require_spent()
         save_file({"weight": weights_LD}, output / "head.safetensors")
         ledger.done(1, 0)
         ledger.close("finished")
+        append_line(members, LedgerMark(*ledger.position()))
         claim = claim_of(output, ledger.state)
         claimed, claimed_delta = (None, plan.target_delta) if claim is None else claim
     finally:

@@ -11,8 +11,10 @@ import numpy as np
 from evaluation.private_head.methods import accuracy
 from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import GIVEN_FEATURES, help_train, train_head, without_noise
+from privacy.audit.members import FILE, not_in_ledger, read_lines
 from privacy.card.composition import states_behind
 from privacy.card.numbers import claimed_epsilon
+from privacy.errors import PrivacyStateRefused
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import SharedTerms
 from trainer.weights.behind import LedgerBehind
@@ -124,14 +126,17 @@ def spent_in(folder: Path) -> Together:
     """Everything that the ledgers of the heads in this folder have charged, earlier commands and heads that failed included.
 
     Raises:
-        PrivacyStateRefused: a ledger is broken.
+        PrivacyStateRefused: a ledger is broken, or lacks what private/ recorded.
     """
-    states: dict[
-        str, LedgerState
-    ] = {}  # by the last line: heads on features of one encoder have the same ledgers behind them
+    # By the last line: heads on features of one encoder have the same ledgers behind them.
+    states: dict[str, LedgerState] = {}
     paths = sorted(folder.glob("*/ledger.jsonl"))
     for path in paths:
+        members = path.parent / "private" / FILE
+        recorded = list(read_lines(members)) if members.is_file() else []
         state = read_ledger(path)
+        if (lost := not_in_ledger(recorded, state)) is not None:
+            raise PrivacyStateRefused(f"{path} and {members} contradict each other: {lost}; restore both")
         states |= {one.hashes[-1]: one for one in (state, *states_behind(path.parent, state.opened))}
     groups = [group for state in states.values() for group in state.charged_groups()]
     if not groups:

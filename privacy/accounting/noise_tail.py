@@ -36,6 +36,22 @@ def noise_tail_delta(source: str, noise_multiplier: float, num_inclusions: float
     return num_inclusions * (slope * math.sqrt(rows * MOST_PARAMETERS) + single)
 
 
+def noise_tail_of_cuts(
+    source: str, noise_multiplier: float, sample_rate: float, count: int, num_examples: int, cap: int, *, rows: int = 1
+) -> float:
+    """What an example costs in addition where it pushes another one out of a batch above the cap: the sum moves by up to 2.
+
+    The noise without it may then be centred at the sum with the other one or without: in between, where only one of these two
+    can be, the privacy loss is not that of the sampled Gaussian. At the default cap a batch is cut so seldom that this is below
+    the digits of what one example costs, and is left out.
+
+    Args:
+        num_examples, cap: of the group whose turn it is.
+    """
+    cut = float(stats.binom.sf(cap - 1, num_examples - 1, sample_rate))  # the others fill the batch
+    return noise_tail_delta(source, noise_multiplier / 2, sample_rate * count * cut, rows=rows)
+
+
 def noise_tail_of_several(
     source: str, noise_multiplier: float, sample_rate: float, count: int, copies: int, *, rows: int = 1
 ) -> float:

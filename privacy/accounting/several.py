@@ -6,8 +6,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..sampling.poisson import default_cap
 from . import accountants
-from .noise_tail import noise_tail_of_several
+from .noise_tail import noise_tail_of_cuts, noise_tail_of_several
 
 if TYPE_CHECKING:
     from ..plan import PrivacyPlan
@@ -19,7 +20,18 @@ def noise_tail_of_plan(plan: PrivacyPlan, copies: int) -> float:
     if not plan.formal_guarantee or plan.arithmetic == "certified":
         return 0.0
     one = plan.release_group(plan.max_intents)
-    return noise_tail_of_several(
+    cuts = 0.0
+    if one.cap is not None and one.cap < default_cap(plan.expected_batch_size):
+        cuts = noise_tail_of_cuts(
+            plan.noise_source,
+            one.noise_multiplier,
+            one.sample_rate,
+            one.count,
+            plan.group_size,
+            one.cap,
+            rows=plan.bands,
+        )
+    return cuts + noise_tail_of_several(
         plan.noise_source, one.noise_multiplier, one.sample_rate, one.count, copies, rows=plan.bands
     )
 

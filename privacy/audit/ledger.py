@@ -18,11 +18,12 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from dp_accounting.pld import PLDAccountant
 
-from ..accounting.noise_tail import noise_tail_delta
+from ..accounting.noise_tail import noise_tail_delta, noise_tail_of_cuts
 from ..adaptive_clipping import RANGE
 from ..card.text import rounded_up
 from ..errors import PrivacyStateRefused
 from ..ledger.records import LedgerState, read_state
+from ..sampling.poisson import default_cap
 from .members import LedgerMark, not_in_ledger, not_recorded
 from .report import AuditReport, Check, fact, undecided
 
@@ -342,13 +343,15 @@ def recompute_epsilon(plan: Mapping[str, Any], count: int) -> float:
     if plan["cap"] is None:
         one = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
     else:
-        one = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(
-            math.ceil(plan["num_examples"] / bands), rate, plan["cap"], sigma
-        )
+        size = math.ceil(plan["num_examples"] / bands)
+        one = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(size, rate, plan["cap"], sigma)
     turns = math.ceil((plan["num_steps"] + plan["reserved_attempts"]) / bands)
     # The sampler of certified arithmetic is exact: no tail is cut off.
     is_exact = plan["arithmetic"] == "certified"
     tail = 0.0 if is_exact else noise_tail_delta(plan["noise_source"], sigma, rate * turns, rows=bands)
+    cap = plan["cap"]
+    if not is_exact and cap is not None and cap < default_cap(plan["expected_batch_size"]):
+        tail += noise_tail_of_cuts(plan["noise_source"], sigma, rate, turns, size, cap, rows=bands)
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
     accountant.compose(dp_accounting.SelfComposedDpEvent(one, math.ceil(count / bands)))
     return float(accountant.get_epsilon(plan["target_delta"] - tail))

@@ -13,6 +13,7 @@ not only believed. Without the key a digest says nothing.
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PrivacyStateRefused
+from ..ledger import durable
 from ..ledger.records import LedgerState
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids
@@ -60,6 +62,23 @@ class MembersRecord(LedgerMark):
     counts: tuple[int, ...]
     digests: tuple[str, ...]
     nodes: tuple[int, ...]
+
+
+def append_line(path: Path, line: LedgerMark) -> None:
+    """Appends to a record that is there since the run was opened, durably.
+
+    Raises:
+        PrivacyStateRefused: it cannot be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
+        try:
+            durable.write(descriptor, durable.torn_line_end(descriptor) + line.line().encode())
+            durable.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise PrivacyStateRefused(f"{path}: cannot write the record of attempts: {error.strerror or error}") from error
 
 
 def read_lines(path: Path) -> Iterator[LedgerMark]:

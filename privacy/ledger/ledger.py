@@ -34,6 +34,9 @@ LOCK_PATIENCE = 5.0
 class Witness(Protocol):
     """Learns where the ledger stands, and may object (privacy/ledger/shared.py). Every call is durable on return, or raises."""
 
+    def mend(self) -> None:
+        """What a crash left unfinished is finished; a start that may be refused has written nothing until here."""
+
     def session_fields(self) -> Mapping[str, Any]:
         """What the `session` record shall remember of the witness."""
 
@@ -66,7 +69,8 @@ class Ledger:
             self.mend()
 
     def mend(self) -> None:
-        """Completes the mirror, repairs a torn last line and signs an end without signature; the first that is written.
+        """Completes the mirror, repairs a torn last line, signs an end without signature and tells it to the witness; the
+        first that is written.
 
         Raises:
             PrivacyStateRefused: a file cannot be written.
@@ -77,6 +81,8 @@ class Ledger:
                 self._append("repair", {"torn_lines": len(torn), "charged": sum(torn)})
             if self.state.closed is not None and not self.state.is_final:
                 self._sign()  # the crash came between `close` and its signature
+            if self.witness is not None:
+                self.witness.mend()
         except BaseException:
             self.release()
             raise

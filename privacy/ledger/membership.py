@@ -6,7 +6,7 @@ record of a start, whose nonce no copy can have, every checkpoint, and the end; 
 
 Between two checkpoints nothing is noted. A backup from between them, restored after a kill before the next one, can repeat the
 steps between without a charge; a mirror of the run's ledger (`privacy.ledger_mirror`) finds that too. A run whose
-program died between the two `close` is closed here when it is next opened.
+program died between the two `close` is closed here by the next start, once that is judged.
 """
 
 import os
@@ -39,9 +39,15 @@ class Membership:
         self._looked: tuple[int, int, int] | None = None
         with shared.locked(mended=False) as chain:
             self._require_no_fork(chain.state)
-            if ledger.state.closed is not None and run in chain.state.starts and run not in chain.state.closed:
+
+    def mend(self) -> None:
+        """Closes the run here too, where a crash came between the two `close`."""
+        run, is_closed = self._run, self._ledger.state.closed is not None
+        with self._shared.locked(mended=False) as chain:
+            self._require_no_fork(chain.state)
+            if is_closed and run in chain.state.starts and run not in chain.state.closed:
                 chain.mend()
-                self._append(chain, "close")  # the crash came between the two `close`
+                self._append(chain, "close")
 
     def session_fields(self) -> dict[str, Any]:
         """The last line of the shared ledger: everything before it must still be there at the next start."""

@@ -125,5 +125,7 @@ def open_run_state(
         SamplingKey.publish(key_path)
         if owner is not None:
             ledger.witness = Membership(owner, run, ledger)
+            if mended:
+                ledger.witness.mend()
         failing.pop_all()
     return ledger, key

@@ -253,10 +253,11 @@ class SharedLedger:
             points: name -> digest of the recipe.
             begun: whether anything outside of this ledger shows a run.
         """
-        with self.locked() as chain:
+        with self.locked(mended=False) as chain:  # a study that is refused later leaves the file as it was
             state = chain.state
             frozen = state.grids.get(study, {})
             if frozen != points and not begun and not state.has_begun(study):
+                chain.mend()
                 chain.append("grid", PROGRAM_START, {"study": study, "points": dict(points)})
                 return points
             return frozen

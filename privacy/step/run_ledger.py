@@ -1,19 +1,15 @@
 """The privacy ledger as all ranks see it: rank 0 writes, and no rank goes on before the line is durable (contract 9)."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..accounting.accountants import ReleaseGroup
 from ..accounting.epsilon_table import EpsilonTable
-from ..audit.members import LedgerMark, MembersRecord, members_digest
+from ..audit.members import LedgerMark, MembersRecord, append_line, members_digest
 from ..card.composition import composed_epsilon, states_behind
 from ..checkpoints.read import MANIFEST, Checkpoint, file_digest
 from ..checkpoints.recorded import require_recorded
-from ..errors import PrivacyStateRefused
-from ..ledger import durable
-from ..ledger.durable import torn_line_end
 from ..ledger.ledger import Ledger
 from ..ledger.records import LedgerState
 from ..ledger.signature import fingerprint
@@ -60,27 +56,15 @@ class MembersLog:
         counts, digests = zip(*collectives.gather_objects((len(plan.example_ids), digest)), strict=True)
         nonce = self._nonce.hex()
         collectives.on_main(
-            lambda: self._append(
-                MembersRecord(*self._position(), plan.step, attempt, nonce, rows_per_rank, counts, digests, nodes)
+            lambda: append_line(
+                self._path,
+                MembersRecord(*self._position(), plan.step, attempt, nonce, rows_per_rank, counts, digests, nodes),
             )
         )
 
     def mark(self) -> None:
         """Names the ledger's last line, which is durable; on rank 0, before the others go on."""
-        self._append(LedgerMark(*self._position()))
-
-    def _append(self, line: LedgerMark) -> None:
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND)
-            try:
-                durable.write(descriptor, torn_line_end(descriptor) + line.line().encode())
-                durable.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise PrivacyStateRefused(
-                f"{self._path}: cannot write the record of attempts: {error.strerror or error}"
-            ) from error
+        append_line(self._path, LedgerMark(*self._position()))
 
 
 class RunLedger:

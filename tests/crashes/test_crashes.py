@@ -241,12 +241,16 @@ def test_contract_9_every_copy_and_rollback(root: Path) -> None:
 @pytest.mark.parametrize("part", range(16))
 @pytest.mark.parametrize("kind", ["crash", "kill"])
 def test_contract_9_every_state_after_two_crashes(root: Path, kind: str, part: int) -> None:
+    two_crashes(root, kind, part)
+
+
+def two_crashes(root: Path, kind: str, part: int) -> None:
+    """A sixteenth of all states that a crash or a kill, a resume and another crash leave."""
     found = explore(root, depth=2, part=(part, 16)) if kind == "crash" else explore_kills(root, part=(part, 16))
     print(found)
     assert not found.problems, found.problems[:3]
-    assert (
-        kind == "kill" or not found.cut
-    )  # the page cache of two programs may hold too many changes for all their subsets
+    # The page cache of two programs may hold too many changes for all their subsets.
+    assert kind == "kill" or not found.cut
 
 
 # Mistakes in the protocol, planted into the product: the exploration finds each.

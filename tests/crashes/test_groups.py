@@ -8,7 +8,7 @@ import pytest
 from privacy.ledger.records import LedgerState
 from privacy.step.run_ledger import RunLedger
 from tests.crashes import program
-from tests.crashes.test_crashes import PLANTED, explore, explore_kills
+from tests.crashes.test_crashes import PLANTED, explore, explore_kills, two_crashes
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +49,7 @@ def test_attempts_that_forget_torn_lines_and_lost_sessions_are_found(root: Path)
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("part", range(4))
-def test_contract_9_every_state_after_a_crash_under_correlated_noise(root: Path, part: int) -> None:
-    for name in ("kills", "crashes"):
-        (root / name).mkdir()
-    kills = explore_kills(root / "kills", part=(part, 4), share=0.25, seed=part)
-    for found in (kills, explore(root / "crashes", part=(part, 4))):
-        print(found)
-        assert not found.problems, found.problems[:3]
+@pytest.mark.parametrize("part", range(16))
+@pytest.mark.parametrize("kind", ["crash", "kill"])
+def test_contract_9_every_state_after_two_crashes_under_correlated_noise(root: Path, kind: str, part: int) -> None:
+    two_crashes(root, kind, part)

@@ -24,8 +24,8 @@ from tests.evaluation.commands import ROOT, evaluate
 from tests.evaluation.digits import save_digits
 from tests.evaluation.test_private_head_command import exact_delta, spent
 from tests.evaluation.tiny_models import pictures
-from tests.privacy.ledger_files import NOT_ATTESTED, PLAN, remove_ledger
-from tests.trainer.trained_runs import recipe, trained
+from tests.privacy.ledger_files import PLAN, remove_ledger
+from tests.trainer.trained_runs import CONTRADICTED, recipe, trained
 from trainer.weights.export import export
 from trainer.weights.import_weights import import_weights
 from trainer.weights.open_model import open_model
@@ -68,18 +68,27 @@ def test_a_whole_ledger_is_what_states_epsilon(run: Evaluate, whole: Path, tmp_p
     assert model["epsilon"] == pytest.approx(PLAN.epsilon_after(3)) and record["formal_guarantee"] is False
 
 
-@pytest.mark.parametrize(("damage", "reason"), NOT_ATTESTED)
-def test_a_manifest_alone_proves_nothing(
+@pytest.mark.parametrize(("damage", "reason"), CONTRADICTED)
+def test_a_ledger_that_contradicts_the_checkpoint_is_refused(
     run: Evaluate, whole: Path, tmp_path: Path, damage: Callable[[Path], None], reason: str
 ) -> None:
-    """It says formal_guarantee: true; the ledger in its run folder does not bear it out."""
     copy = tmp_path / "run"
     shutil.copytree(whole, copy)
     damage(copy)
+    with pytest.raises(PrivacyStateRefused, match=reason):
+        probe(run, copy, tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_manifest_alone_proves_nothing(run: Evaluate, whole: Path, tmp_path: Path) -> None:
+    """It says formal_guarantee: true, and no ledger in its run folder bears it out."""
+    copy = tmp_path / "run"
+    shutil.copytree(whole, copy)
+    remove_ledger(copy)
     assert open_model(copy).manifest["formal_guarantee"] is True
     model = probe(run, copy, tmp_path)["model"]
     assert model["formal_guarantee"] is False and model["attested"] is False
-    assert model["epsilon"] is None and reason in model["reasons"][0]
+    assert model["epsilon"] is None and "there is no ledger in its run folder" in model["reasons"][0]
 
 
 def test_a_copied_checkpoint_proves_nothing(run: Evaluate, whole: Path, tmp_path: Path) -> None:

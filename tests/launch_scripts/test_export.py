@@ -26,8 +26,8 @@ from privacy.plan_request import PlanRequest
 from tests.launch_scripts.conftest import Run
 from tests.models import test_convert_dpcap as dpcap
 from tests.models.test_convert_vip import DECODER_HEADS, HEADS, Plain, examples, published
-from tests.privacy.ledger_files import NOT_ATTESTED, PLAN
-from tests.trainer.trained_runs import SECRET, recipe, trained
+from tests.privacy.ledger_files import PLAN, remove_ledger
+from tests.trainer.trained_runs import CONTRADICTED, SECRET, recipe, trained
 from trainer.config.recipe import InitSection
 from trainer.errors import ConfigError
 from trainer.weights.open_model import open_model
@@ -125,18 +125,26 @@ def test_the_exported_captioner_needs_nothing_of_the_project(captioner: Path, co
     torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("damage", "reason"), NOT_ATTESTED)
-def test_without_a_whole_ledger_nothing_is_attested(
+@pytest.mark.parametrize(("damage", "reason"), CONTRADICTED)
+def test_a_ledger_that_contradicts_the_checkpoint_is_refused(
     captioner: Path, command: Run, tmp_path: Path, damage: Callable[[Path], None], reason: str
 ) -> None:
+    """Whoever denies the ledger around a checkpoint gets no weights under the words "not attested"."""
     run = tmp_path / "run"
     shutil.copytree(captioner, run)
     damage(run)
-    out = tmp_path / "out"
+    said = command("--checkpoint", run, "--format", "hf", "--parts", "encoder", tmp_path / "out", code=4)
+    assert reason in said and not EPSILON.search(said) and not (tmp_path / "out").exists()
+
+
+def test_without_a_ledger_nothing_is_attested(captioner: Path, command: Run, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(captioner, run)
+    remove_ledger(run)
     said = command("--checkpoint", run, "--format", "hf", "--parts", "encoder", out)
-    assert reason in said and "no epsilon is stated" in said
+    assert "there is no ledger in its run folder" in said and "no epsilon is stated" in said
     text = statements(out)
-    assert "Not attested" in text and reason in text and "formal_guarantee: false" in text
+    assert "Not attested" in text and "there is no ledger" in text and "formal_guarantee: false" in text
     assert not EPSILON.search(text) and not EPSILON.search(said)
     assert not (out / "privacy_card.json").exists() and not (out / "captioner").exists()
 

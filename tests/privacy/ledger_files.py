@@ -94,12 +94,3 @@ def foreign_ledger(run: Path) -> None:
     for step in (1, 2, 3):
         take_step(ledger, step)
     ledger.release()
-
-
-NOT_ATTESTED = [
-    (break_ledger, "the ledger in its run folder is broken"),
-    (roll_back, "of another run, or was rolled back"),
-    (foreign_ledger, "of another run, or was rolled back"),
-    (remove_ledger, "there is no ledger in its run folder"),
-]
-"""What befell a run's ledger, and why its checkpoints are not attested then."""

@@ -14,6 +14,7 @@ from privacy import verify
 from privacy.accounting import accountants, noise_tail
 from privacy.accounting.noise_tail import noise_tail_delta, noise_tail_of_several
 from privacy.accounting.several import epsilon_of_several, noise_tail_of_plan
+from privacy.audit.ledger import recompute_epsilon
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 
@@ -105,6 +106,8 @@ def test_of_one_example_it_is_what_one_example_costs() -> None:
 @pytest.mark.parametrize(
     "plan",
     [
+        plan_of(2000, 100, 50, 0.7, cap=100, sensitivity_slack=1e-3),
+        plan_of(2000, 100, 50, 0.7, cap=105, bands=4, sensitivity_slack=1e-3),
         plan_of(2000, 100, 50, 1.0, sensitivity_slack=1e-3),
         plan_of(2000, 100, 50, 1.0, bands=4, sensitivity_slack=1e-3),
         plan_of(233_000_000, 98_304, 6000, 0.451, cap=None, sensitivity_slack=1e-3),
@@ -117,6 +120,23 @@ def test_of_one_example_it_is_what_one_example_costs() -> None:
 def test_the_verifier_counts_the_same(plan: PrivacyPlan, copies: int) -> None:
     theirs = verify.read_plan(plan.frozen_fields(), head=False)
     assert theirs.noise_tail(copies) == pytest.approx(noise_tail_of_plan(plan, copies), rel=1e-9)
+
+
+def test_contract_2_a_batch_that_is_cut_moves_by_two_and_its_tail_is_charged() -> None:
+    """Half of the batches are cut here: whoever is drawn pushes another one out, and noise is passed at twice the distance."""
+    cut, edge = plan_of(2000, 100, 5, 0.7, cap=100, target_delta=1e-5), noise_tail.BOX_MULLER_EDGE
+    whole, usual = (plan_of(2000, 100, 5, 0.7, cap=cap, target_delta=1e-5) for cap in (None, "default"))
+    assert whole.noise_tail_delta == usual.noise_tail_delta
+    random = np.random.default_rng(1)
+    full = np.mean(random.binomial(1999, cut.sample_rate, 200_000) >= 100)  # of the others
+    drawn = cut.sample_rate * cut.max_intents
+    moved_by_two = float(drawn * full * (upper(mpmath.mpf(edge) - 2 / mpmath.mpf(0.7)) - upper(mpmath.mpf(edge))))
+    added = cut.noise_tail_delta - whole.noise_tail_delta
+    assert 0.97 * moved_by_two < added < 1.1 * moved_by_two and added > 100 * whole.noise_tail_delta
+    found = recompute_epsilon({**cut.frozen_fields()}, cut.max_intents)
+    assert found == pytest.approx(
+        accountants.epsilon_pld([cut.release_group(cut.max_intents)], cut.accounted_delta), rel=1e-3
+    )
 
 
 def test_no_epsilon_is_stated_where_several_pass_the_edge() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
 
+from data.index.repack import repack
 from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import train_head
 from evaluation.private_head.sweep import spent_in
@@ -30,6 +31,8 @@ from privacy.card.text import rounded_up
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.files.public import read_metrics
 from privacy.ledger.records import read_ledger
+from trainer.audit.canaries import write_canaries
+from trainer.audit.run import run_audit
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
@@ -124,6 +127,19 @@ def test_the_headline_is_what_the_released_weights_carry(chain: dict[str, Path])
     page = (chain["second"] / "report/privacy_card.md").read_text()
     head = page.partition("## 1.")[0]
     assert f"epsilon = {math.ceil(second.epsilon * 1000) / 1000:.3f}" in head and "behind the initial weights" in head
+
+
+def test_canaries_are_judged_by_what_the_released_weights_carry(chain: dict[str, Path], tmp_path: Path) -> None:
+    """A canary may have been in both runs, so its losses may tell as much as both spent."""
+    write_canaries(tmp_path / "canaries", 20, 32)
+    report = run_audit(chain["second"], tmp_path / "canaries", None, ROOT)
+    (bound,) = (check for check in report.checks if check.name == "epsilon_lower_bound")
+    both = pld((chain["first"], 2), (chain["second"], 3), delta=1e-6)
+    assert bound.details["claimed"] == pytest.approx(both, abs=1e-6) and bound.details["delta"] == 1e-6
+    copy = shutil.copytree(chain["second"], tmp_path / "second")
+    (copy / "behind/ledger-1.jsonl").unlink()
+    with pytest.raises(PrivacyStateRefused, match=r"ledger-1\.jsonl"):
+        run_audit(copy, tmp_path / "canaries", None, ROOT)
 
 
 @pytest.mark.full
@@ -253,6 +269,18 @@ def test_a_false_declaration_is_refused_by_the_shards(chain: dict[str, Path], tm
     with pytest.raises(ConfigError, match="is also one of the run behind"):
         run(tmp_path / "run", f"init.checkpoint={chain['first']}", "init.disjoint_data=true")
     assert not (tmp_path / "run/ledger.jsonl").exists()
+
+
+def test_a_false_declaration_is_refused_by_examples_in_other_shards(chain: dict[str, Path], tmp_path: Path) -> None:
+    """The same examples, packed anew, among others."""
+    for number, shards in enumerate(([SAME], [OTHER, SAME])):
+        twin = tmp_path / f"twin{number}"
+        repack([ROOT / shard for shard in shards], twin, shard_bytes=1 << 18)
+        assert len(list(twin.glob("*.tar"))) > 1
+        disjoint = (f"init.checkpoint={chain['first']}", "init.disjoint_data=true")
+        with pytest.raises(ConfigError, match="1,000 examples or more are also, byte for byte, in the run behind"):
+            run(tmp_path / f"run{number}", *disjoint, shards=f"{twin}/*.tar")
+        assert not (tmp_path / f"run{number}/ledger.jsonl").exists()
 
 
 def test_weights_whose_ledgers_are_elsewhere_are_refused(chain: dict[str, Path], tmp_path: Path) -> None:

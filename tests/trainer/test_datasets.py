@@ -162,3 +162,20 @@ def test_staging_reads_from_the_folder_that_this_rank_names(
     monkeypatch.setenv("STORE_OF_THE_TEST", str(tmp_path / "file"))
     with pytest.raises(DataError, match="cannot use the folder"):
         datasets.stage(table, chosen, ROOT)
+
+
+def test_a_shard_under_two_names_is_refused_with_privacy(tmp_path: Path, folder: RunFolder) -> None:
+    """Epsilon of one example would be that of two copies."""
+    shard(tmp_path / "a.tar", 3)
+    shard(tmp_path / "b.tar", 3, seed=7)
+    (tmp_path / "c.tar").write_bytes((tmp_path / "a.tar").read_bytes())
+    shards = f"data.shards={tmp_path}/?.tar"
+    with pytest.raises(DataError, match=r"a\.tar and c\.tar hold the same bytes"):
+        training_table(config(shards), folder, ROOT)
+    assert len(training_table(config(shards, "privacy.enabled=false"), folder, ROOT)) == 9
+    (tmp_path / "c.tar").unlink()
+    (tmp_path / "c.tar").symlink_to("b.tar")
+    other = RunFolder(tmp_path / "other")
+    other.create()
+    with pytest.raises(DataError, match=r"b\.tar and c\.tar hold the same bytes"):
+        training_table(config(shards), other, ROOT)

@@ -1,17 +1,24 @@
 """Studies on private data: a budget that nothing resets, a grid fixed before outputs, and a folder that tells nothing."""
 
+import contextlib
+import itertools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from privacy.errors import PrivacyStateRefused
+from privacy.ledger import durable
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
+from tests.trainer.test_refused_starts import image
 from tests.trainer.test_scaling import BUDGET, STUDY, planned_of, prepared
 from trainer.config.recipe import RunConfig, load_config
 from trainer.errors import ConfigError
+from trainer.studies import folder as study_folder
 from trainer.studies.collect import collect
 from trainer.studies.folder import StudyFolder
 from trainer.studies.points import PlannedPoint
@@ -110,6 +117,83 @@ def test_the_budget_of_a_study_cannot_be_reset(tmp_path: Path) -> None:
     folder.shared_ledger.unlink()
     with pytest.raises(PrivacyStateRefused, match="the shared ledger is gone"):
         prepared(tmp_path, BUDGET)
+
+
+def test_a_refused_study_leaves_its_folder_and_a_torn_shared_ledger_as_they_are(tmp_path: Path) -> None:
+    mirror = tmp_path / "mirror.jsonl"
+    text = BUDGET.replace("1e-4", f"1e-4\nmirror = {str(mirror)!r}")
+    folder, _ = prepared(tmp_path, text)
+    begin(folder, FIRST)
+    whole = folder.shared_ledger.read_bytes()
+    folder.private.chmod(0o750)
+    (folder.root / "private/logs").rmdir()
+    cut = b"".join(whole.splitlines(keepends=True)[:2])
+    for content, changed, refused in (
+        (whole, text.replace("50.0", "0.5"), "set it back"),
+        (whole, text.replace("num_steps = [6, 2]", "num_steps = [5, 2]"), "began with another"),
+        (cut, text, "rolled back|differs"),
+    ):
+        folder.shared_ledger.write_bytes(content + b'{"seq":99,"type":"gr')
+        mirror.write_bytes(content)
+        before = image(tmp_path)
+        with pytest.raises((ConfigError, PrivacyStateRefused), match=refused):
+            prepared(tmp_path, changed)
+        assert {**before, **image(tmp_path)} == before | {"study.toml": image(tmp_path)["study.toml"]}
+    folder.shared_ledger.write_bytes(whole + b'{"seq":99,"type":"gr')
+    mirror.write_bytes(whole)
+    begin_again = image(tmp_path)["study/shared_ledger.jsonl"]
+    prepared(tmp_path, text)  # writes no grid, so there is nothing to end the torn line for
+    assert image(tmp_path)["study/shared_ledger.jsonl"] == begin_again
+
+
+def test_a_run_whose_ledger_was_cut_or_exchanged_is_refused_by_the_study(tmp_path: Path) -> None:
+    """Its trainer would refuse it as well, but a point that looks finished is never started again."""
+    folder, planned = prepared(tmp_path, BUDGET)
+    first, second = (folder.run(one.name) / "ledger.jsonl" for one in planned[:2])
+    for one in planned[:2]:
+        begin(folder, one.name)
+    whole = first.read_bytes()
+    for content, refused in (
+        (b"".join(whole.splitlines(keepends=True)[:1]), "lacks line"),
+        (second.read_bytes(), "is a copy of"),
+        (whole.replace(b"1", b"2", 1), "the hash chain is broken"),
+        (b"", "no whole record"),
+    ):
+        first.write_bytes(content)
+        with pytest.raises(PrivacyStateRefused, match=refused):
+            prepared(tmp_path, BUDGET)
+    first.write_bytes(whole)
+    assert late_points(*prepared(tmp_path, BUDGET)) == []
+
+
+def test_a_study_that_is_interrupted_at_any_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All points stay fixed in advance, and none is charged otherwise once one of them has begun."""
+    written: list[int] = []
+
+    def count(real: Callable[..., None], last: int) -> Callable[..., None]:
+        def write(*arguments: Any) -> None:
+            written.append(1)
+            if len(written) == last:
+                raise KeyboardInterrupt
+            real(*arguments)
+
+        return write
+
+    for last in itertools.count(1):
+        root = tmp_path / str(last)
+        root.mkdir()
+        written.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(study_folder, "write_durably", count(study_folder.write_durably, last))
+            patch.setattr(durable, "write", count(durable.write, last))
+            with contextlib.suppress(KeyboardInterrupt):
+                prepared(root, BUDGET)
+        assert late_points(*prepared(root, BUDGET)) == []
+        if len(written) < last:
+            break
+    assert last > 10
+    begin(prepared(root, BUDGET)[0], FIRST)
+    assert late_points(*prepared(root, BUDGET)) == []
 
 
 def test_contract_12_consoles_and_private_timings_stay_private(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from privacy.checkpoints.read import FORMAT, checkpoint_name, file_digest, sealed
 from privacy.ledger.ledger import Ledger
 from privacy.plan import PrivacyPlan
-from tests.privacy.ledger_files import PLAN, take_step
+from tests.privacy.ledger_files import PLAN, break_ledger, foreign_ledger, roll_back, take_step
 from trainer.config.recipe import RunConfig, load_config, to_toml
 from trainer.tasks import make_task
 
@@ -79,3 +79,20 @@ def write_checkpoint(path: Path, model: torch.nn.Module, manifest: dict[str, Any
     shapes = {name: list(p.shape) for name, p in parameters.items()}
     whole = sealed({"format": FORMAT, "step": step, **manifest, "parameters": shapes, "files": files})
     (path / "manifest.json").write_text(json.dumps(whole))
+
+
+def deny(run: Path, **changes: Any) -> None:
+    """The manifest says something else, and is sealed again: the seal has no key."""
+    (path,) = (run / "checkpoints").glob("step-*")
+    content = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(sealed(content | changes)))
+
+
+CONTRADICTED = [
+    (break_ledger, "line 3"),
+    (roll_back, "not the one that the ledger recorded"),
+    (foreign_ledger, "not the one that the ledger recorded"),
+    (lambda run: deny(run, formal_guarantee=False), "contradict each other about the formal guarantee"),
+    (lambda run: deny(run, ledger={}), "not the one that the ledger recorded"),
+]
+"""What befell a run's ledger, or the manifest of its checkpoint; and why whoever opens the checkpoint is refused."""

@@ -15,6 +15,7 @@ from privacy.audit.canaries import POWER, audit_canaries
 from privacy.audit.folder import compared_attempts, recorded_attempts
 from privacy.audit.ledger import attempts_check
 from privacy.audit.report import AuditReport, fact, undecided
+from privacy.card.composition import claim_of
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import Checkpoint, newest_checkpoint
 from privacy.checkpoints.recorded import require_recorded
@@ -31,7 +32,7 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
 
     Raises:
         ConfigError: no checkpoint, no coins, or a model that is no captioner.
-        PrivacyStateRefused: a broken ledger, or a checkpoint that it did not record.
+        PrivacyStateRefused: a broken ledger, one behind the start that is missing, or a checkpoint that it did not record.
     """
     folder, coins = RunFolder(run_dir), read_canaries(canaries)
     if not folder.ledger.is_file() or not (run_dir / "config.toml").is_file():
@@ -48,7 +49,7 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     before = recorded_attempts(run_dir)
     state = read_snapshot(folder.ledger).state
     require_recorded(path, state)
-    claimed, plan = state.epsilon(), state.plan
+    claim = claim_of(run_dir, state)  # a canary may have been in the private runs behind the start as well
     attempts = attempts_check(state, compared_attempts(run_dir, state, before))
     index = folder.index if config.data.index is None else root / config.data.index
     try:
@@ -60,11 +61,11 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     except (OSError, ValueError, KeyError, TypeError) as error:
         in_data = undecided("canaries_in_data", f"the index of the run's data cannot be read ({error})")
     checks = [in_data, attempts]
-    if claimed is None:
+    if claim is None:
         sentence = "the run claims no epsilon, so there is nothing to refute"
         return AuditReport.of("run", [*checks, undecided("epsilon_lower_bound", sentence)])
     scores = canary_scores(loaded, config, root, coins)
-    checks += audit_canaries(scores, coins.present_N, claimed, plan.target_delta)
+    checks += audit_canaries(scores, coins.present_N, *claim)
     return AuditReport.of("run", checks, checkpoint=loaded.path.name, canaries=len(coins.present), note=POWER)
 
 

@@ -37,7 +37,7 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
     """The private examples; collective, and slow the first time, since an index is built with hashes of all bytes.
 
     Raises:
-        DataError: no shards, no examples, or an index of other shards.
+        DataError: no shards, no examples, an index of other shards, or one shard twice, in a run with privacy.
         ReadError: remote shards cannot be read.
     """
     shards, remote = first_on_main(lambda: find_shards(config.data.shards, root)), remote_options(config)
@@ -45,6 +45,8 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
     table = _open_table(folder.index if given is None else root / given, shards, remote, make=given is None)
     if len(table) == 0:
         raise DataError(f"{config.data.shards} holds no examples")
+    if config.privacy.enabled:
+        _require_distinct(table)
     stated = config.data.num_examples
     if stated is not None and stated != len(table):
         raise DataError(
@@ -153,6 +155,21 @@ def require_other_bytes(heldout: ExampleTable, table: ExampleTable) -> None:
             raise DataError(
                 f"held-out shard {entry.name} has the bytes of a training shard, so it cannot be declared public "
                 "(heldout.is_public)"
+            )
+
+
+def _require_distinct(table: ExampleTable) -> None:
+    """Refuses a shard that is there twice, under two names: each of its examples would be two, with half of the protection.
+
+    Raises:
+        DataError: one is.
+    """
+    first: dict[str, str] = {}
+    for entry in table.entries:
+        if (other := first.setdefault(entry.sha256, entry.name)) != entry.name:
+            raise DataError(
+                f"shards {other} and {entry.name} hold the same bytes, so each of their examples would count twice and be "
+                "protected as two are: take one of them away from data.shards"
             )
 
 

@@ -86,11 +86,6 @@ class StudyFolder:
             ConfigError: the recipe of a point that began, or the budget, has changed (exit 2).
             PrivacyStateRefused: the shared ledger does not hold what the runs rely on (exit 4).
         """
-        for folder in (self.recipes, self.runs):
-            self._make(folder)
-        self._make(self.private)
-        self.private.chmod(0o700)
-        self._make(self.logs)
         for one in planned:
             if self.progress(one.name) == "new":
                 continue
@@ -107,6 +102,10 @@ class StudyFolder:
         new = {one.name for one in planned if self.progress(one.name) == "new"}
         begun = len(new) < len(planned) or any(self.runs.glob("*/ledger.jsonl"))
         fixed = fixed_in_advance(study, self.shared_ledger, planned, new, begun=begun)
+        for folder in (self.recipes, self.runs, self.private):
+            self._make(folder)
+        self.private.chmod(0o700)
+        self._make(self.logs)
         late = []
         for one in planned:
             if one.name not in new:
@@ -179,8 +178,8 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
             )
         return
     # The runs in the study's folder, whatever its file lists now.
-    states = [read_ledger(run) for run in sorted(runs.glob("*/ledger.jsonl"))]
-    charged = [state for state in states if state.opened.get("shared_ledger") is not None]
+    states = {run: read_ledger(run) for run in sorted(runs.glob("*/ledger.jsonl"))}
+    charged = {run: state for run, state in states.items() if state.opened.get("shared_ledger") is not None}
     if not path.exists():
         trees = [tomllib.loads(recipe.read_text()) for recipe in recipes.glob("*.toml")]
         named = [tree.get("privacy", {}).get("shared_ledger") for tree in trees]
@@ -197,7 +196,8 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
             mirror=study.budget.mirror,
         )
     ledger = SharedLedger(path)
-    opened = ledger.read().opened
+    shared = ledger.verified()
+    opened = shared.opened
     mirror = None if study.budget.mirror is None else str(Path(study.budget.mirror).resolve())
     for key, stated, recorded in (
         ("target_epsilon", study.budget.target_epsilon, opened["epsilon"]),
@@ -210,11 +210,16 @@ def prepare_budget(study: StudyConfig, path: Path, recipes: Path, runs: Path) ->
                 f"study {study.name}: [budget] {key} is {stated}, but {path} was made with {recorded}, which nothing changes "
                 "later: set it back; another budget needs another --study_dir, and adds to what was spent in this one"
             )
-    shared = ledger.read()
-    for state in charged:
+    known: dict[str, Path] = {}
+    for run, state in charged.items():
         if state.opened["shared_ledger"] != shared.identity:
             raise PrivacyStateRefused(f"{path}: not the shared ledger that the runs of this study began with")
         ledger.require_remembered(state, shared)
+        if (first := known.setdefault(state.opened["key_commitment"], run)) != run:
+            raise PrivacyStateRefused(f"{run}: is a copy of {first}; bring back the ledger that this run had")
+        seq, line_hash = shared.positions.get(state.opened["key_commitment"], (0, state.hashes[0]))
+        if seq >= state.num_lines or state.hashes[seq] != line_hash:
+            raise PrivacyStateRefused(f"{run}: lacks line {seq + 1}, which {path} has seen: bring back its newest copy")
 
 
 def fixed_in_advance(
@@ -232,6 +237,8 @@ def fixed_in_advance(
         if one.config.privacy.shared_ledger is not None:
             groups.setdefault(one.config.privacy.shared_ledger, []).append(one)
     fixed: set[str] = set()
+    for path in groups:
+        SharedLedger(path).verified()  # all of them, before a grid is written into one
     for path, group in groups.items():
         if not any(one.config.privacy.fixed_in_advance for one in group):
             continue
@@ -239,5 +246,5 @@ def fixed_in_advance(
         shared = SharedLedger(path)
         frozen = shared.freeze_grid("" if Path(path) == study_ledger else study.name, points, begun=begun)
         if all(points.get(name) == digest for name, digest in frozen.items()):
-            fixed |= frozen.keys() - (shared.read().names & new)
+            fixed |= frozen.keys() - (shared.verified().names & new)
     return fixed

@@ -4,6 +4,7 @@ What they charged is part of what the new weights carry (privacy/card/compositio
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from privacy.errors import PrivacyConfigError
 from privacy.ledger.chain import TORN_MARK, hash_line
 from privacy.step.folder import RunFolder
 from trainer.errors import ConfigError
-from trainer.weights.provenance import Start, require_proof_of
+from trainer.weights.provenance import Start, proof_of
 
 
 class LedgerBehind(NamedTuple):
@@ -61,7 +62,7 @@ def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehi
         PrivacyStateRefused: a ledger is broken.
     """
     run_dir, found = checkpoint.resolve().parent.parent, list[LedgerBehind]()
-    state = require_proof_of(checkpoint, manifest).state
+    state = proof_of(checkpoint, manifest).state
     if state is None:
         return found
     is_private = (manifest.get("training_data") or {}).get("provenance", "private") == "private"
@@ -74,10 +75,11 @@ def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehi
 
 
 def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
-    """Compares the shards behind a declaration that data are disjoint, inside the trust boundary: nothing of it is published.
+    """Compares the shards and examples behind a declaration that data are disjoint, inside the trust boundary: nothing of it is
+    published.
 
     Raises:
-        ConfigError: a shard of this run is one of the run that the checkpoint is of.
+        ConfigError: a shard of this run, or some of its examples, are those of the run that the checkpoint is of.
     """
     path = RunFolder(checkpoint.path.resolve().parent.parent).index / MANIFEST
     if not path.is_file():
@@ -93,8 +95,15 @@ def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
                 f"init.disjoint_data is declared, and shard {entry.name} is also one of the run behind {checkpoint.path}: remove "
                 "the declaration, and the charges of both runs compose"
             )
+    found, by_chance = table.found_in(ExampleTable.open(path.parent, "", check_shards=False))
+    if found > by_chance + 8 * math.sqrt(by_chance):
+        raise ConfigError(
+            f"init.disjoint_data is declared, and {found:,} examples or more are also, byte for byte, in the run behind "
+            f"{checkpoint.path}, in other shards: remove the declaration, and the charges of both runs compose"
+        )
     print(
-        "init.disjoint_data is declared, and no shard is in both runs; that no example is in both is for the recipe to know",
+        "init.disjoint_data is declared, and no shard and no example is in both runs byte for byte; that none is in another form "
+        "is for the recipe to know",
         flush=True,
     )
 

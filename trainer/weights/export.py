@@ -26,7 +26,6 @@ from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
 from privacy.card.model import PrivacyCard
 from privacy.checkpoints.read import file_digest
-from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from trainer.errors import ConfigError
 from trainer.report import build_card
 from trainer.tasks.captioning import CaptioningTask
@@ -92,6 +91,7 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
     Raises:
         ConfigError: `out` is there and not empty.
         WeightsError: the model cannot be represented exactly.
+        PrivacyStateRefused, PrivacyConfigError: the ledger in its run folder is broken, or contradicts it.
     """
     encoder = getattr(opened.model, "encoder", None)
     if not isinstance(encoder, VisionTransformer):
@@ -99,11 +99,8 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
     proof = proof_of(opened.path, opened.manifest)
     attestation = Attestation(None, proof.reason)
     if proof.state is not None:
-        try:
-            card = build_card(opened.path.resolve().parent.parent)
-            attestation = Attestation(card.updated(run_dir=card.run_name))
-        except (PrivacyStateRefused, PrivacyConfigError):
-            attestation = Attestation(None, "the ledger in its run folder is broken")
+        card = build_card(opened.path.resolve().parent.parent)
+        attestation = Attestation(card.updated(run_dir=card.run_name))
     about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | attestation.facts()
     with new_folder(out) as folder:
         if form == "safetensors":

@@ -72,7 +72,8 @@ def open_model(
         ConfigError: no checkpoint, damaged, no average, weights that are NaN or infinite, or another tokenizer than it was
             trained with.
         ModelConfigError, DataError: a model or tokenizer that this version cannot build.
-        NotRecorded: the ledger in its run folder recorded another checkpoint.
+        PrivacyStateRefused, PrivacyConfigError: the ledger in its run folder is broken, recorded another checkpoint, or
+            contradicts its manifest.
     """
     checkpoint = open_checkpoint(path)
     proof_of(checkpoint.path, checkpoint.manifest)

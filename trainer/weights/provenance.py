@@ -13,7 +13,7 @@ from models.adapters import is_adapter
 from privacy.card.report import read_snapshot
 from privacy.card.text import rounded_up
 from privacy.checkpoints.recorded import require_recorded
-from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
+from privacy.errors import NotRecorded
 from privacy.ledger.records import LedgerState
 
 IMPORTED = "imported"
@@ -120,42 +120,34 @@ class Proof(NamedTuple):
 
 
 def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
-    """Reads the ledger of the run folder around a checkpoint; a broken one proves nothing.
+    """Reads the ledger of the run folder around a checkpoint. One that lies there has to bear the checkpoint out: weights that
+    are used under the words "not attested" next to a ledger that says otherwise would hide what was spent on them. Where there
+    is no ledger, nothing is attested.
 
     Raises:
-        NotRecorded: the ledger is whole, and recorded another checkpoint.
+        PrivacyStateRefused, PrivacyConfigError: the ledger is broken.
+        NotRecorded: it recorded another checkpoint, or manifest and ledger contradict each other.
     """
-    try:
-        return _proof(checkpoint, manifest, may_be_foreign=True)
-    except NotRecorded:
-        raise
-    except (PrivacyStateRefused, PrivacyConfigError):
-        return Proof(None, "the ledger in its run folder is broken")
-
-
-def require_proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
-    """Reads the ledger of the run folder around a checkpoint whose charges shall be counted.
-
-    Raises:
-        PrivacyStateRefused, PrivacyConfigError: the ledger is broken, or did not record this checkpoint (NotRecorded).
-    """
-    return _proof(checkpoint, manifest, may_be_foreign=False)
-
-
-def _proof(checkpoint: Path, manifest: Mapping[str, Any], *, may_be_foreign: bool) -> Proof:
     checkpoint = checkpoint.resolve()
     ledger = checkpoint.parent.parent / "ledger.jsonl"
     if checkpoint.parent.name != "checkpoints" or not ledger.is_file():
         return Proof(None, "there is no ledger in its run folder")
     state = read_snapshot(ledger).state
-    guaranteed = state.plan.formal_guarantee
+    require_recorded(checkpoint, state)
     position = manifest.get("ledger") or {}
     seq = position.get("seq")
     if type(seq) is not int or not 0 <= seq < len(state.hashes) or state.hashes[seq] != position.get("hash"):
-        if not may_be_foreign:  # a manifest that remembers no line, or another one, would make charges disappear
-            require_recorded(checkpoint, state)
-        return Proof(None, "the ledger in its run folder is that of another run, or was rolled back")
-    require_recorded(checkpoint, state)
-    if guaranteed and not manifest.get("formal_guarantee"):
-        return Proof(None, "its manifest claims no guarantee, although the ledger in its run folder does")
+        raise NotRecorded(
+            f"{checkpoint}: remembers no line of {ledger}, which is that of another run, or was rolled back{WAYS}"
+        )
+    if state.plan.formal_guarantee != (manifest.get("formal_guarantee") is True):
+        raise NotRecorded(
+            f"{checkpoint}: its manifest and {ledger} contradict each other about the formal guarantee{WAYS}"
+        )
     return Proof(state)
+
+
+WAYS = (
+    ": restore the ledger from a copy, or copy the checkpoint to a folder without one, where it is used without any statement on "
+    "its privacy"
+)

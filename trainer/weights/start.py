@@ -20,7 +20,7 @@ from models.layers import resized_positions
 from privacy.checkpoints.read import MANIFEST, Checkpoint, newest_checkpoint
 from trainer.config.recipe import InitSection, RunConfig
 from trainer.errors import ConfigError
-from trainer.weights.provenance import IMPORTED, Start, require_proof_of
+from trainer.weights.provenance import IMPORTED, Start, proof_of
 
 _HASH_DIGITS = 16
 
@@ -69,7 +69,7 @@ def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: Examp
         PrivacyStateRefused: the ledger around the checkpoint is broken, or recorded another one.
     """
     manifest = checkpoint.manifest
-    state = require_proof_of(checkpoint.path, manifest).state  # also of data that the manifest declares public
+    state = proof_of(checkpoint.path, manifest).state  # also of data that the manifest declares public
     behind = manifest.get("training_data", {"provenance": "private"})
     facts = {
         "kind": "checkpoint",

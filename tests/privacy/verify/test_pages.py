@@ -141,6 +141,23 @@ def test_what_no_page_of_a_card_holds_is_found(added: str, folder: Path, judge: 
     assert code == 5 and "pages: " in sentences(found), found["checks"]
 
 
+@pytest.mark.parametrize(
+    ("label", "forged"),
+    [
+        ("the claim", "epsilon ="), ("guessing", "no guarantee is needed"), ("charged attempts", "attempts of nobody"),
+        ("no attack can be above", "no attack is above"), ("Every point of the curve holds at once", "No point holds"),
+    ],
+)  # fmt: skip
+def test_words_in_plots_are_those_of_a_card(label: str, forged: str, original: Path, tmp_path: Path) -> None:
+    """Words next to the numerals of an axis could state what the card does not."""
+    shutil.copytree(original / "report", tmp_path / "report")
+    folder = verify.Folder(tmp_path, verify.Ledger("ledger.jsonl"), None)
+    text = (tmp_path / "report/privacy_card.html").read_text()
+    plots = text[text.index("<svg") :]
+    assert label in plots
+    assert refused(folder, "privacy_card.html", text.replace(plots, plots.replace(label, forged, 1)))
+
+
 def test_a_page_that_hides_its_lines_is_found(folder: Path, judge: Judge) -> None:
     page = folder / "report/privacy_card.md"
     page.write_text(f"<!--\n{page.read_text()}\n-->\nThe run spent an epsilon of one half.\n")
