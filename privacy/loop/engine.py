@@ -7,10 +7,12 @@ the weights is refused: a step that is not this engine's, a gradient of the user
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ConfigError, PrivacyConfigError
 from ..step import collectives
@@ -22,17 +24,26 @@ OPTIMIZER_FACTS = "optimizer"
 """Key of a manifest: the optimizer's class, and its numbers that are no tensors of a parameter's shape, such as step counts."""
 
 
+_TRAINED: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
+"""Parameters that a loop of this process has stepped -> its run folder."""
+
+
 class OwnEngine:
     """See `privacy.step.engine.Engine`.
 
     Args:
+        run_dir: whose ledger knows what the weights cost.
         sets_rate: the step's learning rate goes into all groups of the optimizer; else they keep what the caller has put there.
     """
 
     replicated = True
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sets_rate: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path, *, sets_rate: bool = False
+    ) -> None:
         trainable = require_plain(model, optimizer)
+        self._run_dir = run_dir.resolve()
+        self._require_own_weights(model)
         self.module, self.optimizer, self._trainable, self._sets_rate = model, optimizer, trainable, sets_rate
         self.shapes = {name: p.shape for name, p in trainable.items()}
         first = next(iter(trainable.values()))
@@ -62,7 +73,19 @@ class OwnEngine:
         finally:
             self._is_stepping = False
         self.optimizer.zero_grad(set_to_none=True)
+        for p in self._trainable.values():
+            _TRAINED[p] = self._run_dir
         self._seen = self._fingerprint()
+
+    def _require_own_weights(self, model: nn.Module) -> None:
+        """Refuses weights that another run has trained: both ledgers' epsilons add up in them, and this one would not know."""
+        for name, p in model.named_parameters():
+            before = _TRAINED.get(p)
+            if before is not None and before != self._run_dir:
+                raise PrivacyConfigError(
+                    f"{name} was trained by the private run {before}: what both runs spend adds up in it, and the ledger of "
+                    f"{self._run_dir} would state a part; go on in the same run folder, or begin with a new model"
+                )
 
     def require_untouched(self) -> None:
         """Before a step: model and optimizer are as this engine has put them.

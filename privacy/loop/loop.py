@@ -170,7 +170,7 @@ class PrivateLoop:
         collectives.on_main(self._folder.take)
         self._open.callback(self._folder.release)
         take_weights_of_main(self.module)
-        self._engine = OwnEngine(self.module, optimizer, sets_rate=self._rate is not None)
+        self._engine = OwnEngine(self.module, optimizer, self.run_dir, sets_rate=self._rate is not None)
         self._open.callback(self._engine.release)
         claims(self.module, self._engine.shapes)  # names a layer without a clipping rule, such as BatchNorm
         self._made_up = self._example.made_up(FRESH) if made_up is None else self._example.named(made_up)

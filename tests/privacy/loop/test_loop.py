@@ -311,6 +311,24 @@ def test_a_folder_serves_one_loop_at_a_time_and_one_claim(tmp_path: Path, monkey
     assert ledger_of(tmp_path / "run").num_charged == 1
 
 
+def test_two_loops_on_one_model_are_told_apart(tmp_path: Path) -> None:
+    """What both spend adds up in the weights, and neither ledger would know."""
+    with quick():
+        model = net()
+        with make(tmp_path / "one", model) as one, make(tmp_path / "two", model) as two:
+            one.step()
+            with pytest.raises(PrivacyConfigError, match="the weights changed"):
+                two.step()
+        with pytest.raises(PrivacyConfigError, match="was trained by the private run"):
+            make(tmp_path / "three", model)
+        with make(tmp_path / "one", model) as one:
+            assert one.steps_done == 1
+            one.step()
+        with make(tmp_path / "four", net()) as four, make(tmp_path / "five", net()) as five:
+            assert four.step().number == five.step().number == 1
+    assert not (tmp_path / "three/ledger.jsonl").exists() and ledger_of(tmp_path / "two").num_charged == 0
+
+
 def test_a_run_whose_crashes_used_up_the_reserve_stops(tmp_path: Path) -> None:
     """Every abandoned step is charged; the last one is not taken."""
     with quick():
