@@ -31,7 +31,7 @@ def library(tmp_path: Path) -> dict[str, str]:
 
 
 def output_of(words: list[str], library: dict[str, str], folder: Path) -> str:
-    done = subprocess.run(words, cwd=folder, env=library, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(words, cwd=folder, env=library, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -47,6 +47,7 @@ def verified(run: Path, library: dict[str, str], folder: Path) -> float:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(700)
 def test_own_loop(library: dict[str, str], tmp_path: Path) -> None:
     """It learns, resumes as finished, and says what the verifier says."""
     command = [sys.executable, str(EXAMPLES / "own_loop.py"), str(tmp_path / "run")]
@@ -58,6 +59,7 @@ def test_own_loop(library: dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(700)
 @needs("accelerate")
 def test_with_accelerate(library: dict[str, str], tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -67,6 +69,7 @@ def test_with_accelerate(library: dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(700)
 @needs("peft")
 @pytest.mark.parametrize("more", [[], ["--lora"]])
 def test_finetune_vit(more: list[str], library: dict[str, str], tmp_path: Path) -> None:
@@ -80,6 +83,7 @@ def test_finetune_vit(more: list[str], library: dict[str, str], tmp_path: Path) 
 
 
 @pytest.mark.full
+@pytest.mark.timeout(700)
 @needs("peft")
 def test_finetune_gpt2(library: dict[str, str], tmp_path: Path) -> None:
     said = output_of(
@@ -90,6 +94,7 @@ def test_finetune_gpt2(library: dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(700)
 @needs("nbclient", "ipykernel")
 @pytest.mark.filterwarnings("ignore")
 def test_the_notebook(library: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +105,7 @@ def test_the_notebook(library: dict[str, str], tmp_path: Path, monkeypatch: pyte
     for name, value in library.items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(EXAMPLES / "from_ten_lines_to_a_card.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     said = "".join(part.get("text", "") for cell in notebook.cells for part in cell.get("outputs", []))
     assert "goes on after step" in said and "refused:" in said and "formal_guarantee   True" in said
 
