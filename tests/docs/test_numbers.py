@@ -64,6 +64,59 @@ def test_what_clipping_costs(what: str, key: str) -> None:
     assert results(what) == [ours, f"Opacus: ghost clipping {ghost}, per-example gradients {hooks}"]
 
 
+LIBRARIES = {
+    "this project": "ours", "Opacus 1.6, per-example gradients": "opacus", "Opacus 1.6, ghost clipping": "opacus_ghost",
+    "JAX Privacy 2.0": "jax_privacy", "by hand, one example after the other": "by_hand", "without privacy": "non_private",
+}  # fmt: skip
+
+
+def test_the_same_network_by_other_libraries() -> None:
+    """benchmarks/README.md has every cell of the record, README.md the accuracies and ratios of its first one."""
+    found = record("-utility.json")
+    tables = dict.fromkeys(f"{cell['data']}, epsilon {cell['target_epsilon']:g}" for cell in found["cells"])
+    assert tables
+    for cell, name in zip(found["cells"], tables, strict=True):
+        table = rows("benchmarks/README.md", name)
+        assert list(table) == list(LIBRARIES)
+        for row, system in LIBRARIES.items():
+            one = cell["systems"][system]
+            assert len(one["accuracies"]) == 5, "five seeds"
+            private = one["noise_multiplier"] > 0
+            assert table[row] == [
+                f"{one['noise_multiplier']:.4f}" if private else "",
+                f"{one['epsilon_judged']['pld']:.2f}" if private else "",
+                f"{one['accuracy']['mean']:.3f} ± {one['accuracy']['half_width']:.3f}",
+                f"{one['time_ratio']['mean']:.2f}",
+                f"{one['memory_ratio']['mean']:.2f}",
+            ], (name, row)
+    first = found["cells"][0]["systems"]
+
+    def said(system: str) -> str:
+        one = first[system]
+        return f"{one['accuracy']['mean']:.3f}, {one['time_ratio']['mean']:.1f}"
+
+    ours, others = results("26,010 parameters")
+    accuracy = first["ours"]["accuracy"]
+    time, memory = (first["ours"][f"{what}_ratio"]["mean"] for what in ("time", "memory"))
+    assert ours == (
+        f"accuracy {accuracy['mean']:.3f} ± {accuracy['half_width']:.3f}; time {time:.1f} and peak memory {memory:.2f} of "
+        "training without privacy"
+    )
+    assert others == (
+        f"accuracy and time: Opacus {said('opacus')} (ghost clipping {said('opacus_ghost')}), JAX Privacy "
+        f"{said('jax_privacy')}, by hand {said('by_hand')}"
+    )
+
+
+def test_what_libraries_make_of_small_models() -> None:
+    """benchmarks/README.md repeats what the record says, refusals without their reasons."""
+    table = rows("benchmarks/README.md", "small model")
+    for name, said in record("-utility.json")["wirings"].items():
+        short = {system: "refused" if text.startswith("refused") else text for system, text in said.items()}
+        assert table[name] == [short[system] for system in ("ours", "opacus", "opacus_ghost", "by_hand")]
+    assert len(table) == len(record("-utility.json")["wirings"])
+
+
 def test_weak_scaling() -> None:
     scaling = record("-scaling-two-cores.json")["weak_scaling"]
     measured = [scaling["efficiency"][engine] for engine in ("local", "zero1", "zero3")]
