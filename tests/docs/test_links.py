@@ -36,7 +36,15 @@ WRITTEN = {
     ),
     *("points.csv", "groups.csv", "curves.csv", "study.json", "study.md"),
     *("head.json", "head.safetensors", "private-head-sweep.png"),
-    *("config.json", "preprocessor_config.json", "extents-*.npy", "submit.sh", "model.pth", "model.safetensors"),
+    *(
+        "config.json",
+        "preprocessor_config.json",
+        "extents-*.npy",
+        "keys-*.npy",
+        "submit.sh",
+        "model.pth",
+        "model.safetensors",
+    ),
     "adapter_config.json",
     # of other projects, or of the reader
     *("metadata.csv", "metadata.jsonl", "captions.csv", "captions.jsonl", "tokenizer.json", "names.txt", "points.txt"),

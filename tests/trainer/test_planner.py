@@ -29,7 +29,7 @@ from trainer.config.recipe import RunConfig, load_config
 from trainer.engines import require_supported
 from trainer.errors import ConfigError
 from trainer.planner.batches import BYTES_PER_EXAMPLE, Examples, examples
-from trainer.planner.hardware import GPUS, Network, Traffic, exposed_seconds, find_gpu, known_peak
+from trainer.planner.hardware import GPUS, Network, Traffic, exposed_seconds, find_gpu
 from trainer.planner.memory import RankMemory, Trainable, accumulator_bytes, largest_that_fits, room
 from trainer.planner.privacy import scaling_rule
 from trainer.planner.probe import Probe, count_flops
@@ -396,21 +396,3 @@ def test_staging_costs_what_its_shards_do() -> None:
     assert number * size * 128 == pytest.approx(1.3e6 * 1.042, rel=size * 128 / 1.3e6) and number > without
     assert micro_batches_of_shares(config, without, cap, 8, 8) == without
     assert micro_batches_of_shares(recipe("dpcap_base"), without, cap, 128, 8) == without
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "peak"),
-    [
-        ("NVIDIA H200", torch.bfloat16, 989e12),
-        ("NVIDIA H200", torch.float32, 67e12),
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
-        ("NVIDIA H100 PCIe", torch.bfloat16, None),  # slower than the sheet that is known
-        ("a device of tomorrow", torch.float32, None),
-    ],
-)
-def test_utilisation_is_of_known_devices_alone(
-    name: str, dtype: torch.dtype, peak: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert known_peak(torch.device("cuda"), dtype) == peak
-    assert known_peak(torch.device("cpu"), dtype) is None
