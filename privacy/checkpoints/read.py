@@ -156,7 +156,7 @@ class Checkpoint:
 
     def part(self, kind: str, piece: Piece) -> Tensor:
         """The coordinates of a piece, put together from whatever pieces were written."""
-        out = torch.full((piece.length,), torch.nan)
+        out = torch.full((piece.length,), torch.nan, dtype=torch.float32)  # as it is written, whatever the default is
         end = piece.offset + piece.length
         filled = 0
         for offset, file in self._where.get((kind, piece.name), []):

@@ -18,6 +18,7 @@ from ..errors import ConfigError, PrivacyConfigError
 from ..step import collectives
 from ..step.engine import GradShard, Piece, ShardState, even_layout, flat_part, is_dtensor
 from ..step.reduction import gather_from_owners
+from .fingerprint import fingerprint, fixed_tensors
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 OPTIMIZER_FACTS = "optimizer"
@@ -26,6 +27,8 @@ OPTIMIZER_FACTS = "optimizer"
 
 _TRAINED: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
 """Parameters that a loop of this process has stepped -> its run folder."""
+OF_TORCH = ("state", "param_groups", "_opt_called", "_need_device_dtype_check_for_fused")
+"""Attributes that torch's own optimizers and schedulers change at a step, and that need no place in a checkpoint."""
 
 
 class OwnEngine:
@@ -52,8 +55,9 @@ class OwnEngine:
         self.layout.check(self.shapes)
         self.moments, self._numbers = _probe(optimizer, trainable)
         self._is_stepping = False
+        self._held = _held(optimizer)
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
-        self._seen = self._fingerprint()
+        self._seen, self._seen_fixed = self.fingerprint(), fingerprint(fixed_tensors(model))
 
     def release(self) -> None:
         """Gives the optimizer back."""
@@ -75,7 +79,7 @@ class OwnEngine:
         self.optimizer.zero_grad(set_to_none=True)
         for p in self._trainable.values():
             _TRAINED[p] = self._run_dir
-        self._seen = self._fingerprint()
+        self._seen = self.fingerprint()
 
     def _require_own_weights(self, model: nn.Module) -> None:
         """Refuses weights that another run has trained: both ledgers' epsilons add up in them, and this one would not know."""
@@ -87,8 +91,8 @@ class OwnEngine:
                     f"{self._run_dir} would state a part; go on in the same run folder, or begin with a new model"
                 )
 
-    def require_untouched(self) -> None:
-        """Before a step: model and optimizer are as this engine has put them.
+    def require_untouched(self) -> list[int]:
+        """Before a step: model and optimizer are as this engine has put them; returns the fingerprint of the weights.
 
         Raises:
             PrivacyConfigError: naming what changed.
@@ -99,22 +103,36 @@ class OwnEngine:
                 "parameters were frozen, unfrozen or exchanged since the loop was made: make a new PrivateLoop with another run "
                 "folder"
             )
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        if held != {id(p) for p in self._trainable.values()}:
+        if _held(self.optimizer) != self._held:
             raise PrivacyConfigError(
                 "the optimizer's parameters changed since the loop was made: make a new PrivateLoop"
             )
-        touched = [name for name, p in self._trainable.items() if p.grad is not None]
+        touched = [name for name, p in self.module.named_parameters() if p.grad is not None]
         if touched:
             raise PrivacyConfigError(
                 f"{touched[0]} has a gradient that is not the loop's: a loss.backward() of your own would bring private data "
                 "into the weights without noise; remove it (torch.no_grad() for evaluation), and set the gradient to None"
             )
-        if self._fingerprint() != self._seen:
+        if fingerprint(fixed_tensors(self.module)) != self._seen_fixed:
+            raise PrivacyConfigError(
+                "frozen weights or buffers changed since the loop was made: every gradient goes through them, so they may hold "
+                "nothing of private data, and no checkpoint keeps them; change a copy of the model"
+            )
+        return self.require_unchanged()
+
+    def require_unchanged(self) -> list[int]:
+        """The weights are those of the last step; returns their fingerprint.
+
+        Raises:
+            PrivacyConfigError: something else wrote to them.
+        """
+        now = self.fingerprint()
+        if now != self._seen:
             raise PrivacyConfigError(
                 "the weights changed since the loop's last step: something else writes to them (another optimizer, another loop, "
                 "a checkpoint that was loaded), and the ledger would not know what it spent; let the loop alone change them"
             )
+        return now
 
     def _refuse_foreign_step(self, *_: object) -> None:
         if not self._is_stepping:
@@ -123,12 +141,9 @@ class OwnEngine:
                 "remove the call, or give it an optimizer of its own"
             )
 
-    def _fingerprint(self) -> tuple[int, ...]:
-        """Of all weights' bits: a sum each, which finds what is written through `.data`, too."""
-        whole = torch.int32 if self.compute_dtype == torch.float32 else torch.int64
-        with torch.no_grad():
-            sums = [p.detach().contiguous().view(whole).sum(dtype=torch.int64) for p in self._trainable.values()]
-            return tuple(torch.stack(sums).tolist())
+    def fingerprint(self) -> list[int]:
+        """Of the weights that are trained."""
+        return fingerprint(self._trainable)
 
     def facts(self) -> dict[str, Any]:
         """What a manifest says of the optimizer."""
@@ -136,6 +151,11 @@ class OwnEngine:
         for name, p in self._trainable.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 if key not in self.moments and value is not None:
+                    if key not in self._numbers:
+                        raise PrivacyConfigError(
+                            f"{type(self.optimizer).__name__} keeps {key!r} of {name}, which it did not when the loop was made: "
+                            "leave its settings as they were, or take SGD, Adam or AdamW"
+                        )
                     numbers.setdefault(name, {})[key] = float(value)
         return {OPTIMIZER_FACTS: {"class": type(self.optimizer).__name__, "numbers": numbers}}
 
@@ -143,7 +163,9 @@ class OwnEngine:
         for piece in self.layout.owned_by(collectives.rank()):
             p = self._trainable[piece.name]
             stepped = self.optimizer.state.get(p, {})
-            tensors = {"param": p.detach(), **{key: stepped[key] for key in self.moments if key in stepped}}
+            # A group may keep less than another; zeros stand for what it does not have.
+            moments = {key: stepped[key] if key in stepped else torch.zeros_like(p) for key in self.moments}
+            tensors = {"param": p.detach(), **moments}
             yield ShardState(piece, {key: flat_part(t, piece.offset, piece.length) for key, t in tensors.items()})
 
     def load_facts(self, manifest: Mapping[str, Any]) -> None:
@@ -160,6 +182,10 @@ class OwnEngine:
             )
         for name, numbers in known["numbers"].items():
             for key, number in numbers.items():
+                if key not in self._numbers:
+                    raise ConfigError(
+                        f"the checkpoint was written with other settings of the optimizer, which kept {key!r}: give the same ones"
+                    )
                 like = self._numbers[key]
                 value = torch.full_like(like, number) if isinstance(like, Tensor) else type(like)(number)
                 self.optimizer.state[self._trainable[name]][key] = value
@@ -172,7 +198,7 @@ class OwnEngine:
                 for key, values in tensors.items():
                     target = p if key == "param" else self.optimizer.state[p].setdefault(key, torch.zeros_like(p))
                     flat_part(target, piece.offset, piece.length).copy_(values)
-        self._seen = self._fingerprint()
+        self._seen = self.fingerprint()
 
 
 def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -245,19 +271,25 @@ def _probe(
         PrivacyConfigError: it keeps something else, or needs a closure.
     """
     kind = type(optimizer)
-    smallest: dict[int, nn.Parameter] = {}
-    for p in trainable.values():
-        if p.dim() not in smallest or p.numel() < smallest[p.dim()].numel():
-            smallest[p.dim()] = p
-    twins = {dim: nn.Parameter(p.detach().clone()) for dim, p in smallest.items()}
+    smallest: dict[tuple[int, int], nn.Parameter] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            place = number, p.dim()
+            if p.requires_grad and (place not in smallest or p.numel() < smallest[place].numel()):
+                smallest[place] = p
+    twins = {place: nn.Parameter(p.detach().clone()) for place, p in smallest.items()}
     for twin in twins.values():
         twin.grad = torch.ones_like(twin)
     probe = copy.copy(optimizer)
     probe.state = defaultdict(dict)
-    for dim, p in smallest.items():
+    for place, p in smallest.items():
         if p in optimizer.state:
-            probe.state[twins[dim]] = copy.deepcopy(optimizer.state[p])
-    probe.param_groups = [{**optimizer.param_groups[0], "params": list(twins.values())}]
+            probe.state[twins[place]] = copy.deepcopy(optimizer.state[p])
+    probe.param_groups = [
+        {**group, "params": [twin for (of, _), twin in twins.items() if of == number]}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    before = settings(probe) | _attributes(probe)
     try:
         kind.step(probe)
     except Exception as error:  # whatever an optimizer raises that wants a closure, a scaler or a wrapper
@@ -265,6 +297,12 @@ def _probe(
             f"{kind.__name__} takes no step from gradients alone ({type(error).__name__}: {error}): the loop has no loss to "
             "evaluate again; take SGD, Adam, AdamW or another optimizer whose step() needs no closure"
         ) from error
+    after = settings(probe) | _attributes(probe)
+    if changed := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
+        raise PrivacyConfigError(
+            f"{kind.__name__} counts in its {changed[0]}, outside of the state of its parameters, which checkpoints do not hold: "
+            "a resumed run would go on otherwise; take SGD, Adam or AdamW"
+        )
     moments, numbers = dict[str, None](), dict[str, Any]()
     for twin in twins.values():
         for key, value in probe.state[twin].items():
@@ -283,3 +321,23 @@ def _probe(
                     "SGD, Adam or AdamW"
                 )
     return tuple(moments), {key: value for key, value in numbers.items() if key not in moments}
+
+
+def settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """An optimizer's class and what stands in its groups besides parameters, as text."""
+    return {"class": type(optimizer).__name__} | {
+        f"param_groups[{number}][{key!r}]": repr(value.tolist() if isinstance(value, Tensor) else value)
+        for number, group in enumerate(getattr(optimizer, "param_groups", []))  # what is no optimizer is refused later
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What an optimizer keeps as attributes, as text."""
+    return {f"attribute {key}": repr(value) for key, value in vars(optimizer).items() if key not in OF_TORCH}
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Which parameters stand in which group."""
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]

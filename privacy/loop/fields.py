@@ -63,18 +63,30 @@ class Field:
         if self.below is None:
             if tensor.dtype.is_complex:
                 raise Unusable("is complex")
-            return tensor.to(self.dtype)
+            return _plain(tensor, self.dtype)
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             raise Unusable(f"is {tensor.dtype}, and integers are expected")
         if tensor.dtype == torch.uint64 and bool((tensor.view(torch.int64) < 0).any()):
             raise Unusable("holds integers that are not allowed")
-        tensor = tensor.to(torch.int64)
+        tensor = _plain(tensor, torch.int64)
         is_allowed = (tensor >= 0) & (tensor < self.below)
         for one in self.also:
             is_allowed |= tensor == one
         if not bool(is_allowed.all()):
             raise Unusable(f"holds integers other than 0 to {self.below - 1}")
         return tensor
+
+
+def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy that is a dense tensor and nothing else, whatever class or layout the item has.
+
+    Raises:
+        Unusable: it holds no numbers that could be copied.
+    """
+    try:
+        return torch.empty(tensor.shape, dtype=dtype, device="cpu").copy_(tensor.as_subclass(Tensor))
+    except (RuntimeError, TypeError) as error:
+        raise Unusable(f"is no dense tensor: {error}") from error
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Field:

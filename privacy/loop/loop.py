@@ -34,12 +34,13 @@ from ..step.neighbours import require_neighbours_apart
 from ..step.noise_variance import NoiseVariance
 from ..step.resume import begins_again, load_newest
 from ..step.step import Mechanism, train_step
-from .engine import OwnEngine
+from .engine import OwnEngine, settings
 from .fields import Example, Field
-from .opening import config_toml, data_manifest, fixed_digest, open_ledger, require_place, require_same_model
-from .ranks import require_same, require_talking, take_weights_of_main
+from .opening import config_toml, data_manifest, few_items, fixed_digest, open_ledger, require_place, require_same_model
+from .ranks import on_all_or_none, require_same, require_talking, take_weights_of_main
 from .reading import Items, Reader, require_items
 from .tasks import per_example_task
+from .turns import Turns
 
 FRESH = 4
 """Made-up examples of the self-check."""
@@ -125,14 +126,19 @@ class PrivateLoop:
         restart_from_step_0: bool = False,
     ) -> None:
         require_items(dataset)
-        if micro_batch_size < 1 or num_workers < 0 or (save_every is not None and save_every < 1):
-            raise PrivacyConfigError("micro_batch_size and save_every must be at least 1, and num_workers at least 0")
+        counts = micro_batch_size, 1 if save_every is None else save_every, num_workers + 1
+        if not all(isinstance(count, int) and count >= 1 for count in counts):
+            raise PrivacyConfigError(
+                "micro_batch_size and save_every are integers from 1 on, and num_workers from 0 on"
+            )
         if (target_epsilon is None) == (noise_multiplier is None):
             raise PrivacyConfigError("give exactly one of target_epsilon and noise_multiplier")
         require_talking()
+        self._turns = Turns()
         self.module, self.run_dir, self._folder = model, Path(run_dir), RunFolder(Path(run_dir))
         self._example, self._reader = Example(example), Reader(dataset, Example(example), micro_batch_size)
         self._task = per_example_task(model, loss, self._example)
+        self._asked_save_every = save_every
         self._rate, self._num_workers, self._mirror = learning_rate, num_workers, ledger_mirror
         self._request = PlanRequest(
             num_examples=len(dataset),
@@ -153,7 +159,7 @@ class PrivateLoop:
                 self._ledger.mend()
                 self._spent = self._exact_claim()
             else:
-                self._begin(resumed, save_every, restart=restart_from_step_0)
+                self._begin(resumed, restart=restart_from_step_0)
             undone.pop_all()
 
     def _enter(
@@ -164,7 +170,8 @@ class PrivateLoop:
         unit: str,
     ) -> Checkpoint | None:
         """Takes the run folder, checks the model, opens the ledger and reads the newest checkpoint; writes to none of them."""
-        require_same(repr((self._request, self._example.fields, self._reader.micro_batch_size, self.run_dir.resolve())))
+        asked = self._request, self._reader.micro_batch_size, self._asked_save_every, self.run_dir.resolve()
+        require_same(repr((asked, self._example.fields, few_items(self._reader), settings(optimizer))))
         mirror = None if self._mirror is None else Path(self._mirror)
         collectives.on_main(lambda: require_place(self._folder, mirror))
         collectives.on_main(self._folder.take)
@@ -192,7 +199,7 @@ class PrivateLoop:
         self._saved = None if resumed is None else resumed.step
         return resumed
 
-    def _begin(self, resumed: Checkpoint | None, save_every: int | None, *, restart: bool) -> None:
+    def _begin(self, resumed: Checkpoint | None, *, restart: bool) -> None:
         """Makes what steps need; then, when nothing refuses the start any more, writes: folder, ledger, session."""
         plan = self.plan
         clipped = plan.clipped_sum(self.module, device=self._engine.device)
@@ -232,7 +239,7 @@ class PrivateLoop:
         self._checkpoints = CheckpointWriter(
             self._folder.checkpoints, Retention(KEPT), published=self._ledger.checkpoint
         )
-        self._save_every = save_every or max(1, plan.reserved_attempts // 20)
+        self._save_every = self._asked_save_every or max(1, plan.reserved_attempts // 20)
         text = config_toml(
             self.run_dir.resolve().name,
             self._request,
@@ -242,7 +249,6 @@ class PrivateLoop:
         )
         collectives.on_main(lambda: self._folder.record_configuration(text, None))
         self._spent = collectives.on_main(self._ledger.claim)
-        self._broken: str | None = None
 
     @property
     def num_steps(self) -> int:
@@ -282,33 +288,31 @@ class PrivateLoop:
             BudgetSpent: see `__iter__`.
             ItemNotRead: a file or a network failed; the step is not taken, and the loop is over.
         """
-        number = self.steps_done + 1
+        with self._turns.take():
+            return self._step(self.steps_done + 1)
+
+    def _step(self, number: int) -> StepResult:
         if number > self.num_steps:
             raise PrivacyConfigError(
                 f"all {self.num_steps} steps of {self.run_dir} are done; more need another run folder"
             )
-        if self._broken is not None:
-            raise PrivacyConfigError(
-                f"this loop is over ({self._broken}): make it again, and it goes on where it was saved"
-            )
-        self._require_untouched()
+        on_all_or_none(self._engine.require_untouched)
         if collectives.on_main(lambda: self._ledger.budget_is_spent(number)):
-            self.save()
+            self._save()
             raise BudgetSpent(
                 f"the privacy budget of {self.run_dir} is spent: crashes have used up its reserve, and step {number} of "
                 f"{self.num_steps} cannot be charged; the weights are saved"
             )
-        self._broken = "a step was not taken to its end"  # until it is
-        dealt, micro_batches = next(self._steps)
-        self._ledger.note(dealt, self._reader.micro_batch_size)
-        record = train_step(self._mechanism, number, micro_batches)
-        self.steps_done = number
-        if number % self._save_every == 0 or number == self.num_steps:
-            self.save()
-        if number == self.num_steps:
-            self._ledger.close_run()
-        self._spent = self._exact_claim() if number == self.num_steps else collectives.on_main(self._ledger.claim)
-        self._broken = None
+        with self._turns.whole():
+            dealt, micro_batches = next(self._steps)
+            self._ledger.note(dealt, self._reader.micro_batch_size)
+            record = train_step(self._mechanism, number, micro_batches)
+            self.steps_done = number
+            if number % self._save_every == 0 or number == self.num_steps:
+                self._save()
+            if number == self.num_steps:
+                self._ledger.close_run()
+            self._spent = self._exact_claim() if number == self.num_steps else collectives.on_main(self._ledger.claim)
         return StepResult(number, self.epsilon, record.lr.value, record.noised_grad_norm.value, record.private)
 
     def save(self) -> None:
@@ -316,7 +320,15 @@ class PrivateLoop:
 
         Raises:
             WeightsNotFinite: there is nothing to save.
+            PrivacyConfigError: the loop is over, or something else has changed the weights.
         """
+        if self._saved == self.steps_done:
+            return
+        with self._turns.take():
+            on_all_or_none(self._engine.require_unchanged)
+            self._save()
+
+    def _save(self) -> None:
         if self._saved == self.steps_done:
             return
         require_finite(self._engine, self.steps_done)
@@ -344,26 +356,18 @@ class PrivateLoop:
     def close(self) -> None:
         """Gives model, optimizer and run folder back. Steps since the last checkpoint stay charged and are lost."""
         self._open.close()
-        self._broken = "it was closed"
+        self._turns.over = "it was closed"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Saves where the loop was left early, unless an error did that."""
-        if kind is None and self._broken is None and self.steps_done > 0:
-            self.save()
-        self.close()
-
-    def _require_untouched(self) -> None:
-        """On all ranks or none, so that no rank waits for one that stopped."""
-        problem = None
         try:
-            self._engine.require_untouched()
-        except PrivacyConfigError as error:
-            problem = str(error)
-        if found := [said for said in collectives.gather_objects(problem) if said is not None]:
-            raise PrivacyConfigError(found[0])
+            if kind is None and self._turns.is_ours and self._turns.over is None and self.steps_done > 0:
+                self.save()
+        finally:
+            self.close()
 
     def _exact_claim(self) -> tuple[float, float] | None:
         """Epsilon of exactly what is charged, which takes seconds; while the run goes on a table of upper bounds is read."""
@@ -380,4 +384,3 @@ class PrivateLoop:
                 f"{self.run_dir} is finished and its budget is closed, but its newest whole checkpoint is that of step "
                 f"{self.steps_done}: restore checkpoints/ from a copy"
             )
-        self._broken = None

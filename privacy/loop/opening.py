@@ -18,9 +18,11 @@ from ..ledger.run_state import open_run_state
 from ..plan import PrivacyPlan, make_plan
 from ..plan_request import PlanRequest
 from ..sampling.keys import SamplingKey
+from ..step import collectives
 from ..step.folder import RunFolder, environment
 from ..step.run_ledger import RunLedger
-from .reading import Reader
+from .fingerprint import fixed_tensors
+from .reading import ItemNotRead, Reader
 
 
 def require_place(folder: RunFolder, mirror: Path | None) -> None:
@@ -41,6 +43,16 @@ def data_manifest(reader: Reader, data_version: str | None) -> bytes:
         named = f"version {data_version}"
     fields = {name: repr(field) for name, field in reader.example.fields.items()}
     return json.dumps({"items": len(reader.dataset), "data": named, "fields": fields}, sort_keys=True).encode()
+
+
+def few_items(reader: Reader) -> str:
+    """What a few items of this rank's data set are, or why they cannot be used; for comparison with the other ranks alone."""
+    if collectives.is_alone():
+        return ""
+    try:
+        return reader.look().hex()
+    except (PrivacyConfigError, ItemNotRead) as error:
+        return str(error)
 
 
 def open_ledger(
@@ -103,8 +115,7 @@ def config_toml(name: str, request: PlanRequest, *, micro_batch_size: int, optim
 def fixed_digest(model: nn.Module) -> str:
     """SHA-256 of frozen parameters and buffers: checkpoints do not hold them, and a resume needs the same."""
     digest = hashlib.sha256()
-    frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
-    for name, tensor in (*frozen, *model.named_buffers()):
+    for name, tensor in fixed_tensors(model).items():
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -1,5 +1,7 @@
 """What ranks of a loop of one's own have in common before it begins."""
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import nn
 
@@ -8,10 +10,35 @@ from ..step import collectives
 
 
 def require_same(mine: str) -> None:
-    """Refuses ranks that were started with other arguments: they would wait for one another, or draw other coins. Collective."""
+    """Refuses ranks that were started with other arguments or other data. Collective.
+
+    They would wait for one another or draw other coins, and an example could count on two of them.
+    """
     if len(set(collectives.gather_objects(mine))) > 1:
         raise PrivacyConfigError(
-            "ranks have another data set, plan, example, micro-batch or run folder: make the same PrivateLoop on each of them"
+            "ranks have another data set, plan, example, micro-batch, optimizer or run folder: make the same PrivateLoop on each "
+            "of them, with the whole data set; the loop deals the items"
+        )
+
+
+def on_all_or_none(check: Callable[[], object]) -> None:
+    """Collective; no rank waits for one that stopped.
+
+    Raises:
+        PrivacyConfigError: on all ranks, where the check raises it on one, or returns something else on another.
+    """
+    found, problem = None, None
+    try:
+        found = check()
+    except PrivacyConfigError as error:
+        problem = str(error)
+    ranks = collectives.gather_objects((found, problem))
+    if problems := [said for _, said in ranks if said is not None]:
+        raise PrivacyConfigError(problems[0])
+    if any(other != ranks[0][0] for other, _ in ranks):
+        raise PrivacyConfigError(
+            "ranks hold different weights: was their optimizer or learning rate set differently between two steps? Make the loop "
+            "again on all ranks, and it goes on where it was saved"
         )
 
 

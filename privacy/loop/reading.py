@@ -115,9 +115,9 @@ class Reader(Dataset["MicroBatch | Failure"]):
         seed(key)
         try:
             return self.example.read(self.dataset[index])
-        except Unusable:
+        except (Unusable, KeyboardInterrupt, SystemExit):  # the last two are how somebody ends the program
             raise
-        except Exception as error:
+        except BaseException as error:  # a panic of a decoder in Rust is no Exception
             if _is_of_the_machine(error):
                 raise ItemNotRead(f"item {index} could not be read: {type(error).__name__}: {error}") from error
             raise Unusable(f"cannot be read: {type(error).__name__}: {error}") from error
@@ -199,14 +199,15 @@ class Reader(Dataset["MicroBatch | Failure"]):
         self._require_usable(reasons, len(self.dataset))
         return total.digest()
 
-    def look(self) -> None:
-        """What `digest` refuses, from a few items alone."""
+    def look(self) -> bytes:
+        """SHA-256 over a few items; what `digest` refuses, from these alone."""
         reasons, seen = Counter[str](), {}
         with kept_random_numbers():
             for index in np.unique(np.linspace(0, len(self.dataset) - 1, LOOKED_AT_TWICE).astype(int)).tolist():
                 seen[index] = self._digest_of(index, reasons)
             self._require_repeatable(seen)
         self._require_usable(reasons, len(seen))
+        return hashlib.sha256(b"".join(seen.values())).digest()
 
     def _digest_of(self, index: int, reasons: Counter[str]) -> bytes:
         one = hashlib.sha256()
@@ -236,7 +237,7 @@ class Reader(Dataset["MicroBatch | Failure"]):
             )
 
 
-def _is_of_the_machine(error: Exception) -> bool:
+def _is_of_the_machine(error: BaseException) -> bool:
     """Whether a file, a network or memory failed; Pillow raises plain OSErrors without a number for pictures that are broken."""
     if isinstance(error, OSError):
         is_of_a_picture = type(error) is OSError or type(error).__module__.partition(".")[0] == "PIL"

@@ -1,0 +1,215 @@
+"""What a program does to model, optimizer, loop and process between two steps is harmless or refused before a charge."""
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from privacy.errors import PrivacyConfigError
+from privacy.loop import PrivateLoop, floats, integers
+from privacy.loop.fields import Example
+from privacy.loop.fingerprint import fingerprint
+from privacy.loop.opening import few_items
+from privacy.loop.reading import Reader
+from privacy.sampling.keys import SamplingKey
+from tests.privacy.loop.own import D, K, Rows, ledger_of, make, net, quick, rows, weights
+
+
+def test_no_exchange_and_no_changes_that_cancel_keep_a_fingerprint() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for trial in range(300):
+        dtype = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8)[trial % 5]
+        x = (torch.randn(4, 5, generator=generator) * 50).to(dtype)
+        y, flat = x.clone(), x.view(-1)
+        i, j, k = torch.randperm(20, generator=generator)[:3].tolist()
+        kind = (trial // 5) % 4
+        if kind == 0:  # two values change places
+            y.view(-1)[[i, j]] = flat[[j, i]]
+        elif kind == 1:
+            y = x.flip(trial % 2)
+        elif kind == 2:  # what one gains another loses, in bits
+            size = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[x.element_size()]
+            words = y.view(-1).view(size)
+            words[i], words[j], words[k] = words[i] + 1, words[j] - 2, words[k] + 1
+        else:
+            y.view(-1)[i] = -flat[i] if flat[i] != 0 else 1
+        is_same = torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
+        assert (fingerprint({"x": x}) == fingerprint({"x": y})) is is_same
+        assert fingerprint({"x": x}) == fingerprint({"x": x.t().contiguous().t()})
+
+
+class Shifted(nn.Module):
+    """A frozen layer and a buffer before a trained layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed, self.head = nn.Linear(D, D).requires_grad_(False), nn.Linear(D, K)
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.fixed(x - self.mean))
+
+
+WRITES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "frozen weights": (lambda m: m.fixed.weight.data.add_(1), "frozen weights or buffers changed"),
+    "frozen weights, exchanged": (lambda m: m.fixed.weight.data.copy_(m.fixed.weight.flip(0)), "frozen weights or buffers"),
+    "a buffer": (lambda m: m.mean.data.add_(1), "frozen weights or buffers changed"),
+    "another buffer": (lambda m: setattr(m.mean, "data", torch.ones(D)), "frozen weights or buffers changed"),
+    "weights, exchanged": (lambda m: m.head.weight.data.copy_(m.head.weight.flip(0)), "the weights changed"),
+    "a gradient of frozen weights": (lambda m: setattr(m.fixed.weight, "grad", torch.ones(D, D)), "not the loop's"),
+}  # fmt: skip
+
+
+def test_what_is_written_to_the_model_between_steps_is_found_before_a_charge(tmp_path: Path) -> None:
+    with quick():
+        for number, (change, said) in enumerate(WRITES.values()):
+            model = Shifted()
+            optimizer = torch.optim.AdamW(model.parameters())  # frozen ones are in it, as many programs have it
+            with make(tmp_path / str(number), model, optimizer=optimizer) as loop:
+                loop.step()
+                loop.step()
+                change(model)
+                with pytest.raises(PrivacyConfigError, match=said):
+                    loop.step()
+                with torch.no_grad():  # what the run may keep is the weights of its last step
+                    model.fixed.weight.grad = None
+                if said == "the weights changed":
+                    model.head.weight.data.copy_(model.head.weight.flip(0))
+            assert ledger_of(tmp_path / str(number)).num_charged == 2
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def test_weights_of_somebody_else_are_never_saved_as_the_runs(tmp_path: Path) -> None:
+    """At the end of a with that is left early, after close, and after a step that was not taken to its end."""
+    with quick():
+        left = make(tmp_path / "left", save_every=6)
+        left.step()
+        next(left.module.parameters()).data += 100.0
+        with pytest.raises(PrivacyConfigError, match="the weights changed"):
+            left.__exit__(None)
+        closed = make(tmp_path / "closed", save_every=6)
+        closed.step()
+        closed.close()
+        with pytest.raises(PrivacyConfigError, match="it was closed"):
+            closed.save()
+        with make(tmp_path / "broken", save_every=6) as loop:
+            loop.step()
+            loop.save()
+            loop._ledger.done = stopped  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                loop.step()
+            loop.steps_done = 2
+            with pytest.raises(PrivacyConfigError, match="not taken to its end"):
+                loop.save()
+    assert checkpoints(tmp_path / "left") == checkpoints(tmp_path / "closed") == []
+    assert checkpoints(tmp_path / "broken") == ["step-00000001"]
+
+
+def stopped(_: int) -> None:
+    raise KeyboardInterrupt
+
+
+def test_two_threads_never_share_a_step(tmp_path: Path) -> None:
+    """One waits inside its step, and a second one asks for a step, a save, and a step from inside an item."""
+    said: list[str] = []
+
+    class Nosy(Rows):
+        loop: PrivateLoop | None = None
+
+        def __getitem__(self, index: Any) -> Any:
+            if self.loop is not None and not said:
+                for act in (self.loop.step, self.loop.step):
+                    thread = threading.Thread(target=lambda act=act: said.append(problem(act)))
+                    thread.start()
+                    thread.join()
+                said.append(problem(self.loop.step))
+            return super().__getitem__(index)
+
+    data = Nosy(rows())
+    with quick(), make(tmp_path / "run", dataset=data, num_steps=2) as loop:
+        data.loop = loop
+        assert [step.number for step in loop] == [1, 2]
+    assert len(said) == 3 and all("taken already" in one for one in said)
+    assert ledger_of(tmp_path / "run").num_charged == 2
+
+
+def problem(act: Callable[[], object]) -> str:
+    try:
+        return f"gave {act()}"
+    except PrivacyConfigError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_takes_no_step_with_the_same_coins(tmp_path: Path) -> None:
+    with quick(), make(tmp_path / "run") as loop:
+        loop.step()
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+        child = context.Process(target=lambda: queue.put((problem(loop.step), loop.__exit__(None))))
+        child.start()
+        child.join()
+        assert "was forked" in queue.get()[0]
+        loop.step()
+    assert ledger_of(tmp_path / "run").num_charged == 2
+
+
+class Counts(torch.optim.SGD):
+    """Counts its steps where a checkpoint does not look."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.taken += 1
+        super().step()
+
+
+class CountsInGroups(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step()
+
+
+def test_optimizers_that_a_resume_would_not_restore_are_refused(tmp_path: Path) -> None:
+    with quick():
+        for kind in (Counts, CountsInGroups):
+            model = net()
+            with pytest.raises(PrivacyConfigError, match="outside of the state of its parameters"):
+                make(tmp_path / "run", model, optimizer=kind(model.parameters(), lr=0.1))
+    assert not (tmp_path / "run/ledger.jsonl").exists()
+
+
+def test_groups_with_settings_of_their_own_come_back_to_the_bit(tmp_path: Path) -> None:
+    """A momentum that only the second group has is saved and restored."""
+
+    def run(run_dir: Path, leave_at: int | None) -> Tensor:
+        with quick(silent=True) as patch:
+            for name in ("coin_key", "row_key", "example_key"):
+                patch.setattr(SamplingKey, name, lambda *_: bytes(32))
+            for seed in (0, 1):
+                model: Any = net(seed)
+                groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "momentum": 0.9}]
+                with make(run_dir, model, optimizer=torch.optim.SGD(groups, lr=0.1)) as loop:
+                    for step in loop:
+                        if step.number == leave_at:
+                            break
+            return weights(model)
+
+    assert torch.equal(run(tmp_path / "whole", None), run(tmp_path / "left", 3))
+
+
+def test_ranks_with_shards_of_the_data_do_not_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("privacy.step.collectives.is_alone", lambda: False)
+    fields = Example((floats(D), integers(K)))
+    shards = rows()[:30], rows()[30:], rows()[:30]
+    first, second, again = (few_items(Reader(Rows(shard), fields, 8)) for shard in shards)
+    assert first == again != second
