@@ -72,13 +72,20 @@ def predict_peak(work: Callable[[int], object], count: int) -> int:
     Args:
         work: runs for a number of examples; it is called with PROBE_SIZES.
     """
-    timelines = []
-    for size in PROBE_SIZES:
-        # Compiled blocks run as they are: a compiler that meets them under the timeline would leave them alone for good.
-        with torch.compiler.set_stance("force_eager"), MemoryTimeline() as timeline:
-            work(size)
-        timelines.append(timeline.live_bytes)
-    return extrapolate(timelines[0], timelines[1], count)
+    small, large = PROBE_SIZES
+    first, second = _timeline(work, small), _timeline(work, large)
+    if len(first) != len(second):  # what is made once, such as a table of constants, is there by now
+        first = _timeline(work, small)
+    return extrapolate(first, second, count)
+
+
+def _timeline(work: Callable[[int], object], size: int) -> list[int]:
+    """Live bytes after each operation of `work(size)`."""
+    # Compiled blocks run as they are: a compiler that meets them under the timeline would leave them alone for good.
+    timeline = MemoryTimeline()
+    with torch.compiler.set_stance("force_eager"), timeline:
+        work(size)
+    return timeline.live_bytes
 
 
 def extrapolate(first: Sequence[int], second: Sequence[int], count: int) -> int:
