@@ -296,6 +296,8 @@ class PrivateLoop:
             raise PrivacyConfigError(
                 f"all {self.num_steps} steps of {self.run_dir} are done; more need another run folder"
             )
+        if torch.is_inference_mode_enabled():
+            raise PrivacyConfigError("torch.inference_mode() is on, without gradients: take steps outside of it")
         on_all_or_none(self._engine.require_untouched)
         if collectives.on_main(lambda: self._ledger.budget_is_spent(number)):
             self._save()

@@ -242,6 +242,8 @@ def _is_of_the_machine(error: BaseException) -> bool:
     if isinstance(error, OSError):
         is_of_a_picture = type(error) is OSError or type(error).__module__.partition(".")[0] == "PIL"
         return error.errno is not None or not is_of_a_picture
+    if isinstance(error, RuntimeError):  # torch has no class of its own for what a CPU's memory cannot hold
+        return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     return isinstance(error, MemoryError)
 
 

@@ -91,26 +91,41 @@ def test_a_broken_item_counts_as_zero_and_moves_nothing_else(tmp_path: Path) -> 
     assert len([i for i in drawn if i >= len(rows())]) > len(BROKEN) / 2
 
 
-def test_a_file_that_cannot_be_opened_ends_the_run_before_its_charge(tmp_path: Path) -> None:
-    """A network or a disk that fails is no property of an item, so it is no zero gradient."""
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (lambda: Path("/nowhere/file").read_bytes(), "FileNotFoundError"),
+        (lambda: torch.empty(2**60), "RuntimeError: .*memory"),
+    ],
+    ids=["file", "memory"],
+)
+def test_a_machine_that_fails_ends_the_run_before_its_charge(tmp_path: Path, fails: Any, said: str) -> None:
+    """A disk, a network or memory is no property of an item, so its failure is no zero gradient."""
 
     class Lost(Rows):
         is_lost = False
 
         def __getitem__(self, index: Any) -> Any:
             if self.is_lost:
-                open("/nowhere/file")  # noqa: SIM115
+                fails()
             return super().__getitem__(index)
 
     data = Lost(rows())
     with quick(), make(tmp_path / "run", dataset=data) as loop:
         loop.step()
         data.is_lost = True
-        with pytest.raises(RuntimeError, match="could not be read: FileNotFoundError"):
+        with pytest.raises(RuntimeError, match=f"could not be read: {said}"):
             loop.step()
         with pytest.raises(PrivacyConfigError, match="this loop is over"):
             loop.step()
     assert ledger_of(tmp_path / "run").num_charged == 1
+
+
+def test_a_step_needs_gradients(tmp_path: Path) -> None:
+    with quick(), make(tmp_path / "run") as loop:
+        with torch.inference_mode(), pytest.raises(PrivacyConfigError, match="take steps outside of it"):
+            loop.step()
+        assert loop.step().number == 1
 
 
 def test_items_draw_random_numbers_of_their_own(tmp_path: Path) -> None:
