@@ -87,9 +87,9 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
         if word.partition("=")[0] in LAUNCHER_OPTIONS:
             parser.error(f"{word} is an option of the launcher: write it before launch_scripts/train.py")
     options = parser.parse_intermixed_args(arguments)
-    if not 0 < options.rendezvous_seconds <= LONGEST_RENDEZVOUS_SECONDS:
+    if not 1 <= options.rendezvous_seconds <= LONGEST_RENDEZVOUS_SECONDS:
         parser.error(
-            f"argument --rendezvous_seconds: must be above 0 and at most {LONGEST_RENDEZVOUS_SECONDS:g}, a day, not "
+            f"argument --rendezvous_seconds: must be at least 1 and at most {LONGEST_RENDEZVOUS_SECONDS:g}, a day, not "
             f"{options.rendezvous_seconds:g}"
         )
     for name in ("require_env", "may_differ"):

@@ -302,7 +302,7 @@ def test_a_dead_worker_is_one_line(tmp_path: Path) -> None:
     from data.reading.pool import run_all
 
     with ProcessPoolExecutor(1) as executor, pytest.raises(ReadError, match="a worker process died"):
-        list(run_all(executor, os._exit, [(9,), (9,)]))
+        list(run_all(executor, signal.raise_signal, [(signal.SIGKILL,), (signal.SIGKILL,)]))
 
 
 def test_repeated_keys_and_passed_over_members_are_counted(tmp_path: Path) -> None:

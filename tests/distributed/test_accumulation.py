@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums, Slot
 from privacy.noise import SystemNoise
+from privacy.step.collectives import Traffic
 from privacy.step.engine import GradShard, Piece, ShardLayout, even_layout
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
@@ -217,6 +218,15 @@ class WithExactSum(ClippedSum):
 
     def _accumulate(self, name: str, parts: Any, factors: Any) -> None:
         super()._accumulate(name, parts, factors)
+        self._exactly(name, parts, factors)
+
+    def _short_sums(self, kept: Any, tallies: Any, factors: Any) -> Any:
+        found = super()._short_sums(kept, tallies, factors)
+        for name in found:
+            self._exactly(name, kept[name], factors)
+        return found
+
+    def _exactly(self, name: str, parts: Any, factors: Any) -> None:
         total = self.exact.setdefault(name, torch.zeros(self._shapes[name], dtype=torch.float64))
         weight_B = factors.weights[self._function.group_of[name]].double()
         for part in parts:
@@ -323,7 +333,7 @@ def test_no_rank_holds_more_than_two_buckets_unsharded(engine: tuple[str, int], 
 
 
 def test_counter() -> None:
-    traffic = distributed.Traffic()
+    traffic = Traffic()
     traffic.note("reduce_scatter", 5)
     traffic.note("reduce_scatter", 7)
     assert traffic.collectives == Counter(reduce_scatter=2) and traffic.bytes == Counter(reduce_scatter=12)

@@ -136,6 +136,6 @@ def test_the_tables_name_what_there_is() -> None:
         return block.language in ("bash", "python")
 
     with_commands = {p for p in GUIDES if p.startswith("docs/") and any(has_programs(b) for b in blocks(p))}
-    assert with_commands - set(PAGES) == {"docs/extending.md", "docs/own_pictures.md"}, (
-        "the latter has a test of its own"
+    assert with_commands - set(PAGES) == {"docs/extending.md", "docs/own_loop.md", "docs/own_pictures.md"}, (
+        "the latter two have tests of their own"
     )
