@@ -7,15 +7,19 @@ The loop reduces clipped sums by itself, once per logical batch, so nothing is g
 gradients that are not clipped yet.
 """
 
+import os
 import sys
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from auditable_dp.loop import PrivateLoop, floats, integers
 from sklearn.datasets import load_digits
 
-accelerator = Accelerator(cpu=not torch.cuda.is_available())  # the process group, the device
+# Ranks agree about their data and the ledger through CPU tensors, which NCCL alone does not carry.
+on_gpus = torch.cuda.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+groups = [InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")] if on_gpus else []
+accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=groups)  # the process group, the device
 digits = load_digits()
 images, labels = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16, torch.tensor(digits.target)
 train = torch.utils.data.TensorDataset(images[:1500], labels[:1500])

@@ -142,11 +142,11 @@ class OwnEngine:
             )
 
     def fingerprint(self) -> list[int]:
-        """Of the weights that are trained."""
+        """A hash of the weights that are trained, in parts."""
         return fingerprint(self._trainable)
 
     def facts(self) -> dict[str, Any]:
-        """What a manifest says of the optimizer."""
+        """The optimizer as a checkpoint's manifest describes it."""
         numbers: dict[str, dict[str, float]] = {}
         for name, p in self._trainable.items():
             for key, value in self.optimizer.state.get(p, {}).items():

@@ -252,17 +252,17 @@ class PrivateLoop:
 
     @property
     def num_steps(self) -> int:
-        """Of the whole run."""
+        """The number of steps of the whole run."""
         return self.plan.num_steps
 
     @property
     def epsilon(self) -> float | None:
-        """Of everything that the ledger has charged so far; once the run is done, to the last digit what verify.py finds."""
+        """Epsilon of all that the ledger has charged so far; at the end of the run, verify.py finds it to the last digit."""
         return None if self._spent is None else self._spent[0]
 
     @property
     def delta(self) -> float:
-        """Of the claim."""
+        """Delta of the claim."""
         return self.plan.target_delta
 
     @property
