@@ -48,13 +48,17 @@ class CompiledTap:
         return cls._known[int(key)]
 
 
-@torch.library.custom_op("privacy_clipping::called", mutates_args=("num_calls",))
+# A process may hold the clone's package and the installed one; torch has one operation of each name, the one that came last.
+_OPERATIONS = f"{__name__.partition('.')[0]}_clipping"
+
+
+@torch.library.custom_op(f"{_OPERATIONS}::called", mutates_args=("num_calls",))
 def _called(output: Tensor, x: Tensor, key: Tensor, num_calls: Tensor) -> None:
     num_calls += 1
     CompiledTap.of(key).on_call(x, output)
 
 
-@torch.library.custom_op("privacy_clipping::report", mutates_args=())
+@torch.library.custom_op(f"{_OPERATIONS}::report", mutates_args=())
 def _report(gradient: Tensor, x: Tensor, key: Tensor) -> Tensor:
     CompiledTap.of(key).on_gradient(x, gradient)
     return torch.zeros((), device=gradient.device)

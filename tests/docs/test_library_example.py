@@ -1,13 +1,17 @@
 """The examples of the library are programs, and say what they print."""
 
 import contextlib
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from privacy.clipping.compiled import CompiledTap, tap
 from tests.docs.pages import ROOT, Block, blocks
 
 
@@ -42,6 +46,15 @@ def test_the_example_of_the_first_page_runs_and_prints_what_it_says(
     monkeypatch.chdir(tmp_path)
     with installed():
         require_said([block for block in blocks("README.md") if block.language == "python"], capsys)
+
+
+def test_the_clone_and_the_installed_library_in_one_process_keep_their_compiled_taps_apart() -> None:
+    seen: list[Tensor] = []
+    ours = CompiledTap(lambda x, output: seen.append(x), lambda x, gradient: None)
+    with installed():
+        importlib.import_module("auditable_dp.clipping.compiled")
+        tap(torch.ones(2), torch.zeros((), requires_grad=True), torch.zeros(2), ours.key, ours.num_calls)
+    assert len(seen) == 1
 
 
 @pytest.mark.full

@@ -103,8 +103,9 @@ def kill_without_reserve(folder: Path, kills: int, seed: int) -> None:
     assert (run_dir / "checkpoints" / "LATEST").exists()
 
 
-def test_contract_9_three_kills(tmp_path: Path) -> None:
-    kill_and_finish(tmp_path, kills=3, seed=1)
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_contract_9_kills(tmp_path: Path, kills: int) -> None:
+    kill_and_finish(tmp_path, kills, seed=1)
 
 
 @pytest.mark.full
