@@ -161,6 +161,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
     return place, said
 
 
+@pytest.mark.full
 def test_every_command_of_the_page_runs(small: tuple[Path, dict[str, str]]) -> None:
     place, said = small
     outputs = list(said.values())
@@ -171,6 +172,7 @@ def test_every_command_of_the_page_runs(small: tuple[Path, dict[str, str]]) -> N
     assert "held-out data" in outputs[2].splitlines()[0] and "public: no data" in outputs[2].splitlines()[0]
 
 
+@pytest.mark.full
 def test_no_private_picture_leaves(small: tuple[Path, dict[str, str]]) -> None:
     """With private held-out pictures no public file holds any picture; in private/ the same search finds them."""
     place, _ = small

@@ -93,7 +93,10 @@ def _close_to(picture: np.ndarray, color: str) -> np.ndarray:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("flags", "colors"), [((), LIGHT), (("--blink-settings=preferredColorScheme=0",), DARK)])
+@pytest.mark.parametrize(
+    ("flags", "colors"),
+    [((), LIGHT), pytest.param(("--blink-settings=preferredColorScheme=0",), DARK, marks=pytest.mark.full)],
+)
 def test_plots_are_drawn(page, tmp_path, flags, colors):
     layout = _layout(page, tmp_path)
     picture = _picture(page, tmp_path, *flags)

@@ -181,7 +181,7 @@ def test_a_correct_mechanism_passes_on_two_ranks(two_ranks: dict[str, AuditRepor
     "changed",
     [
         {},
-        {"noise_multiplier": 0.5, "max_grad_norm": 0.1},
+        pytest.param({"noise_multiplier": 0.5, "max_grad_norm": 0.1}, marks=pytest.mark.full),
         pytest.param({"max_grad_norm": 30.0}, marks=pytest.mark.full),
     ],
 )
@@ -190,12 +190,15 @@ def test_a_correct_mechanism_passes(one_rank: torch.device, changed: dict[str, f
     assert report.verdict == "consistent", report.to_text()
 
 
-@pytest.mark.parametrize("clipping", ["automatic", "per_layer", "grouped"])
+@pytest.mark.parametrize(
+    "clipping", ["automatic", *(pytest.param(other, marks=pytest.mark.full) for other in ("per_layer", "grouped"))]
+)
 def test_other_clipping_functions_pass(one_rank: torch.device, clipping: str) -> None:
     report = audit(one_rank, ("none",), clipping=clipping)["none"]
     assert report.verdict == "consistent", report.to_text()
 
 
+@pytest.mark.full
 def test_two_passes_are_audited_too(one_rank: torch.device) -> None:
     reports = audit(one_rank, ("none", "clip_forgotten_for_one_layer"), mode="two_pass")
     assert reports["none"].verdict == "consistent", reports["none"].to_text()

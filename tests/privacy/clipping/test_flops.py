@@ -14,8 +14,10 @@ from privacy.clipping import ClippedSum
     ("name", "bookkeeping", "two_pass"),
     [
         ("vit_s_16", 1.15, 1.55),
-        ("dpcap_base", 1.08, 1.45),
-        pytest.param("dpcap_large", 1.06, 1.45, marks=pytest.mark.full),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("dpcap_base", 1.08, 1.45), ("dpcap_large", 1.06, 1.45))
+        ),
     ],
 )
 def test_flops_against_non_private_training(name: str, bookkeeping: float, two_pass: float) -> None:
