@@ -37,7 +37,12 @@ from tests.distributed.test_engines import (
 from tests.privacy.clipping import oracle
 from trainer.ranks import distributed
 
-ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
+ENGINES = [("local", 1), ("deepspeed", 3), ("fsdp", 3), ("deepspeed", 1), ("fairscale", 1)]
+NUM_QUICK = 3
+"""`make test` measures so many of them: one that keeps weights whole, and two that gather them."""
+every_engine = pytest.mark.parametrize(
+    "engine", [*ENGINES[:NUM_QUICK], *(pytest.param(engine, marks=pytest.mark.full) for engine in ENGINES[NUM_QUICK:])]
+)
 DEALS, PER_STEP = [(3, 1), (3, 0)], 2
 """Examples per rank, and micro-batches of a step: some with padding, some of padding alone."""
 NUM_PARAMETERS = 30_637
@@ -95,14 +100,16 @@ def sharded(bucket: int = BUCKET) -> Any:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    """All engines and all measurements in one pair of processes: starting those is what costs."""
-    return run_ranks(f"{__name__}:rank_everything", 2)
+def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """All selected engines and all measurements in one pair of processes: starting those is what costs."""
+    selected = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    engines = {call.params.get("engine") for call in selected if call is not None}
+    return run_ranks(f"{__name__}:rank_everything", 2, engines=[case for case in ENGINES if case in engines])
 
 
-def rank_everything(device: torch.device) -> dict[str, Any]:
+def rank_everything(device: torch.device, engines: Sequence[tuple[str, int]]) -> dict[str, Any]:
     found: dict[str, Any] = {"collectives": {}, "sums": {}, "bf16": {}}
-    for case in ENGINES:
+    for case in engines:
         found["collectives"][case] = []
         for deal in DEALS:
             engine = build(device, *case)  # ZeRO-3 gathers in another order once it has seen a step
@@ -142,7 +149,7 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 def test_collectives_of_a_logical_batch(engine: tuple[str, int], collectives: list[Any]) -> None:
     uneven, empty = ([rank[engine][i] for rank in collectives] for i in range(len(DEALS)))
     first = uneven[0]
@@ -199,7 +206,7 @@ def _sums(engine: Any, deal: tuple[int, ...], most: list[int], *, one_bucket: bo
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 def test_sharded_sums_equal_local_ones(engine: tuple[str, int], sums: list[Any]) -> None:
     for found in (ways for rank in sums for ways in rank[engine]):
         for way, shards in found.items():
@@ -259,7 +266,7 @@ def _bf16(device: torch.device, name: str, stage: int) -> dict[str, tuple[Sums, 
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 def test_bf16_contributions_are_summed_exactly(engine: tuple[str, int], bf16: list[Any]) -> None:
     """Summed over ranks in bf16 the error would be 1e-3."""
     results = [rank[engine] for rank in bf16]
@@ -325,7 +332,7 @@ def test_any_layout_order_and_missing_contribution(world_size: int) -> None:
         assert max(errors) < 1e-14
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every_engine
 def test_no_rank_holds_more_than_two_buckets_unsharded(engine: tuple[str, int], sums: list[Any]) -> None:
     """One in the order of the model; raw parameters of a module are used before its layers, but registered after them."""
     for rank in sums:

@@ -168,6 +168,7 @@ def test_two_trainers_on_one_run_folder(tmp_path: Path) -> None:
         kill_group(first)
 
 
+@pytest.mark.full
 def test_a_stop_file_saves_and_exits_7_and_the_run_resumes(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = train_arguments(run_dir, "train.num_steps=20", "train.checkpoint_every=1000")

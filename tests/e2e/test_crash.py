@@ -56,6 +56,7 @@ def test_contract_9_crashes_inside_a_ledger_write_and_inside_a_checkpoint(tmp_pa
     crash_at(("in_ledger_write", "in_checkpoint"), tmp_path / "run")
 
 
+@pytest.mark.full  # tests/crashes does the same on a simulated disk
 def test_contract_9_a_kill_between_the_record_of_an_attempt_and_its_intent(tmp_path: Path) -> None:
     """The last attempt of the first session lacks its charge, honestly: the run goes on and both audits are content."""
     run_dir, noise = tmp_path / "run", str(tmp_path / "run.noise")

@@ -39,7 +39,7 @@ def test_known_sigmas(target, sigma):
     [
         (ReleaseGroup(0.05, 0, 100), 1e-5, 3.0, 1e-3),
         (ReleaseGroup(0.02, 0, 40), 1e-6, 0.5, 0.0),
-        (ReleaseGroup(0.01, 0, 6, 3000, 80), 1e-5, 0.5, 1e-4),
+        pytest.param(ReleaseGroup(0.01, 0, 6, 3000, 80), 1e-5, 0.5, 1e-4, marks=pytest.mark.full),
         (ReleaseGroup(0.05, 0, 100), 1e-14, 8.0, 0.0),
         (ReleaseGroup(1.0, 0, 3), 1e-5, 0.05, 0.0),
     ],

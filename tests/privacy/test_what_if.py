@@ -94,7 +94,14 @@ def test_shuffled_data_would_give_far_less():
     assert shuffled_instead(SMALL.times(10), 1e-6, 50)["lower"] is None  # less than one epoch
 
 
-@pytest.mark.parametrize(("group", "delta"), [(DPCAP, DELTA), (SMALL, 1e-6), (ReleaseGroup(0.001, 0.7, 2000), 1e-9)])
+@pytest.mark.parametrize(
+    ("group", "delta"),
+    [
+        pytest.param(DPCAP, DELTA, marks=pytest.mark.full),
+        (SMALL, 1e-6),
+        pytest.param(ReleaseGroup(0.001, 0.7, 2000), 1e-9, marks=pytest.mark.full),
+    ],
+)
 def test_contract_10_opacus_as_a_third_opinion(group, delta):
     """opacus' RDP equals ours; its PRV is the bracket's upper end, so it holds the claim from above."""
     opinion = opacus_opinion(group, delta)

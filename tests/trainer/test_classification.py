@@ -188,9 +188,8 @@ def test_private_training_of_a_part_stops_resumes_and_leaves_the_rest(
 RECIPES = sorted((ROOT / "recipes").glob("finetune_*.toml"))
 
 
-@pytest.mark.parametrize(
-    "path", [p if "lora" in p.stem else pytest.param(p, marks=pytest.mark.full) for p in RECIPES], ids=lambda p: p.stem
-)
+@pytest.mark.full
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_two_small_steps_of_every_recipe(
     path: Path, trained: Path, digits: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:

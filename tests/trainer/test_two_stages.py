@@ -37,6 +37,7 @@ def last(folder: Path) -> Checkpoint:
     return Checkpoint(path)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_rank")
 def test_two_stages_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends, and this one resumes
