@@ -74,6 +74,7 @@ def test_no_environment_for_jax_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_one_round_and_a_second_run_that_keeps_it(tmp_path: Path) -> None:
     told = [
         "--seeds",
@@ -91,7 +92,7 @@ def test_one_round_and_a_second_run_that_keeps_it(tmp_path: Path) -> None:
     done, again = (
         subprocess.run(
             [sys.executable, "benchmarks/utility.py", *told],
-            cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+            cwd=ROOT, capture_output=True, text=True, timeout=440, check=False,
         )
         for _ in range(2)
     )  # fmt: skip
