@@ -12,13 +12,18 @@ examples in expectation and epsilon 8 at delta 1e-5 where it is private:
     dpcap_random   the same captioner from random weights
     non_private    the captioner from the synthetic start, without clipping and noise
 
+Two controls stand beside them: the same encoder with random weights (`untrained`), and grey values without an encoder (`pixels`).
+
 The photographs are those of the embedded Fashion-MNIST of seven classes. Encoders are judged by few-shot and linear probes of
-their frozen features on what no training saw: the three other classes, and scikit-learn's digits. Every seed has its own start,
-runs and splits, so that differences are paired. OUTPUT is written after every seed, and a run that was stopped goes on with the
-next one.
+their frozen features on what no training saw: the three other classes, and scikit-learn's digits. `mean of all` is the mean over
+these probes: it is what the papers' order is judged by, and the others say where it comes from. Every seed has its own start,
+runs and splits, so that differences are paired. The blind lines are the loss that the best answer without looking has, and the
+accuracy of the most frequent class. OUTPUT and a plot of the same name are written after every seed, and a run that was stopped
+goes on; two programs may share the seeds.
 """
 
 import argparse
+import datetime
 import io
 import json
 import lzma
@@ -26,9 +31,10 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -38,12 +44,20 @@ import numpy as np  # noqa: E402
 FOLDER = ROOT / "runs/ordering"
 TRAINED_ON = 7
 """Classes whose photographs are trained on: the first of the data set."""
-SHAPE = {"patch_size": 7, "encoder_width": 64, "encoder_depth": 3, "encoder_mlp_ratio": 2.0, "encoder_qkv_bias": True}
-DECODER = {"decoder_width": 64, "decoder_depth": 1, "decoder_mlp_ratio": 2.0}
+SHAPE = {"patch_size": 7, "encoder_width": 32, "encoder_depth": 2, "encoder_mlp_ratio": 2.0, "encoder_qkv_bias": True}
+DECODER = {"decoder_width": 32, "decoder_depth": 1, "decoder_mlp_ratio": 2.0}
+NON_PRIVATE_RATE = 4e-3
+"""The private arms' rates are those of the studies' recipes. All were chosen on another seed, by the held-out loss of the classes
+that are trained on, from one to three rates each."""
 BATCH = 500
 SHOTS = (1, 5, 10)
-ARMS = ("synthetic", "vip", "dpcap", "dpcap_random", "non_private")
-CLAIMS = (("dpcap", "vip"), ("vip", "synthetic"), ("dpcap", "synthetic"), ("dpcap", "dpcap_random"))
+RUNS = ("synthetic", "vip", "dpcap", "dpcap_random", "non_private")
+ARMS = ("pixels", "untrained", *RUNS)
+CLAIMS = (
+    ("dpcap", "vip"), ("vip", "synthetic"), ("dpcap", "synthetic"), ("dpcap", "dpcap_random"), ("non_private", "dpcap"),
+    ("synthetic", "untrained"), ("dpcap", "untrained"),
+)  # fmt: skip
+TOGETHER = "mean of all"
 
 
 def clothes() -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -79,12 +93,18 @@ def write_shards() -> int:
     return len(parts["train"])
 
 
-def judges() -> dict[str, tuple[Any, Any]]:
+class Labelled(NamedTuple):
+    """Pictures (N, 28, 28) uint8 with labels (N,)."""
+
+    pictures: np.ndarray
+    labels: np.ndarray
+
+
+def judges() -> dict[str, tuple[Labelled, Labelled]]:
     """(to train probes on, to test them on), of classes that no encoder was trained on."""
     from sklearn.datasets import load_digits
 
     from data.embedded import PARTS
-    from evaluation.sources.labelled import ArrayImages
 
     grey, caption_N, _ = clothes()
     kinds = caption_N // 2 - TRAINED_ON
@@ -94,15 +114,10 @@ def judges() -> dict[str, tuple[Any, Any]]:
     order = np.random.default_rng(0).permutation(len(x))
     numbers, y = np.rint(255 * (1 - large[order])).astype(np.uint8), y[order].astype(np.int64)
 
-    def images(name: str, pictures: np.ndarray, labels: np.ndarray) -> ArrayImages:
-        return ArrayImages(name, pictures, labels)
-
+    train, test = (Labelled(grey[rows & (kinds >= 0)], kinds[rows & (kinds >= 0)]) for rows in (ours, others))
     return {
-        "other clothes": (
-            images("other clothes", grey[ours & (kinds >= 0)], kinds[ours & (kinds >= 0)]),
-            images("other clothes", grey[others & (kinds >= 0)], kinds[others & (kinds >= 0)]),
-        ),
-        "digits": (images("digits", numbers[:1200], y[:1200]), images("digits", numbers[1200:], y[1200:])),
+        "other clothes": (train, test),
+        "digits": (Labelled(numbers[:1200], y[:1200]), Labelled(numbers[1200:], y[1200:])),
     }
 
 
@@ -156,31 +171,62 @@ def arms(seed: int, num_steps: int, synthetic_steps: int, num_examples: int, dev
         "dpcap": trained("tiny_dpcap", f"{seed}-dpcap", [*shared, *encoder], device),
         "dpcap_random": trained("tiny_dpcap", f"{seed}-dpcap_random", shared, device),
         "non_private": trained(
-            "tiny_dpcap", f"{seed}-non_private", [*shared, *encoder, "privacy.enabled=false"], device
+            "tiny_dpcap",
+            f"{seed}-non_private",
+            [*shared, *encoder, "privacy.enabled=false", f"optimizer.peak_lr={NON_PRIVATE_RATE}"],
+            device,
         ),
     }
 
 
-def judged(folder: Path, seed: int) -> dict[str, float]:
-    """Accuracies of probes on the encoder of a run."""
-    from evaluation.encoder import FeatureOptions
-    from evaluation.features import extract
+def probed(features: Callable[[Labelled], tuple[np.ndarray, np.ndarray]], seed: int) -> dict[str, float]:
+    """Accuracies of probes; `features` is asked for those of (to train on, to test on) in turn."""
     from evaluation.few_shot import few_shot_probe
     from evaluation.linear_probe import cross_validated_regression
+
+    found: dict[str, float] = {}
+    for name, sources in judges().items():
+        (rows, held), num_classes = (features(source) for source in sources), 1 + int(sources[0].labels.max())
+        for shots in few_shot_probe(rows, held, num_classes, SHOTS, num_splits=5, seed=100 * seed):
+            found[f"{name}, {shots.shots} shots"] = shots.mean
+        head, _ = cross_validated_regression(*rows, num_classes, ridges=(1e-1, 1e-2, 1e-3), num_folds=3, seed=seed)
+        found[f"{name}, linear probe"] = head.accuracy(*held)
+    return found | {TOGETHER: float(np.mean(list(found.values())))}
+
+
+def judged(runs: dict[str, Path], seed: int) -> dict[str, dict[str, float]]:
+    """By arm, accuracies by probe."""
+    import torch
+
+    from evaluation.encoder import FeatureOptions
+    from evaluation.features import extract
+    from evaluation.sources.labelled import ArrayImages
     from trainer.weights.open_model import open_model
 
-    opened, found = open_model(folder), {}
-    for name, sources in judges().items():
-        train, test = (extract(opened, source, FeatureOptions("pooled", 1)) for source in sources)
-        assert train is not None and test is not None
-        rows, held = (train.values_ND, train.labels_N), (test.values_ND, test.labels_N)
-        for shots in few_shot_probe(rows, held, train.num_classes, SHOTS, num_splits=5, seed=100 * seed):
-            found[f"{name}, {shots.shots} shots"] = shots.mean
-        head, _ = cross_validated_regression(
-            *rows, train.num_classes, ridges=(1e-1, 1e-2, 1e-3), num_folds=3, seed=seed
-        )
-        found[f"{name}, linear probe"] = head.accuracy(*held)
-    return found
+    opened = {name: open_model(folder) for name, folder in runs.items()}
+    random = opened["synthetic"].task.build(torch.Generator().manual_seed(seed)).eval()
+    opened["untrained"] = opened["synthetic"]._replace(model=random)
+
+    def encoded(arm: str, source: Labelled) -> tuple[np.ndarray, np.ndarray]:
+        found = extract(opened[arm], ArrayImages("pictures", *source), FeatureOptions("pooled", 1))
+        assert found is not None
+        return found.values_ND, found.labels_N
+
+    def grey(source: Labelled) -> tuple[np.ndarray, np.ndarray]:
+        return source.pictures.reshape(len(source.labels), -1).astype(np.float32) / 255, source.labels
+
+    return {arm: probed(grey if arm == "pixels" else partial(encoded, arm), seed) for arm in ARMS}
+
+
+def blind_accuracies() -> dict[str, float]:
+    """The share of the most frequent class, by what is judged."""
+    return {name: float(np.bincount(test.labels).max() / len(test.labels)) for name, (_, test) in judges().items()}
+
+
+def losses(folder: Path) -> dict[str, float]:
+    """The last held-out loss of a run on photographs of the trained classes, with that of the best answer without looking."""
+    *_, last = (json.loads(line) for line in (folder / "evaluation/heldout.jsonl").read_text().splitlines())
+    return {name: last[name] for name in ("loss", "blind_loss", "shuffled_loss") if name in last}
 
 
 def interval(values: Sequence[float]) -> dict[str, float | None]:
@@ -200,27 +246,68 @@ def verdict(difference: dict[str, float | None]) -> str:
     return "as the papers" if mean > 0 else "the other way round"
 
 
-def summary(seeds: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Means by arm and probe, and the papers' claims as paired differences."""
-    probes = list(seeds[0][ARMS[0]])
+def summary(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means by arm and probe, held-out losses, and the papers' claims as paired differences."""
+    found = [seed["accuracy"] for seed in seeds]
+    probes = list(found[0][ARMS[0]])
     claims: dict[str, Any] = {}
     for better, worse in CLAIMS:
         for probe in probes:
-            difference = interval([seed[better][probe] - seed[worse][probe] for seed in seeds])
+            difference = interval([seed[better][probe] - seed[worse][probe] for seed in found])
             claims.setdefault(f"{better} > {worse}", {})[probe] = {**difference, "verdict": verdict(difference)}
-    means = {arm: {probe: interval([seed[arm][probe] for seed in seeds]) for probe in probes} for arm in ARMS}
-    return {"accuracy": means, "claims": claims}
+    means = {arm: {probe: interval([seed[arm][probe] for seed in found]) for probe in probes} for arm in ARMS}
+    losses = {
+        arm: {name: interval([seed["heldout"][arm][name] for seed in seeds]) for name in one}
+        for arm, one in seeds[0]["heldout"].items()
+    }
+    return {"accuracy": means, "heldout_losses": losses, "claims": claims}
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Accuracies by probe, one colour an arm, with 95 % intervals of the mean over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    probes = list(record["accuracy"][ARMS[0]])
+    figure, axes = plt.subplots(figsize=(13, 5), layout="constrained")
+    for number, arm in enumerate(ARMS):
+        found = [record["accuracy"][arm][probe] for probe in probes]
+        at = np.arange(len(probes)) + (number - (len(ARMS) - 1) / 2) * 0.11
+        axes.errorbar(
+            at, [f["mean"] for f in found], [f["half_width"] or 0 for f in found],
+            fmt="o" if arm in RUNS else "x", color=f"C{number}", capsize=3, label=arm,
+        )  # fmt: skip
+    for number, probe in enumerate(probes):
+        blind = [value for name, value in record["blind_accuracy"].items() if probe.startswith(name)]
+        axes.hlines(blind, number - 0.45, number + 0.45, color="grey", linestyle="--")
+    axes.set_xticks(np.arange(len(probes)), [probe.replace(", ", ",\n") for probe in probes])
+    axes.set_ylabel("accuracy on what no training saw")
+    s = record["settings"]
+    axes.set_title(
+        f"{len(record['seeds'])} seeds, {s['steps']} steps of {s['batch']} photographs, epsilon {s['epsilon']:g}; "
+        "95 % intervals; dashed: the most frequent class"
+    )
+    axes.legend(ncols=len(ARMS), loc="lower center", bbox_to_anchor=(0.5, -0.28), frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def read(output: Path | None) -> dict[str, Any] | None:
+    """The record so far."""
+    return json.loads(output.read_text()) if output is not None and output.exists() else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=600, help="of every run on photographs; batch 500")
-    parser.add_argument("--synthetic_steps", type=int, default=4000, help="of the synthetic start; batch 64")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)), help="those to run")
+    parser.add_argument("--steps", type=int, default=100, help="of every run on photographs; batch 500")
+    parser.add_argument("--synthetic_steps", type=int, default=500, help="of the synthetic start; batch 64")
     parser.add_argument("--synthetic_pictures", type=int, default=20_000)
-    parser.add_argument("--output", type=Path, help="where the JSON is written after every seed; what is there goes on")
+    parser.add_argument("--output", type=Path, help="the JSON, written after every seed; seeds there are kept")
     options = parser.parse_args()
-    if min(options.seeds, options.steps, options.synthetic_steps, options.synthetic_pictures) < 1:
+    if min(options.steps, options.synthetic_steps, options.synthetic_pictures) < 1:
         parser.error("all counts must be at least 1")
 
     from data.synthetic.write import Settings, write_synthetic
@@ -233,27 +320,33 @@ def main() -> None:
         "steps": options.steps, "batch": BATCH, "synthetic_steps": options.synthetic_steps, "shape": SHAPE,
         "synthetic_pictures": options.synthetic_pictures, "epsilon": 8.0, "delta": 1e-5, "num_examples": num_examples,
     }  # fmt: skip
-    record: dict[str, Any] = {
-        "benchmark": "ordering", "command": " ".join(["python benchmarks/ordering.py", *sys.argv[1:]]),
-        "settings": settings, "seeds": [], "processor_seconds": 0.0,
-    }  # fmt: skip
-    if options.output is not None and options.output.exists():
-        record = json.loads(options.output.read_text())
-        if record["settings"] != settings:
-            parser.error(f"{options.output} has other settings: {record['settings']}")
+    kept = read(options.output)
+    if kept is not None and kept["settings"] != settings:
+        parser.error(f"{options.output} has other settings: {kept['settings']}")
     from trainer.ranks import distributed
     from trainer.ranks.discovery import Ranks
 
     device = distributed.start(Ranks())
-    for seed in range(len(record["seeds"]), options.seeds):
+    for seed in options.seeds:
+        record = read(options.output) or {"benchmark": "ordering", "settings": settings, "seeds": {}}
+        if str(seed) in record["seeds"]:
+            continue
         began = time.process_time()
         runs = arms(seed, options.steps, options.synthetic_steps, num_examples, device)
-        record["seeds"].append({arm: judged(runs[arm], seed) for arm in ARMS})
-        record["processor_seconds"] += round(time.process_time() - began, 1)
-        record |= summary(record["seeds"])
+        made = {
+            "date": datetime.date.today().isoformat(),
+            "command": " ".join(["python benchmarks/ordering.py", *sys.argv[1:]]),
+            "accuracy": judged(runs, seed),
+            "heldout": {arm: losses(runs[arm]) for arm in RUNS if arm != "synthetic"},
+            "processor_seconds": round(time.process_time() - began, 1),
+        }
+        record = read(options.output) or record  # another program may have written meanwhile
+        record["seeds"][str(seed)] = made
+        record |= {"blind_accuracy": blind_accuracies(), **summary(list(record["seeds"].values()))}
         if options.output is not None:
             options.output.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record, indent=1), flush=True)
+            plot(record, options.output.with_suffix(".png"))
+        print(json.dumps(made, indent=1), flush=True)
     distributed.finish(0)
 
 

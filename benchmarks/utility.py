@@ -8,12 +8,15 @@ accountant. At the end one accountant (dp-accounting's PLD of the uncapped sched
 really used, and Opacus' PRV beside it. Time is processor time of the steps over that of training without privacy in the same
 round; memory is the high-water mark of the process over that of the same. Sampling and noise are fresh in every run.
 
+OUTPUT is written after every data set and epsilon (a cell); where it exists already, its cells are kept and the others are run.
+
 Data: scikit-learn's digits, drawn three times as large in a frame of 28 x 28 (1,200 to train on, 597 to test), and the embedded
 Fashion-MNIST (10,000 and 1,000). The settings of the optimizer were chosen once, on 500 other pictures of clothes.
 """
 
 import argparse
 import dataclasses
+import datetime
 import io
 import json
 import lzma
@@ -231,6 +234,11 @@ def cell(name: str, epsilon: float, seeds: int, task: Task, workers: dict[str, W
     }  # fmt: skip
 
 
+def kept(output: Path | None) -> list[dict[str, Any]]:
+    """The cells of an earlier run."""
+    return json.loads(output.read_text())["cells"] if output is not None and output.exists() else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -241,7 +249,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="fewer steps than the record's, to try the program")
     parser.add_argument("--systems", nargs="+", choices=(*TORCH, JAX), default=[*TORCH, JAX])
-    parser.add_argument("--output", type=Path, help="writes the JSON there too")
+    parser.add_argument("--output", type=Path, help="the JSON, written after every cell; cells there are kept")
     arguments = parser.parse_args()
     if arguments.seeds < 1:
         parser.error("--seeds must be at least 1")
@@ -258,19 +266,24 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of hooks on models of tokens
     record: dict[str, Any] = {
         "benchmark": "utility",
-        "command": " ".join(["python benchmarks/utility.py", *told]),
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
         "optimizer": {"rate": RATE, "momentum": MOMENTUM, "max_grad_norm": MAX_GRAD_NORM},
         "not_run": {} if missing is None else {JAX: missing},
         "wirings": verdicts(),
-        "cells": [],
+        "cells": kept(arguments.output),
     }  # fmt: skip
+    done = {(c["data"], c["target_epsilon"]) for c in record["cells"]}
     workers = {system: Worker(system, arguments.jax) for system in systems}
     for name in arguments.data:
         task = TASKS[name]
         task = task if arguments.steps is None else task._replace(num_steps=arguments.steps)
-        for epsilon in arguments.epsilons:
-            record["cells"].append(cell(name, epsilon, arguments.seeds, task, workers, arguments.jax))
+        for epsilon in (e for e in arguments.epsilons if (name, e) not in done):
+            machine = platform.processor() or platform.machine()
+            began = {
+                "date": datetime.date.today().isoformat(),
+                "command": " ".join(["python benchmarks/utility.py", *told]),
+                "machine": {"cpu": machine, "cores": os.cpu_count(), "load": os.getloadavg()[0]},
+            }
+            record["cells"].append(began | cell(name, epsilon, arguments.seeds, task, workers, arguments.jax))
             if arguments.output is not None:
                 arguments.output.write_text(json.dumps(record, indent=1) + "\n")
     for worker in workers.values():

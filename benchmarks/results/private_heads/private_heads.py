@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dp-ls": {},
     "dp-newton": {"ridge": 0.05},
     "dp-fc": {"max_grad_norm": 0.3, "num_steps": 5},
+    "dp-fc-bce": {"max_grad_norm": 0.3, "num_steps": 5},
     "dp-gd": {},
 }
 SGD = SgdOptions()
