@@ -78,15 +78,16 @@ class SamplingKey:
     def load(cls, path: Path | str, commitment: str | None = None) -> Self:
         """Reads the key; PrivacyStateRefused when others may have read it or it is not the one committed to.
 
+        Nothing is written: a key gets its name (`publish`) only once the ledger that committed to it is durable, and a ledger
+        that a killed program left is so only once it is opened. A power cut in between would lose the ledger and keep the key.
+
         Args:
             path: the key file, a regular file of 32 bytes, owned by this user, without group or other permissions.
-            commitment: the ledger's `key_commitment`; a staged key that matches it is published first.
+            commitment: the ledger's `key_commitment`; where there is no key, a staged one that matches it is the key.
         """
         path = Path(path)
-        staged = _staged(path)
-        finishing = commitment is not None and not path.exists() and staged.exists()
-        if finishing and cls(read_secret(staged, KEY_BYTES, "sampling key")).commitment() == commitment:
-            cls.publish(path)
+        if commitment is not None and not path.exists() and _staged(path).exists():
+            path = _staged(path)
         key = cls(read_secret(path, KEY_BYTES, "sampling key"))
         if commitment is not None and not hmac.compare_digest(key.commitment(), commitment):
             raise PrivacyStateRefused(f"{path}: not the sampling key that the ledger committed to")

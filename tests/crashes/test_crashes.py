@@ -16,6 +16,7 @@ from privacy.ledger.membership import Membership
 from privacy.ledger.shared import SharedLedger
 from privacy.ledger.signature import SigningKey
 from privacy.step.run_ledger import RunLedger
+from tests.crashes.disk import Names, States, put
 from tests.crashes.exploration import (
     DRAWS,
     PLANTED,
@@ -24,8 +25,11 @@ from tests.crashes.exploration import (
     explore,
     explore_kills,
     explore_rollbacks,
+    first_start,
+    recorded,
     two_crashes,
 )
+from tests.crashes.program import prepare
 
 
 def test_contract_9_no_state_after_a_crash_is_refused_or_forgets_a_charge(root: Path) -> None:
@@ -44,6 +48,23 @@ def test_contract_9_nor_one_after_a_kill_a_resume_and_a_crash(root: Path) -> Non
     found = explore_kills(root, share=0.03, seed=2)
     assert not found.problems, found.problems[:3]
     assert found.states > 30
+
+
+def test_contract_9_nor_one_after_a_kill_while_the_run_is_made(root: Path) -> None:
+    """The next start goes on from names that are in the page cache alone, and the power is cut before it has come far."""
+    found = Found()
+    names = [{name for name, _ in step.changes} if isinstance(step, Names) else set() for step in first_start(root).log]
+    for point in range(1, 2 + next(place for place, changed in enumerate(names) if "sampling.key" in changed)):
+        put(root, {})
+        prepare(root)
+        recorder, states = recorded(root, 1, kill_after=point), States()
+        recorded(root, 2, kill_after=point + 12, log=recorder)
+        states.add(recorder, [], first=point)
+        for key, happened in states.trees.items():
+            if found.remembered.is_new(key, happened):
+                found.check(root, dict(key), happened, f"kill after {point}, resume, crash")
+    assert not found.problems, found.problems[:3]
+    assert found.states > 50
 
 
 def test_contract_9_what_comes_from_a_copy_or_a_backup_is_refused_or_forgets_no_charge(root: Path) -> None:
