@@ -1,7 +1,7 @@
 """`python -m tests.crashes BANDS KIND PART...`: explores whole parts of two crashes in one process, a line of JSON for each.
 
-BANDS is 1, or 2 for correlated noise, KIND crash or kill, and PART a number from 0 on, as in `make test-all`. A state that an
-earlier part of the same call has opened is not opened again.
+BANDS is 1, or 2 for correlated noise, KIND crash or kill, and PART a number from 0 to 15, for a sixteenth of what `make test-all`
+explores. A state that an earlier part of the same call has opened is not opened again.
 """
 
 import json
@@ -15,6 +15,8 @@ from tests.crashes.conftest import MEMORY
 from tests.crashes.exploration import two_crashes
 from tests.crashes.remembered import Remembered
 
+OF = 16
+
 
 def main(bands: str, kind: str, *parts: str) -> int:
     """Exit code 1 when there is a problem."""
@@ -24,7 +26,7 @@ def main(bands: str, kind: str, *parts: str) -> int:
     for part in parts:
         began = time.monotonic(), time.process_time()
         with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-            found = two_crashes(Path(folder), kind, int(part), remembered)
+            found = two_crashes(Path(folder), kind, (int(part), OF), remembered)
         line = {
             "bands": int(bands), "kind": kind, "part": int(part), "crash_points": found.points, "raw": found.raw,
             "cut": found.cut, "opened": found.states, "seconds": round(time.monotonic() - began[0], 1),

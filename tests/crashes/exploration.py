@@ -200,12 +200,8 @@ def explore_rollbacks(root: Path, *, share: float = 1.0, seed: int = 0, enough: 
 REFUSED = ("refused: PrivacyStateRefused", "refused: PrivacyConfigError", "refused: ConfigError")
 
 
-TWO = 16
-"""Parts of the exploration of two crashes."""
-
-
-def two_crashes(root: Path, kind: str, part: int, remembered: Remembered | None = None) -> Found:
-    """A sixteenth of all states that a crash or a kill, a resume and another crash leave."""
+def two_crashes(root: Path, kind: str, part: tuple[int, int], remembered: Remembered | None = None) -> Found:
+    """The states that a crash or a kill, a resume and another crash leave; see `explore` and `explore_kills`."""
     if kind == "crash":
-        return explore(root, depth=2, part=(part, TWO), remembered=remembered)
-    return explore_kills(root, part=(part, TWO), remembered=remembered)
+        return explore(root, depth=2, part=part, remembered=remembered)
+    return explore_kills(root, part=part, remembered=remembered)

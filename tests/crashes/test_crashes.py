@@ -20,7 +20,6 @@ from tests.crashes.disk import Names, States, put
 from tests.crashes.exploration import (
     DRAWS,
     PLANTED,
-    TWO,
     Found,
     explore,
     explore_kills,
@@ -91,10 +90,10 @@ def test_contract_9_every_copy_and_rollback(root: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("part", range(TWO))
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("kind", ["crash", "kill"])
 def test_contract_9_every_state_after_two_crashes(root: Path, kind: str, part: int) -> None:
-    require_no_problem(two_crashes(root, kind, part), kind)
+    require_no_problem(two_crashes(root, kind, (part, 4)), kind)
 
 
 def require_no_problem(found: Found, kind: str) -> None:
