@@ -55,7 +55,8 @@ class SamplingKey:
         """Writes a new key next to `path`, to be given its name by `publish` once the ledger has committed to it.
 
         The order stage -> ledger `open` -> publish leaves no moment at which a crash makes a run folder unusable:
-        without a ledger a staged key was never used and is replaced; with one, `load(path, commitment)` finishes.
+        without a ledger a staged key was never used and is replaced; with one, `load(path, commitment)` reads it, and once that
+        ledger is durable `publish` names it.
         """
         path = Path(path)
         if path.exists():
@@ -68,9 +69,9 @@ class SamplingKey:
 
     @staticmethod
     def publish(path: Path | str) -> None:
-        """Gives a staged key its final name; nothing to do when that has already happened."""
+        """Gives a staged key its final name; a key that has it stays, whatever a backup has put beside it."""
         path = Path(path)
-        if _staged(path).exists():
+        if not path.exists() and _staged(path).exists():
             durable.rename(_staged(path), path)
         durable.fsync_directory(path.parent)
 

@@ -108,5 +108,8 @@ def test_staged_key_survives_a_crash_at_every_point(tmp_path):
     assert loaded.commitment() == key.commitment() and not path.exists(), "reading gives no name"
     SamplingKey.publish(path)
     assert SamplingKey.load(path, key.commitment()).commitment() == key.commitment()
+    SamplingKey.create(tmp_path / "sampling.key.staged")  # of a start before this one, from a backup
+    SamplingKey.publish(path)
+    assert SamplingKey.load(path, key.commitment()).commitment() == key.commitment()
     with pytest.raises(PrivacyStateRefused, match="without its ledger"):
         SamplingKey.stage(path)
