@@ -89,9 +89,13 @@ def wait_for_steps(
 
     On a busy machine that takes minutes, most of them in imports. A run hangs when its processes wait although they could run.
     """
-    start, used, since = time.monotonic(), 0.0, time.monotonic()
+    start = since = looked = time.monotonic()
+    used = 0.0
     while count(run_dir, "done") < number and launcher.poll() is None:
-        now = time.monotonic()
+        time.sleep(0.05)
+        if (now := time.monotonic()) < looked + 1:  # a look at all processes is work, too
+            continue
+        looked = now
         if abs(total := processor_seconds(processes(run_dir)) - used) > BUSY:  # less, once one of them has ended
             used, since = used + total, now
         said = log.read_text(errors="replace")[-3000:] if log.exists() else ""
@@ -101,7 +105,6 @@ def wait_for_steps(
         assert now < start + 10 * HANGS_AFTER, (
             f"no {number} steps in {now - start:.0f} s, {used:.1f} of processor time\n{said}"
         )
-        time.sleep(0.05)
 
 
 def processor_seconds(pids: Iterable[int]) -> float:
