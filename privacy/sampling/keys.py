@@ -55,7 +55,8 @@ class SamplingKey:
         """Writes a new key next to `path`, to be given its name by `publish` once the ledger has committed to it.
 
         The order stage -> ledger `open` -> publish leaves no moment at which a crash makes a run folder unusable:
-        without a ledger a staged key was never used and is replaced; with one, `load(path, commitment)` finishes.
+        without a ledger a staged key was never used and is replaced; with one, `load(path, commitment)` reads it, and once that
+        ledger is durable `publish` names it.
         """
         path = Path(path)
         if path.exists():
@@ -68,9 +69,9 @@ class SamplingKey:
 
     @staticmethod
     def publish(path: Path | str) -> None:
-        """Gives a staged key its final name; nothing to do when that has already happened."""
+        """Gives a staged key its final name; a key that has it stays, whatever a backup has put beside it."""
         path = Path(path)
-        if _staged(path).exists():
+        if not path.exists() and _staged(path).exists():
             durable.rename(_staged(path), path)
         durable.fsync_directory(path.parent)
 
@@ -78,15 +79,16 @@ class SamplingKey:
     def load(cls, path: Path | str, commitment: str | None = None) -> Self:
         """Reads the key; PrivacyStateRefused when others may have read it or it is not the one committed to.
 
+        Nothing is written: a key gets its name (`publish`) only once the ledger that committed to it is durable, and a ledger
+        that a killed program left is so only once it is opened. A power cut in between would lose the ledger and keep the key.
+
         Args:
             path: the key file, a regular file of 32 bytes, owned by this user, without group or other permissions.
-            commitment: the ledger's `key_commitment`; a staged key that matches it is published first.
+            commitment: the ledger's `key_commitment`; where there is no key, a staged one that matches it is the key.
         """
         path = Path(path)
-        staged = _staged(path)
-        finishing = commitment is not None and not path.exists() and staged.exists()
-        if finishing and cls(read_secret(staged, KEY_BYTES, "sampling key")).commitment() == commitment:
-            cls.publish(path)
+        if commitment is not None and not path.exists() and _staged(path).exists():
+            path = _staged(path)
         key = cls(read_secret(path, KEY_BYTES, "sampling key"))
         if commitment is not None and not hmac.compare_digest(key.commitment(), commitment):
             raise PrivacyStateRefused(f"{path}: not the sampling key that the ledger committed to")

@@ -268,16 +268,24 @@ def _outcomes(step: Write | Names) -> Iterator[Write | Names | None]:
 
 def put(root: Path, tree: Tree) -> None:
     """Makes a folder hold exactly a tree."""
-    for path in sorted(root.rglob("*"), reverse=True):
-        name = path.relative_to(root).as_posix()
-        if path.is_dir():
-            if name not in tree:
-                path.rmdir()
-        else:
-            path.unlink()
+    _remove_others(str(root), "", tree)
     for name, content in sorted(tree.items()):
+        path = f"{root}/{name}"
         if content is None:
-            (root / name).mkdir(exist_ok=True)
+            if not os.path.isdir(path):
+                os.mkdir(path)
         else:
-            (root / name).write_bytes(content)
-            (root / name).chmod(0o600)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(descriptor, content)
+            os.close(descriptor)
+
+
+def _remove_others(folder: str, above: str, tree: Tree) -> None:
+    """All files, and the directories that are not in the tree."""
+    for entry in os.scandir(folder):
+        if not entry.is_dir(follow_symlinks=False):
+            os.unlink(entry.path)
+            continue
+        _remove_others(entry.path, f"{above}{entry.name}/", tree)
+        if above + entry.name not in tree:
+            os.rmdir(entry.path)

@@ -35,6 +35,7 @@ from privacy.step.engine import Piece, ShardState
 from privacy.step.folder import RunFolder
 from privacy.step.resume import begins_again, load_newest
 from privacy.step.run_ledger import RunLedger
+from tests.crashes.remembered import Remembered
 
 STEPS = 3
 PLAN = make_plan(
@@ -140,19 +141,21 @@ def start(root: Path, number: int, note: Note, opening: Callable[[RunLedger], No
         note("closed")
 
 
-def charged(root: Path) -> tuple[set[tuple[str, int, int]], int, int, bool]:
+def charged(root: Path, remembered: Remembered) -> tuple[set[tuple[str, int, int]], int, int, bool]:
     """What the ledger says to the next start: its intents by name, everything that is charged, the charges of the group of
     examples with most of them, and whether the run is closed."""
-    with quick(99), opened(root) as (run, _):
-        state = run._on_main.state
-        intents = {(intent.nonce, intent.step, intent.attempt) for intent in state.intents}
-        return intents, state.num_charged, PLAN.participations(state.num_charged), run.is_closed
+    with quick(99) as patch:
+        remembered.watching(patch)
+        with opened(root) as (run, _):
+            state = run._on_main.state
+            intents = {(intent.nonce, intent.step, intent.attempt) for intent in state.intents}
+            return intents, state.num_charged, PLAN.participations(state.num_charged), run.is_closed
 
 
-def problem(root: Path, happened: list[Any]) -> str | None:
+def problem(root: Path, happened: list[Any], remembered: Remembered) -> str | None:
     """What is wrong with opening a disk after `happened`: a refusal, a charge that is forgotten, an end that is undone."""
     try:
-        intents, number, turns, is_closed = charged(root)
+        intents, number, turns, is_closed = charged(root, remembered)
     except Exception as error:  # whatever ends the program
         return f"refused: {type(error).__name__}: {error}"
     draws = [event for event in happened if event != "closed"]

@@ -3,15 +3,18 @@
 POINT: `raise` in the middle of a step; `disk` full in a checkpoint; `crawl` sleeps SECONDS before every micro-batch;
 `after_intent` sleeps SECONDS between the intent and the noise; `before_intent` sleeps SECONDS once before the intent;
 `kill` dies by SIGKILL in the middle of a step, `abort` by abort(); `nan` turns a weight into NaN after a step; `hold` keeps the
-interpreter lock in one C call, for twice as long with SECONDS + 1. RANK -1: every rank.
+interpreter lock in one C call, for twice as long with SECONDS + 1; `memory` may have no more address space, and has
+taken what it had. RANK -1: every rank.
 Ranks are less patient with one whose connection broke than they are elsewhere. RUN_DIR.codes gets a line "RANK CODE" from each
 rank that ends by itself: not every launcher tells the exit codes of its ranks.
 """
 
+import contextlib
 import errno
 import functools
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -35,6 +38,7 @@ given = [argument for argument in sys.argv[1:] if not argument.startswith("--loc
 point, rank, when, seconds = given[0], int(given[1]), int(given[2]), float(given[3])
 here = rank in (-1, int(os.environ.get("RANK", "0")))
 step_now = 0
+TAKEN: list[torch.Tensor] = []
 
 
 def in_step(*_: Any) -> None:
@@ -49,8 +53,20 @@ def in_step(*_: Any) -> None:
         os.abort()
     if point == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if point == "memory":
+        take_all_memory()
     if point == "hold":
         re.match(r"(a|a)*b", "a" * int(seconds))  # backtracks without letting go of the lock
+
+
+def take_all_memory() -> None:
+    """A limit at what the process has stops nothing by itself: with what its allocator has kept a rank trains on for long."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+    for size in (1 << 24, 1 << 20, 1 << 16):  # Python's own small objects still find a place
+        with contextlib.suppress(RuntimeError):
+            while True:
+                TAKEN.append(torch.empty(size, dtype=torch.uint8))
 
 
 class SlowNoise(SystemNoise):

@@ -1,11 +1,12 @@
 """A launcher that is killed leaves no rank behind: the ranks finish their step, save, and end; the same command resumes."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,10 +19,13 @@ from tests.e2e.launch import TRAIN, alone, count, kill_group, train_arguments
 BIN = Path(sys.executable).parent
 TORCHRUN = "launch_scripts/cluster/torchrun.py"
 WITHIN = 30
+HANGS_AFTER = 90
+BUSY = 1.0
+"""Seconds: a run that uses less processor time than this in HANGS_AFTER waits for something other than a processor."""
 MORE_STEPS = 20
 """Steps of a tenth of a second that ranks may begin until they have looked for their launcher, every half second."""
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def arguments(run_dir: Path, *more: str, checkpoint_every: int = 1000, engine: str = "local") -> list[str]:
@@ -65,7 +69,7 @@ def launched(run_dir: Path, started: list[str]) -> Iterator["subprocess.Popen[by
     with log_of(run_dir).open("ab") as log:
         process = subprocess.Popen(started, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_for(lambda: count(run_dir, "done") >= 2 or process.poll() is not None, run_dir, within=180)
+        wait_for_steps(run_dir, process, log_of(run_dir))
         assert len(ranks_of(run_dir)) == 2, log_of(run_dir).read_text()[-3000:]
         yield process
     finally:
@@ -76,6 +80,40 @@ def launched(run_dir: Path, started: list[str]) -> Iterator["subprocess.Popen[by
 
 def log_of(run_dir: Path) -> Path:
     return run_dir.with_suffix(".log")
+
+
+def wait_for_steps(
+    run_dir: Path, launcher: "subprocess.Popen[bytes] | subprocess.Popen[str]", log: Path, number: int = 2
+) -> None:
+    """Until a run has done so many steps, or its launcher has ended.
+
+    On a busy machine that takes minutes, most of them in imports. A run hangs when its processes wait although they could run.
+    """
+    start = since = looked = time.monotonic()
+    used = 0.0
+    while count(run_dir, "done") < number and launcher.poll() is None:
+        time.sleep(0.05)
+        if (now := time.monotonic()) < looked + 1:  # a look at all processes is work, too
+            continue
+        looked = now
+        if abs(total := processor_seconds(processes(run_dir)) - used) > BUSY:  # less, once one of them has ended
+            used, since = used + total, now
+        said = log.read_text(errors="replace")[-3000:] if log.exists() else ""
+        assert now < since + HANGS_AFTER, (
+            f"the run waits: {used:.1f} s of processor time in {now - start:.0f} s\n{said}"
+        )
+        assert now < start + 10 * HANGS_AFTER, (
+            f"no {number} steps in {now - start:.0f} s, {used:.1f} of processor time\n{said}"
+        )
+
+
+def processor_seconds(pids: Iterable[int]) -> float:
+    """What these processes have used so far, in user and system mode."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def wait_for(condition: object, run_dir: Path, within: float) -> None:

@@ -31,15 +31,11 @@ def signals_launcher(number: signal.Signals) -> Callable[[Run], None]:
     return lambda run: run.launcher.send_signal(number)
 
 
-def little_memory(who: str) -> Callable[[Run], None]:
-    """No more address space than the process has."""
-
-    def limit(run: Run) -> None:
-        pid = run.worker(1) if who == "worker" else run.rank(1)
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-        resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
-
-    return limit
+def little_memory(run: Run) -> None:
+    """No more address space for a data worker than it has."""
+    pid = run.worker(1)
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
 
 
 def out_of_memory(run: Run) -> None:
@@ -93,10 +89,12 @@ FAULTS = [
     Fault("rank holds the interpreter lock", "torchrun.py", None, FAILED, "rank 1 (host", ("hold", "1", "3", "40")),
     Fault("rank slower by 40 s, then SIGUSR1", "deepspeed", stop_after_step_4, (7,), STOPPED, SLOW),
     Fault("rank killed by the kernel, out of memory", "torchrun.py", out_of_memory, FAILED, "rank 1", undo=no_cgroup),
-    Fault("rank out of address space (RLIMIT_AS)", "deepspeed", little_memory("rank"), FAILED, "no more memory"),
+    Fault(
+        "rank out of address space (RLIMIT_AS)", "deepspeed", None, FAILED, "no more memory", ("memory", "1", "3", "0")
+    ),
     Fault("data worker killed", "deepspeed", signals(signal.SIGKILL, "worker"), FAILED, "a data worker died", settings=WORKER),
     Fault("data worker stopped", "torchrun.py", signals(signal.SIGSTOP, "worker"), FAILED, "was stopped", settings=WORKER),
-    Fault("data worker out of memory", "deepspeed", little_memory("worker"), FAILED, "memory", settings=WORKER),
+    Fault("data worker out of memory", "deepspeed", little_memory, FAILED, "memory", settings=WORKER),
     Fault("disk full in a checkpoint", "torchrun.py", None, FAILED, "No space left", ("disk", "1", "4", "0")),
     Fault("a weight is NaN", "deepspeed", None, FAILED, "NaN or infinity", ("nan", "1", "3", "0")),
     Fault("SIGTERM to mpirun", "mpirun", signals_launcher(signal.SIGTERM), (7, 143, -15, 15), ""),

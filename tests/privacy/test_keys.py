@@ -104,8 +104,12 @@ def test_staged_key_survives_a_crash_at_every_point(tmp_path):
         SamplingKey.load(path)
     with pytest.raises(PrivacyStateRefused):
         SamplingKey.load(path, "0" * 64)  # a ledger that committed to another key
-    loaded = SamplingKey.load(path, key.commitment())  # crash between ledger and publish: load finishes
-    assert loaded.commitment() == key.commitment() and path.exists()
+    loaded = SamplingKey.load(path, key.commitment())  # crash between ledger and publish
+    assert loaded.commitment() == key.commitment() and not path.exists(), "reading gives no name"
     SamplingKey.publish(path)
+    assert SamplingKey.load(path, key.commitment()).commitment() == key.commitment()
+    SamplingKey.create(tmp_path / "sampling.key.staged")  # of a start before this one, from a backup
+    SamplingKey.publish(path)
+    assert SamplingKey.load(path, key.commitment()).commitment() == key.commitment()
     with pytest.raises(PrivacyStateRefused, match="without its ledger"):
         SamplingKey.stage(path)
