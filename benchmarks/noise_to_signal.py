@@ -5,7 +5,8 @@
 
 The runs of the grid calibrate `trainer.planner.signal.LARGEST_THAT_LEARNS`; those of the validation were chosen afterwards, with
 other seeds and settings. OUTPUT/runs.json has a line for each run and is written after every run, so that what was stopped goes
-on where it was; `--part report` draws and counts. About a quarter of a minute of one core for a run.
+on where it was; `--part report` draws and counts, and `--part classes` writes the classifiers' shards alone. About a quarter of a
+minute of one core for a run.
 
 Every run is marked as a simulation: sigma is chosen for the ratio, whatever its epsilon, so nothing is claimed and no time goes
 into accounting. Sampling, clipping, noise and optimizer are those of a private run.
@@ -351,9 +352,14 @@ def draw(held: Mapping[str, Sequence[Mapping[str, Any]]], thresholds: Mapping[st
 def main() -> None:
     """Runs what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("grid", "validation", "report"), required=True)
-    parser.add_argument("--output", type=Path, required=True, help="the record's folder")
+    parser.add_argument("--part", choices=("grid", "validation", "report", "classes"), required=True)
+    parser.add_argument("--output", type=Path, help="the record's folder")
     options = parser.parse_args()
+    if options.part == "classes":
+        write_classes()
+        return
+    if options.output is None:
+        parser.error("--output is the record's folder")
     if options.part == "report":
         report(options.output)
         return

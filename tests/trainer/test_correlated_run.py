@@ -142,6 +142,17 @@ def check_noise(folder: Path, watch: Watch) -> None:
     assert len(np.unique(every)) == len(every)
 
 
+def test_contract_11_a_simulation_correlates_its_noise_and_claims_nothing(tmp_path: Path) -> None:
+    """The noise of a larger batch, scaled down, in bands as well; ledger, card and verifier state no guarantee."""
+    watch, folder = Watch(), tmp_path / "run"
+    assert watch.start(folder, "privacy.simulation=true", "privacy.noise_multiplier=0.01") == 0
+    check_noise(folder, watch)
+    plan, card = read_ledger(folder / "ledger.jsonl").plan, build_card(folder)
+    assert plan.bands == BANDS and not plan.formal_guarantee and "TAN simulation" in plan.reasons[0]
+    assert card.epsilon is None and not card.formal_guarantee
+    assert verify.read_ledger(folder / "ledger.jsonl").plan.reasons
+
+
 def test_contract_10_the_groups_that_were_drawn_from_are_charged(watched: tuple[Path, Watch]) -> None:
     folder, _ = watched
     check_account(folder)
@@ -217,7 +228,6 @@ def test_a_resume_with_other_noise_is_refused(watched: tuple[Path, Watch], chang
     [
         (["privacy.enabled=false"], "enabled = false"),
         (["privacy.noise_multiplier=0"], "noise_multiplier = 0"),
-        (["privacy.simulation=true"], "simulation = true"),
         (["privacy.clipping_function=adaptive"], "adaptive"),
         (["privacy.arithmetic=certified"], "certified"),
         (["privacy.sampling=shuffle"], "shuffle"),

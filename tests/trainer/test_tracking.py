@@ -23,6 +23,7 @@ from privacy.step.folder import try_lock
 from tests.test_structure import ROOT
 from trainer.errors import ConfigError
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
+from trainer.publish import FIXED_TIME
 from trainer.tracking import Tracker, replay, write_wandb
 
 SECRET = 424242.125
@@ -114,6 +115,69 @@ def test_a_missing_package_is_one_line(run: Path, tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match=r"pip install -r requirements-trackers\.txt"):
         write_wandb(run, tmp_path / "wandb")
     assert not (tmp_path / "wandb").exists() and not list(tmp_path.glob(".wandb*"))
+
+
+class StandIn:
+    """wandb as far as it is called: it notes what it is told, and its folder has logs too, which say when and where."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+        self.begun: dict[str, Any] = {}
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.seen: dict[str, str] = {}
+
+    def Settings(self, **given: Any) -> dict[str, Any]:
+        return given
+
+    def Html(self, text: str) -> str:
+        return text
+
+    def Image(self, image_HWC: np.ndarray) -> tuple[int, ...]:
+        return image_HWC.shape
+
+    def init(self, *, settings: dict[str, Any], **given: Any) -> "StandIn":
+        self.settings, self.begun, self.seen = settings, given, dict(os.environ)
+        own = Path(given["dir"]) / "wandb" / "offline-run-now-here"
+        for name in ("run-it.wandb", "files/media/picture.png", "logs/debug.log", "files.txt"):
+            (own / name).parent.mkdir(parents=True, exist_ok=True)
+            (own / name).write_text(name)
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None: ...
+
+    def teardown(self) -> None: ...
+
+
+def test_an_offline_run_is_told_the_public_stream_and_nothing_of_the_machine(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No variable of wandb reaches it, its clock is the step's number, its logs stay behind; another upload has the same id."""
+    monkeypatch.setenv("WANDB_API_KEY", "telltale")
+    before, made = dict(os.environ), []
+    for target in (tmp_path / "offline", tmp_path / "again"):
+        monkeypatch.setitem(sys.modules, "wandb", wandb := StandIn())
+        assert write_wandb(run, target) == 3 and dict(os.environ) == before
+        made.append(wandb)
+    wandb = made[0]
+    assert "telltale" not in wandb.seen.values() and wandb.seen["WANDB_ERROR_REPORTING"] == "false"
+    off = {"mode": "offline", "console": "off", "disable_git": True, "host": "", "x_disable_machine_info": True}
+    assert wandb.settings.items() >= off.items() and not wandb.settings["x_save_requirements"]
+    assert wandb.logged == [
+        (1, {"privacy/epsilon": 0.5, "_timestamp": 1.0}),
+        (2, {"privacy/epsilon": 1.0, "_timestamp": 2.0}),
+        (3, {"privacy/epsilon": 1.5, "heldout/loss": 1.5, "_timestamp": 3.0}),
+        (3, {"heldout/samples": (6, 10, 3), "_timestamp": 3.0}),
+        (3, {"heldout/samples_text": wandb.logged[-1][1]["heldout/samples_text"], "_timestamp": 3.0}),
+    ]
+    assert "a &lt;/pre&gt; cat" in wandb.logged[-1][1]["heldout/samples_text"]  # a caption is no markup
+    target = tmp_path / "offline"
+    kept = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
+    assert kept == {"run-it.wandb", "files/media/picture.png"} and not Path(wandb.begun["dir"]).exists()
+    assert {int(path.stat().st_mtime) for path in target.rglob("*")} == {FIXED_TIME}
+    assert wandb.begun["id"] == made[1].begun["id"] and wandb.begun["config"]["name"] == "tiny"
 
 
 def records(path: Path) -> list[Any]:

@@ -200,7 +200,6 @@ class PrivacySection(Section):
         unfit = {
             "enabled = false": not self.enabled,
             "noise_multiplier = 0": self.noise_multiplier == 0,
-            "simulation = true": self.simulation,
             'clipping_function = "adaptive"': self.clipping_function == "adaptive",
             'arithmetic = "certified"': self.arithmetic == "certified",
             'sampling = "shuffle"': self.sampling == "shuffle",

@@ -1,7 +1,9 @@
 """Losses per example in place of the means of transformers, and its Trainer with private steps."""
 
 import importlib.util
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +37,6 @@ def image_model() -> Any:
     return ViTForImageClassification(config)
 
 
-@full
 @pytest.mark.parametrize("make", [language_model, image_model])
 def test_a_loss_per_example_is_the_model_s_own_for_a_batch_of_one(make: Any) -> None:
     model = make()
@@ -49,7 +50,6 @@ def test_a_loss_per_example_is_the_model_s_own_for_a_batch_of_one(make: Any) -> 
     assert torch.allclose(mine_B, torch.stack(theirs), atol=1e-6)
 
 
-@full
 def test_an_unknown_head_and_items_without_labels_are_refused() -> None:
     from transformers import ViTConfig, ViTModel
 
@@ -103,6 +103,89 @@ def test_adapters_alone_are_clipped_stepped_and_kept(tmp_path: Path) -> None:
                 assert torch.equal(a, b), name
             list(loop)
     assert ledger_of(tmp_path / "run").num_charged == 4
+
+
+@pytest.fixture
+def no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer of transformers as it is, but for what it asks accelerate: one process on the CPU."""
+    from transformers import Trainer, TrainingArguments
+
+    def one_process(trainer: Any) -> None:
+        trainer.accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model)
+        trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = trainer.is_fsdp_xla_enabled = False
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", one_process)
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda _: None)
+    facts = {
+        "_setup_devices": torch.device("cpu"),
+        "_n_gpu": 0,
+        "distributed_state": None,
+        "process_index": 0,
+        "local_process_index": 0,
+    }
+    for name, value in facts.items():
+        monkeypatch.setattr(TrainingArguments, name, value, raising=False)
+
+
+@pytest.mark.usefixtures("no_accelerate")
+def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> None:
+    """It takes `max_steps` private steps at the rates of its schedule, says no training loss, stops and goes on where it stood.
+
+    Evaluation switches the model to another mode and marks it, as that of transformers does; neither may reach a step.
+    """
+    from transformers import TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import IntervalStrategy
+
+    from privacy.loop.trainer import PrivateTrainer
+
+    generator = torch.Generator().manual_seed(3)
+    data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(40)]
+
+    class StopsAfter(TrainerCallback):  # type: ignore[misc]  # transformers is not read by the type checker
+        def __init__(self, last: int) -> None:
+            self.last = last
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == self.last
+
+    def trainer(last: int = 3, **changes: Any) -> PrivateTrainer:
+        steps = IntervalStrategy.STEPS
+        more = {"max_steps": 3, "logging_steps": 1, "logging_strategy": steps, "eval_strategy": steps, "eval_steps": 1}
+        more |= {"save_strategy": IntervalStrategy.NO, "report_to": [], "disable_tqdm": True, "use_cpu": True}
+        args, model = TrainingArguments(str(tmp_path / "out"), **(more | changes)), image_model()
+        made = PrivateTrainer(
+            model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=data[:4], example=fields(model),
+            expected_batch_size=10, noise_multiplier=1.0, callbacks=[StopsAfter(last)],
+        )  # fmt: skip
+        made.evaluate = lambda: (model.eval(), setattr(model, "left_behind", True))
+        return made
+
+    with quick():
+        with pytest.raises(PrivacyConfigError, match="without arguments"):
+            trainer().train(resume_from_checkpoint=True)
+        for changes in (
+            {"bf16": True},
+            {"gradient_accumulation_steps": 2},
+            {"max_steps": -1},
+            {"neftune_noise_alpha": 5.0},
+        ):
+            with pytest.raises(PrivacyConfigError, match=next(iter(changes))):
+                trainer(**changes)
+        assert not (tmp_path / "run").exists()  # nothing was begun for a refusal
+        first, second = trainer(last=2), trainer()
+        assert first.train().global_step == 2
+        found = second.train()
+    ledger = ledger_of(tmp_path / "run")
+    assert (found.global_step, ledger.num_charged, ledger.closed) == (3, 3, "finished")
+    assert math.isnan(found.training_loss) and found.metrics == {
+        "epsilon": second.loop.epsilon,
+        "delta": second.loop.delta,
+    }
+    logged = [*first.state.log_history, *second.state.log_history]
+    assert all(entry.keys() == {"epsilon", "learning_rate", "grad_norm", "epoch", "step"} for entry in logged)
+    rates = [5e-5 * left / 3 for left in (3, 2, 1)]  # transformers' default: linear to zero
+    assert [entry["learning_rate"] for entry in logged] == pytest.approx(rates)
+    assert second.model.training and not hasattr(second.model, "left_behind")
 
 
 @full
