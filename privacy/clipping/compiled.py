@@ -5,6 +5,9 @@ an identity whose backward has the opaque operation `report`. The compiler sched
 stays one graph, without a graph break, and the blocks of a model, which differ in nothing but the number in a tensor (`key`),
 share it. `report`'s result is the (zero) gradient of the recorder's root, which keeps the compiler from dropping it as dead code.
 
+The compiler also makes one operation of two with equal arguments. A layer that is called twice on one input, and whose outputs
+are added, would report one gradient of two. So each call makes a key of its own for its report.
+
 A compiled backward computes the gradients of everything that requires one, weights included. So for the time of a clipped
 forward the parameters of compiled blocks do not require gradients (`weights_at_rest`). The compiler may use the memory of a
 tensor again once it has been reported, so those that are kept are copied first (`contributions.owned`), and no others are.
@@ -53,9 +56,10 @@ _OPERATIONS = f"{__name__.partition('.')[0]}_clipping"
 
 
 @torch.library.custom_op(f"{_OPERATIONS}::called", mutates_args=("num_calls",))
-def _called(output: Tensor, x: Tensor, key: Tensor, num_calls: Tensor) -> None:
+def _called(output: Tensor, x: Tensor, key: Tensor, num_calls: Tensor) -> Tensor:
     num_calls += 1
     CompiledTap.of(key).on_call(x, output)
+    return key.clone()
 
 
 @torch.library.custom_op(f"{_OPERATIONS}::report", mutates_args=())
@@ -65,8 +69,8 @@ def _report(gradient: Tensor, x: Tensor, key: Tensor) -> Tensor:
 
 
 @_called.register_fake
-def _(output: Tensor, x: Tensor, key: Tensor, num_calls: Tensor) -> None:
-    pass
+def _(output: Tensor, x: Tensor, key: Tensor, num_calls: Tensor) -> Tensor:
+    return torch.empty_like(key)
 
 
 @_report.register_fake
@@ -93,8 +97,8 @@ def tap(output: Tensor, root: Tensor, x: Tensor, key: Tensor, num_calls: Tensor)
     Args:
         num_calls: () integers, which each call counts up: so the compiler neither drops nor moves it.
     """
-    _called(output.detach(), x.detach(), key, num_calls)
-    result: Tensor = _Tap.apply(output, root, x.detach(), key)  # type: ignore[no-untyped-call]  # torch's
+    key_of_call = _called(output.detach(), x.detach(), key, num_calls)
+    result: Tensor = _Tap.apply(output, root, x.detach(), key_of_call)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 

@@ -27,6 +27,7 @@ The check must not pass for lack of a gradient. Examples must differ, weights ne
 are replaced by random ones meanwhile, and a parameter without any gradient is refused by name.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import CellType
 from typing import Any
@@ -313,6 +314,11 @@ def _require_as_many_calls(batches: Sequence[Together]) -> None:
 def _compare(expected: Mapping[str, Tensor], sums: Mapping[str, Tensor], tolerance: float) -> None:
     truth = {name: expected.get(name, torch.zeros_like(total)) for name, total in sums.items()}
     scale = max(float(g.norm()) for g in truth.values())
+    if not 0 < scale < math.inf:  # neither a part that is missed nor one of a neighbour would be seen
+        raise PrivacyConfigError(
+            f"the gradients of the made-up examples together have norm {scale:g} in the precision of the self-check or of the "
+            "run, where they underflow or overflow, so nothing can be compared: scale the loss, or make up other examples"
+        )
     differences = {name: float((sums[name] - g).norm()) for name, g in truth.items()}
     allowed = {name: tolerance * (float(g.norm()) + FLOOR * scale) for name, g in truth.items()}
     # A difference that is not finite is the worst.

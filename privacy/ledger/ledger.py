@@ -178,10 +178,13 @@ class Ledger:
         hashes = self.state.hashes
         if seq >= len(hashes):
             raise PrivacyStateRefused(
-                f"{self.path}: {len(hashes)} lines, but a checkpoint remembers line {seq + 1}: it was rolled back"
+                f"{self.path}: {len(hashes)} lines, but a checkpoint or a trained model remembers line {seq + 1}: it was rolled "
+                "back"
             )
         if seq < 0 or hashes[seq] != line_hash:
-            raise PrivacyStateRefused(f"{self.path}: line {seq + 1} is not the one that a checkpoint remembers")
+            raise PrivacyStateRefused(
+                f"{self.path}: line {seq + 1} is not the one that a checkpoint or a trained model remembers"
+            )
 
     # Writing
 

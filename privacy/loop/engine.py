@@ -6,18 +6,18 @@ the weights is refused: a step that is not this engine's, a gradient of the user
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ConfigError, PrivacyConfigError
 from ..step import collectives
 from ..step.engine import GradShard, Piece, ShardState, even_layout, flat_part, is_dtensor
 from ..step.reduction import gather_from_owners
+from . import lineage
 from .fingerprint import fingerprint, fixed_tensors
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -25,8 +25,6 @@ OPTIMIZER_FACTS = "optimizer"
 """Key of a manifest: the optimizer's class, and its numbers that are no tensors of a parameter's shape, such as step counts."""
 
 
-_TRAINED: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
-"""Parameters that a loop of this process has stepped -> its run folder."""
 OF_TORCH = ("state", "param_groups", "_opt_called", "_need_device_dtype_check_for_fused")
 """Attributes that torch's own optimizers and schedulers change at a step, and that need no place in a checkpoint."""
 
@@ -35,7 +33,7 @@ class OwnEngine:
     """See `privacy.step.engine.Engine`.
 
     Args:
-        run_dir: whose ledger knows what the weights cost.
+        run_dir: whose ledger knows what the weights cost; `ledger_line` gives its last line.
         sets_rate: the step's learning rate goes into all groups of the optimizer; else they keep what the caller has put there.
     """
 
@@ -46,7 +44,8 @@ class OwnEngine:
     ) -> None:
         trainable = require_plain(model, optimizer)
         self._run_dir = run_dir.resolve()
-        self._require_own_weights(model)
+        self.origin = lineage.origin_of(model, self._run_dir)
+        self.ledger_line: Callable[[], Mapping[str, Any]] = dict
         self.module, self.optimizer, self._trainable, self._sets_rate = model, optimizer, trainable, sets_rate
         self.shapes = {name: p.shape for name, p in trainable.items()}
         first = next(iter(trainable.values()))
@@ -77,19 +76,8 @@ class OwnEngine:
         finally:
             self._is_stepping = False
         self.optimizer.zero_grad(set_to_none=True)
-        for p in self._trainable.values():
-            _TRAINED[p] = self._run_dir
-        self._seen = self.fingerprint()
-
-    def _require_own_weights(self, model: nn.Module) -> None:
-        """Refuses weights that another run has trained: both ledgers' epsilons add up in them, and this one would not know."""
-        for name, p in model.named_parameters():
-            before = _TRAINED.get(p)
-            if before is not None and before != self._run_dir:
-                raise PrivacyConfigError(
-                    f"{name} was trained by the private run {before}: what both runs spend adds up in it, and the ledger of "
-                    f"{self._run_dir} would state a part; go on in the same run folder, or begin with a new model"
-                )
+        before, self._seen = self._seen, self.fingerprint()
+        lineage.note(self._trainable, before, self._seen, lineage.Origin(self._run_dir, self.ledger_line()))
 
     def require_untouched(self) -> list[int]:
         """Before a step: model and optimizer are as this engine has put them; returns the fingerprint of the weights.
@@ -107,16 +95,26 @@ class OwnEngine:
             raise PrivacyConfigError(
                 "the optimizer's parameters changed since the loop was made: make a new PrivateLoop"
             )
-        touched = [name for name, p in self.module.named_parameters() if p.grad is not None]
-        if touched:
-            raise PrivacyConfigError(
-                f"{touched[0]} has a gradient that is not the loop's: a loss.backward() of your own would bring private data "
-                "into the weights without noise; remove it (torch.no_grad() for evaluation), and set the gradient to None"
-            )
         if fingerprint(fixed_tensors(self.module)) != self._seen_fixed:
             raise PrivacyConfigError(
                 "frozen weights or buffers changed since the loop was made: every gradient goes through them, so they may hold "
                 "nothing of private data, and no checkpoint keeps them; change a copy of the model"
+            )
+        return self.require_all_noised()
+
+    def require_all_noised(self) -> list[int]:
+        """Nothing but the loop's steps has put anything into weights or gradients; returns the weights' fingerprint.
+
+        Raises:
+            PrivacyConfigError: naming what changed.
+        """
+        held = (p for group in self.optimizer.param_groups for p in group["params"])
+        touched = [name for name, p in self.module.named_parameters() if p.grad is not None]
+        if touched or any(p.grad is not None for p in held):
+            raise PrivacyConfigError(
+                f"{[*touched, 'the optimizer'][0]} has a gradient that is not the loop's: a loss.backward() of your own would "
+                "bring private data into the weights without noise; remove it (torch.no_grad() for evaluation), and set the "
+                "gradient to None"
             )
         return self.require_unchanged()
 

@@ -34,6 +34,7 @@ from ..step.neighbours import require_neighbours_apart
 from ..step.noise_variance import NoiseVariance
 from ..step.resume import begins_again, load_newest
 from ..step.step import Mechanism, train_step
+from . import lineage
 from .engine import OwnEngine, settings
 from .fields import Example, Field
 from .opening import config_toml, data_manifest, few_items, fixed_digest, open_ledger, require_place, require_same_model
@@ -184,9 +185,13 @@ class PrivateLoop:
         check_against_autograd(self.module, to_device(self._made_up, self._engine), self._task)
         size = self._reader.micro_batch_size
         require_neighbours_apart(self._engine, self._task, lambda count: self._made_up, size)
+        collectives.on_main(lambda: lineage.require_ledger(self._engine.origin, self._folder.ledger))
         manifest = collectives.on_main(lambda: data_manifest(self._reader, data_version))
         self._ledger = open_ledger(self._folder, self._request, manifest, unit=unit, mirror=mirror)
         self._open.callback(self._ledger.release)
+        if self._engine.origin is not None:
+            self._ledger.require_not_shorter_than(self._engine.origin.line)
+        self._engine.ledger_line = self._ledger.position
         self.plan = self._ledger.plan
         resumed = load_newest(self._folder, self._ledger, None)
         facts = {"class": type(self.module).__name__, "fixed_sha256": fixed_digest(self.module)}
@@ -223,7 +228,7 @@ class PrivateLoop:
             noise=plan.noise(),
             noise_variance=NoiseVariance(0.0),
             learning_rate=self._rate or (lambda step: float(optimizer.param_groups[0]["lr"])),
-            note_charge=lambda step: None,
+            note_charge=self._require_all_noised,
             keep_noise_on=None,
         )
         batches = LogicalBatches(
@@ -249,6 +254,10 @@ class PrivateLoop:
         )
         collectives.on_main(lambda: self._folder.record_configuration(text, None))
         self._spent = collectives.on_main(self._ledger.claim)
+
+    def _require_all_noised(self, step: int) -> None:
+        """Before the charge of a step: the caller's loss and items have run."""
+        self._engine.require_all_noised()
 
     @property
     def num_steps(self) -> int:

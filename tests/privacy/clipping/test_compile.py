@@ -179,6 +179,36 @@ def test_contract_4_and_6_compiled(mode: str, dtype: torch.dtype) -> None:
     assert moved >= 2
 
 
+class Doubled(nn.Module):
+    """Calls a layer twice on one input; both outputs have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x)) + self.norm(self.layer(x))
+
+
+def test_a_compiled_layer_called_twice_on_one_input_counts_twice() -> None:
+    """A compiler makes one operation of two with equal arguments, which must not make one gradient of two."""
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(16, 16), Doubled()).double(), stack_inputs()
+
+    def task(x: Tensor) -> Tensor:
+        loss_B: Tensor = model(x).square().sum((1, 2))
+        return loss_B
+
+    c = oracle.median_norm(model, task, inputs)
+    expected = oracle.clipped_sum(model, task, inputs, c)
+    model[1].compile(backend="aot_eager_decomp_partition")  # joins equal operations, as the default backend does
+    for mode in ("bookkeeping", "two_pass"):
+        total = ClippedSum(model, c, mode=mode, self_check=False)  # type: ignore[arg-type]
+        total.add_micro_batch(task, inputs, torch.zeros(5, dtype=torch.bool))
+        total.detach()
+        assert oracle.relative_error(dict(total.sums()), expected) < 1e-9
+
+
 class Shifted(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -54,6 +54,14 @@ def test_the_first_micro_batch_is_refused_until_the_check_has_passed() -> None:
     add(ClippedSum(twin, 1.0, self_check=False), twin, x=x)
 
 
+@pytest.mark.parametrize("factor", [1e25, 1e160, 1e-60])
+def test_gradients_that_overflow_or_underflow_cannot_be_compared(factor: float) -> None:
+    """In float32 all are infinite or zero; at 1e160 the norms overflow in float64 too."""
+    for model in (Net(), Net(wrong=1.0)):
+        with pytest.raises(PrivacyConfigError, match=r"nothing can be compared: scale the loss|gradient of a\.weight"):
+            check_against_autograd(model, made_up(), lambda x, net=model: net(x) * factor)
+
+
 def test_a_check_that_failed_does_not_count() -> None:
     model = Net(wrong=1.0)
     with pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
