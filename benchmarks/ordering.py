@@ -12,7 +12,7 @@ examples in expectation and epsilon 8 at delta 1e-5 where it is private:
     dpcap_random   the same captioner from random weights
     non_private    the captioner from the synthetic start, without clipping and noise
 
-Two controls stand beside them: the same encoder with random weights (`untrained`), and grey values without an encoder (`pixels`).
+Two controls go with them: the same encoder with random weights (`untrained`), and grey values without an encoder (`pixels`).
 
 The photographs are those of the embedded Fashion-MNIST of seven classes. Encoders are judged by few-shot and linear probes of
 their frozen features on what no training saw: the three other classes, and scikit-learn's digits. `mean of all` is the mean over

@@ -62,7 +62,7 @@ on two CPU cores. The recipe is `recipes/quickstart.toml`, which says how it was
 
 `captions_right` counts greedy captions that are exactly the true one, of 20 captions of which the most frequent has a share of
 9.3 %. Losses are nats per token. `blind_loss` is the lowest of what unigrams, bigrams and whole captions of the other held-out
-pairs give; `shuffled_loss` is the model's own with each caption beside another picture. `seconds` is the time of the whole
+pairs give; `shuffled_loss` is the model's own with another picture for each caption. `seconds` is the time of the whole
 command, which grows with what else the machine does meanwhile; `processor_seconds` is all that its processes used.
 
 ![Pictures with the captions of the run with seed 1: green ones are right]({output.name}.png)

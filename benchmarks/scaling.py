@@ -48,10 +48,10 @@ Case = dict[str, Any]
 
 
 def case(engine: str, stage: int, *, accumulation: str = "local", mode: str = "bookkeeping", **settings: Any) -> Case:
-    beside = {key: settings.pop(key) for key in list(settings) if key == "activation_checkpointing"}
+    others = {key: settings.pop(key) for key in list(settings) if key == "activation_checkpointing"}
     return {
         "engine": engine,
-        "ds_config": {"zero_optimization": {"stage": stage, **settings}, **beside},
+        "ds_config": {"zero_optimization": {"stage": stage, **settings}, **others},
         "accumulation": accumulation,
         "mode": mode,
         "micro_batches": MICRO_BATCHES,

@@ -1,11 +1,11 @@
-"""This project beside Opacus, JAX Privacy and DP-SGD by hand: one network, data, epsilon, batch and number of steps.
+"""This project next to Opacus, JAX Privacy and DP-SGD by hand: one network, data, epsilon, batch and number of steps.
 
     python benchmarks/utility.py --jax /path/to/jax/bin/python --output benchmarks/results/DATE-utility.json
 
 Each system trains in a process of its own on one thread. In every round (one seed, which the starting weights come from) the
 systems take turns, so that whatever else the machine does meets all of them. Every system calibrates sigma by its own
 accountant. At the end one accountant (dp-accounting's PLD of the uncapped schedule) judges the (sigma, q, T) that each system
-really used, and Opacus' PRV beside it. Time is processor time of the steps over that of training without privacy in the same
+really used, and Opacus' PRV next to it. Time is processor time of the steps over that of training without privacy in the same
 round; memory is the high-water mark of the process over that of the same. Sampling and noise are fresh in every run.
 
 OUTPUT is written after every data set and epsilon (a cell); where it exists already, its cells are kept and the others are run.

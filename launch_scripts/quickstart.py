@@ -8,7 +8,7 @@ has never seen (RUN_DIR/evaluation/answers.png). The last line on stdout is one 
 captions_right    share of held-out pictures whose caption is exactly the true one
 heldout_loss      nats per token; to be compared with
 blind_loss        what one gets from the frequencies of captions, without looking
-shuffled_loss     the model's own loss where every caption stands beside another picture
+shuffled_loss     the model's own loss where every caption stands with another picture
 epsilon           from the ledger, at the delta that the line before says
 seconds           the whole command
 """

@@ -65,7 +65,7 @@ class Lattice:
         """The norm to which floating-point clipping scales, so that rounding to the lattice does not pass C.
 
         Raises:
-            PrivacyConfigError: rounding would move a gradient of so many coordinates by more than COARSEST C.
+            PrivacyConfigError: rounding would move a gradient of this number of coordinates by more than COARSEST C.
         """
         moved = math.sqrt(num_coordinates) * 2.0**-self.exponent
         if moved > COARSEST * self.bound:

@@ -116,7 +116,7 @@ class PlanChoices:
             )
 
     def participations(self, intents: int) -> int:
-        """How many of so many intents the group with most of them has: ceil(intents / b), since the groups take turns."""
+        """How many of these intents the group with most of them has: ceil(intents / b), since the groups take turns."""
         return -(-intents // self.bands)
 
     def require_correlatable(self, noise_multiplier: float) -> None:

@@ -31,7 +31,7 @@ import sys
 
 if (
     __name__ == "__main__"
-):  # modules that lie beside this file are part of what is judged, so nothing is imported from there
+):  # modules that lie next to this file are part of what is judged, so nothing is imported from there
     _beside = {
         os.path.realpath(os.path.dirname(place)) for place in (os.path.abspath(__file__), os.path.realpath(__file__))
     }
@@ -155,7 +155,7 @@ class Rough(Bound):
 
 
 def open_plain(path: Path, largest: int) -> int:
-    """A descriptor of a plain file of at most so many bytes; no link, pipe or device is followed or waited for."""
+    """A descriptor of a plain file that is at most this long; no link, pipe or device is followed or waited for."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
@@ -928,7 +928,7 @@ def one_release(
 
 
 def epsilon_of_copies(groups: list[Group], delta: float, copies: int, grid: float) -> float:
-    """Epsilon of so many examples of one owner, all zeroed out; caps are left out (Schuchardt et al. 2024)."""
+    """Epsilon of several examples of one owner, all zeroed out; caps are left out (Schuchardt et al. 2024)."""
     from dp_accounting import NeighboringRelation
     from dp_accounting import dp_event as event
     from dp_accounting.pld import PLDAccountant
@@ -1826,7 +1826,7 @@ def other_lines(card: dict[str, Any]) -> Iterator[str]:
 PLOT_WORDS = (
     "charged so far (upper bound)", "charged attempts", "the claim", "delta (log scale)", "epsilon", "guessing",
     "no attack can be above", "false-positive rate (log scale)", "true-positive rate, upper bound", "the model",
-    "without looking", "beside another picture", "not attested", "step", "held-out loss",
+    "without looking", "with another picture", "not attested", "step", "held-out loss",
     "Epsilon by delta. Every point of the curve holds at once, for everything that the ledger charges.",
 )  # fmt: skip
 """Titles, axes and legends of plots that hold no number."""

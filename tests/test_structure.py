@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "tools": LOWER | {"trainer"},
     "benchmarks": LOWER | {"trainer", "evaluation", "tools"},
 }
-"""Our packages that a package may import, beside itself. Type-only imports are free."""
+"""Our packages that a package may import, besides itself. Type-only imports are free."""
 PACKAGES = [name for name in MAY_IMPORT if any((ROOT / name).rglob("*.py"))]
 TESTS = "tests"
 
@@ -39,7 +39,7 @@ ONLY_IN = {
     "mpi4py": ("data/reading/pool.py",),
     "fsspec": ("data/reading/remote.py",),
     "aiohttp": ("data/reading/remote.py",),
-    "torchvision": (),  # it does not import beside a CPU build of torch
+    "torchvision": (),  # it does not import next to a CPU build of torch
 }
 """Where a package may be imported in what runs; tests are free."""
 MAX_LINES = 400

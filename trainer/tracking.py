@@ -1,6 +1,6 @@
 """The public stream of a run for experiment trackers.
 
-A tracker never runs beside the training. It is fed afterwards, from the files that may be published (`trainer/publish.py`), so
+A tracker never runs during the training. It is fed afterwards, from the files that may be published (`trainer/publish.py`), so
 it can see neither `private/` nor a clock: a service that took values while a run goes on would learn how long every step took,
 and the time that one example takes to decode is in that (contract 12).
 """

@@ -15,7 +15,7 @@ if ! ompi="$(command -v ompi_info)"; then
     exit 2
 fi
 deepspeed="$(command -v deepspeed)"
-# The mpich wheel puts an mpirun of its own into .venv/bin; the one beside ompi_info must be found first.
+# The mpich wheel puts an mpirun of its own into .venv/bin; the one next to ompi_info must be found first.
 PATH="$(dirname "$ompi"):$PATH"
 export PATH
 head="$(awk '!/^[[:space:]]*(#|$)/ { print $1; exit }' "$hostfile")"

@@ -18,7 +18,7 @@ def read_foreign(kind: Foreign, path: Path, unstated: Unstated = Unstated()) -> 
     """Configuration, and parameters by our names in fp32.
 
     Args:
-        path: the official torch file (or .safetensors) of ViP or DP-Cap; a folder that transformers saved, or peft beside
+        path: the official torch file (or .safetensors) of ViP or DP-Cap; a folder that transformers saved, or peft next to
             its base; or one that `export.py --format safetensors` wrote.
         unstated: what no tensor of an official file tells; folders state it in their config.json.
 

@@ -155,9 +155,7 @@ class HeldoutLoss(Part):
     blind_loss: Epsilon = Field(
         None, description="What one gets on them without a model; null where nobody computed it."
     )
-    shuffled_loss: Epsilon = Field(
-        None, description="The model's loss where each caption stands beside another picture."
-    )
+    shuffled_loss: Epsilon = Field(None, description="The model's loss where each caption stands with another picture.")
 
 
 class Samples(Part):

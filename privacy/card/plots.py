@@ -153,7 +153,7 @@ def draw_heldout(axes: Axes, card: PrivacyCard) -> str | None:
     axes.plot(*_columns(points), "o-", color=FIRST, markersize=5, label="the model")
     blind = [(p.step, p.blind_loss) for p in card.utility.heldout_loss if p.blind_loss is not None]
     shuffled = [(p.step, p.shuffled_loss) for p in card.utility.heldout_loss if p.shuffled_loss is not None]
-    for others, style, label in ((blind, "--", "without looking"), (shuffled, ":", "beside another picture")):
+    for others, style, label in ((blind, "--", "without looking"), (shuffled, ":", "with another picture")):
         if others:
             axes.plot(*_columns(others), style, color=SECOND, label=label)
             axes.legend()

@@ -1,4 +1,4 @@
-"""Does the loss of any example change with the others beside it, in micro-batches as a run has them?
+"""Does the loss of any example change with the others around it, in micro-batches as a run has them?
 
 The self-check compares gradients with torch's own, in float64 and in small batches. A model may take another way in a larger one
 (a limit, groups, a mask that is as long as the batch), in another precision or under autocast. So here a micro-batch of made-up
@@ -72,7 +72,7 @@ def _neighbourhoods(inputs: Mapping[str, Tensor], stays_B: Tensor) -> Iterator[t
     row_B = torch.arange(len(stays_B)) % len(next(iter(inputs.values())))
     kind_B = torch.arange(len(stays_B)) % 7
 
-    def beside(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def among(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         made = {}
         for name, x in inputs.items():
             x_B = x[row_B.to(x.device)]
@@ -88,9 +88,9 @@ def _neighbourhoods(inputs: Mapping[str, Tensor], stays_B: Tensor) -> Iterator[t
                 y_B = torch.where(_as(kind_B == kind, x_B), y_B * value, y_B)
         return y_B
 
-    yield beside(lambda x_B: x_B.roll(1, 0)), False
-    yield beside(hostile), True
-    yield beside(lambda x_B: shortened(x_B[:1]).expand_as(x_B)), False
+    yield among(lambda x_B: x_B.roll(1, 0)), False
+    yield among(hostile), True
+    yield among(lambda x_B: shortened(x_B[:1]).expand_as(x_B)), False
 
 
 def _as(is_so_B: Tensor, like: Tensor) -> Tensor:

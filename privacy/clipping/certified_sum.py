@@ -60,7 +60,7 @@ class CertifiedSum(ClippedSum):
     The other arguments are those of `ClippedSum`. C does not move, and there are no modes.
 
     Raises:
-        PrivacyConfigError: as `ClippedSum` does; or the lattice is too coarse for so many parameters.
+        PrivacyConfigError: as `ClippedSum` does; or the lattice is too coarse for this number of parameters.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ may be a thousand times as large. Three things find that at any size:
 * Everything is computed in float64, on copies of parameters and buffers, where the model can: then rounding is 1e-16 and a part
   of 1e-10 is seen. Where a forward narrows values to float32 itself, or cannot run in float64, a part of 1e-3 is.
 * In further batches, some rows hold what no data set should: NaN, infinity and numbers ten thousand times too large. Any
-  arithmetic that reads another row carries them over, at any strength, and the examples beside them must stay what they were.
+  arithmetic that reads another row carries them over, at any strength, and the examples around them must stay what they were.
   The same is tried in the precision of the run, with its dtypes and under its autocast. Where a model refuses such numbers
   itself, the neighbours are other examples.
 * Every example alone, and the first hostile batch, meets the model as it was before its first call, so that statistics of a first
@@ -40,7 +40,7 @@ from ..errors import PrivacyConfigError
 from .apart import shortened
 from .checked import note_passed, shared_state, structure
 from .recorder import plain_words
-from .together import TAME, Together, beside, together
+from .together import TAME, Together, together, with_neighbours
 from .untouched import as_it_was, held, no_chance, nothing_is_small, on_copies
 
 Inputs = dict[str, Tensor]
@@ -130,7 +130,7 @@ def _check(
             found = together(model, task, {name: x[order] for name, x in inputs.items()}, shares)
             _compare_losses(loss_N[order], found.loss_N, TOLERANCE[precision])
         else:
-            found = beside(model, task, inputs, share_of, neighbours)
+            found = with_neighbours(model, task, inputs, share_of, neighbours)
             _compare_losses(loss_N, found.loss_N, TOLERANCE[precision])
         seen.append(found)
         _require_gradients([name for name in found.sums if name not in unreached], expected)
@@ -143,12 +143,12 @@ def _check(
 def _check_own_precision(
     model: nn.Module, task: Callable[..., Tensor], inputs: Inputs, restore: Callable[[], None]
 ) -> None:
-    """Beside different neighbours, losses and gradients are equal in the precision of the run too, however rough that is."""
+    """Among different neighbours, losses and gradients are equal in the precision of the run too, however rough that is."""
     shares = [1.0] * len(next(iter(inputs.values())))
     seen: list[Together] = []
     for neighbours in TAME:
         restore()
-        seen.append(beside(model, task, inputs, shares, neighbours))
+        seen.append(with_neighbours(model, task, inputs, shares, neighbours))
     on_cpu = seen[0].loss_N.device.type == "cpu"
     _compare_losses(seen[0].loss_N, seen[1].loss_N, NEIGHBOURS_TOLERANCE if on_cpu else ATOMICS_TOLERANCE)
     _compare_neighbours(*seen, is_wide=False)
@@ -260,7 +260,7 @@ def _truth(
 
 
 def _check_crowd(task: Callable[..., Tensor], inputs: Mapping[str, Tensor], loss_N: Tensor, tolerance: float) -> None:
-    """The losses beside many rows of one example, and of another cut to half: they are all that of the example alone."""
+    """The losses among many rows of one example, and of another cut to half: they are all that of the example alone."""
     crowd = {name: x[:1].expand(MOST_EXAMPLES, *x.shape[1:]) for name, x in inputs.items()}
     short = {name: shortened(x[-1:]) for name, x in inputs.items()}
     with torch.no_grad(), no_chance():
@@ -306,7 +306,7 @@ def _require_as_many_calls(batches: Sequence[Together]) -> None:
     differing = {name for calls in others for name in {**first, **calls} if first.get(name) != calls.get(name)}
     if differing:
         raise PrivacyConfigError(
-            f"the layer of {min(differing)} is called more or less often beside other examples, which moves how the gradient "
+            f"the layer of {min(differing)} is called more or less often among other examples, which moves how the gradient "
             "of every example is rounded: call it as often in every micro-batch, and mask what is not needed"
         )
 

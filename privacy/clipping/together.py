@@ -1,4 +1,4 @@
-"""Made-up examples in one batch, beside neighbours that count for nothing, as the clipping rules see them (selfcheck.py)."""
+"""Made-up examples in one batch, among neighbours that count for nothing, as the clipping rules see them (selfcheck.py)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -47,10 +47,10 @@ class Together:
     num_calls: Mapping[str, int]
 
 
-def beside(
+def with_neighbours(
     model: nn.Module, task: Callable[..., Tensor], inputs: Inputs, shares: Sequence[float], neighbours: str
 ) -> Together:
-    """All made-up examples beside two neighbours of a kind, or tame ones where the model raises an error on those."""
+    """All made-up examples among two neighbours of a kind, or tame ones where the model raises an error on those."""
     try:
         with _tables_give_nan(model, len(shares) + 2) if neighbours == "not finite" else nullcontext():
             return together(model, task, inputs, shares, _neighbours(inputs, neighbours))

@@ -19,7 +19,7 @@ from .in_place import writes_to
 SIMPLE = frozenset([bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
 """Values that hold nothing else."""
 MOST_VALUES = 50_000
-"""So many values are looked at, so that a model that holds a data set does not make every micro-batch wait."""
+"""This number of values is looked at, so that a model that holds a data set does not make every micro-batch wait."""
 SMALL = 1e-3
 """Weights with a root mean square below it hide the gradients of the layers before them."""
 

@@ -227,7 +227,7 @@ def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
         if p.dtype not in (torch.float32, torch.float64):
             raise PrivacyConfigError(
                 f"{name} is {p.dtype}: noised steps are too small for it; train float32 weights, or low-rank adapters in float32 "
-                "beside frozen weights of any dtype. A GradScaler is not needed"
+                "next to frozen weights of any dtype. A GradScaler is not needed"
             )
         if p.dtype != next(iter(trainable.values())).dtype or p.device != next(iter(trainable.values())).device:
             raise PrivacyConfigError(

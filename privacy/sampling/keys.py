@@ -69,7 +69,7 @@ class SamplingKey:
 
     @staticmethod
     def publish(path: Path | str) -> None:
-        """Gives a staged key its final name; a key that has it stays, whatever a backup has put beside it."""
+        """Gives a staged key its final name; a key that has it stays, whatever a backup has put next to it."""
         path = Path(path)
         if not path.exists() and _staged(path).exists():
             durable.rename(_staged(path), path)

@@ -56,7 +56,7 @@ class Sampler(ABC):
         """Decides the examples of [start, stop) for `step`."""
 
     def of_attempt(self, num_intents: int) -> "Sampler":
-        """The sampler of the attempt that follows so many intents in the ledger; only cyclic sampling asks for it."""
+        """The sampler of the attempt that follows this number of intents in the ledger; only cyclic sampling asks for it."""
         return self
 
     def members(self, coin_key: bytes, step: int) -> Ids:

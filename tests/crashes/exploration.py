@@ -80,7 +80,7 @@ def explore(
     Args:
         share: the part of the states that are tried.
         depth: 1: the run crashes; 2: so does the resume.
-        enough: so many problems end the search.
+        enough: this number of problems ends the search.
         part: (k, n) takes every n-th state after the first crash, from the k-th on.
         remembered: of other parts of the same exploration, whose states are not opened again.
     """
@@ -146,7 +146,7 @@ PARTS = {
     "owner": OWNER,
 }
 """What somebody may bring back from a backup: the run's files, the mirror elsewhere, and the data owner's ledger. A copy of the
-run folder that is started beside the original is the three first, brought back together."""
+run folder that is started next to the original is the three first, brought back together."""
 
 
 def explore_rollbacks(root: Path, *, share: float = 1.0, seed: int = 0, enough: int = 9999) -> Found:

@@ -196,7 +196,7 @@ def test_a_start_refuses_parts(streaming: str, tmp_path: Path) -> None:
 
 
 def test_pictures_and_captions_in_shards_of_their_own(tmp_path: Path) -> None:
-    """So many shards that the command names them together."""
+    """So large a number of shards that the command names them together."""
     shards: list[Shard] = [[(f"{n}", [part])] for part in PAIR for n in range(8)]
     paths = write(tmp_path / "shards", shards)
     with pytest.raises(DataError, match="SHARDS as all 16 that hold such parts"):

@@ -39,7 +39,7 @@ from trainer.ranks import distributed
 
 ENGINES = [("local", 1), ("deepspeed", 3), ("fsdp", 3), ("deepspeed", 1), ("fairscale", 1)]
 NUM_QUICK = 3
-"""`make test` measures so many of them: one that keeps weights whole, and two that gather them."""
+"""`make test` measures the first of them: one that keeps weights whole, and two that gather them."""
 every_engine = pytest.mark.parametrize(
     "engine", [*ENGINES[:NUM_QUICK], *(pytest.param(engine, marks=pytest.mark.full) for engine in ENGINES[NUM_QUICK:])]
 )
@@ -217,7 +217,7 @@ def test_sharded_sums_equal_local_ones(engine: tuple[str, int], sums: list[Any])
 
 
 class WithExactSum(ClippedSum):
-    """Adds up, beside the real sum, the same contributions and factors in float64."""
+    """Adds up, next to the real sum, the same contributions and factors in float64."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -141,7 +141,7 @@ def a_mechanism(
 
 
 def machine_settings(stage: int, **more: Any) -> MachineSettings:
-    """A ds_config with every parameter sharded, small ones included; `more` goes into zero_optimization or beside it."""
+    """A ds_config with every parameter sharded, small ones included; `more` goes into zero_optimization or next to it."""
     zero: dict[str, Any] = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
     zero |= {key: more.pop(key) for key in list(more) if key in ZERO_KEYS}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

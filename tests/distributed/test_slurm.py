@@ -42,7 +42,7 @@ def submit(slurm: Slurm, log: Path, *command: str, nodes: int = 2) -> str:
 
 
 def done_beyond(slurm: Slurm, number: str, run_dir: Path, wanted: int, log: Path) -> None:
-    """Waits until so many steps are done."""
+    """Waits until this number of steps is done."""
     wait_until(
         lambda: count(run_dir, "done") >= wanted or slurm.has_ended(number),
         f"{wanted} steps: {slurm.job(number)}\n{text(log)[-3000:]}",

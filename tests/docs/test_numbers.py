@@ -80,8 +80,8 @@ def test_the_same_network_by_other_libraries() -> None:
     """benchmarks/README.md has every cell of the record, README.md the accuracies and this project's costs over Opacus'."""
     cells = {f"{cell['data']}, epsilon {cell['target_epsilon']:g}": cell for cell in record("-utility.json")["cells"]}
     assert set(cells) == {f"{data}, epsilon {epsilon}" for data in ("digits", "fashion") for epsilon in (3, 8)}
-    beside = rows("README.md", "other libraries")
-    assert set(beside) == set(cells)
+    readme = rows("README.md", "other libraries")
+    assert set(readme) == set(cells)
     for name, cell in cells.items():
         table, systems = rows("benchmarks/README.md", name), cell["systems"]
         assert list(table) == list(LIBRARIES)
@@ -103,7 +103,7 @@ def test_the_same_network_by_other_libraries() -> None:
             interval([a / b for a, b in zip(ours[of], opacus[of], strict=True)]) for of in ("seconds", "peak_mib")
         )
         less = opacus["accuracy_minus_ours"]
-        assert beside[name] == [
+        assert readme[name] == [
             spread(ours["accuracy"], 3), spread(opacus["accuracy"], 3), f"{less['mean']:+.3f} ± {less['half_width']:.3f}",
             spread(systems["jax_privacy"]["accuracy"], 3), spread(systems["non_private"]["accuracy"], 3),
             spread(time, 2), spread(memory, 2),
@@ -161,7 +161,7 @@ def test_the_quickstart_beats_what_sees_no_picture() -> None:
         f"{middle['heldout_loss']:.3f} nats per token"
     )
     assert compared == (
-        f"without looking {middle['blind_loss']:.3f}; beside another picture {middle['shuffled_loss']:.2f}; the most frequent "
+        f"without looking {middle['blind_loss']:.3f}; with another picture {middle['shuffled_loss']:.2f}; the most frequent "
         "caption is right for 9.3 %"
     )
     assert all(run["heldout_loss"] <= 0.5 * run["blind_loss"] and run["captions_right"] > 0.5 for run in found["runs"])

@@ -59,7 +59,7 @@ def wait_for(run_dir: Path, condition: Callable[[], bool], ranks: Ranks, within:
 
 
 def ends(ranks: Ranks, run_dir: Path, within: float = WITHIN) -> list[int]:
-    """Exit codes; each must come within so many seconds from now."""
+    """Exit codes; each must come within this number of seconds from now."""
     deadline = time.monotonic() + within
     try:
         return [rank.wait(timeout=max(0.01, deadline - time.monotonic())) for rank in ranks]

@@ -85,7 +85,7 @@ def log_of(run_dir: Path) -> Path:
 def wait_for_steps(
     run_dir: Path, launcher: "subprocess.Popen[bytes] | subprocess.Popen[str]", log: Path, number: int = 2
 ) -> None:
-    """Until a run has done so many steps, or its launcher has ended.
+    """Until a run has done this number of steps, or its launcher has ended.
 
     On a busy machine that takes minutes, most of them in imports. A run hangs when its processes wait although they could run.
     """

@@ -41,7 +41,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Two classes with two images each; captions beside them."""
+    """Two classes with two images each; captions next to them."""
     for number, name in enumerate(("circle/a", "circle/b", "star/c", "star/d")):
         path = tmp_path / "pictures" / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

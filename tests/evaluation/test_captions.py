@@ -40,7 +40,7 @@ def captioner() -> Captioner:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Three images, one with captions beside it, and a file that is none."""
+    """Three images, one with captions next to it, and a file that is none."""
     (tmp_path / "b").mkdir()
     for name, value in (("b/two.png", 90), ("a.jpg", 30), ("c.png", 200)):
         Image.new("RGB", (20, 16), (value, 10, 10)).save(tmp_path / name)

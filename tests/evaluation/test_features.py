@@ -143,7 +143,7 @@ def test_every_source_gives_the_same_features(tmp_path: Path) -> None:
 
 
 def test_resize_then_crop_is_that_of_the_papers() -> None:
-    """The shorter side to so many pixels, then the centre: by Pillow, as torchvision does it."""
+    """The shorter side to this number of pixels, then the centre: by Pillow, as torchvision does it."""
     images, labels = pictures(2, side=40)
     images = images[:, :, :35]
     found = extract(opened_captioner(), ArrayImages("here", images, labels), FeatureOptions(resize=20))

@@ -1,4 +1,4 @@
-"""Every example runs as a reader runs it: as a program beside the installed library, without a network."""
+"""Every example runs as a reader runs it: as a program next to the installed library, without a network."""
 
 import importlib.util
 import json

@@ -27,7 +27,7 @@ BEGUN = -signal.SIGPROF
 """How such a case ends, which says nothing against it."""
 MOST_LINES = 3
 CODES = {0, 1, 2, 3, 4, 5, 6, 7}
-MEMORY_MIB = 6000  # beside what the process has mapped already
+MEMORY_MIB = 6000  # on top of what the process has mapped already
 HEAVY = [
     "trainer.run.start", "trainer.engines", "privacy.step.engine", "trainer.planner.resources", "trainer.planner.tables",
     "privacy.audit.folder", "trainer.audit.canaries", "trainer.audit.run", "trainer.weights.export", "evaluation.features",

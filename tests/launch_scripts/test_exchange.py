@@ -42,7 +42,7 @@ def words(folder: Path) -> Path:
 
 
 def as_trained(state: dict[str, Tensor]) -> dict[str, Any]:
-    """What a training script saves beside the weights."""
+    """What a training script saves next to the weights."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight])
     with torch.enable_grad():

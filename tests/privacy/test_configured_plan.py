@@ -1,4 +1,4 @@
-"""A ledger that states another plan than config.toml beside it is found, whatever the field."""
+"""A ledger that states another plan than config.toml next to it is found, whatever the field."""
 
 import tomllib
 from dataclasses import replace

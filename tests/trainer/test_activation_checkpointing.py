@@ -110,7 +110,7 @@ def test_peak_memory_falls() -> None:
 
 
 class LayerScale(nn.Module):
-    """A raw parameter of the block itself, beside its layer."""
+    """A raw parameter of the block itself, next to its layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def run(folder: Path, *changes: str, shards: str = SAME, steps: int = 2) -> int:
 
 
 def pld(*runs: tuple[Path, int], delta: float) -> float:
-    """The composition of so many charges of each run, from the plans in the ledgers and dp-accounting alone."""
+    """The composition of these numbers of charges of each run, from the plans in the ledgers and dp-accounting alone."""
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
     for folder, count in runs:
         plan = json.loads((folder / "ledger.jsonl").read_bytes().split(b"\n")[0])["plan"]

@@ -243,7 +243,7 @@ def test_another_model(saved: Path) -> None:
 
 
 def test_frozen_parameters_are_part_of_the_model(folder: Path) -> None:
-    """They are written beside the engine's states and set with the rest; a checkpoint that lacks them is no whole model."""
+    """They are written next to the engine's states and set with the rest; a checkpoint that lacks them is no whole model."""
     model = new_model()
     model[0].weight.requires_grad_(False)
     frozen, engine = FrozenWeights(model), new_engine(model)

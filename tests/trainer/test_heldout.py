@@ -107,7 +107,7 @@ def test_baselines(
 def test_every_example_is_decoded_once(
     table: ExampleTable, task: CaptioningTask, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss, the word frequencies and the loss beside other pictures come from one pass; samples show their own few again."""
+    """The loss, the word frequencies and the loss with other pictures come from one pass; samples show their own few again."""
     decoded: Counter[bytes] = Counter()
 
     class Counting(CaptionExample):

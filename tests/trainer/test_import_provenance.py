@@ -30,7 +30,7 @@ PRIVATE: list[dict[str, Any]] = [
 
 
 def exported(folder: Path, kind: str, about: dict[str, Any]) -> Path:
-    """An encoder as export.py writes it: `hf` is a folder, `vip` a torch file with config.json beside it."""
+    """An encoder as export.py writes it: `hf` is a folder, `vip` a torch file with config.json next to it."""
     config = VitConfig(image_size=16, patch_size=4, width=32, depth=1, num_heads=4, qkv_bias=True)
     encoder = build_image_encoder(EncoderConfig(encoder=config), generator=torch.Generator().manual_seed(0)).encoder
     folder.mkdir()

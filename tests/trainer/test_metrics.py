@@ -67,7 +67,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_public_events_have_no_clock_and_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after a resume and beside a file that a kill tore; equal numbers are equal bytes."""
+    """Also after a resume and next to a file that a kill tore; equal numbers are equal bytes."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 

@@ -39,7 +39,7 @@ PARAMETERS = {"dpcap_tiny": 59.4, "dpcap_small": 115.7, "dpcap_base": 189.8, "dp
 
 
 def plan_of(config: RunConfig, num_examples: int) -> PrivacyPlan:
-    """The plan that training would make on so many examples."""
+    """The plan that training would make on this number of examples."""
     return make_plan(config.privacy.request(config.train.num_steps, num_examples))
 
 

@@ -116,7 +116,7 @@ class HeldoutSection(Section):
     """How many examples are used, from the first; all by default."""
     num_captions: int = Field(5, ge=0, le=10_000)
     every_steps: Positive | None = None
-    """Evaluation happens before the first and after the last step; with this key also after every so many steps."""
+    """Evaluation happens before the first and after the last step; with this key also each time this many steps are done."""
 
 
 class PrivacySection(Section):

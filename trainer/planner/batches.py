@@ -22,7 +22,7 @@ from trainer.config.recipe import RunConfig
 WORTH_A_NOTE = 0.05
 """Padding is noted from this share of the rows on."""
 _QUANTILES = 64
-"""So many equally likely batches stand for a fluctuating one."""
+"""This number of equally likely batches stands for a fluctuating one."""
 _SMALLEST = 4
 """No micro-batch below this part of the recipe's is proposed: kernels would be busy with less."""
 

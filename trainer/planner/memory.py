@@ -204,7 +204,7 @@ def rank_memory(
 
     Args:
         on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`trainer.ranks.distributed.reduce_scatter_sum`).
-        bands: of correlated noise; the owner of a coordinate keeps its noise of so many steps less one.
+        bands: of correlated noise; the owner of a coordinate keeps its noise of the last `bands` - 1 steps.
     """
     compute = machine.compute_dtype.itemsize
     sums, bucket = accumulator_bytes(trainable, accumulation, world_size)

@@ -34,7 +34,7 @@ class Result:
             without a formal guarantee, whatever the recipe says.
         losses: step -> held-out loss, as far as the held-out data are public.
         blind_loss: what one gets on the same held-out data without looking at them (`trainer.tasks.blind`).
-        shuffled_loss: the last held-out loss with another example's picture beside every caption; captioners only.
+        shuffled_loss: the last held-out loss with another example's picture for every caption; captioners only.
         parameters, trainable: how many the model has, and how many of them it trains; None before the first checkpoint.
         seconds: wall time over all attempts that this folder knows the end of; None for private data (contract 12).
     """

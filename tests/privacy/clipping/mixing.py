@@ -173,7 +173,7 @@ def calibrated_gradient(m: Net, h: Tensor) -> Tensor:
 
 
 def bank(m: Net, h: Tensor) -> Tensor:
-    """What the last fifty micro-batches were, once there have been so many."""
+    """What the last fifty micro-batches were, once there have been fifty."""
     mean = torch.stack(m.bank).mean(0) if len(m.bank) == 50 else 1.0
     m.bank = [*m.bank[-49:], h.detach().mean((0, 1))]
     return h * mean

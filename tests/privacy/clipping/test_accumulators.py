@@ -23,7 +23,7 @@ def test_contract_4_the_parts_of_the_slack_are_within_r() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_contract_4_no_fp32_sum_holds_more_than_64_examples(seed: int) -> None:
-    """Values that fp32 drops beside a larger one, and fp64 does not, whatever the sizes of micro-batches.
+    """Values that fp32 drops next to a larger one, and fp64 does not, whatever the sizes of micro-batches.
 
     One example of 1 comes first; then each adds a quarter of its last place. In one fp32 sum all of them would be lost.
     """
@@ -43,7 +43,7 @@ def test_contract_4_no_fp32_sum_holds_more_than_64_examples(seed: int) -> None:
 
 
 def test_contract_4_tokens_of_one_row_round_a_large_total_once() -> None:
-    """At every token, 64 examples of 197 would be lost beside a million, or count double."""
+    """At every token, 64 examples of 197 would be lost next to a million, or count double."""
     last_place = 2.0**-33  # below 2^20
     for start in (2.0**20, 2.0**20 - 1):
         total = torch.tensor([[0.0], [start]], dtype=torch.float64)

@@ -182,7 +182,7 @@ class Halting(nn.Module):
 
 
 def test_layers_that_are_called_as_often_as_the_longest_example_asks_are_refused_at_the_start() -> None:
-    with pytest.raises(PrivacyConfigError, match="called more or less often beside other examples"):
+    with pytest.raises(PrivacyConfigError, match="called more or less often among other examples"):
         check_against_autograd(Halting(most=10.0), {"x": made_up(3, 4)})
 
 

@@ -1,4 +1,4 @@
-"""No weights carry more noised steps than the ledger beside them says, whatever a program does with model, copies and folders."""
+"""No weights carry more noised steps than their ledger says, whatever a program does with model, copies and folders."""
 
 import copy
 import shutil

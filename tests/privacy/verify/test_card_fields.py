@@ -125,7 +125,7 @@ def expectation(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_every_change_of_a_card_is_violated_or_listed(
     name: str, every: int, folders: Callable[[str], Path], judge: Judge
 ) -> None:
-    """Of long curves `every` so many points."""
+    """The points at every `every`-th place of long curves."""
     code, found = judge(folders(name))
     assert code == 0, sentences(found) + sentences(found, "inconclusive")
     card, expected = expectation(folders(name))

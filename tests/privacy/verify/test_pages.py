@@ -70,7 +70,7 @@ def outside_of_tags(text: str) -> Callable[[int], bool]:
     ("page", "every"), [(page, 5) for page in PAGES] + [pytest.param(page, 1, marks=pytest.mark.full) for page in PAGES]
 )
 def test_every_number_of_a_page_is_compared(page: str, every: int, original: Path, tmp_path: Path) -> None:
-    """Every so many of them."""
+    """Every n-th of them."""
     shutil.copytree(original / "report", tmp_path / "report")
     folder = verify.Folder(tmp_path, verify.Ledger("ledger.jsonl"), None)
     verify.check_pages(folder)
