@@ -48,7 +48,7 @@ SHAPE = {"patch_size": 7, "encoder_width": 32, "encoder_depth": 2, "encoder_mlp_
 DECODER = {"decoder_width": 32, "decoder_depth": 1, "decoder_mlp_ratio": 2.0}
 NON_PRIVATE_RATE = 4e-3
 """The private arms' rates are those of the studies' recipes. All were chosen on another seed, by the held-out loss of the classes
-that are trained on, from one to three rates each."""
+that are trained on, one or two rates for each."""
 BATCH = 500
 SHOTS = (1, 5, 10)
 RUNS = ("synthetic", "vip", "dpcap", "dpcap_random", "non_private")

@@ -134,6 +134,42 @@ def test_what_libraries_make_of_small_models() -> None:
     assert len(table) == len(record("-utility.json")["wirings"])
 
 
+ENCODERS = {
+    "grey values, no encoder": "pixels", "untrained encoder": "untrained", "synthetic start": "synthetic", "ViP from it": "vip",
+    "DP-Cap from it": "dpcap", "DP-Cap from random weights": "dpcap_random", "DP-Cap from it, without privacy": "non_private",
+}  # fmt: skip
+PROBES = (
+    "other clothes, 10 shots",
+    "other clothes, linear probe",
+    "digits, 10 shots",
+    "digits, linear probe",
+    "mean of all",
+)
+ORDER = {
+    "DP-Cap less ViP": "dpcap > vip", "ViP less synthetic": "vip > synthetic", "DP-Cap less synthetic": "dpcap > synthetic",
+    "DP-Cap less untrained": "dpcap > untrained",
+}  # fmt: skip
+
+
+def test_the_order_of_the_papers() -> None:
+    """README.md: every arm with its losses, and the paired differences, whatever they say."""
+    found, table = record("-ordering.json"), rows("README.md", "encoder")
+    assert list(table) == list(ENCODERS) and set(found["seeds"]) >= set("012")
+    for row, arm in ENCODERS.items():
+        losses = found["heldout_losses"].get(arm)
+        said = "" if losses is None else f"{spread(losses['loss'], 3)}; {losses['blind_loss']['mean']:.3f}"
+        assert table[row] == [*(spread(found["accuracy"][arm][probe], 3) for probe in PROBES), said], row
+    page = " ".join(read("README.md").split())
+    for words, claim in ORDER.items():
+        one = found["claims"][claim]["mean of all"]
+        assert f"{words} {one['mean']:+.3f} ± {one['half_width']:.3f}" in page, words
+    assert {found["claims"][claim]["mean of all"]["verdict"] for claim in ORDER.values()} == {"not told apart"}
+    together = {arm: probes["mean of all"] for arm, probes in found["accuracy"].items()}
+    grey = together.pop("pixels")
+    best = max(one["mean"] + one["half_width"] for one in together.values())
+    assert grey["mean"] - grey["half_width"] > best, "the page says so"
+
+
 def test_weak_scaling() -> None:
     scaling = record("-scaling-two-cores.json")["weak_scaling"]
     measured = [scaling["efficiency"][engine] for engine in ("local", "zero1", "zero3")]
