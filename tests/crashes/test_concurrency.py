@@ -31,6 +31,7 @@ from privacy.step import folder as run_folder
 from privacy.step.engine import Piece, ShardState
 from privacy.step.folder import RunFolder
 from tests.crashes import program
+from tests.crashes.remembered import Remembered
 from trainer.errors import in_one_line
 from trainer.publish import publish
 
@@ -101,7 +102,7 @@ def rounds_in_one_folder(root: Path, count: int, seed: int) -> tuple[Counter[str
         seen.update(kind for kind, _ in events)
         happened = [tuple(what) if isinstance(what, list) else what for kind, what in events if kind == "happened"]
         problems += [f"round {number}: {what}" for kind, what in events if kind == "defect"]
-        wrong = program.problem(place, happened)
+        wrong = program.problem(place, happened, Remembered())
         problems += [f"round {number}: {wrong}"] if wrong is not None else []
     return seen, problems
 
