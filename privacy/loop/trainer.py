@@ -59,6 +59,16 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
                 raise PrivacyConfigError(
                     f"TrainingArguments {name}={getattr(args, name)!r} is refused: {why}; take {usual!r}"
                 )
+        if rest.get("compute_loss_func") is not None or type(self).compute_loss is not Trainer.compute_loss:
+            raise PrivacyConfigError(
+                "compute_loss and compute_loss_func are refused: private steps need one loss per example and would not call "
+                "them; give loss="
+            )
+        if str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) == "reduce_lr_on_plateau":
+            raise PrivacyConfigError(
+                "lr_scheduler_type='reduce_lr_on_plateau' is refused: it follows a metric; take a schedule of steps, or set the "
+                "rate from public metrics in a PrivateLoop"
+            )
         super().__init__(model, args, train_dataset=train_dataset, **rest)
 
     def _evaluate(self) -> None:

@@ -171,6 +171,13 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
         ):
             with pytest.raises(PrivacyConfigError, match=next(iter(changes))):
                 trainer(**changes)
+        with pytest.raises(PrivacyConfigError, match="follows a metric"):
+            trainer(lr_scheduler_type="reduce_lr_on_plateau")
+        with pytest.raises(PrivacyConfigError, match="give loss="):
+            PrivateTrainer(
+                image_model(), TrainingArguments(str(tmp_path / "out"), max_steps=3), run_dir=tmp_path / "run",
+                train_dataset=data, compute_loss_func=lambda *_: torch.zeros(()),
+            )  # fmt: skip
         assert not (tmp_path / "run").exists()  # nothing was begun for a refusal
         first, second = trainer(last=2), trainer()
         assert first.train().global_step == 2
