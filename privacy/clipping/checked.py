@@ -161,7 +161,8 @@ def structure(model: nn.Module, task: object = None) -> Structure:
     functions: list[object] = [owner]
     for kind in list(look.classes):
         if kind.__module__ not in ("builtins", "typing", "abc"):
-            values = {name: x for name, x in vars(kind).items() if name not in UNIMPORTANT}
+            skipped = UNIMPORTANT | MADE_BY_THE_COMPILER if kind is nn.Module else UNIMPORTANT
+            values = {name: x for name, x in vars(kind).items() if name not in skipped}
             place = "", f"class {kind.__qualname__}"
             look.found[place] = (look.found.get(place), {name: look.into(x, 2) for name, x in values.items()})
             functions += [] if is_foreign(kind) else values.values()
@@ -275,6 +276,8 @@ UNIMPORTANT = frozenset(
     ["__dict__", "__weakref__", "__doc__", "__annotations__", "__module__", "_abc_impl", "__slots__"]
 )
 """Attributes that classes have of themselves."""
+MADE_BY_THE_COMPILER = frozenset(["__init__", "__setstate__", "___needs_generation_tag_patch"])
+"""What torch.compile changes in nn.Module at its first use in a process: how modules are made, and never what one computes."""
 
 
 def _value(cell: types.CellType) -> object:

@@ -101,6 +101,19 @@ def test_a_change_beside_what_the_forward_moves_is_noticed(change: str, monkeypa
         add(total, model, x=torch.randn(3, 4))
 
 
+def test_a_first_use_of_the_compiler_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wraps how modules are made, wherever in the program it comes: before the check, in it or after it."""
+    usual = nn.Module.__init__
+    model = Net()
+    check_against_autograd(model, made_up())
+    monkeypatch.setattr(nn.Module, "__init__", lambda self, *args, **more: usual(self, *args, **more))
+    monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    add(ClippedSum(model, 1.0), model, x=torch.randn(3, 4))
+    monkeypatch.setattr(nn.Module, "__call__", lambda self, x: self.forward(x))
+    with pytest.raises(PrivacyConfigError, match="since the self-check"):
+        add(ClippedSum(model, 1.0), model, x=torch.randn(3, 4))
+
+
 def test_a_change_of_weights_is_training() -> None:
     """Wherever else the model or its task holds them."""
     model = Kept()
