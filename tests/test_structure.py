@@ -299,9 +299,9 @@ def test_a_new_field_of_the_step_fails_types_wherever_a_mechanism_is_built(tmp_p
         copy = shutil.copytree if (ROOT / folder).is_dir() else shutil.copy
         copy(ROOT / folder, tmp_path / folder)
     step = tmp_path / "privacy" / "step" / "step.py"
-    lines = step.read_text().splitlines(keepends=True)
-    (mechanism,) = (n for n in parsed(step).body if isinstance(n, ast.ClassDef) and n.name == "Mechanism")
-    (function,) = (n for n in parsed(step).body if isinstance(n, ast.FunctionDef) and n.name == "train_step")
+    lines, tree = step.read_text().splitlines(keepends=True), parsed(ROOT / "privacy/step/step.py")
+    (mechanism,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Mechanism")
+    (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "train_step")
     assert mechanism.end_lineno is not None and mechanism.end_lineno < function.body[1].lineno
     lines.insert(function.body[1].lineno - 1, "    print(mechanism.planted)\n")
     lines.insert(mechanism.end_lineno, "    planted: float\n")
