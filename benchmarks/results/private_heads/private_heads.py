@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,19 +72,21 @@ def by_sgd(data: sweep.HeadData, repeats: int) -> tuple[list[dict[str, Any]], fl
     return rows, accuracy(clean_LD, data.x_test_ND, data.y_test_N)
 
 
-def measure(repeats: int, plot: Path | None) -> dict[str, Any]:
+def measure(repeats: int, methods: Sequence[str], plot: Path | None) -> dict[str, Any]:
     """The record."""
     start, data = time.perf_counter(), digits()
+    chosen = {method: options for method, options in OPTIONS.items() if method in methods}
     with tempfile.TemporaryDirectory() as folder:
-        request = sweep.HeadRequest(tuple(OPTIONS), sweep.EPSILONS, Path(folder), DELTA, repeats, OPTIONS)
+        request = sweep.HeadRequest(tuple(chosen), sweep.EPSILONS, Path(folder), DELTA, repeats, chosen)
         heads = sweep.train_heads(data, request)
         _, together, delta = sweep.spent_in(request.folder)
-    sgd_rows, sgd_without_noise = by_sgd(data, repeats)
-    rows = [*sweep.summary(heads), *sgd_rows]
+    rows, without_noise = sweep.summary(heads), sweep.without_privacy(data, request)
+    if "dp-sgd" in methods:
+        sgd_rows, without_noise["dp-sgd"] = by_sgd(data, repeats)
+        rows += sgd_rows
     head, validation = cross_validated_regression(*examples(data), 10)
     lars = lars_probe(examples(data), (data.x_test_ND, data.y_test_N), 10, LarsOptions(trust_coefficient=LARS_TRUST))
     regression = head.accuracy(data.x_test_ND, data.y_test_N)
-    without_noise = {**sweep.without_privacy(data, request), "dp-sgd": sgd_without_noise}
     baselines = {**without_noise, "regression without privacy": regression}
     if plot is not None:
         title = f"Digits, {TRAIN} training images, delta {DELTA:g}, {repeats} heads each"
@@ -96,7 +99,7 @@ def measure(repeats: int, plot: Path | None) -> dict[str, Any]:
         "num_test": len(data.y_test_N),
         "delta": DELTA,
         "repeats": repeats,
-        "options": {**OPTIONS, "dp-sgd": asdict(SGD)},
+        "options": {method: chosen.get(method, asdict(SGD)) for method in methods},
         "accuracy": rows,
         "without_noise": without_noise,
         "without_privacy": {
@@ -119,10 +122,11 @@ def measure(repeats: int, plot: Path | None) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10, help="heads per method and epsilon")
+    parser.add_argument("--methods", nargs="+", choices=(*OPTIONS, "dp-sgd"), default=[*OPTIONS, "dp-sgd"])
     parser.add_argument("--plot", type=Path, metavar="PNG")
     parser.add_argument("--json", action="store_true", help="print the whole record as one JSON object")
     options = parser.parse_args()
-    record = measure(options.repeats, options.plot)
+    record = measure(options.repeats, options.methods, options.plot)
     if options.json:
         print(json.dumps(record))
         return
