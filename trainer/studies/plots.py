@@ -30,6 +30,7 @@ _LOSS = "held-out loss"
 _OTHER_EPSILON = 1.2  # below it epsilons differ by how much of the reserve was used, not by what was studied
 _WIDE_RANGE = 8.0  # from this ratio on an axis is logarithmic,
 _WIDE_FALL = 3.0  # and from this one that of the losses, whose differences lie at its lower end
+_WORDS_ABREAST = 50  # letters of the words below an axis that fit next to each other
 
 
 class Picture(NamedTuple):
@@ -171,7 +172,9 @@ def _final(done: Sequence[Group], axis: Axis) -> Figure | None:
     if numeric:
         _scale(ax, [float(value) for value in values])
     else:
-        ax.set_xticks(range(len(values)), [str(value) for value in values])
+        ax.set_xticks(range(len(values)), words := [str(value) for value in values])
+        if sum(map(len, words)) > _WORDS_ABREAST:
+            ax.tick_params(axis="x", rotation=90)
     _blind_lines(ax, done)
     ax.set(xlabel=axis.color, ylabel=_LOSS)
     if ax.get_legend_handles_labels()[0]:
@@ -227,10 +230,13 @@ def _line_with_seeds(
 
 
 def _scale(ax: Axes, values: Sequence[float]) -> None:
-    """Logarithmic where the values span much; ticks at the values themselves where they are few."""
+    """Logarithmic where the values span much; ticks at the values where they are few, one for those that hardly differ."""
     if min(values) > 0 and max(values) / min(values) >= _WIDE_RANGE:
         ax.set_xscale("log")
-    distinct = sorted(set(values))
+    distinct: list[float] = []
+    for value in sorted(set(values)):
+        if not distinct or value - distinct[-1] > 0.02 * abs(value):
+            distinct.append(value)
     if len(distinct) <= 6:
         formats = (".2g" if value >= 1e6 else ",.0f" if value == round(value) else ".3g" for value in distinct)
         ax.set_xticks(distinct, [format(value, how) for value, how in zip(distinct, formats, strict=True)])
