@@ -1,5 +1,7 @@
 """A loop of one's own on a model that `fully_shard` has sharded: the steps of a whole one, and each coordinate noised once."""
 
+import contextlib
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,8 @@ from privacy.noise import SystemNoise
 from privacy.plan import PrivacyPlan
 from privacy.sampling.keys import SamplingKey
 from tests.distributed.ranks import run_ranks
+from tests.docs.pages import blocks
+from tests.docs.test_library_example import installed
 from tests.privacy.loop.own import quick
 
 TOKENS, LENGTH, WIDTH, KINDS = 7, 4, 5, 3
@@ -365,3 +369,22 @@ def test_shards_that_a_loop_cannot_train_are_refused_and_so_is_a_hand_in_it(foun
         assert "the weights changed" in said["meddled"]["write"]
         assert "ranks hold different weights" in said["meddled"]["change_rate"]
     assert read_ledger(folder / "refused/ledger.jsonl").num_charged == 1
+
+
+def rank_page(device: torch.device, folder: str) -> str:
+    (program,) = (block for block in blocks("docs/own_loop.md") if "init_process_group" in block.text)
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, installed(), contextlib.redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.setattr(dist, "init_process_group", lambda *_: None)  # the test has
+        exec(compile(program.text, str(program), "exec"), {})
+    said = next(line for line in program.text.splitlines() if "# epsilon" in line).rpartition("# ")[2]
+    assert printed.getvalue().splitlines()[-1] == said
+    return said
+
+
+@pytest.mark.full
+def test_the_program_of_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(f"{__name__}:rank_page", 2, folder=str(tmp_path))
+    code, found = verify.verify(tmp_path / "runs/shards", None)
+    assert code == 0 and found["epsilon"] == pytest.approx(1.3183, abs=1e-3)
