@@ -55,7 +55,6 @@ def require_rows(model: nn.Module) -> bool:
             "after its blocks"
         )
     _require_gathered_as_they_are(model)
-    switch_reduction(model, on=False)
     return True
 
 
