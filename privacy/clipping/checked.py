@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..errors import PrivacyConfigError
 from .apart import require_apart
 from .in_place import writes_to
+from .sharded import is_of_fsdp, put_away, stands_for, whole
 from .untouched import MOST_VALUES, SIMPLE, as_it_was, is_foreign, nothing_is_small, on_copies
 
 Task = Callable[..., Tensor]
@@ -93,6 +94,7 @@ def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], m
             f"the self-check has not seen inputs named {', '.join(sorted(inputs))} ({kinds}), which may take another way through "
             f"the model: {HOW}"
         )
+    put_away(model)
     now = structure(model, task)
     changed = [_changed(p.before, p.after, now) for p in passed]
     if all(changed):
@@ -111,7 +113,7 @@ def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], m
     way = _way(inputs)
     if way not in mine.tried:
         made_up = {name: _stretched(mine.made_up[name], x) for name, x in inputs.items()}
-        with nothing_is_small(model), as_it_was(model, task), on_copies(model, None):
+        with whole(model), nothing_is_small(model), as_it_was(model, task), on_copies(model, None):
             require_apart(task, made_up, len(next(iter(inputs.values()))))
         mine.tried.add(way)
 
@@ -139,7 +141,8 @@ def structure(model: nn.Module, task: object = None) -> Structure:
 
     These are the modules, their attributes with what lies in lists, dicts and plain objects, their hooks and torch's global
     ones, the functions and values of their classes, and their parameters with whether they are trained. Of a task that is
-    another object or a function these are its attributes or the variables around it. Hooks of clipping itself do not count.
+    another object or a function these are its attributes or the variables around it. Hooks of clipping itself and of FSDP do
+    not count.
     """
     look = _Look()
     for path, module in model.named_modules():
@@ -218,15 +221,18 @@ class _Look:
         self.classes.update(dict.fromkeys(type(module).__mro__))
         for name, value in vars(module).items():
             if name.endswith(("ward_hooks", "ward_pre_hooks")):
-                self.found[path, name] = [_Same(hook) for hook in value.values() if not _is_ours(hook)] if value else []
+                self.found[path, name] = (
+                    [_Same(h) for h in value.values() if not (_is_ours(h) or is_of_fsdp(h))] if value else []
+                )
             elif type(value) in SIMPLE:
                 self.found[path, name] = (type(value), value)
             elif name not in TABLES and "_hooks" not in name:
                 self.found[path, name] = self.into(value, DEPTH)
         for name, p in module._parameters.items():
             if p is not None:
-                hooks = [*(p._backward_hooks or {}).values(), *(p._post_accumulate_grad_hooks or {}).values()]
-                self.found[path, name] = (_Same(p), p.requires_grad, p.dtype, [_Same(hook) for hook in hooks])
+                kept = stands_for(p)
+                hooks = [*(kept._backward_hooks or {}).values(), *(kept._post_accumulate_grad_hooks or {}).values()]
+                self.found[path, name] = (_Same(kept), p.requires_grad, p.dtype, [_Same(hook) for hook in hooks])
         for name, x in module._buffers.items():
             self.found[path, name] = None if x is None else (_Same(x), x.dtype, writes_to(x))
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import PrivacyConfigError
 from .rules import RULES, register_lazily
+from .sharded import kind_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Claim:
 
     @property
     def is_raw(self) -> bool:
-        return type(self.module) not in RULES
+        return kind_of(self.module) not in RULES
 
 
 def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
@@ -109,7 +110,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
             return "no clipping rule covers it (use nn.Linear on the outer product of its inputs, or freeze it)"
         case _ if nn.utils.parametrize.is_parametrized(module):
             return "its weights are computed by a parametrization (remove it with parametrize.remove_parametrizations)"
-        case _ if type(module) not in RULES and type(module).__module__.startswith("torch.nn."):
+        case _ if kind_of(module) not in RULES and kind_of(module).__module__.startswith("torch.nn."):
             return "no clipping rule covers it; add a rule (docs/extending.md) or freeze its parameters"
         case _:
             return None

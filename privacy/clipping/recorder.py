@@ -41,6 +41,7 @@ from .precision import exact, wide
 from .raw import per_example
 from .raw_layers import as_layer
 from .rules import KEEPS, RULES
+from .sharded import kind_of
 
 Task = Callable[..., Tensor]
 
@@ -78,7 +79,7 @@ class Call:
             rows = wide(gradient)  # a scalar parameter is a vector of one
             yield self.claim.parameters[self.local_name], Dense(rows[:, None] if rows.dim() == 1 else rows)
             return
-        by_name = RULES[type(self.claim.module)](self.claim.module, self.input, gradient, *self.kept)
+        by_name = RULES[kind_of(self.claim.module)](self.claim.module, self.input, gradient, *self.kept)
         for local, name in self.claim.parameters.items():
             if local not in by_name:
                 raise PrivacyConfigError(
@@ -225,7 +226,7 @@ class Recorder:
         return tapped
 
     def _record(self, claim: Claim) -> Callable[..., Tensor | None]:
-        keep = KEEPS.get(type(claim.module))
+        keep = KEEPS.get(kind_of(claim.module))
 
         def on_compiled_call(x: Tensor, output: Tensor) -> None:
             self._require_examples(x, output, claim)

@@ -40,6 +40,7 @@ from ..errors import PrivacyConfigError
 from .apart import shortened
 from .checked import note_passed, shared_state, structure
 from .recorder import plain_words
+from .sharded import put_away, whole
 from .together import TAME, Together, together, with_neighbours
 from .untouched import as_it_was, held, no_chance, nothing_is_small, on_copies
 
@@ -66,7 +67,9 @@ def check_against_autograd(
     *,
     unreached: Collection[str] = (),
 ) -> None:
-    """Compares, on an unsharded model and made-up inputs, per-example gradients with torch's own; `ClippedSum` asks for it.
+    """Compares, on made-up inputs, per-example gradients with torch's own; `ClippedSum` asks for it.
+
+    A model that `fully_shard` has sharded is gathered for it, and every rank checks the same; other shards are refused.
 
     What the made-up inputs do not reach is not checked, such as a branch that depends on values. `ClippedSum` tries every size
     and shape of micro-batches when it meets it, on the same made-up examples. For the time of the check parameters and buffers
@@ -85,8 +88,9 @@ def check_against_autograd(
     """
     task = task or model
     count = _require_different(inputs)
+    put_away(model)
     before = structure(model, task)
-    with nothing_is_small(model):
+    with whole(model), nothing_is_small(model):
         for dtype in (torch.float64, None):
             made_up = {name: _in(dtype, x[:count]) for name, x in inputs.items()}
             with as_it_was(model, task) as restore:

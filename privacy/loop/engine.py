@@ -1,4 +1,4 @@
-"""The engine of a loop of one's own: a model and an optimizer of torch, whole on every rank.
+"""The engine of a loop of one's own: a model and an optimizer of torch, whole on every rank or in the shards of FSDP2.
 
 The optimizer steps on `.grad`s that hold noised, divided sums and nothing else. Anything else that could bring private data into
 the weights is refused: a step that is not this engine's, a gradient of the user's own backward, weights that changed meanwhile.
@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..clipping.sharded import put_away
 from ..errors import ConfigError, PrivacyConfigError
 from ..step import collectives
-from ..step.engine import GradShard, Piece, ShardState, even_layout, flat_part, is_dtensor
+from ..step.engine import GradShard, Piece, ShardState, even_layout
 from ..step.reduction import gather_from_owners
+from ..step.row_shards import RowShards, in_shards, own_part
 from . import lineage
-from .fingerprint import fingerprint, fixed_tensors
+from .fingerprint import fingerprint, fixed_tensors, of_whole
+from .shards import require_rows, switch_reduction
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 OPTIMIZER_FACTS = "optimizer"
@@ -37,12 +40,12 @@ class OwnEngine:
         sets_rate: the step's learning rate goes into all groups of the optimizer; else they keep what the caller has put there.
     """
 
-    replicated = True
-
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path, *, sets_rate: bool = False
     ) -> None:
+        put_away(model)
         trainable = require_plain(model, optimizer)
+        self.replicated = not require_rows(model)
         self._run_dir = run_dir.resolve()
         self.origin = lineage.origin_of(model, self._run_dir)
         self.ledger_line: Callable[[], Mapping[str, Any]] = dict
@@ -50,22 +53,25 @@ class OwnEngine:
         self.shapes = {name: p.shape for name, p in trainable.items()}
         first = next(iter(trainable.values()))
         self.device, self.compute_dtype = first.device, first.dtype
-        self.layout = even_layout(self.shapes, collectives.world_size())
+        self._rows = None if self.replicated else RowShards(trainable, self.device)
+        self.layout = self._rows.layout if self._rows else even_layout(self.shapes, collectives.world_size())
         self.layout.check(self.shapes)
         self.moments, self._numbers = _probe(optimizer, trainable)
         self._is_stepping = False
         self._held = _held(optimizer)
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self._seen, self._seen_fixed = self.fingerprint(), fingerprint(fixed_tensors(model))
+        self._seen_whole = of_whole(trainable, self._seen)
 
     def release(self) -> None:
-        """Gives the optimizer back."""
+        """Gives model and optimizer back."""
         self._guard.remove()
+        switch_reduction(self.module, on=True)
 
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         """One step of the optimizer; `noise_variance` is for optimizers of the trainer."""
-        gradients = gather_from_owners(shards, self.layout, self.shapes, self.compute_dtype, self.device)
-        for name, gradient in gradients.items():
+        put_away(self.module)
+        for name, gradient in self._gradients(shards).items():
             self._trainable[name].grad = gradient
         if self._sets_rate:
             for group in self.optimizer.param_groups:
@@ -76,15 +82,26 @@ class OwnEngine:
         finally:
             self._is_stepping = False
         self.optimizer.zero_grad(set_to_none=True)
-        before, self._seen = self._seen, self.fingerprint()
-        lineage.note(self._trainable, before, self._seen, lineage.Origin(self._run_dir, self.ledger_line()))
+        before, self._seen = self._seen_whole, self.fingerprint()
+        self._seen_whole = of_whole(self._trainable, self._seen)
+        lineage.note(self._trainable, before, self._seen_whole, lineage.Origin(self._run_dir, self.ledger_line()))
 
-    def require_untouched(self) -> list[int]:
-        """Before a step: model and optimizer are as this engine has put them; returns the fingerprint of the weights.
+    def _gradients(self, shards: Sequence[GradShard]) -> dict[str, Tensor]:
+        """Noised gradients by name: whole ones, or in the shards of their parameters."""
+        if self._rows is None:
+            return gather_from_owners(shards, self.layout, self.shapes, self.compute_dtype, self.device)
+        rows = self._rows.exchange([shard.values for shard in shards])
+        return {name: in_shards(values, self._trainable[name]) for name, values in rows.items()}
+
+    def require_untouched(self) -> object:
+        """Before a step: model and optimizer are as this engine has put them; returns what ranks have to have in common.
 
         Raises:
             PrivacyConfigError: naming what changed.
         """
+        self._require_no_gradient()  # also of gathered weights, which are put away now
+        put_away(self.module)
+        switch_reduction(self.module, on=False)
         now = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         if now.keys() != self._trainable.keys() or any(now[name] is not p for name, p in self._trainable.items()):
             raise PrivacyConfigError(
@@ -102,12 +119,18 @@ class OwnEngine:
             )
         return self.require_all_noised()
 
-    def require_all_noised(self) -> list[int]:
-        """Nothing but the loop's steps has put anything into weights or gradients; returns the weights' fingerprint.
+    def require_all_noised(self) -> object:
+        """Nothing but the loop's steps has put anything into weights or gradients; returns what `require_unchanged` does.
 
         Raises:
             PrivacyConfigError: naming what changed.
         """
+        self._require_no_gradient()
+        put_away(self.module)
+        self._require_no_gradient()
+        return self.require_unchanged()
+
+    def _require_no_gradient(self) -> None:
         held = (p for group in self.optimizer.param_groups for p in group["params"])
         touched = [name for name, p in self.module.named_parameters() if p.grad is not None]
         if touched or any(p.grad is not None for p in held):
@@ -116,21 +139,23 @@ class OwnEngine:
                 "bring private data into the weights without noise; remove it (torch.no_grad() for evaluation), and set the "
                 "gradient to None"
             )
-        return self.require_unchanged()
 
-    def require_unchanged(self) -> list[int]:
-        """The weights are those of the last step; returns their fingerprint.
+    def require_unchanged(self) -> object:
+        """The weights are those of the last step; returns their fingerprint, which is the same on all ranks that hold the same.
+
+        Ranks that hold shards have nothing alike but the settings of their optimizers, and those are returned then.
 
         Raises:
             PrivacyConfigError: something else wrote to them.
         """
+        put_away(self.module)
         now = self.fingerprint()
         if now != self._seen:
             raise PrivacyConfigError(
                 "the weights changed since the loop's last step: something else writes to them (another optimizer, another loop, "
                 "a checkpoint that was loaded), and the ledger would not know what it spent; let the loop alone change them"
             )
-        return now
+        return now if self.replicated else settings(self.optimizer)
 
     def _refuse_foreign_step(self, *_: object) -> None:
         if not self._is_stepping:
@@ -140,7 +165,7 @@ class OwnEngine:
             )
 
     def fingerprint(self) -> list[int]:
-        """A hash of the weights that are trained, in parts."""
+        """A hash of the weights that are trained, in parts; of shards, those of this rank."""
         return fingerprint(self._trainable)
 
     def facts(self) -> dict[str, Any]:
@@ -164,7 +189,7 @@ class OwnEngine:
             # A group may keep less than another; zeros stand for what it does not have.
             moments = {key: stepped[key] if key in stepped else torch.zeros_like(p) for key in self.moments}
             tensors = {"param": p.detach(), **moments}
-            yield ShardState(piece, {key: flat_part(t, piece.offset, piece.length) for key, t in tensors.items()})
+            yield ShardState(piece, {key: own_part(t, piece) for key, t in tensors.items()})
 
     def load_facts(self, manifest: Mapping[str, Any]) -> None:
         """Takes what `facts` said, before `load_state`.
@@ -189,14 +214,16 @@ class OwnEngine:
                 self.optimizer.state[self._trainable[name]][key] = value
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
-        """Takes all coordinates, since every rank holds everything."""
+        """Takes all coordinates that this rank holds."""
         with torch.no_grad():
+            for p in self._trainable.values():  # of some, this rank may hold no row
+                self.optimizer.state[p].update({key: torch.zeros_like(p) for key in self.moments})
             for piece, tensors in states.items():
                 p = self._trainable[piece.name]
                 for key, values in tensors.items():
-                    target = p if key == "param" else self.optimizer.state[p].setdefault(key, torch.zeros_like(p))
-                    flat_part(target, piece.offset, piece.length).copy_(values)
+                    own_part(p if key == "param" else self.optimizer.state[p][key], piece).copy_(values)
         self._seen = self.fingerprint()
+        self._seen_whole = of_whole(self._trainable, self._seen)
 
 
 def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -220,10 +247,6 @@ def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     if not trainable:
         raise PrivacyConfigError("the model has no parameter that requires a gradient")
     for name, p in trainable.items():
-        if is_dtensor(p):
-            raise PrivacyConfigError(
-                f"{name} is sharded: a loop of one's own trains whole weights; the trainer shards them (--engine fsdp, deepspeed)"
-            )
         if p.dtype not in (torch.float32, torch.float64):
             raise PrivacyConfigError(
                 f"{name} is {p.dtype}: noised steps are too small for it; train float32 weights, or low-rank adapters in float32 "

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..clipping.sharded import is_dtensor
 from ..errors import PrivacyConfigError
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, of_whole
 
 MOST = 1 << 18
 """Values that are remembered, about 40 MiB; the oldest go first."""
@@ -38,7 +39,7 @@ _BY_VALUE: dict[int, Origin] = {}
 
 
 def note(trained: Mapping[str, Tensor], before: Sequence[int], after: Sequence[int], origin: Origin) -> None:
-    """A step has changed these tensors; their fingerprints before and after it."""
+    """A step has changed these tensors; the fingerprints of the whole tensors before and after it."""
     for tensor, old, new in zip(trained.values(), before, after, strict=True):
         _BY_TENSOR[tensor] = origin
         if new != old and tensor.numel() >= FEWEST:  # an unchanged one may be what every model begins with
@@ -49,13 +50,14 @@ def note(trained: Mapping[str, Tensor], before: Sequence[int], after: Sequence[i
 
 
 def origin_of(model: nn.Module, run_dir: Path) -> Origin | None:
-    """What this folder's run last made of these weights; None where no run of this program has trained them.
+    """What this folder's run last made of these weights; None where no run of this program has trained them. Collective.
 
     Raises:
         PrivacyConfigError: the run of another folder has trained one of them.
     """
     parameters = dict(model.named_parameters())
-    values = fingerprint(parameters) if _BY_VALUE else [0] * len(parameters)
+    is_sharded = any(is_dtensor(p) for p in parameters.values())  # then other ranks may remember what this one does not
+    values = of_whole(parameters, fingerprint(parameters)) if _BY_VALUE or is_sharded else [0] * len(parameters)
     newest: Origin | None = None
     for (name, p), value in zip(parameters.items(), values, strict=True):
         found = _BY_TENSOR.get(p) or (_BY_VALUE.get(value) if p.numel() >= FEWEST else None)

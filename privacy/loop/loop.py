@@ -23,6 +23,7 @@ from ..checkpoints.read import Checkpoint, set_aside_newer
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
 from ..clipping.coverage import claims
 from ..clipping.selfcheck import check_against_autograd
+from ..clipping.sharded import kind_of, put_away
 from ..errors import BudgetSpent, ConfigError, PrivacyConfigError
 from ..plan_request import PlanRequest
 from ..releases import SENSITIVITY_SLACK
@@ -75,12 +76,12 @@ class PrivateLoop:
     optimizer's learning rate. In a distributed program every rank makes the same loop and takes the same turns.
 
     Args:
-        model: of torch, transformers or peft, unwrapped, on its device. Trainable parameters are float32 or float64.
+        model: of torch, transformers or peft, on its device, whole or sharded by `fully_shard`; trained in float32 or float64.
         optimizer: any of torch that steps from gradients; it holds the trainable parameters.
         dataset: map-style; `dataset[i]` is a tuple or a mapping, and a function of i and of the global random numbers alone.
         example: what one item is (fields.py).
-        loss: called with the tensors of a micro-batch, as `loss(*item)` or `loss(**item)`; one loss per example. None for a
-            model of transformers, whose own loss is a mean (hugging_face.py).
+        loss: called with the tensors of a micro-batch, as `loss(*item)` or `loss(**item)`; one loss per example. None for a model
+            of transformers, whose own loss is a mean (hugging_face.py).
         run_dir: the run folder; ledger, key and checkpoints lie in it.
         expected_batch_size: B; each item is in a step with probability B / len(dataset), whatever the micro-batch.
         target_epsilon, noise_multiplier: one of the two.
@@ -177,6 +178,7 @@ class PrivateLoop:
         collectives.on_main(lambda: require_place(self._folder, mirror))
         collectives.on_main(self._folder.take)
         self._open.callback(self._folder.release)
+        put_away(self.module)
         take_weights_of_main(self.module)
         self._engine = OwnEngine(self.module, optimizer, self.run_dir, sets_rate=self._rate is not None)
         self._open.callback(self._engine.release)
@@ -185,6 +187,7 @@ class PrivateLoop:
         check_against_autograd(self.module, to_device(self._made_up, self._engine), self._task)
         size = self._reader.micro_batch_size
         require_neighbours_apart(self._engine, self._task, lambda count: self._made_up, size)
+        put_away(self.module)
         collectives.on_main(lambda: lineage.require_ledger(self._engine.origin, self._folder.ledger))
         manifest = collectives.on_main(lambda: data_manifest(self._reader, data_version))
         self._ledger = open_ledger(self._folder, self._request, manifest, unit=unit, mirror=mirror)
@@ -194,7 +197,7 @@ class PrivateLoop:
         self._engine.ledger_line = self._ledger.position
         self.plan = self._ledger.plan
         resumed = load_newest(self._folder, self._ledger, None)
-        facts = {"class": type(self.module).__name__, "fixed_sha256": fixed_digest(self.module)}
+        facts = {"class": kind_of(self.module).__name__, "fixed_sha256": fixed_digest(self.module)}
         self._facts = {"run": self.run_dir.resolve().name, "model": facts}
         if resumed is not None:
             require_same_model(resumed.manifest, facts)
@@ -207,7 +210,7 @@ class PrivateLoop:
     def _begin(self, resumed: Checkpoint | None, *, restart: bool) -> None:
         """Makes what steps need; then, when nothing refuses the start any more, writes: folder, ledger, session."""
         plan = self.plan
-        clipped = plan.clipped_sum(self.module, device=self._engine.device)
+        clipped = plan.clipped_sum(self.module, shapes=self._engine.shapes, device=self._engine.device)
         self._open.callback(clipped.detach)
         restarted = collectives.on_main(lambda: begins_again(self._folder, self._ledger, resumed, may_restart=restart))
         collectives.on_main(self._folder.begin)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..checkpoints.read import has_checkpoints
+from ..clipping.sharded import full
 from ..errors import ConfigError, PrivacyConfigError
 from ..files.toml_text import written
 from ..ledger.ledger import Ledger
@@ -113,11 +114,11 @@ def config_toml(name: str, request: PlanRequest, *, micro_batch_size: int, optim
 
 
 def fixed_digest(model: nn.Module) -> str:
-    """SHA-256 of frozen parameters and buffers: checkpoints do not hold them, and a resume needs the same."""
+    """SHA-256 of frozen parameters and buffers: checkpoints do not hold them, and a resume needs the same. Collective."""
     digest = hashlib.sha256()
     for name, tensor in fixed_tensors(model).items():
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(full(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import nn
 
+from ..clipping.sharded import is_dtensor
 from ..errors import PrivacyConfigError
 from ..step import collectives
 
@@ -52,7 +53,8 @@ def require_talking() -> None:
 
 
 def take_weights_of_main(model: nn.Module) -> None:
-    """Parameters and buffers of rank 0 on every rank, as DistributedDataParallel does at its start."""
+    """Parameters and buffers of rank 0 on every rank, as DistributedDataParallel does at its start; shards are a rank's own."""
     if collectives.world_size() > 1:
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), 0)
+            if not is_dtensor(tensor):
+                dist.broadcast(tensor.detach(), 0)

@@ -6,16 +6,14 @@ batch (`privacy/step/reduction.py`); that rank adds noise and divides; the engin
 """
 
 import itertools
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from ..clipping.sharded import is_dtensor
 
 
 class Piece(NamedTuple):
@@ -118,15 +116,6 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """The model's repeated units, which its attribute or method `blocks` lists; empty where it has none."""
     listed = getattr(module, "blocks", [])
     return list(listed if isinstance(listed, nn.ModuleList | list) else listed())
-
-
-def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether a tensor is a DTensor, without an import of their module, which takes every process a second and 30 MB.
-
-    Only FSDP2 makes DTensors. While nobody has imported their module, there are none.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def holds_whole_weights(engine: "Engine") -> bool:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from privacy.step.engine import Piece, ShardLayout, runs
+from privacy.step.row_shards import row_shard
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.config.optimizer import OptimizerSection
-from trainer.engines.layouts import ZERO_ALIGNMENT, flat_partition, layout_of, require_dealt, row_shard
+from trainer.engines.layouts import ZERO_ALIGNMENT, flat_partition, layout_of, require_dealt
 from trainer.optimizers import group_names, parameter_groups
 
 ROOT = Path(__file__).resolve().parents[2]

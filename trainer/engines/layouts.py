@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from privacy.step.engine import Piece, ShardLayout, even_layout, runs
+from privacy.step.row_shards import row_layout
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
@@ -44,12 +45,7 @@ def layout_of(
                     counts[rank] += shapes[name].numel()
         case "fsdp":  # each parameter is cut along its first dimension; replicas of a shard divide its coordinates
             num_shards = machine.shard_group_size or world_size
-            num_replicas = world_size // num_shards
-            for index in range(num_shards):
-                shard = [Piece(name, *row_shard(shape, index, num_shards)) for name, shape in shapes.items()]
-                part = replica_cut(sum(piece.length for piece in shard), num_replicas)
-                for replica, run in enumerate(runs(shard, [part * r for r in range(num_replicas + 1)])):
-                    pieces[replica * num_shards + index] = run
+            return row_layout(shapes, num_shards, world_size // num_shards)
         case "deepspeed" if (
             machine.stage == 3
         ):  # equal parts of each parameter, padded at the end: rank r owns the r-th
@@ -91,15 +87,3 @@ def flat_partition(num_coordinates: int, world_size: int) -> int:
     """Coordinates of a flat group of ZeRO-1 or 2 on each rank, padding included."""
     aligned = ZERO_ALIGNMENT * world_size
     return -(-num_coordinates // aligned) * ZERO_ALIGNMENT
-
-
-def row_shard(shape: torch.Size, index: int, num_shards: int) -> tuple[int, int]:
-    """(offset, length) of a shard of FSDP2: a run of rows, as `torch.chunk` cuts them."""
-    rows, row = (shape[0], shape[1:].numel()) if len(shape) > 0 else (1, 1)
-    offset = min(index * -(-rows // num_shards), rows)
-    return offset * row, min(-(-rows // num_shards), rows - offset) * row
-
-
-def replica_cut(num_coordinates: int, num_replicas: int) -> int:
-    """Coordinates of a shard that each of its replicas owns; the last replica owns fewer."""
-    return -(-num_coordinates // num_replicas)

@@ -12,8 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from privacy.clipping.sharded import is_dtensor
 from privacy.noise import NoiseSource
-from privacy.step.engine import Engine, Piece, is_dtensor
+from privacy.step.engine import Engine, Piece
 from trainer.errors import RemoteError
 from trainer.ranks import distributed
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from privacy.step.engine import is_dtensor
+from privacy.clipping.sharded import is_dtensor
 from trainer.ranks import distributed
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
