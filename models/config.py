@@ -65,10 +65,14 @@ def check_fields(config: Any) -> None:
 
 
 def check_transformer(config: Any, part: str) -> None:
-    """Does what `check_fields` does, and refuses heads and positions that do not fit the width of the model's `part`."""
+    """Does what `check_fields` does, and refuses heads, MLPs and positions that do not fit the width of the model's `part`."""
     check_fields(config)
     if config.width % config.num_heads:
         raise ModelConfigError(f"{part} width {config.width} is not a multiple of its num_heads {config.num_heads}")
+    if config.width * config.mlp_ratio < 1:
+        raise ModelConfigError(
+            f"{part} mlp_ratio {config.mlp_ratio:g} leaves no unit of width {config.width} in its MLPs; 4 is usual"
+        )
     if config.position == "sincos" and config.width % 4:
         raise ModelConfigError(f"{part} width {config.width} must be a multiple of 4 for sin-cos positions")
 
