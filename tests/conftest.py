@@ -23,7 +23,7 @@ from tests import loss_distributions
 from tests.processes import end_server
 
 # Examples that each searched property is tried on. `make test` finds what a few find; `make test-all` searches.
-settings.register_profile("few", deadline=None, max_examples=25)
+settings.register_profile("few", deadline=None, max_examples=15)
 settings.register_profile("full", deadline=None, max_examples=300)
 settings.load_profile("few")
 

@@ -69,15 +69,18 @@ def test_no_picture_is_on_both_sides(raws: dict[str, list[RawExample]]) -> None:
     assert not images["test"] & (images["train"] | images["choice"]) and not images["choice"] & images["train"]
 
 
-def test_shards_are_made_where_they_are_named(tmp_path: Path, root: Path) -> None:
+def test_shards_are_made_where_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first who asks, with the same bytes everywhere; nothing else stays in the folder."""
+    monkeypatch.setattr("data.embedded.PARTS", {"train": 90, "choice": 20, "test": 30})
+    (tmp_path / "elsewhere").mkdir()
+    reference = unpack_fashion(tmp_path / "elsewhere")
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(find_shards, "runs/fashion/test-*.tar", tmp_path) for _ in range(2)]
         names = {one.result().names for one in asked}
     assert names == {("test-00000.tar",)}
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["fashion"]
     for made in sorted((tmp_path / FASHION_FOLDER).iterdir()):
-        assert made.read_bytes() == (root / FASHION_FOLDER / made.name).read_bytes()
+        assert made.read_bytes() == (reference / made.name).read_bytes()
         with tarfile.open(made) as tar:
             assert all(member.isreg() and member.mtime == 0 for member in tar)
 

@@ -168,6 +168,7 @@ def rank_released_counts(device: torch.device, steps: int) -> Any:
     return [train_step(run, step, iter(batches)).public[FRACTION].value for step in range(1, steps + 1)]
 
 
+@pytest.mark.full
 def test_contract_7_the_released_count_has_the_stated_noise() -> None:
     first, second = run_ranks(f"{__name__}:rank_released_counts", 2, steps=90)
     assert first == second

@@ -74,7 +74,7 @@ def opened(model: nn.Module, run_dir: Path, optimizer: torch.optim.Optimizer, **
         "loss": loss_of(model),
         "expected_batch_size": BATCH,
         "num_steps": 3,
-        "noise_multiplier": 1.0,
+        "noise_multiplier": 4.0,
         "max_grad_norm": BOUND,
         "micro_batch_size": 8,
     }

@@ -11,7 +11,13 @@ from tests.e2e.launch import alone, count, ledger_lines, train_arguments
 from trainer.report import build_card
 
 CRASHING = "tests/e2e/crashing_train.py"
-MORE = ["--engine", "local", "privacy.clipping_function=adaptive", "heldout.num_captions=0"]
+MORE = [
+    "--engine",
+    "local",
+    "privacy.clipping_function=adaptive",
+    "privacy.noise_multiplier=1",
+    "heldout.num_captions=0",
+]
 
 
 @pytest.mark.full

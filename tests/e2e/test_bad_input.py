@@ -118,7 +118,7 @@ def test_a_tampered_ledger_is_refused(finished: Path, tmp_path: Path) -> None:
     lines = (run_dir / "ledger.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "ledger.jsonl").write_text("".join(lines[:-4]))
     refused(train_arguments(run_dir, "train.num_steps=2"), 4, "ledger.jsonl")
-    (run_dir / "ledger.jsonl").write_text("".join(lines).replace('"std":1.0', '"std":2.0', 1))
+    (run_dir / "ledger.jsonl").write_text("".join(lines).replace('"std":4.0', '"std":8.0', 1))
     refused(train_arguments(run_dir, "train.num_steps=2"), 4, "ledger.jsonl")
     (run_dir / "ledger.jsonl").unlink()
     refused(train_arguments(run_dir, "train.num_steps=2"), 4, "ledger")

@@ -23,7 +23,7 @@ SEED = 1
 
 
 @pytest.mark.parametrize(
-    ("count", "whole"), [(100, 5), pytest.param(2000, 2000, marks=[pytest.mark.full, pytest.mark.timeout(14_400)])]
+    ("count", "whole"), [(60, 3), pytest.param(2000, 2000, marks=[pytest.mark.full, pytest.mark.timeout(14_400)])]
 )
 def test_cases(count: int, whole: int) -> None:
     """In forks of one process, the known ones first; `python -m tests.fuzz` shows what a case was and how it ended."""

@@ -177,7 +177,7 @@ def test_table_bounds_every_count_and_is_monotone(cap):
 
 def test_table_uses_the_capped_distribution_where_overflow_is_not_negligible(monkeypatch):
     monkeypatch.setattr(epsilon_table, "_TABLE_POINTS", 3)
-    group = ReleaseGroup(0.05, 1.0, 1, 3000, 185)  # about three deviations
+    group = ReleaseGroup(0.05, 2.0, 1, 3000, 185)  # about three deviations
     table = EpsilonTable(group, 1e-5, 30)
     assert table.epsilon(10) == pytest.approx(epsilon_pld([group.times(10)], 1e-5, 1e-3), rel=1e-6)
     assert table.epsilon(10) > epsilon_pld([group.without_cap().times(10)], 1e-5)

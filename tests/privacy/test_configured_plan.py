@@ -26,7 +26,8 @@ RECIPES: dict[str, list[str]] = {
 
 def planned(overrides: list[str]) -> tuple[dict[str, Any], PrivacyPlan]:
     """What config.toml of such a run holds, and the plan that its ledger states."""
-    config = load_config(TINY, overrides)
+    stated = any("noise_multiplier" in one for one in overrides)
+    config = load_config(TINY, overrides if stated else ["privacy.noise_multiplier=1.0", *overrides])
     return tomllib.loads(to_toml(config)), make_plan(config.privacy.request(config.train.num_steps, 3000))
 
 

@@ -125,7 +125,7 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["alone", "mirrored"])
+@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.full), True], ids=["alone", "mirrored"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_rank: object) -> Any:
     folder = tmp_path_factory.mktemp("run") / "run"
     return request.param, whole_run(folder, mirrored=request.param)

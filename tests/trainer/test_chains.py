@@ -224,7 +224,8 @@ def test_metrics_and_evaluation_state_the_composed_number_first(chain: dict[str,
     lines = read_metrics(chain["second"])
     said = [line["privacy/epsilon"] for line in lines if "privacy/epsilon" in line]
     assert len(said) == 3 and said == sorted(said)
-    assert 0 <= said[-1] - card.epsilon < 1e-5 and said[0] > card.accounting.epsilon
+    assert -1e-8 < said[-1] - card.epsilon < 1e-5, "two upper bounds, each on a grid of its own"
+    assert said[0] > card.accounting.epsilon
     opened = open_model(chain["second"])
     facts = ModelFacts.of(opened.path, opened.manifest)
     assert (facts.epsilon, facts.delta) == (pytest.approx(card.epsilon, abs=1e-9), card.delta)

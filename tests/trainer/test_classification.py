@@ -141,7 +141,7 @@ def in_this_process(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 PRIVATE = [
-    "privacy.enabled=true", "privacy.noise_multiplier=1.0", "privacy.target_delta=1e-4", 'data.provenance="private"',
+    "privacy.enabled=true", "privacy.noise_multiplier=4.0", "privacy.target_delta=1e-4", 'data.provenance="private"',
     "heldout.is_public=false", "train.num_steps=2", "train.checkpoint_every=1", "optimizer.weight_decay=0.1",
     "schedule.warmup_steps=0", "init.parts=encoder", "train.ema_decay=0.5", "train.keep_checkpoints=3",
 ]  # fmt: skip

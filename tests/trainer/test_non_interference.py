@@ -59,7 +59,7 @@ RECIPES = {
     "vip_nano": [*ENCODER, *DECODER, *AT_RANDOM],
     "finetune_vit_base": [*ENCODER, *AT_RANDOM, "model.overrides.num_classes=10", "data.label_field=label"],
 }
-ADAPTIVE = ["privacy.clipping_function=adaptive"]
+ADAPTIVE = ["privacy.clipping_function=adaptive", "privacy.noise_multiplier=1.0"]
 SAMPLING = {0.05: (40, 2), 0.96: (25, 24)}
 """Sampling rate -> number of examples, expected batch size."""
 

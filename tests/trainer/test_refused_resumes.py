@@ -61,7 +61,7 @@ def test_a_refused_start_leaves_a_torn_shared_ledger_and_its_mirror_as_they_are(
     assert image(tmp_path) == before
     files = owner.read_bytes(), mirror.read_bytes()
     with pytest.raises(PrivacyConfigError, match="never fits"):
-        run(tmp_path / "new", *OPTIONS, shared, steps=3000)
+        run(tmp_path / "new", *OPTIONS, shared, "privacy.noise_multiplier=1", steps=3000)
     assert (owner.read_bytes(), mirror.read_bytes()) == files
     assert not (tmp_path / "new" / LINES).exists()
     assert run(tmp_path / "fits", *OPTIONS, shared, "privacy.fixed_in_advance=true", steps=4) == 0

@@ -22,7 +22,7 @@ DIGEST = "d" * 64
 
 def plan(**changed: object) -> PrivacyPlan:
     fields = {
-        "num_examples": 3000, "expected_batch_size": 64, "num_steps": 6, "noise_multiplier": 1.0,
+        "num_examples": 3000, "expected_batch_size": 64, "num_steps": 6, "noise_multiplier": 4.0,
         "target_delta": 1e-5, "sensitivity_slack": 1e-3, "cap": None,
     }  # fmt: skip
     return make_plan(PlanRequest(**fields | changed))  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def lines_changed(data: bytes, change: Callable[[list[bytes]], list[bytes]]) -> 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda lines: [line.replace(b'"std":1.0', b'"std":2.0') for line in lines],
+        lambda lines: [line.replace(b'"std":4.0', b'"std":8.0') for line in lines],
         lambda lines: [*lines[:4], lines[5], lines[4], *lines[6:]],
         lambda lines: [*lines[:4], lines[3], *lines[4:]],
         lambda lines: [*lines[:4], *lines[5:]],

@@ -179,8 +179,8 @@ def false_alarms(name: str, runs: int, level: float) -> tuple[int, float]:
 
 @pytest.mark.parametrize("name", NULLS)
 def test_p_values_are_not_too_small(name: str) -> None:
-    count, p = false_alarms(name, 300, 0.05)
-    assert p > 1e-4, f"{count} of 300 below 0.05"
+    count, p = false_alarms(name, 150, 0.05)
+    assert p > 1e-4, f"{count} of 150 below 0.05"
 
 
 @pytest.mark.full

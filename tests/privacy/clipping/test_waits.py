@@ -70,7 +70,7 @@ def add(model: nn.Module, inputs: Mapping[str, Tensor], mode: Any, dtype: torch.
     assert waits.found == []
 
 
-@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("device", ["meta", pytest.param("cpu", marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 @pytest.mark.parametrize(
     ("make", "dtype"),

@@ -50,7 +50,7 @@ def make(run_dir: Path, model: nn.Module | None = None, dataset: Any = None, **c
         "example": (floats(D), integers(K)),
         "expected_batch_size": 15,
         "num_steps": 6,
-        "noise_multiplier": 1.0,
+        "noise_multiplier": 4.0,
         "micro_batch_size": 8,
     }
     return PrivateLoop(model, optimizer, rows() if dataset is None else dataset, run_dir=run_dir, **(asked | changes))

@@ -57,7 +57,7 @@ def main() -> None:
     data = rows(60 + rank * options.uneven)
     with PrivateLoop(
         model, optimizer, data, loss=cross_entropy(model), example=(floats(D), integers(K)), run_dir=options.run_dir,
-        expected_batch_size=15, num_steps=12, noise_multiplier=1.0, micro_batch_size=4, save_every=2,
+        expected_batch_size=15, num_steps=12, noise_multiplier=4.0, micro_batch_size=4, save_every=2,
     ) as loop:  # fmt: skip
         for step in loop:
             print(f"step {step.number}", flush=True)

@@ -84,7 +84,7 @@ def test_adapters_alone_are_clipped_stepped_and_kept(tmp_path: Path) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         return PrivateLoop(
             model, torch.optim.AdamW(trained, lr=0.1), texts, example=fields(model, length=6), run_dir=tmp_path / "run",
-            expected_batch_size=10, num_steps=4, noise_multiplier=1.0, micro_batch_size=8,
+            expected_batch_size=10, num_steps=4, noise_multiplier=4.0, micro_batch_size=8,
         )  # fmt: skip
 
     with quick():
@@ -155,7 +155,7 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
         args, model = TrainingArguments(str(tmp_path / "out"), **(more | changes)), image_model()
         made = PrivateTrainer(
             model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=data[:4], example=fields(model),
-            expected_batch_size=10, noise_multiplier=1.0, callbacks=[StopsAfter(last)],
+            expected_batch_size=10, noise_multiplier=4.0, callbacks=[StopsAfter(last)],
         )  # fmt: skip
         made.evaluate = lambda: (model.eval(), setattr(model, "left_behind", True))
         return made
@@ -218,7 +218,7 @@ def test_a_trainer_of_transformers_takes_private_steps_resumes_and_logs_nothing_
         model = image_model()
         return PrivateTrainer(
             model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=data[:4], example=fields(model),
-            expected_batch_size=10, noise_multiplier=1.0,
+            expected_batch_size=10, noise_multiplier=4.0,
         )  # fmt: skip
 
     with quick():

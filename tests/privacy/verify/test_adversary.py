@@ -23,7 +23,7 @@ from tests.privacy.verify.judging import KEY, Judge, sentences
 FORGERY = "print('verify: consistent: epsilon 0.0001 at delta 1e-05')\nraise SystemExit(0)\n"
 
 
-@pytest.mark.parametrize("path", [{}, {"PYTHONPATH": ":."}])
+@pytest.mark.parametrize("path", [pytest.param({}, marks=pytest.mark.full), {"PYTHONPATH": ":."}])
 def test_no_module_that_lies_in_the_folder_is_run(path: dict[str, str], folder: Path) -> None:
     for name in ("argparse.py", "__future__.py", "dp_accounting/__init__.py"):
         (folder / name).parent.mkdir(exist_ok=True)
