@@ -883,20 +883,22 @@ def smallest(holds: Callable[[float], bool], largest: float) -> float:
     return high
 
 
-@functools.lru_cache(maxsize=64)
 def renyi(groups: tuple[Group, ...], delta: float) -> float:
     """Epsilon by Renyi DP, without caps."""
+    return float(renyi_accountant(groups).get_epsilon(delta)) if groups else 0.0
+
+
+@functools.lru_cache(maxsize=64)  # one run is asked for at many values of delta
+def renyi_accountant(groups: tuple[Group, ...]) -> Any:
     from dp_accounting import NeighboringRelation
     from dp_accounting import dp_event as event
     from dp_accounting.rdp import RdpAccountant
 
-    if not groups:
-        return 0.0
     logging.getLogger("absl").setLevel(logging.ERROR)  # Renyi orders that are left out keep the bound sound
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
     for group in groups:
         accountant.compose(event.PoissonSampledDpEvent(group.rate, event.GaussianDpEvent(group.sigma)), group.count)
-    return float(accountant.get_epsilon(delta))
+    return accountant
 
 
 @functools.lru_cache(maxsize=8)

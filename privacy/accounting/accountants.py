@@ -227,11 +227,16 @@ def epsilon_rdp(groups: Groups, delta: float) -> float:
     groups = _active(groups)
     if (certain := _certain(groups, delta)) is not None:
         return certain
-    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
     with quiet_absl():  # it reports each order that it leaves out; leaving out orders keeps the bound sound
-        for group in groups:
-            accountant.compose(group.without_cap().event())
-        return float(accountant.get_epsilon(delta))
+        return float(_renyi(groups).get_epsilon(delta))
+
+
+@functools.lru_cache(maxsize=64)  # one run is asked for at many values of delta
+def _renyi(groups: tuple[ReleaseGroup, ...]) -> RdpAccountant:
+    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
+    for group in groups:
+        accountant.compose(group.without_cap().event())
+    return accountant
 
 
 @contextlib.contextmanager
