@@ -39,7 +39,10 @@ os.environ["COLOUR"] = "red"; os.chdir("/"); torch.manual_seed(5); torch.set_gra
 """
 
 
-@pytest.mark.parametrize("warnings", [{}, {"PYTHONWARNINGS": "ignore"}], ids=["shown", "hidden"])
+@pytest.mark.parametrize(
+    "warnings",
+    [pytest.param({}, id="shown"), pytest.param({"PYTHONWARNINGS": "ignore"}, id="hidden", marks=pytest.mark.full)],
+)
 def test_a_forked_program_sees_what_a_fresh_python_shows_it(
     program: Path, tmp_path: Path, warnings: dict[str, str]
 ) -> None:
@@ -123,7 +126,7 @@ time.sleep(600)
 def test_a_timeout_kills_a_program_with_its_workers(program: Path) -> None:
     program.write_text(WITH_WORKER.replace("print(worker.pid", "print(worker.pid, file=open('worker', 'w')"))
     with pytest.raises(subprocess.TimeoutExpired):
-        run_python([program], timeout=3, cwd=program.parent)
+        run_python([program], timeout=1, cwd=program.parent)
     assert ends(worker_of(program.parent / "worker"))
 
 
@@ -154,6 +157,7 @@ def rank_falls(device: object, *, falling: int) -> None:
     os._exit(0)  # it would otherwise wait for the other until its heartbeat gives it up
 
 
+@pytest.mark.full
 def test_a_rank_that_falls_is_named_with_its_output() -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1 ended with 1 .*ValueError: this rank falls"):
         run_ranks(f"{__name__}:rank_falls", 2, falling=1)

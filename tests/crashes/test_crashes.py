@@ -207,7 +207,7 @@ def signing_key_after_the_ledger(patch: pytest.MonkeyPatch) -> None:
         (intent_without_fsync, "refused|forgotten"),
         (no_fsync_of_directories, "refused|forgotten"),
         (folder_above_not_synced, "refused|forgotten"),
-        (rename_without_fsync_of_the_file, "refused"),
+        pytest.param(rename_without_fsync_of_the_file, "refused", marks=pytest.mark.full),
         (checkpoint_recorded_before_it_is_there, "refused"),
         (attempt_recorded_after_the_intent, "no record of their attempt"),
         (signing_key_after_the_ledger, "signing key"),

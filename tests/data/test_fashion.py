@@ -35,6 +35,7 @@ def raws(root: Path) -> dict[str, list[RawExample]]:
     return found
 
 
+@pytest.mark.full
 def test_counts_and_size(raws: dict[str, list[RawExample]]) -> None:
     assert {part: len(examples) for part, examples in raws.items()} == PARTS
     assert PARTS["train"] == 10_000 and PARTS["test"] >= 1000

@@ -72,6 +72,7 @@ def mpirun(count: int, *arguments: object, expected: int = 0) -> subprocess.Comp
     return done
 
 
+@pytest.mark.full
 def test_mpi_ranks_give_the_same_bytes(tmp_path: Path) -> None:
     shards = make_shards(tmp_path / "shards", 7)
     build_index(shards, tmp_path / "one")

@@ -185,7 +185,12 @@ class Waiter:
     [
         pytest.param(0, ReadError, "was stopped", marks=pytest.mark.full),
         (1, MemoryError, "in a data worker"),
-        (2, (MemoryError, ReadError), "in a data worker|a data worker has no shared memory|a data worker died"),
+        pytest.param(
+            2,
+            (MemoryError, ReadError),
+            "in a data worker|a data worker has no shared memory|a data worker died",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_worker_that_stands_still_or_has_no_memory(

@@ -126,7 +126,7 @@ def alone() -> Any:
 @pytest.mark.parametrize(
     ("name", "stage", "sharded"),
     [
-        ("local", 1, False),
+        pytest.param("local", 1, False, marks=pytest.mark.full),
         ("deepspeed", 3, True),
         pytest.param("deepspeed", 3, False, marks=pytest.mark.full),
         pytest.param("fsdp", 3, True, marks=pytest.mark.full),

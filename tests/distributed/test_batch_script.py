@@ -38,7 +38,7 @@ def batch(folder: Path, **environment: str) -> tuple[int, str, list[tuple[str, f
     return done.returncode, done.stdout + done.stderr, [(command, float(when)) for when, command in seen]
 
 
-@pytest.mark.parametrize("code", ["1", "2"])
+@pytest.mark.parametrize("code", ["1", pytest.param("2", marks=pytest.mark.full)])
 def test_a_lost_node_that_slurm_does_not_notice(tmp_path: Path, code: str) -> None:
     """The script waits as long as it is told, then puts the job back by itself; also where a host did not come up (2)."""
     ended, said, calls = batch(tmp_path, CODE=code, REQUEUE="works", STATE="RUNNING")

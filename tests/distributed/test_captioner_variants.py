@@ -64,7 +64,7 @@ def _two_steps(device: torch.device, engine_name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "engines",
-    [["local", "zero3", "fsdp"], pytest.param(list(ENGINES), marks=[pytest.mark.full])],
+    [["local", "zero3"], pytest.param(list(ENGINES), marks=[pytest.mark.full])],
     ids=["some", "all"],
 )
 def test_every_engine_takes_the_steps_of_local(engines: list[str]) -> None:

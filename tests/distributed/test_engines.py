@@ -224,7 +224,7 @@ def rank_three_steps(device: torch.device, counts: tuple[int, ...]) -> dict[tupl
     return found
 
 
-@pytest.fixture(scope="module", params=[(5, 2), (7,)], ids=str)
+@pytest.fixture(scope="module", params=[pytest.param((5, 2), marks=pytest.mark.full), (7,)], ids=str)
 def three_steps(request: pytest.FixtureRequest) -> list[dict[tuple[str, int], Any]]:
     """What each rank has after three steps without noise and clipping."""
     return run_ranks(f"{__name__}:rank_three_steps", len(request.param), counts=request.param)

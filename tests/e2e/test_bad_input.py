@@ -155,6 +155,7 @@ def test_a_damaged_checkpoint_is_named(finished: Path, tmp_path: Path) -> None:
     refused(train_arguments(run_dir, "train.num_steps=2"), 2, "finished", "damaged", "step 1")
 
 
+@pytest.mark.full
 def test_two_trainers_on_one_run_folder(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     first = start_ranks(train_arguments(run_dir, "train.num_steps=1000"), 1, tmp_path / "log")[0]
@@ -223,6 +224,7 @@ def test_help_and_bad_arguments() -> None:
     refused(["--ds_config", "ds_configs/zero3.json", "--engine", "none"], 2, "--engine", "none")
 
 
+@pytest.mark.full
 def test_an_error_of_all_ranks_is_said_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     ranks = start_ranks(train_arguments(tmp_path / "run", "privacy.expected_batch_size=3001"), 2, log)

@@ -52,6 +52,7 @@ def crash_at(points: tuple[str, ...], run_dir: Path, *changes: str) -> None:
     check_account(run_dir, steps)
 
 
+@pytest.mark.full
 def test_contract_9_crashes_inside_a_ledger_write_and_inside_a_checkpoint(tmp_path: Path) -> None:
     crash_at(("in_ledger_write", "in_checkpoint"), tmp_path / "run")
 

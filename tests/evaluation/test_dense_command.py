@@ -73,7 +73,8 @@ def as_coco(root: Path, count: int, seed: int, *, crowd: bool = False) -> str:
     return f"coco:{root}/instances.json:{root}"
 
 
-@pytest.mark.parametrize("head", [pytest.param("linear", marks=pytest.mark.full), "conv"])
+@pytest.mark.full
+@pytest.mark.parametrize("head", ["linear", "conv"])
 def test_drawn_shapes(dense: Dense, run_dir: Path, head: str) -> None:
     told = ("--train", "synthetic:1:12", "--test", "synthetic:2:6", "--head", head, "--epochs", 12, "--lr", 0.01)
     segmented = dense("--task", "segmentation", *told)

@@ -216,6 +216,7 @@ def test_two_ranks_share_the_images(tmp_path: Path) -> None:
     assert len(list((tmp_path / "two").glob("*/part-*"))) == 2
 
 
+@pytest.mark.full
 def test_worker_processes_give_the_same_rows() -> None:
     images, labels = pictures(5)
     found = [

@@ -129,7 +129,9 @@ def test_no_example_of_many_does(method: str, options: dict[str, Any]) -> None:
     assert max(worst.values()) <= 1 + 1e-9, worst
 
 
-@pytest.mark.parametrize("method", ["dp-newton", "dp-fc", "dp-fc-bce"])
+@pytest.mark.parametrize(
+    "method", ["dp-fc", *(pytest.param(method, marks=pytest.mark.full) for method in ("dp-newton", "dp-fc-bce"))]
+)
 def test_the_search_reaches_the_bounds_of_later_steps(method: str) -> None:
     """So it would notice a bound that is too small by a little."""
     worst = search(method, {"num_steps": 3}, range(20, 29))

@@ -157,6 +157,7 @@ def import_weights_to(folder: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("exported", ["tokenizer"], indirect=True)
 def test_the_page_runs_without_a_question(exported: Exported, tmp_path: Path) -> None:
     """The exported README from a picture to its caption: at most five lines, no prompt, nothing of the project."""

@@ -37,7 +37,8 @@ def _timed(arguments):
     return done, seconds
 
 
-@pytest.mark.parametrize("extras", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("extras", [False, True])
 def test_dpcap_point(extras):
     done = _plan(f"{DPCAP} --noise_multiplier 0.728 --json{'' if extras else ' --no_extras'}")
     assert done.returncode == 0, done.stderr
@@ -102,6 +103,7 @@ def _in_process(arguments):
     return plan.plan(plan.parse_args(arguments.split()))
 
 
+@pytest.mark.full
 def test_correlated_noise_at_equal_epsilon(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     result = _in_process(f"{BANDS} --target_epsilon 4 --bands auto")

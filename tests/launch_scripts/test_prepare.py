@@ -65,6 +65,7 @@ def test_verify_of_a_sample_that_nobody_can_use_ends_with_2(tmp_path: Path, caps
         assert "20 of 20 examples: " in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_shards_on_a_server(tmp_path: Path) -> None:
     with range_server(ROOT / "data" / "demo") as server:
         pattern = f"{server.url}/train-{{00000..00001}}.tar"

@@ -62,6 +62,7 @@ def _write_ledger(run, manifest, fields=None, **changes):
     return plan
 
 
+@pytest.mark.full
 def test_baselines_stand_beside_the_held_out_loss(run_dir):
     """As a run's public file has them; lines of older runs have none."""
     path = run_dir / "evaluation" / "heldout.jsonl"
@@ -136,6 +137,7 @@ def test_audit_results_are_shown_with_verdict_and_date(run_dir):
     assert "<strong>violated</strong> (of another" in page and "2030-01-02" in page and "<code>gap</code>" in page
 
 
+@pytest.mark.full
 def test_what_the_recipe_states_is_shown_as_not_attested(run_dir):
     assert "does not state how hyper-parameters were chosen" in write_card(run_dir, build_card(run_dir))[2].read_text()
     (run_dir / "config.toml").write_text('[data]\ndeduplication = "by <hash>"\n[privacy]\ntuning = "eight runs"\n')

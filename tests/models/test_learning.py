@@ -1,5 +1,6 @@
 """The captioner learns from images: overfitted without privacy, it prefers the true image to another one."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ def overfit(model: Captioner, batch: tuple[Tensor, Tensor, Tensor], num_steps: i
         optimizer.step()
 
 
+@pytest.mark.full
 def test_true_image_explains_the_caption_better_than_another() -> None:
     model = tiny_captioner(vocab_size=24, num_tokens=5, decoder_width=32, decoder_num_heads=4, encoder_width=32)
     images, tokens, mask = batch = colour_patches()

@@ -157,7 +157,7 @@ def test_slack_and_joint_release():
     assert joint_noise_multiplier([3.0, 0.0]) == 0
 
 
-@pytest.mark.parametrize("cap", [None, 240])
+@pytest.mark.parametrize("cap", [None, pytest.param(240, marks=pytest.mark.full)])
 def test_table_bounds_every_count_and_is_monotone(cap):
     group = ReleaseGroup(0.05, 2.0, 1, 3000, cap)
     table = EpsilonTable(group, 1e-5, 53, 50)

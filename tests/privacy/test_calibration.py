@@ -10,6 +10,7 @@ from privacy.sampling.poisson import default_cap
 N, B, T, DELTA = 233_000_000, 1_310_720, 5708, 4.2918e-9
 
 
+@pytest.mark.full
 def test_dpcap_point_within_the_time_limit():
     start = time.process_time()
     result = calibrate_noise_multiplier(ReleaseGroup(B / N, 0, T), DELTA, 8)

@@ -159,6 +159,7 @@ def test_contract_7_what_is_no_standard_deviation_is_refused(std):
     assert not values.any()
 
 
+@pytest.mark.full
 def test_benchmark_prints_one_json_object():
     done = run_python(["benchmarks/noise.py", "--count", "1000", "--repeats", "1"], timeout=120)
     result = json.loads(done.stdout)

@@ -44,6 +44,11 @@ def card(tmp_path_factory):
     return privacy_card(_ledger(folder)).updated(run_name="a-run", utility=UTILITY)
 
 
+@pytest.fixture(scope="module")
+def page(card):
+    return to_html(card)
+
+
 def _ledger(folder, **changes):
     numbers = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 6, "noise_multiplier": 4.0}
     plan = make_plan(PlanRequest(**numbers | {"target_delta": 1e-5, "sensitivity_slack": 1e-3} | changes))
@@ -92,8 +97,7 @@ class _Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def test_page_is_well_formed_and_fetches_nothing(card):
-    page = to_html(card)
+def test_page_is_well_formed_and_fetches_nothing(page):
     parsed = _Page(page)
     assert parsed.tags.isdisjoint({"script", "link", "img", "image", "iframe", "object", "base", "form"})
     assert "http" not in page and "@import" not in page
@@ -103,18 +107,17 @@ def test_page_is_well_formed_and_fetches_nothing(card):
     assert not [name for name, _ in parsed.attributes if name.startswith("on")]
 
 
-def test_ids_are_unique_and_every_reference_has_its_target(card):
-    page = to_html(card)
+def test_ids_are_unique_and_every_reference_has_its_target(page):
     ids = re.findall(r'\bid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', page)) <= set(ids)
 
 
-def test_page_says_what_the_markdown_says(card):
+def test_page_says_what_the_markdown_says(card, page):
     def letters(text):
         return re.sub(r"[\s*|`#>\\-]", "", html.unescape(text))
 
-    assert letters(_Page(to_html(card)).text) == letters(to_markdown(card))
+    assert letters(_Page(page).text) == letters(to_markdown(card))
 
 
 def _leaves(tree):
@@ -149,14 +152,14 @@ def _own_words():
     yield Path("privacy/card/templates/statements.toml").read_text()
 
 
-def test_every_number_on_the_page_is_in_the_json(card):
+def test_every_number_on_the_page_is_in_the_json(card, page):
     leaves = list(_leaves(card.model_dump(mode="json")))
     numbers = [leaf for leaf in leaves if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
     allowed = set().union(*map(_printed, numbers)) | {f"{1 / 2000:.4g}"}
     for text in [leaf for leaf in leaves if isinstance(leaf, str)] + list(_own_words()):
         allowed |= set(NUMBER.findall(text))
     sections = {str(number) for number in range(1, 15)}
-    found = set(NUMBER.findall(_Page(to_html(card)).text)) - sections
+    found = set(NUMBER.findall(_Page(page).text)) - sections
     assert len(found) > 30
     assert found <= allowed
     assert rounded_up(card.epsilon) in found
@@ -176,11 +179,11 @@ def test_names_from_files_are_escaped(tmp_path):
     assert all(row.count("<td") in (0, 2, 5, 6, 8) for row in rows)
 
 
-def test_a_picture_of_samples_is_in_the_page_itself(card):
+def test_a_picture_of_samples_is_in_the_page_itself(card, page):
     picture = Picture("samples", NASTY, NASTY, b"\x89PNG of a sample")
-    page = to_html(card, [picture])
-    assert base64.b64encode(picture.png).decode() in page and "<script" not in page
-    assert page.count("<img ") == 1 and "<img " not in to_html(card)
+    with_picture = to_html(card, [picture])
+    assert base64.b64encode(picture.png).decode() in with_picture and "<script" not in with_picture
+    assert with_picture.count("<img ") == 1 and "<img " not in page
     assert "evaluation/samples-00000005.png" in to_markdown(card)
     assert "samples-" not in to_markdown(card.updated(utility=UTILITY.updated(samples=None)))
 
@@ -231,8 +234,7 @@ def test_plots_of_other_files_are_marked_on_the_plot_itself(card):
     assert len(plots(card)["Accounting"]) == 3 and len(plots(card)["Utility (not attested)"]) == 1
 
 
-def test_same_card_same_bytes_and_no_stand_in_colour_is_left(card):
-    page = to_html(card)
+def test_same_card_same_bytes_and_no_stand_in_colour_is_left(card, page):
     assert page == to_html(card)
     for colour in (report_plots.INK, report_plots.GRID, report_plots.FIRST, report_plots.SECOND, report_plots.FAINT):
         assert colour not in page

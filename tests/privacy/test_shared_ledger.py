@@ -181,6 +181,7 @@ def _reserve_many(path, first):
         SharedLedger(path).reserve(f"{number:064x}", "run", _plan(20.0), fixed_in_advance=True)
 
 
+@pytest.mark.full
 def test_the_lock_keeps_concurrent_runs_apart(shared):
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_reserve_many, args=(shared.path, first)) for first in (0, 100)]

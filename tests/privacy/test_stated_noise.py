@@ -55,7 +55,10 @@ def numbers(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from numbers(item)
 
 
-@pytest.mark.parametrize("own", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize(
+    "own",
+    [pytest.param(own, id=name, marks=[pytest.mark.full] * (name == "small noise")) for name, own in PLANS.items()],
+)
 def test_contract_10_no_number_of_an_intent_written_anew_lowers_epsilon(own, tmp_path, no_fsync):
     """Four steps, the third of them killed and tried again: each number of each intent, changed in every way."""
     path = tmp_path / "ledger.jsonl"

@@ -97,6 +97,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_it_learns_and_counts_bad_labels(trained: Path) -> None:
     first, last = lines(trained / "evaluation/heldout.jsonl")
     assert first["loss"] == pytest.approx(np.log(10), rel=1e-4) and first["accuracy"] < 0.25
@@ -153,7 +154,7 @@ def with_overrides(**changes: Any) -> str:
     return f"model.overrides={{{inner}}}"
 
 
-@pytest.mark.parametrize("mode", ["last_layer", "adapters"])
+@pytest.mark.parametrize("mode", [pytest.param("last_layer", marks=pytest.mark.full), "adapters"])
 def test_private_training_of_a_part_stops_resumes_and_leaves_the_rest(
     mode: str, trained: Path, digits: Path, tmp_path: Path, in_this_process: Any
 ) -> None:

@@ -265,6 +265,7 @@ def test_a_profile_changes_no_public_byte_and_is_private(tmp_path: Path, one_ran
     assert "aten::mm" in names or "aten::addmm" in names, "the trace shows matrix products"
 
 
+@pytest.mark.full
 def test_nor_does_the_count_of_adaptive_clipping_leave_without_noise(tmp_path: Path, one_rank: torch.device) -> None:
     one, other = (
         train_and_publish(tmp_path, "tiny", 0.96, neighbour, one_rank, *ADAPTIVE)

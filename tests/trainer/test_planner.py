@@ -106,9 +106,10 @@ def test_forward_flop_of_vit_s_and_b(width: int, heads: int, published: float) -
     assert counted / 2 == pytest.approx(published, rel=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "bookkeeping"),
-    [("dpcap_base", 1.063), pytest.param("dpcap_large", 1.051, marks=pytest.mark.full)],
+    [("dpcap_base", 1.063), ("dpcap_large", 1.051)],
 )
 def test_flop_of_clipping(name: str, bookkeeping: float) -> None:
     """benchmarks/README.md has the ratios of the captioners; a step costs three forwards without clipping."""
@@ -176,6 +177,7 @@ def test_modes_and_checkpointing_trade_memory_as_they_should() -> None:
     assert checkpointed.micro_batch("two_pass", 4).flops > plain.micro_batch("two_pass", 4).flops
 
 
+@pytest.mark.full
 def test_weights_of_one_pass_cost_another_forward() -> None:
     config = clip_art()
     kept, gathered = probe(config, machine()), probe(config, machine(), weights_of_one_pass=True)

@@ -39,6 +39,7 @@ def test_a_ledger_behind_the_start_that_is_gone_or_edited_is_missed_before_the_f
     assert run(folder, *OPTIONS, start, steps=4) == 0
 
 
+@pytest.mark.full
 def test_a_refused_start_leaves_a_torn_shared_ledger_and_its_mirror_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_refused_start_leaves_a_torn_shared_ledger_and_its_mirror_as_they_are(
     assert owner.read_bytes() == mirror.read_bytes() and owner.read_bytes().count(b" #torn\n") == 1
 
 
+@pytest.mark.full
 def test_a_refused_start_of_a_finished_run_does_not_close_it_in_the_shared_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

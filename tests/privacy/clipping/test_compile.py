@@ -97,7 +97,7 @@ def test_compiled_blocks_give_the_oracles_sums_without_graph_breaks(mode: str, c
         assert recorded.get_total_flops() <= 2.5 * forward.get_total_flops()
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+@pytest.mark.parametrize("mode", ["bookkeeping", pytest.param("two_pass", marks=pytest.mark.full)])
 def test_what_was_reported_may_be_overwritten(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a compiler does that uses the memory again; there is no copy of what the sums do not need later."""
     model, inputs = Stack(2).double(), stack_inputs()
@@ -135,6 +135,7 @@ def test_compiled_after_the_hooks_and_with_another_batch_size() -> None:
         assert oracle.relative_error(dict(total.sums()), expected) < 1e-9
 
 
+@pytest.mark.full
 def test_the_captioner_with_compiled_blocks() -> None:
     torch.manual_seed(0)
     model: Captioner = tiny_captioner().double()

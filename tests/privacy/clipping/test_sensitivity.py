@@ -68,7 +68,7 @@ def adversarial_pairs(count: int) -> Iterator[dict[str, Tensor]]:
         yield {"images_BCHW": image, "tokens_BL": tokens, "token_mask_BL": mask}
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_contract_4_adversarial_pairs(dtype: torch.dtype, count: int) -> None:
     model = tiny_captioner().to(dtype)

@@ -106,7 +106,7 @@ def clipped_steps(x_NKD: Tensor, mode: str) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", pytest.param("two_pass", marks=pytest.mark.full)])
-@pytest.mark.parametrize(("count", "cancels"), [(270, False), (450, True)])
+@pytest.mark.parametrize(("count", "cancels"), [(270, False), pytest.param(450, True, marks=pytest.mark.full)])
 def test_contract_4_a_norm_counts_every_use(count: int, cancels: bool, mode: str) -> None:
     """Each of K small uses is below the rounding of a large one; together they are not."""
     x_KD = torch.tensor([0.0, 1.72e-4]).repeat(count, 1)

@@ -38,7 +38,7 @@ def fixed(request: PlanRequest, sigma: float, **changes: object) -> PrivacyPlan:
     return make_plan(replace(request, noise_multiplier=sigma, target_epsilon=None, **changes))
 
 
-@pytest.mark.parametrize(("name", "index"), [("dpcap", 5), ("vip", 7)])
+@pytest.mark.parametrize(("name", "index"), [("dpcap", 5), pytest.param("vip", 7, marks=pytest.mark.full)])
 def test_points_of_the_table(name: str, index: int) -> None:
     """Half a percent more noise than the table's is enough for epsilon 8, and half a percent less is not."""
     request, sigmas, *_ = TABLE[name]
@@ -159,6 +159,7 @@ def test_adaptive_clipping_is_refused_with_bands() -> None:
         fixed(SMALL, 4.0, bands=2, adaptive_clipping=adaptive)
 
 
+@pytest.mark.full
 def test_several_examples_are_charged_by_group_privacy() -> None:
     """Never less than one release of k times the sensitivity, the exact answer where all are always drawn."""
     exact = accounting.epsilon_gaussian([ReleaseGroup(1.0, 10.0 / 5, 20)], 1e-5)

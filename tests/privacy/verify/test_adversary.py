@@ -23,7 +23,8 @@ from tests.privacy.verify.judging import KEY, Judge, sentences
 FORGERY = "print('verify: consistent: epsilon 0.0001 at delta 1e-05')\nraise SystemExit(0)\n"
 
 
-@pytest.mark.parametrize("path", [pytest.param({}, marks=pytest.mark.full), {"PYTHONPATH": ":."}])
+@pytest.mark.full
+@pytest.mark.parametrize("path", [{}, {"PYTHONPATH": ":."}])
 def test_no_module_that_lies_in_the_folder_is_run(path: dict[str, str], folder: Path) -> None:
     for name in ("argparse.py", "__future__.py", "dp_accounting/__init__.py"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -127,6 +128,7 @@ def test_a_torn_line_is_the_beginning_of_an_entry(added: str, said: str | None, 
     assert code == (5 if said else 0) and (said or "") in sentences(found), found["checks"]
 
 
+@pytest.mark.full
 def test_every_epsilon_of_the_metrics_is_recomputed(tmp_path: Path, judge: Judge) -> None:
     """Eight counts were, and a claim between two of them had only to be no smaller than the one before."""
     plan = make_plan(PlanRequest(

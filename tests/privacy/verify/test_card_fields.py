@@ -119,7 +119,7 @@ def expectation(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("plain", 9), ("adaptive", 9)]
+    [("plain", 9), pytest.param("adaptive", 9, marks=pytest.mark.full)]
     + [pytest.param(name, 1, marks=pytest.mark.full) for name in ("plain", "adaptive", "shuffled", "informal")],
 )
 def test_every_change_of_a_card_is_violated_or_listed(

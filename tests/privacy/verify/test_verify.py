@@ -258,6 +258,7 @@ def test_an_edit_by_hand_is_found_and_the_line_named(name: str, folder: Path, ju
     assert got == code and any(part in text for part in said.split("|")), text
 
 
+@pytest.mark.full
 def test_only_a_kept_fingerprint_finds_a_folder_that_was_forged_as_a_whole(
     tmp_path: Path, judge: Judge, capsys: Any
 ) -> None:
