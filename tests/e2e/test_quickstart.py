@@ -55,17 +55,17 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     """Few steps change the loss, and everything is said. Epsilon of shuffled batches is a closed form, which takes no time."""
     run_dir = tmp_path / "run"
     small = (
-        "privacy.expected_batch_size=400", "privacy.sampling=shuffle", "privacy.shuffle_as_gaussian=true",
+        "privacy.expected_batch_size=200", "privacy.sampling=shuffle", "privacy.shuffle_as_gaussian=true",
         "heldout.num_examples=64", "heldout.num_captions=1",
     )  # fmt: skip
-    said, stdout = quickstart(forked, run_dir, "train.num_steps=4", "heldout.every_steps=2", *small)
+    said, stdout = quickstart(forked, run_dir, "train.num_steps=2", "heldout.every_steps=1", *small)
     lines = [json.loads(line) for line in (run_dir / "evaluation" / "heldout.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[-1]["loss"] == said["heldout_loss"] < lines[0]["loss"]
     assert lines[0]["blind_loss"] == lines[-1]["blind_loss"] == said["blind_loss"]
     assert said["shuffled_loss"] == lines[-1]["shuffled_loss"] > 0
     kinds = [line["type"] for line in ledger_lines(run_dir)]
-    assert kinds == ["open", "session", *["intent", "done"] * 4, "checkpoint", "signature", "close", "signature"]
+    assert kinds == ["open", "session", *["intent", "done"] * 2, "checkpoint", "signature", "close", "signature"]
     assert "without looking: " in stdout and "has not learned anything" in stdout
 
 

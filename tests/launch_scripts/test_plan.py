@@ -125,6 +125,7 @@ def test_correlated_noise_at_equal_epsilon(capsys, monkeypatch):
     assert again["error_ratio"] == pytest.approx(result["error_ratio"], rel=1e-3)
 
 
+@pytest.mark.full
 def test_one_band_says_what_no_band_says(capsys):
     alone = _in_process(f"{BANDS} --noise_multiplier 2 --json")
     assert alone["bands"] == 1 and alone["error_ratio"] == 1.0 and alone["by_bands"] is None

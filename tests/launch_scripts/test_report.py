@@ -106,6 +106,7 @@ def test_a_notebook_calls_the_command(run_dir, capsys):
         ReportOptions(run_dir=run_dir, no_such_option=1)
 
 
+@pytest.mark.full
 def test_human_output_while_a_trainer_holds_the_run(run_dir):
     with (run_dir / "private/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -71,7 +71,7 @@ def test_one_beam_is_greedy(overrides: dict[str, object]) -> None:
     assert (expected_BL == model.config.pad_id).any(), "no caption ended: the test shows less than it should"
 
 
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+@pytest.mark.parametrize("length_penalty", [0.0, pytest.param(1.0, marks=pytest.mark.full)])
 @torch.no_grad()
 def test_beams_as_wide_as_the_tree_find_the_best_caption(length_penalty: float) -> None:
     """Against all 1 + 4 + 16 + ... captions of up to four tokens of a five-word language, each by a whole forward."""

@@ -272,6 +272,7 @@ def test_a_first_bound_that_is_not_the_plans_is_found(tmp_path: Path) -> None:
     assert audit_ledger(data, FolderClaims()).failed() == ["clipping_bound"]
 
 
+@pytest.mark.full
 def test_the_card_says_how_the_bound_moved(trained: tuple[Path, list[BoundClaim]]) -> None:
     path, claims = trained
     card = privacy_card(path)

@@ -59,7 +59,7 @@ def test_an_honest_run_fits_and_any_changed_field_is_found(name: str) -> None:
 
 
 def test_calibrated_noise_is_held_against_its_target() -> None:
-    config = load_config(ROOT / "recipes/quickstart.toml", ["train.num_steps=20"])
+    config = load_config(ROOT / "recipes/quickstart.toml", ["train.num_steps=20", "privacy.target_epsilon=1.0"])
     recipe = tomllib.loads(to_toml(config))
     plan = make_plan(config.privacy.request(config.train.num_steps, 3000))
     assert contradiction(recipe, plan) is None

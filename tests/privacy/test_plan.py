@@ -84,13 +84,17 @@ def test_bad_plans_are_refused_in_one_line(changes, message):
 def test_warnings():
     assert "above 1/n" in _plan(target_delta=1e-2).warnings[0]
     assert "close to the expected batch" in _plan(cap=70).warnings[0]
+    assert _plan(noise_multiplier=0.2, allow_small_noise=True).noise_multiplier == 0.2
+
+
+@pytest.mark.full
+def test_no_target_asks_for_less_noise_than_is_allowed():
     plan = make_plan(
         PlanRequest(
             num_examples=3000, expected_batch_size=3, num_steps=1, target_epsilon=30, reserved_attempts=0, cap=None
         )
     )
     assert plan.noise_multiplier == 0.3 and "smallest allowed" in plan.warnings[0]
-    assert _plan(noise_multiplier=0.2, allow_small_noise=True).noise_multiplier == 0.2
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_risk_of_a_gaussian_is_its_trade_off_curve():
         attack_risk([SMALL], [1.5], 1e-2)
 
 
+@pytest.mark.full
 def test_risk_bounds_a_simulated_attack():
     """The best attack there is, a threshold on the log-likelihood ratio of the worst case, on 40,000 runs each."""
     group = ReleaseGroup(0.05, 1.0, 30)

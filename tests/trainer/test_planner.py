@@ -357,6 +357,7 @@ def test_one_rank_without_an_accelerator() -> None:
     assert found["batch"]["rows_per_step"] >= config.privacy.expected_batch_size
 
 
+@pytest.mark.full
 def test_time_follows_from_flop_efficiency_and_ranks() -> None:
     config = clip_art()
     read = examples(config, ROOT, None)

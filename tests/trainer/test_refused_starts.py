@@ -335,7 +335,7 @@ def test_nothing_uses_a_checkpoint_that_the_ledger_did_not_record(
     open_model(Path(alone))  # no ledger, so nothing is attested
 
 
-@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize("steps", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_crash_between_a_checkpoint_and_its_record_loses_neither(
     steps: int, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
