@@ -10,7 +10,7 @@ import pytest
 from tests.data.conftest import ROOT
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [50, pytest.param(2000, marks=pytest.mark.full)])
 def test_mutated_shards(count: int, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tests" / "data" / "fuzz_shards.py"), "0", str(count), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30 + count, cwd=ROOT)

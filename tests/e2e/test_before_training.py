@@ -10,7 +10,8 @@ import pytest
 from tests.e2e.launch import alone, count, kill_group, start_ranks, train_arguments
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_while_ranks_set_up_ends_all_with_7(tmp_path: Path, number: signal.Signals) -> None:
     """One of them is signalled; the same command then trains."""
     run_dir, log = tmp_path / "run", tmp_path / "log"

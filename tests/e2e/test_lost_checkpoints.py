@@ -40,7 +40,7 @@ def copied(stopped: Path, folder: Path) -> Path:
     return Path(shutil.copytree(stopped, folder / "run"))
 
 
-@pytest.mark.parametrize("latest_stays", [False, True])
+@pytest.mark.parametrize("latest_stays", [pytest.param(False, marks=pytest.mark.full), True])
 def test_lost_checkpoints_are_refused_or_charged_again(stopped: Path, tmp_path: Path, latest_stays: bool) -> None:
     run_dir = copied(stopped, tmp_path)
     for path in (run_dir / "checkpoints").glob("step-*"):

@@ -196,10 +196,10 @@ def test_a_recipe_gives_what_training_claims():
 QUICK = "--recipe recipes/quickstart.toml --ds_config ds_configs"
 CLUSTER = "--ds_config ds_configs/zero3_bf16.json --world_size 128 --gpu a100-80gb"
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
-REDUCED = ("quickstart",)
 
 
-@pytest.mark.parametrize("recipe", [r if r in REDUCED else pytest.param(r, marks=pytest.mark.full) for r in RECIPES])
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_memory_and_time_of_every_recipe(recipe):
     """One JSON object, numbers that fit together, without the weights and without the data."""
     done, seconds = _timed(f"--recipe recipes/{recipe}.toml {CLUSTER} --no_extras --json")

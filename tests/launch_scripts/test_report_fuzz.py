@@ -72,7 +72,7 @@ def search(original: Path, tmp_path: Path, seeds: range) -> None:
 
 
 def test_a_disturbed_folder_ends_in_a_card_or_in_one_line(original: Path, tmp_path: Path, quick: None) -> None:
-    search(original, tmp_path, range(20))
+    search(original, tmp_path, range(10))
 
 
 @pytest.mark.full

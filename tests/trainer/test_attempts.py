@@ -153,6 +153,7 @@ def charged_or_refused(folder: Path, *, mirrored: bool) -> int | str:
         return str(error)
 
 
+@pytest.mark.full
 def test_contract_9_no_honest_crash_is_refused(run: Any, tmp_path: Path, no_fsync: None) -> None:
     mirrored, states = run
     number = 0

@@ -64,6 +64,7 @@ def test_canaries_have_their_caption_where_the_recipe_looks(tmp_path: Path, capt
     assert kinds == {"png", "txt" if caption_field is None else "json"}
 
 
+@pytest.mark.full
 def test_a_model_that_learned_canaries_by_heart_is_found() -> None:
     """No privacy at all: a tiny captioner fits the canaries of its data, and the audit refutes any small claim."""
     rng = np.random.default_rng(5)

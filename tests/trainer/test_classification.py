@@ -97,7 +97,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.full
 def test_it_learns_and_counts_bad_labels(trained: Path) -> None:
     first, last = lines(trained / "evaluation/heldout.jsonl")
     assert first["loss"] == pytest.approx(np.log(10), rel=1e-4) and first["accuracy"] < 0.25

@@ -107,10 +107,7 @@ def test_forward_flop_of_vit_s_and_b(width: int, heads: int, published: float) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "bookkeeping"),
-    [("dpcap_base", 1.063), ("dpcap_large", 1.051)],
-)
+@pytest.mark.parametrize(("name", "bookkeeping"), [("dpcap_base", 1.063), ("dpcap_large", 1.051)])
 def test_flop_of_clipping(name: str, bookkeeping: float) -> None:
     """benchmarks/README.md has the ratios of the captioners; a step costs three forwards without clipping."""
     config = recipe(name)

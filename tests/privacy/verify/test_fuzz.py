@@ -132,7 +132,7 @@ def search(
 
 
 def test_a_disturbed_folder_ends_in_a_verdict_or_in_one_line(original: Path, tmp_path: Path, capsys: Any) -> None:
-    search(original, tmp_path, capsys, range(30), disturb)
+    search(original, tmp_path, capsys, range(15), disturb)
 
 
 @pytest.mark.full
