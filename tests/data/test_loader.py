@@ -210,6 +210,18 @@ def test_a_worker_that_stands_still_or_has_no_memory(
         assert not Path("/proc", pid).exists(), "it would outlive its trainer"
 
 
+def test_a_micro_batch_that_shared_memory_does_not_hold_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensor: torch.Tensor) -> None:
+        raise RuntimeError("unable to mmap 12 bytes: Cannot allocate memory (12)\nfrom a line below")
+
+    batch = Batch({"images_BCHW": torch.zeros(1, 3, 2, 2)}, torch.zeros(1, dtype=torch.bool))
+    assert workers.shared(batch) is batch, "in the trainer itself nothing moves"
+    monkeypatch.setattr(workers, "get_worker_info", lambda: 1)
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    with pytest.raises(ReadError, match=r"no shared memory .*Cannot allocate memory \(12\)\); use fewer workers$"):
+        workers.shared(batch)
+
+
 ORPHANS = """
 import os, sys
 sys.path.insert(0, sys.argv[1])

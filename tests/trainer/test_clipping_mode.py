@@ -152,8 +152,7 @@ def rank_choices(device: torch.device, name: str, stage: int) -> list[dict[str, 
     ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "stage"), [("local", 1), ("deepspeed", 3)])
+@pytest.mark.parametrize(("name", "stage"), [pytest.param("local", 1, marks=pytest.mark.full), ("deepspeed", 3)])
 def test_every_rank_makes_the_choice_of_the_tightest(name: str, stage: int) -> None:
     first, second = run_ranks(f"{__name__}:rank_choices", 2, name=name, stage=stage)
     assert first == second
