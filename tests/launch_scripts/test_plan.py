@@ -105,13 +105,13 @@ def _in_process(arguments):
 
 def test_correlated_noise_at_equal_epsilon(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
-    result = _in_process(f"{BANDS} --target_epsilon 2 --bands auto")
+    result = _in_process(f"{BANDS} --target_epsilon 4 --bands auto")
     ratios = {row["bands"]: row["error_ratio"] for row in result["by_bands"]}
-    assert list(ratios) == [1, 2, 4] and ratios[1] == 1.0
+    assert list(ratios) == [1, 2, 4, 8] and ratios[1] == 1.0
     assert result["bands"] == min(ratios, key=ratios.get) > 1
     assert result["error_ratio"] == pytest.approx(ratios[result["bands"]], rel=1e-3) and result["error_ratio"] < 1
     assert result["noise_multiplier"] > result["independent_noise_multiplier"]
-    assert 2 - 1e-3 <= result["epsilon_pld"] <= 2 and result["epsilon_prv_lower"] <= result["epsilon_pld"]
+    assert 3.999 <= result["epsilon_pld"] <= 4 and result["epsilon_prv_lower"] <= result["epsilon_pld"]
     assert result["epochs"] == pytest.approx(4) and result["scaling_rule"] is None
     shown = capsys.readouterr()
     for text in ("error ratio", "the best", "which take turns", "past noise"):
