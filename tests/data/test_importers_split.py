@@ -95,7 +95,6 @@ def test_training_shards_are_what_the_folder_names_and_all_is_private(tmp_path: 
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out", tmp_path / "out" / HELDOUT)} == {0o700}
 
 
-@pytest.mark.full
 def test_workers_change_nothing_about_the_split(tmp_path: Path) -> None:
     source = folder_source(folder_with_texts(tmp_path / "in", 16), Columns())
     source = Source([ListedPart((item,)) for item in source.parts[0].items()], source.fingerprint)

@@ -143,6 +143,21 @@ def test_one_line_and_plain_facts(one_rank: torch.device) -> None:
     assert "smaller train.micro_batch_size" not in choose(2**40)[0].sentence
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_host_with_the_least_room_decides(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """Another host, before or after this one in the order of ranks, has 1,000 bytes free."""
+
+    def with_another_host(mine: Any) -> list[Any]:
+        other = mine if not isinstance(mine, tuple) else ("elsewhere", *mine[1:]) if len(mine) == 3 else (mine[0], 1000)
+        return [mine, other] if place else [other, mine]
+
+    monkeypatch.setattr(distributed, "gather_objects", with_another_host)
+    choice, _ = choose(2**40)
+    assert choice.mode == "two_pass" and choice.available == 1000
+
+
 def rank_choices(device: torch.device, name: str, stage: int) -> list[dict[str, Any]]:
     engine = build(device, name, stage)
     clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, self_check=False)

@@ -159,7 +159,6 @@ def test_adaptive_clipping_is_refused_with_bands() -> None:
         fixed(SMALL, 4.0, bands=2, adaptive_clipping=adaptive)
 
 
-@pytest.mark.full
 def test_several_examples_are_charged_by_group_privacy() -> None:
     """Never less than one release of k times the sensitivity, the exact answer where all are always drawn."""
     exact = accounting.epsilon_gaussian([ReleaseGroup(1.0, 10.0 / 5, 20)], 1e-5)
