@@ -24,8 +24,8 @@ it comes from. Every seed has its own start, runs and splits, so that difference
 the best answer without looking has, and the accuracy of the most frequent class. OUTPUT and a plot of the same name are written
 after every seed, and a run that was stopped goes on; two programs may share the seeds.
 
-Shape and steps are what five seeds at nine processor minutes each allow. The rate of each arm is the best of three by the held-out
-loss of the classes that are trained on, in two thirds of the steps and on another seed, and no probe has a part in it:
+Shape and steps are what five seeds at nine processor minutes each allow. The rate of each arm is the best of three by the
+held-out loss of the classes that are trained on, in two thirds of the steps and on another seed, and no probe has a part in it:
 
     python benchmarks/ordering.py --tune 0.5 1 2 --steps 65 --synthetic_steps 600 --output DATE-ordering-rates.json
 """
@@ -40,25 +40,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from tools.fashion_build import SOURCE, TONES, captions_of_classes, fashion  # noqa: E402
+from benchmarks.pictures import Labelled, gathered, judges, write_shards  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 
 FOLDER = ROOT / "runs/ordering"
-FOLDERS = {
-    "stamps": (Path("/usr/share/tuxpaint/stamps"), "tuxpaint-stamps-default"),
-    "clip art": (Path("/usr/share/openclipart/png"), "openclipart-png"),
-}
-LEAST, MOST = 30, 150
-"""Pictures of a class of these."""
-NUM_PHOTOGRAPHS, NUM_HELDOUT, NUM_UNSEEN = 60_000, 1500, 3
-"""Photographs to train on and to test on, of all classes; the classes among them that no encoder is trained on."""
 SHAPE = {"patch_size": 7, "encoder_width": 64, "encoder_depth": 3, "encoder_mlp_ratio": 2.0, "encoder_qkv_bias": True}
 DECODER = {"decoder_width": 64, "decoder_depth": 1, "decoder_mlp_ratio": 2.0}
 BATCH, SYNTHETIC_BATCH = 1000, 128
@@ -73,113 +65,6 @@ CLAIMS = (
     ("synthetic", "untrained"), ("dpcap", "untrained"), ("non_private", "untrained"), ("non_private", "pixels"),
 )  # fmt: skip
 TOGETHER = "mean of all"
-
-
-class Labelled(NamedTuple):
-    """Pictures (N, 28, 28) uint8 with labels (N,)."""
-
-    pictures: np.ndarray
-    labels: np.ndarray
-
-    def rows(self, chosen: np.ndarray | slice) -> "Labelled":
-        return Labelled(self.pictures[chosen], self.labels[chosen])
-
-    def grey(self) -> tuple[np.ndarray, np.ndarray]:
-        """Grey values as features, and labels."""
-        return self.pictures.reshape(len(self.labels), -1).astype(np.float32) / 255, self.labels
-
-
-def clothes() -> Labelled:
-    """Photographs to train on, then held-out ones; labels are numbers of captions."""
-    ink, caption_N = fashion(SOURCE, NUM_PHOTOGRAPHS, NUM_HELDOUT)
-    return Labelled(255 - ink, caption_N.astype(np.int64))
-
-
-def digits() -> Labelled:
-    """Those of scikit-learn, dark on white, three times as large in a frame of 28 x 28."""
-    from sklearn.datasets import load_digits
-
-    x, y = load_digits(return_X_y=True)
-    large = np.pad(np.kron(x.reshape(-1, 8, 8) / 16, np.ones((1, 3, 3))), ((0, 0), (2, 2), (2, 2)))
-    return Labelled(np.rint(255 * (1 - large)).astype(np.uint8), y.astype(np.int64))
-
-
-def in_folders(root: Path, package: str) -> Labelled:
-    """Pictures in grey at 28 x 28; their folders are the classes: `MOST` files of each that has `LEAST` of them."""
-    from data.errors import DataError
-    from data.examples.transforms import denormalize
-    from evaluation.features import decoded_batches
-    from evaluation.sources.labelled import FolderImages
-
-    if not root.is_dir():
-        raise DataError(f"there is no folder {root}; install {package}")
-    source, rng = FolderImages.find(root), np.random.default_rng(0)
-    label_N = np.array([label for _, label in source.files])
-    chosen = [rng.permutation(np.flatnonzero(label_N == label))[:MOST] for label in np.unique(label_N)]
-    files = np.concatenate([rows for rows in chosen if len(rows) >= LEAST])
-    [batch] = decoded_batches(source, files.tolist(), batch_size=len(files), image_size=28)
-    grey = [denormalize(image_CHW.numpy()).mean(axis=2) for image_CHW in batch.images_BCHW]
-    found = Labelled(np.rint(grey).astype(np.uint8), np.unique(label_N[files], return_inverse=True)[1])
-    return found.rows(batch.is_usable_B)  # without what is too large to be decoded
-
-
-def recalls_of_grey(photographs: Labelled) -> np.ndarray:
-    """By class, how much of it a regression on grey values gets right: 10,000 photographs to fit it, 10,000 others to ask."""
-    from evaluation.linear_probe import regression
-
-    (x, y), (others, expected) = (photographs.rows(slice(n, n + 10_000)).grey() for n in (0, 10_000))
-    found = regression(x, y // len(TONES), 10, ridge=1e-2).scores(others).argmax(axis=1)
-    return np.array([(found[expected // len(TONES) == kind] == kind).mean() for kind in range(10)])
-
-
-class Gathered(NamedTuple):
-    """Photographs to train on and to test losses on, labelled with numbers of captions; pictures that judge; what is noted."""
-
-    train: Labelled
-    test: Labelled
-    unseen: dict[str, Labelled]
-    facts: dict[str, Any]
-
-
-def gathered() -> Gathered:
-    """The classes of clothes that no encoder is trained on are those that grey values tell apart worst."""
-    photographs, others = (
-        clothes(),
-        {"digits": digits()} | {name: in_folders(*where) for name, where in FOLDERS.items()},
-    )
-    recalls = recalls_of_grey(photographs)
-    kinds, hardest = photographs.labels // len(TONES), np.sort(np.argsort(recalls)[:NUM_UNSEEN])
-    is_unseen, is_train = np.isin(kinds, hardest), np.arange(len(kinds)) < NUM_PHOTOGRAPHS
-    clothing = Labelled(photographs.pictures[is_unseen], np.searchsorted(hardest, kinds[is_unseen]))
-    unseen = {"other clothes": clothing, **others}
-    facts = {
-        "unseen_clothes": [captions_of_classes()[len(TONES) * kind] for kind in hardest],
-        "recalls_of_grey": [round(float(recall), 3) for recall in recalls],
-        "judging_pictures": {name: len(every.labels) for name, every in unseen.items()},
-    }
-    return Gathered(photographs.rows(~is_unseen & is_train), photographs.rows(~is_unseen & ~is_train), unseen, facts)
-
-
-def write_shards(photographs: Labelled, path: Path) -> None:
-    """Pairs, unless they are there."""
-    from data.index.tar_writer import write_shard
-    from evaluation.sources.records import encode_png
-
-    captions = captions_of_classes()
-    pairs = ({"png": encode_png(one), "txt": captions[label].encode()} for one, label in zip(*photographs, strict=True))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        write_shard(path, ((f"{i:05d}", pair) for i, pair in enumerate(pairs)))
-
-
-def judges(sets: dict[str, Labelled], seed: int) -> dict[str, tuple[Labelled, Labelled]]:
-    """(to train probes on, to test them on), drawn anew for every seed: two thirds and one, at most 2,000 and 1,000."""
-    drawn = {}
-    for name, every in sets.items():
-        order = np.random.default_rng(seed).permutation(len(every.labels))[:3000]
-        cut = 2 * len(order) // 3
-        drawn[name] = every.rows(order[:cut]), every.rows(order[cut:])
-    return drawn
 
 
 def table(values: dict[str, float]) -> str:
@@ -330,7 +215,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     probes = list(record["accuracy"][ARMS[0]])
-    figure, axes = plt.subplots(figsize=(13, 5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(16, 6), layout="constrained")
     for number, arm in enumerate(ARMS):
         found = [record["accuracy"][arm][probe] for probe in probes]
         at = np.arange(len(probes)) + (number - (len(ARMS) - 1) / 2) * 0.11
@@ -341,14 +226,15 @@ def plot(record: dict[str, Any], path: Path) -> None:
     for number, probe in enumerate(probes):
         blind = [value for name, value in record["blind_accuracy"].items() if probe.startswith(name)]
         axes.hlines(blind, number - 0.45, number + 0.45, color="grey", linestyle="--")
-    axes.set_xticks(np.arange(len(probes)), [probe.replace(", ", ",\n") for probe in probes])
+    axes.set_xticks(np.arange(len(probes)), [probe.replace(",", "").replace(" ", "\n") for probe in probes])
+    axes.margins(x=0.01)
     axes.set_ylabel("accuracy on what no training saw")
     s = record["settings"]
     axes.set_title(
         f"{len(record['seeds'])} seeds, {s['steps']} steps of {s['batch']} photographs, epsilon {s['epsilon']:g}; "
         "95 % intervals; dashed: the most frequent class"
     )
-    axes.legend(ncols=len(ARMS), loc="lower center", bbox_to_anchor=(0.5, -0.28), frameon=False)
+    axes.legend(ncols=len(ARMS), loc="lower center", bbox_to_anchor=(0.5, -0.32), frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -356,6 +242,10 @@ def plot(record: dict[str, Any], path: Path) -> None:
 def read(output: Path | None) -> dict[str, Any] | None:
     """The record so far."""
     return json.loads(output.read_text()) if output is not None and output.exists() else None
+
+
+def command() -> str:
+    return " ".join(["python benchmarks/ordering.py", *sys.argv[1:]])
 
 
 def tune(options: argparse.Namespace, num_examples: int, record: dict[str, Any]) -> None:
@@ -369,6 +259,7 @@ def tune(options: argparse.Namespace, num_examples: int, record: dict[str, Any])
             rate = f"{RATES[arm] * factor:.2g}"
             run = trained(arm, f"{TUNED_ON}-{arm}-{rate}", TUNED_ON, options, num_examples, float(rate), start)
             record = read(options.output) or record
+            record["commands"] = sorted({*record["commands"], command()})
             record["losses"].setdefault(arm, {})[rate] = losses(run)["loss"]
             options.output.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -399,7 +290,6 @@ def main() -> None:
     write_synthetic(
         FOLDER / f"synthetic-{options.synthetic_pictures}", Settings(options.synthetic_pictures, 28, seed=0)
     )
-    command = " ".join(["python benchmarks/ordering.py", *sys.argv[1:]])
     settings = {
         "steps": options.steps, "batch": BATCH, "synthetic_steps": options.synthetic_steps, "synthetic_batch": SYNTHETIC_BATCH,
         "synthetic_pictures": options.synthetic_pictures, "shape": SHAPE, "decoder": DECODER, "rates": RATES, "epsilon": 8.0,
@@ -411,7 +301,8 @@ def main() -> None:
         parser.error(f"{options.output} has other settings: {kept['settings']}")
     distributed.start(Ranks())
     if options.tune:
-        tune(options, num_examples, {"settings": settings, "command": command, "seed": TUNED_ON, "losses": {}})
+        about = {"settings": settings, "date": datetime.date.today().isoformat(), "commands": [], "seed": TUNED_ON}
+        tune(options, num_examples, about | {"losses": {}})
         distributed.finish(0)
     for seed in options.seeds:
         record = read(options.output) or {"benchmark": "ordering", "settings": settings, "seeds": {}}
@@ -425,7 +316,7 @@ def main() -> None:
         drawn = judges(sets, seed)
         made = {
             "date": datetime.date.today().isoformat(),
-            "command": command,
+            "command": command(),
             "accuracy": judged(runs, drawn, seed),
             "blind_accuracy": {name: most_frequent(test) for name, (_, test) in drawn.items()},
             "heldout": {arm: losses(folder) for arm, folder in runs.items()},

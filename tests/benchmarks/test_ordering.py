@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import ordering
+from benchmarks import ordering, pictures
 from data.errors import DataError
 from evaluation.sources.records import encode_png
 
@@ -47,33 +47,33 @@ def test_one_seed_claims_nothing() -> None:
 
 
 def test_probes_are_tested_on_other_pictures_than_they_are_trained_on() -> None:
-    every = ordering.Labelled(np.arange(6000), np.arange(6000) % 3)
+    every = pictures.Labelled(np.arange(6000), np.arange(6000) % 3)
     for seed in range(2):
-        train, test = ordering.judges({"large": every, "small": every.rows(slice(900))}, seed)["large"]
+        train, test = pictures.judges({"large": every, "small": every.rows(slice(900))}, seed)["large"]
         assert (len(train.labels), len(test.labels)) == (2000, 1000) and not set(train.pictures) & set(test.pictures)
-    train, test = ordering.judges({"small": every.rows(slice(900))}, 0)["small"]
+    train, test = pictures.judges({"small": every.rows(slice(900))}, 0)["small"]
     assert sorted([*train.pictures, *test.pictures]) == list(range(900)) and len(test.labels) == 300
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ordering, "SOURCE", tmp_path)
+    monkeypatch.setattr(pictures, "SOURCE", tmp_path / "none")
     with pytest.raises(DataError, match="install dataset-fashion-mnist"):
-        ordering.clothes()
+        pictures.clothes()
     with pytest.raises(DataError, match="install openclipart-png"):
-        ordering.in_folders(tmp_path / "none", "openclipart-png")
+        pictures.in_folders(tmp_path / "none", "openclipart-png")
 
 
 def test_folders_are_classes(tmp_path: Path) -> None:
-    for name, count in (("few", ordering.LEAST - 1), ("many", ordering.MOST + 1), ("some", ordering.LEAST)):
+    for name, count in (("few", pictures.LEAST - 1), ("many", pictures.MOST + 1), ("some", pictures.LEAST)):
         (tmp_path / name).mkdir()
         for number in range(count):
             (tmp_path / name / f"{number}.png").write_bytes(encode_png(np.full((40, 30), len(name), np.uint8)))
-    found = ordering.in_folders(tmp_path, "none")
-    assert found.pictures.shape == (ordering.MOST + ordering.LEAST, 28, 28) and set(found.pictures.flat) == {4}
-    assert found.labels.tolist() == [0] * ordering.MOST + [1] * ordering.LEAST
+    found = pictures.in_folders(tmp_path, "none")
+    assert found.pictures.shape == (pictures.MOST + pictures.LEAST, 28, 28) and set(found.pictures.flat) == {4}
+    assert found.labels.tolist() == [0] * pictures.MOST + [1] * pictures.LEAST
 
 
-PLACES = [ordering.SOURCE, *(folder for folder, _ in ordering.FOLDERS.values())]
+PLACES = [pictures.SOURCE, *(folder for folder, _ in pictures.FOLDERS.values())]
 
 
 @pytest.mark.full
@@ -81,11 +81,11 @@ PLACES = [ordering.SOURCE, *(folder for folder, _ in ordering.FOLDERS.values())]
     not all(folder.is_dir() for folder in PLACES), reason="tests/install_packages.sh installs its pictures"
 )
 def test_probes_see_classes_that_no_training_saw(tmp_path: Path) -> None:
-    train, test, unseen, facts = ordering.gathered()
+    train, test, unseen, facts = pictures.gathered()
     assert facts["unseen_clothes"] == ["a dark jumper", "a dark coat", "a dark shirt"]
     assert facts["judging_pictures"]["digits"] == 1797 and min(facts["judging_pictures"].values()) > 500
     assert set(unseen["other clothes"].labels) == {0, 1, 2} and len(train.labels) == 42_000
-    ordering.write_shards(test, tmp_path / "pairs/test.tar")
+    pictures.write_shards(test, tmp_path / "pairs/test.tar")
     with tarfile.open(tmp_path / "pairs/test.tar") as shard:
         said = {shard.extractfile(name).read().decode() for name in shard.getnames() if name.endswith("txt")}  # type: ignore[union-attr]
     assert len(said) == 14 and not any(word in text for text in said for word in ("jumper", "coat", " shirt"))
