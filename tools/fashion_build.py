@@ -30,6 +30,7 @@ from data.errors import DataError
 from data.examples.tokenizer import from_start_to_end
 from trainer.config.cli import Parser, run_command
 
+SOURCE = Path("/usr/share/datasets/fashion-mnist")
 FASHION_TOKENIZER = Path(__file__).resolve().parents[1] / "data/tokenizer/fashion.json"
 CAPTIONS = (
     "a {} t-shirt",
@@ -61,27 +62,36 @@ def build_fashion(source: Path, output: Path, tokenizer: Path) -> int:
         DataError: a file of the data set is missing or is none.
     """
     num_train = PARTS["train"]
-    num_heldout = sum(PARTS.values()) - num_train
+    ink_NHW, caption_N = fashion(source, num_train, sum(PARTS.values()) - num_train)
+    captions = captions_of_classes()
+    shades_NHW = np.rint((255 - ink_NHW.astype(np.float64)) / 255 * (NUM_SHADES - 1)).astype(np.uint8)
+    file = io.BytesIO()
+    np.savez(file, shades_NHW=shades_NHW, caption_N=caption_N, captions=np.array(captions))
+    output.write_bytes(lzma.compress(file.getvalue(), preset=9 | lzma.PRESET_EXTREME))
+    tokenizer.write_text(fashion_tokenizer(captions).to_str(pretty=True) + "\n")
+    return output.stat().st_size
+
+
+def fashion(source: Path, num_train: int, num_heldout: int) -> tuple[np.ndarray, np.ndarray]:
+    """Darkness (N, 28, 28) uint8 and numbers of captions (N,) uint8, `len(TONES)` to a class: pictures to train on, then others.
+
+    Raises:
+        DataError: a file of the data set is missing or is none.
+    """
     train_NHW, train_N = _images(source, "train")[:num_train], _labels(source, "train")[:num_train]
     test_NHW, test_N = _images(source, "t10k"), _labels(source, "t10k")
     new = _unlike(test_NHW[: 2 * num_heldout], train_NHW)[:num_heldout]
     ink_NHW = np.concatenate([train_NHW, test_NHW[new]])
     labels_N = np.concatenate([train_N, test_N[new]])
-    if len(ink_NHW) != sum(PARTS.values()):
+    if len(ink_NHW) != num_train + num_heldout:
         raise DataError(f"{source} holds too few pictures")
     is_light_N = np.array([ink_HW[ink_HW > _INK].mean() <= _DARK for ink_HW in ink_NHW])
-    captions = [caption.format(tone) for caption in CAPTIONS for tone in TONES]
-    shades_NHW = np.rint((255 - ink_NHW.astype(np.float64)) / 255 * (NUM_SHADES - 1)).astype(np.uint8)
-    file = io.BytesIO()
-    np.savez(
-        file,
-        shades_NHW=shades_NHW,
-        caption_N=(len(TONES) * labels_N + is_light_N).astype(np.uint8),
-        captions=np.array(captions),
-    )
-    output.write_bytes(lzma.compress(file.getvalue(), preset=9 | lzma.PRESET_EXTREME))
-    tokenizer.write_text(fashion_tokenizer(captions).to_str(pretty=True) + "\n")
-    return output.stat().st_size
+    return ink_NHW, (len(TONES) * labels_N + is_light_N).astype(np.uint8)
+
+
+def captions_of_classes() -> list[str]:
+    """The captions by their numbers."""
+    return [caption.format(tone) for caption in CAPTIONS for tone in TONES]
 
 
 def fashion_tokenizer(captions: list[str]) -> Tokenizer:
@@ -123,7 +133,8 @@ def _unlike(images_NHW: np.ndarray, others_MHW: np.ndarray) -> np.ndarray:
         return x_NP / np.linalg.norm(x_NP, axis=1, keepdims=True)
 
     own, others = directions(images_NHW), directions(others_MHW)
-    like_others = (own @ others.T).max(axis=1) > _ALIKE
+    blocks = np.split(own, range(500, len(own), 500))
+    like_others = np.concatenate([(block @ others.T).max(axis=1) for block in blocks]) > _ALIKE
     like_earlier = np.tril(own @ own.T, -1).max(axis=1) > _ALIKE
     found: np.ndarray = np.flatnonzero(~like_others & ~like_earlier)
     return found
@@ -132,7 +143,7 @@ def _unlike(images_NHW: np.ndarray, others_MHW: np.ndarray) -> np.ndarray:
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; a bad argument is a ConfigError (exit 2)."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
+    parser.add_argument("--source", type=Path, default=SOURCE)
     parser.add_argument("--output", type=Path, default=FASHION_FILE)
     parser.add_argument("--tokenizer", type=Path, default=FASHION_TOKENIZER)
     return parser.parse_args(arguments)

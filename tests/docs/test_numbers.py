@@ -140,9 +140,10 @@ ENCODERS = {
 }  # fmt: skip
 PROBES = (
     "other clothes, 10 shots",
-    "other clothes, linear probe",
     "digits, 10 shots",
-    "digits, linear probe",
+    "stamps, 10 shots",
+    "clip art, 10 shots",
+    "clip art, linear probe",
     "mean of all",
 )
 ORDER = {
