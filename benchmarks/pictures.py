@@ -42,9 +42,10 @@ class Labelled(NamedTuple):
 
 
 def installed(folder: Path, package: str) -> Path:
-    """
+    """The folder, which the package of Debian has made.
+
     Raises:
-        DataError: it is not.
+        DataError: it is not there.
     """
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; apt-get install {package}")
