@@ -28,6 +28,8 @@ Shape and steps are what five seeds at nine processor minutes each allow. The ra
 held-out loss of the classes that are trained on, in two thirds of the steps and on another seed, and no probe has a part in it:
 
     python benchmarks/ordering.py --tune 0.5 1 2 --steps 65 --synthetic_steps 600 --output DATE-ordering-rates.json
+
+The record was made with a rate of 3e-3 for the start in `RATES`, of which twice as much was the best.
 """
 
 import argparse

@@ -69,7 +69,6 @@ def digits() -> Labelled:
 
 def in_folders(root: Path, package: str) -> Labelled:
     """Pictures in grey at 28 x 28; their folders are the classes: `MOST` files of each that has `LEAST` of them."""
-
     source, rng = FolderImages.find(installed(root, package)), np.random.default_rng(0)
     label_N = np.array([label for _, label in source.files])
     chosen = [rng.permutation(np.flatnonzero(label_N == label))[:MOST] for label in np.unique(label_N)]
@@ -82,7 +81,6 @@ def in_folders(root: Path, package: str) -> Labelled:
 
 def recalls_of_grey(photographs: Labelled) -> np.ndarray:
     """By class, how much of it a regression on grey values gets right: 10,000 photographs to fit it, 10,000 others to ask."""
-
     (x, y), (others, expected) = (photographs.rows(slice(n, n + 10_000)).grey() for n in (0, 10_000))
     found = regression(x, y // len(TONES), 10, ridge=1e-2).scores(others).argmax(axis=1)
     return np.array([(found[expected // len(TONES) == kind] == kind).mean() for kind in range(10)])
@@ -99,10 +97,8 @@ class Gathered(NamedTuple):
 
 def gathered() -> Gathered:
     """The classes of clothes that no encoder is trained on are those that grey values tell apart worst."""
-    photographs, others = (
-        clothes(),
-        {"digits": digits()} | {name: in_folders(*where) for name, where in FOLDERS.items()},
-    )
+    photographs = clothes()
+    others = {"digits": digits()} | {name: in_folders(*where) for name, where in FOLDERS.items()}
     recalls = recalls_of_grey(photographs)
     kinds, hardest = photographs.labels // len(TONES), np.sort(np.argsort(recalls)[:NUM_UNSEEN])
     is_unseen, is_train = np.isin(kinds, hardest), np.arange(len(kinds)) < NUM_PHOTOGRAPHS
@@ -118,7 +114,6 @@ def gathered() -> Gathered:
 
 def write_shards(photographs: Labelled, path: Path) -> None:
     """Pairs, unless they are there."""
-
     captions = captions_of_classes()
     pairs = ({"png": encode_png(one), "txt": captions[label].encode()} for one, label in zip(*photographs, strict=True))
     path.parent.mkdir(parents=True, exist_ok=True)
