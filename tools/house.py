@@ -1,11 +1,10 @@
-"""Measures the shape of the code: rooms, import circles, functions, lines. Prints JSON.
+"""Measures the size and shape of the code, tests and pages of a checkout. Prints JSON.
 
     python tools/house.py [--root OTHER_CHECKOUT]
 
-Functions are counted with their nested ones; the length of a function is its lines of code without docstring, comments and blank
-lines, its signature included. A private function counts as called once where the code of its module names it once besides its
-definition. Figures are those of the product: past investigations, which lie with their records in benchmarks/results/, count in
-"archived_lines" alone.
+Source is every Python file outside tests/, programs beside records included; templates, shell scripts and notebooks count
+beside it. Functions are counted with their nested ones; the length of a function is its lines of code without docstring,
+comments and blank lines, its signature included. `tools/life_cycle.py` measures which statements a run executes.
 """
 
 import argparse
@@ -19,11 +18,10 @@ import statistics
 import subprocess
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOMS = ("trainer", "privacy", "data")
-ARCHIVE = "benchmarks/results/"
+OTHER_SOURCE = (".j2", ".sh", ".sbatch", ".ipynb")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -91,50 +89,117 @@ def code_lines(text: str) -> set[int]:
     return lines
 
 
-def names_in(tree: ast.AST) -> Counter[str]:
-    """How often code uses each name, by itself or as an attribute."""
-    named = (node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute))
-    return Counter(node.id if isinstance(node, ast.Name) else node.attr for node in named)
+def fields_of(tree: ast.Module) -> dict[str, list[tuple[str, str]]]:
+    """Class -> (name, type) of each annotated attribute that it declares itself."""
+    return {
+        node.name: [
+            (item.target.id, ast.unparse(item.annotation))
+            for item in node.body
+            if isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and "ClassVar" not in ast.unparse(item.annotation)
+        ]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def recipe_keys(trees: Iterable[ast.Module], root: str = "RunConfig") -> list[str]:
+    """Leaf keys of the recipe, `section.key`, read from the classes of trainer/config; nothing is imported."""
+    classes = {name: fields for tree in trees for name, fields in fields_of(tree).items()}
+
+    def leaves(name: str, prefix: str) -> Iterator[str]:
+        for field, annotation in classes[name]:
+            section = next((word for word in re.findall(r"\w+", annotation) if classes.get(word)), None)
+            yield from leaves(section, f"{prefix}{field}.") if section else [f"{prefix}{field}"]
+
+    return list(leaves(root, ""))
+
+
+def lines_of_tests(texts: Iterable[str]) -> dict[str, int]:
+    """Lines of all test files, of code, inside test functions, and in files without a test."""
+    counted = Counter[str]()
+    for text in texts:
+        tests = [
+            node for node in ast.walk(ast.parse(text)) if isinstance(node, Function) and node.name.startswith("test_")
+        ]
+        counted["lines"] += text.count("\n")
+        counted["code"] += len(code_lines(text))
+        counted["inside_tests"] += sum(
+            (node.end_lineno or 0) - min([node.lineno, *(one.lineno for one in node.decorator_list)]) + 1
+            for node in tests
+        )
+        counted["in_files_without_a_test"] += 0 if tests else text.count("\n")
+        counted["files"] += 1
+        counted["tests"] += len(tests)
+    return dict(counted)
 
 
 def measure(root: Path) -> dict[str, object]:
     """All figures of a checkout."""
     listed = subprocess.run(["git", "-C", str(root), "ls-files"], capture_output=True, text=True, check=True)
-    files = listed.stdout.splitlines()
-    code = [name for name in files if name.endswith(".py") and not name.startswith("tests/")]
-    sources = [name for name in code if not name.startswith(ARCHIVE)]
-    texts = {name: (root / name).read_text() for name in sources}
-    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in sources}
-    trees = {module: parse(texts[name], name) for module, name in modules.items()}
-    lengths: list[int] = []
-    called_once = 0
-    for module, name in modules.items():
-        lines = code_lines(texts[name])
-        uses = names_in(trees[module])
-        for node in ast.walk(trees[module]):
-            if isinstance(node, Function):
-                assert node.end_lineno is not None
-                lengths.append(len(lines.intersection(range(node.lineno, node.end_lineno + 1))))
-                is_private = node.name.startswith("_") and not node.name.startswith("__")
-                called_once += is_private and uses[node.name] == 1
+    files = [name for name in listed.stdout.splitlines() if (root / name).is_file()]
+    texts = {name: (root / name).read_text() for name in files if name.endswith((".py", *OTHER_SOURCE))}
+    source = {name: text for name, text in texts.items() if name.endswith(".py") and not name.startswith("tests/")}
+    others = sum(
+        text.count("\n")
+        for name, text in texts.items()
+        if name.endswith(OTHER_SOURCE) and not name.startswith("tests/")
+    )
+    code = {name: code_lines(text) for name, text in source.items()}
+    trees = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): parse(text, name)
+        for name, text in source.items()
+    }
+    lengths = [
+        len(code[name].intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
+        for name, tree in zip(source, trees.values(), strict=True)
+        for node in ast.walk(tree)
+        if isinstance(node, Function)
+    ]
+    rooms = Counter[str]()
+    for name, text in source.items():
+        folders = name.split("/")[:-1]
+        for depth in range(1, min(len(folders), 2) + 1):
+            rooms["/".join(folders[:depth])] += text.count("\n")
+    filled = sum(bool(line.strip()) for text in source.values() for line in text.splitlines())
+    code_total = sum(len(lines) for lines in code.values())
+    plan_fields = [
+        field
+        for module in ("privacy.plan", "privacy.plan_request")
+        for name in ("PlanChoices", "PrivacyPlan")
+        for field, _ in fields_of(trees[module]).get(name, [])
+    ]
+    named_in = {field: sum(bool(re.search(rf"\b{field}\b", text)) for text in source.values()) for field in plan_fields}
+    pages = [name for name in files if name.endswith(".md") and not name.startswith(("benchmarks/results/", "tests/"))]
     return {
-        "modules_directly_in": {
-            room: sum(bool(re.fullmatch(rf"{room}/(?!__init__)\w+\.py", name)) for name in sources) for room in ROOMS
+        "source": {
+            "lines": sum(text.count("\n") for text in source.values()),
+            "code": code_total,
+            "docstrings_and_comments_per_line_of_code": round(filled / code_total - 1, 3),
+            "templates_scripts_notebooks": others,
+            "files": len(source),
+            "verify.py": source["privacy/verify.py"].count("\n"),
+            "functions": len(lengths),
+            "median_function_length": statistics.median(lengths),
+        },
+        "tests": lines_of_tests(
+            text for name, text in texts.items() if name.startswith("tests/") and name.endswith(".py")
+        ),
+        "words_of_pages": sum(len((root / name).read_text().split()) for name in pages),
+        "root_files": sum("/" not in name for name in files),
+        "recipe_keys": len(recipe_keys(tree for name, tree in trees.items() if name.startswith("trainer.config"))),
+        "source_files_that_name_a_plan_field": {
+            "median": statistics.median(named_in.values()),
+            **dict(sorted(named_in.items(), key=lambda item: -item[1])),
         },
         "import_circle": import_circle(import_graph(trees)),
-        "simple_namespace_outside_tests": sum(names_in(tree)["SimpleNamespace"] > 0 for tree in trees.values()),
-        "functions": len(lengths),
-        "median_function_length": statistics.median(lengths),
-        "private_functions_called_once": round(called_once / len(lengths), 3),
-        "source_files": len(sources),
-        "source_lines": sum(text.count("\n") for text in texts.values()),
-        "archived_lines": sum((root / name).read_text().count("\n") for name in code if name.startswith(ARCHIVE)),
-        "docs_pages": sum(bool(re.fullmatch(r"docs/\w+\.md", name)) for name in files),
+        "lines_per_room": dict(sorted(rooms.items())),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures the shape of the code and prints JSON.")
+    parser = argparse.ArgumentParser(description="Measures the size and shape of the code and prints JSON.")
     parser.add_argument(
         "--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout; this one by default"
     )

@@ -1,20 +1,53 @@
-"""The measures of the code's shape, of a small project that is made here."""
+"""The measures of the code's size and shape, of a small project that is made here."""
 
 import subprocess
 from pathlib import Path
 
 from tools.house import measure
 
+FILES = {
+    "privacy/verify.py": '"""Says."""\n\nX = 1  # why\n# one\n',
+    "privacy/plan_request.py": "class PlanChoices:\n    bands: int\n",
+    "privacy/plan.py": "class PrivacyPlan:\n    cap: int | None\n\n\ndef _size(cap: int) -> int:\n    return cap\n",
+    "trainer/config/recipe.py": (
+        "class Data:\n    shards: str\n    size: int\n\n\nclass RunConfig:\n    name: str\n    data: Data\n"
+    ),
+    "benchmarks/results/past/study.py": "print(1)\n",
+    "tests/support.py": "A = 1\n",
+    "tests/test_one.py": "import support\n\n\n@mark\ndef test_one() -> None:\n    assert support.A\n",
+    "tests/note.md": "not counted\n",
+    "README.md": "four words are here\n",
+    "run.sh": "true\n",
+}
 
-def test_the_archive_counts_apart(tmp_path: Path) -> None:
-    (tmp_path / "benchmarks" / "results" / "past").mkdir(parents=True)
-    (tmp_path / "benchmarks" / "step.py").write_text("def step() -> int:\n    return 1\n")
-    (tmp_path / "benchmarks" / "results" / "past" / "study.py").write_text(
-        "def _once() -> int:\n    return 1\n\n\n_once()\n"
-    )
+
+def test_what_counts(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
+    (tmp_path / "untracked.py").write_text("B = 1\n")
     measured = measure(tmp_path)
-    assert measured["source_lines"] == 2 and measured["archived_lines"] == 5
-    assert measured["source_files"] == measured["functions"] == 1
-    assert measured["private_functions_called_once"] == 0
+    source = measured["source"]
+    assert isinstance(source, dict)
+    assert (source["lines"], source["code"], source["files"], source["verify.py"]) == (21, 14, 5, 4)
+    assert source["docstrings_and_comments_per_line_of_code"] == round(2 / 14, 3)  # a comment behind code is no line
+    assert source["functions"] == 1 and source["templates_scripts_notebooks"] == 1
+    assert measured["tests"] == {
+        "lines": 7,
+        "code": 5,
+        "inside_tests": 3,
+        "in_files_without_a_test": 1,
+        "files": 2,
+        "tests": 1,
+    }
+    assert measured["words_of_pages"] == 4 and measured["recipe_keys"] == 3 and measured["root_files"] == 2
+    assert measured["source_files_that_name_a_plan_field"] == {"median": 1.0, "bands": 1, "cap": 1}
+    assert measured["lines_per_room"] == {
+        "benchmarks": 1,
+        "benchmarks/results": 1,
+        "privacy": 12,
+        "trainer": 8,
+        "trainer/config": 8,
+    }
