@@ -3,8 +3,8 @@
     python tools/life_cycle.py [--root OTHER_CHECKOUT]
 
 The training is recipes/tiny.toml on one rank of the plain engine, from the shards to its last checkpoint. The life cycle adds a
-stop and a resume, the plan, the card, two audits, the verifier and a loop of one's own. It needs coverage (requirements-dev.txt) and
-writes into a temporary folder. `--root` measures another checkout with this Python.
+stop and a resume, the plan, the card, two audits, the verifier and a loop of one's own. It needs coverage (requirements-dev.txt)
+and writes into a temporary folder. `--root` measures another checkout with this Python.
 """
 
 import argparse
@@ -48,7 +48,8 @@ def main() -> None:
         settings = work / "coverage.ini"
         settings.write_text(
             f"[run]\nsource = {','.join(ROOMS)}\nparallel = true\npatch = subprocess, _exit\n"
-            f"concurrency = multiprocessing, thread\ndata_file = {work}/data\n[report]\nexclude_also =\n    if TYPE_CHECKING:\n    @overload\n    : \\.\\.\\.$\n"
+            f"concurrency = multiprocessing, thread\ndata_file = {work}/data\n[report]\n"
+            "exclude_also =\n    if TYPE_CHECKING:\n    @overload\n    : \\.\\.\\.$\n"
         )
         environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "COVERAGE_RCFILE": str(settings)}
 

@@ -1,0 +1,233 @@
+"""Plants one mistake after the other in a copy of the committed tree and says which test finds it. Prints JSON.
+
+    python tools/planted.py [--only 3 7] [--root OTHER_CHECKOUT]
+
+Each mistake is one that a tired engineer could make and a reader could overlook, one in each corner of the rooms. The tests named
+beside it run first, as in `make test`, then all the others. A mistake that nothing finds is a hole in the tests; one whose text is no
+longer in the code has to be planted anew by hand, so that the list keeps its length.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Mistake(NamedTuple):
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MISTAKES = [
+    Mistake(
+        "a layer that is used twice counts the product of its two gradients once",
+        "privacy/clipping/norms.py",
+        "squared_B + 2 * inner(x, y)",
+        "squared_B + inner(x, y)",
+        "tests/privacy/clipping",
+    ),
+    Mistake(
+        "padding tokens of an embedding move the sum",
+        "privacy/clipping/rules.py",
+        "if module.padding_idx is not None:\n        g_BTp",
+        "if module.padding_idx is None:\n        g_BTp",
+        "tests/privacy/clipping",
+    ),
+    Mistake(
+        "an overflowing norm counts as zero",
+        "privacy/clipping/norms.py",
+        "totals.squared_B.clamp_min(0), torch.inf)",
+        "totals.squared_B.clamp_min(0), 0.0)",
+        "tests/privacy/clipping",
+    ),
+    Mistake(
+        "the cap keeps the largest coins",
+        "privacy/sampling/poisson.py",
+        "np.lexsort((ids, values))[:cap]",
+        "np.lexsort((ids, values))[-cap:]",
+        "tests/privacy",
+    ),
+    Mistake(
+        "an example is augmented alike in every step",
+        "privacy/sampling/poisson.py",
+        "blocks[:, 0] = step",
+        "blocks[:, 0] = 0",
+        "tests/privacy tests/data",
+    ),
+    Mistake(
+        "the intent is written after the reduction",
+        "privacy/step/step.py",
+        """    if not clipped.leaves_process:
+        _intend(mechanism, step, releases)
+    laps.end("intent")
+
+    shards = reduce_to_owners(clipped, engine.layout)
+""",
+        """    laps.end("intent")
+    shards = reduce_to_owners(clipped, engine.layout)
+    if not clipped.leaves_process:
+        _intend(mechanism, step, releases)
+""",
+        "tests/privacy tests/trainer",
+    ),
+    Mistake(
+        "noise repeats from one draw to the next",
+        "privacy/noise.py",
+        'philox = np.random.Philox(key=int.from_bytes(os.urandom(16), "little"))\n        return torch',
+        "philox = np.random.Philox(key=os.getpid())\n        return torch",
+        "tests/privacy",
+    ),
+    Mistake(
+        "the slack of the sensitivity is not charged",
+        "privacy/accounting/accountants.py",
+        "return noise_multiplier / (1 + sensitivity_slack)",
+        "return noise_multiplier",
+        "tests/privacy",
+    ),
+    Mistake(
+        "a group of people is charged as if its records never met in a batch",
+        "privacy/accounting/accountants.py",
+        "shifts = [float(hits) for hits in range(k + 1)]",
+        "shifts = [float(hits > 0) for hits in range(k + 1)]",
+        "tests/privacy",
+    ),
+    Mistake(
+        "a ledger line is not flushed to the disk",
+        "privacy/ledger/chain.py",
+        "durable.write(self._descriptor, data)\n            durable.fsync(self._descriptor)",
+        "durable.write(self._descriptor, data)",
+        "tests/privacy tests/crashes",
+    ),
+    Mistake(
+        "a torn line is never charged",
+        "privacy/ledger/records.py",
+        "return is_between_steps and has_steps and has_budget and self.closed is None",
+        "return False",
+        "tests/privacy tests/crashes",
+    ),
+    Mistake(
+        "a resume takes any checkpoint that lies there",
+        "privacy/step/resume.py",
+        "        ledger.require_recorded(checkpoint.path)\n",
+        "        pass\n",
+        "tests/privacy tests/trainer",
+    ),
+    Mistake(
+        "the reduction over ranks leaves out the last one",
+        "privacy/step/collectives.py",
+        "for row in received[1:]:",
+        "for row in received[1:-1] if len(received) > 2 else received[1:]:",
+        "tests/distributed tests/privacy",
+    ),
+    Mistake(
+        "the verifier believes the stated deviation of the noise",
+        "privacy/verify.py",
+        "math.isclose(a, b, rel_tol=1e-9) for a, b in zip(theirs, ours, strict=True)",
+        "math.isclose(a, b, rel_tol=1e-1) for a, b in zip(theirs, ours, strict=True)",
+        "tests/privacy/verify tests/privacy",
+    ),
+    Mistake(
+        "the training loss is published",
+        "trainer/loop/reporting.py",
+        "self._public.scalars(step, public)\n",
+        'loss = Public(private["train/loss"].inside(), Reason.NOISED)\n'
+        '            self._public.scalars(step, public | {"train/loss": loss})\n',
+        "tests/trainer",
+    ),
+    Mistake(
+        "DeepSpeed clips the noised gradient",
+        "trainer/config/machine.py",
+        '"gradient_clipping": 0.0,\n        "prescale',
+        '"gradient_clipping": 1.0,\n        "prescale',
+        "tests/trainer tests/distributed",
+    ),
+    Mistake(
+        "bytes that cannot be read count as an undecodable example",
+        "data/reading/reader.py",
+        "raise ReadError(f\"{where} does not fit its index ({error}); index again\") from error",
+        "yield RawExample(None, {})",
+        "tests/data",
+    ),
+    Mistake(
+        "the loss of an autoencoder is an average over the whole batch's masked patches",
+        "models/masked_autoencoder.py",
+        "/ mask_BP.sum(dim=1).clamp(min=1)",
+        "/ mask_BP.sum().clamp(min=1) * len(mask_BP)",
+        "tests/models",
+    ),
+    Mistake(
+        "the last step of a cosine does not move",
+        "trainer/loop/schedule.py",
+        "(end + 1 - schedule.warmup_steps), 1.0)",
+        "(end - schedule.warmup_steps), 1.0)",
+        "tests/trainer",
+    ),
+    Mistake(
+        "zero-shot classification divides a caption's log-probability by the longest caption",
+        "evaluation/zero_shot.py",
+        "self._classes(log_probs_NC / lengths_C)",
+        "self._classes(log_probs_NC / lengths_C.max())",
+        "tests/evaluation",
+    ),
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plants mistakes and prints as JSON which test finds each.")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers from 1 on; all by default")
+    parser.add_argument(
+        "--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout; this one by default"
+    )
+    options = parser.parse_args()
+    found: dict[str, dict[str, object]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        subprocess.run(["git", "clone", "--quiet", "--shared", str(options.root), str(copy)], check=True)
+        for number, mistake in enumerate(MISTAKES, 1):
+            if options.only and number not in options.only:
+                continue
+            print(f"{number:2}. {mistake.what}", file=sys.stderr, flush=True)
+            path = copy / mistake.file
+            text = path.read_text()
+            if text.count(mistake.old) != 1:
+                found[str(number)] = {"what": mistake.what, "found_by": "its text is not in the code"}
+                continue
+            path.write_text(text.replace(mistake.old, mistake.new))
+            found_by = first_failure(copy, mistake.tests.split()) or first_failure(copy, ["tests"])
+            found[str(number)] = {"what": mistake.what, "file": mistake.file, "found_by": found_by or "nothing"}
+            print(f"    {found_by or 'nothing'}", file=sys.stderr, flush=True)
+            path.write_text(text)
+    print(json.dumps(found, indent=1))
+
+
+def first_failure(copy: Path, tests: list[str]) -> str | None:
+    """The test of `make test` that fails first in these folders, or None."""
+    command = [
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "-m",
+        "not full and not gpu and not cluster",
+        *tests,
+    ]
+    done = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
+    if done.returncode and not failed:
+        sys.exit(f"the tests did not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return failed[1] if failed else None
+
+
+if __name__ == "__main__":
+    main()
