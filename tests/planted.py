@@ -1,10 +1,10 @@
 """Plants one mistake after the other in a copy of the committed tree and says which test finds it. Prints JSON.
 
-    python tools/planted.py [--only 3 7] [--root OTHER_CHECKOUT]
+    python -m tests.planted [--only 3 7] [--root OTHER_CHECKOUT]
 
 Each mistake is one that a tired engineer could make and a reader could overlook, one in each corner of the rooms. The tests named
-beside it run first, as in `make test`, then all the others. A mistake that nothing finds is a hole in the tests; one whose text is no
-longer in the code has to be planted anew by hand, so that the list keeps its length.
+beside it run first, as in `make test`, then all the others. A mistake that nothing finds is a hole in the tests; one whose text is
+no longer in the code has to be planted anew by hand, so that the list keeps its length.
 """
 
 import argparse
