@@ -1,7 +1,6 @@
 """What clipping costs: time, memory and FLOPs of one micro-batch, against non-private training and Opacus.
 
     python benchmarks/step.py --json          # everything; within 12 minutes on two CPU cores
-    python benchmarks/step.py --profile       # where the time goes (CPU, one thread)
     python benchmarks/step.py --count         # FLOPs and operations alone, of large models too, without the arithmetic
     python benchmarks/step.py --against DIR   # a logical batch here and in another checkout, by turns (CPU, one thread)
 
@@ -33,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks import excess  # noqa: E402
 from benchmarks.operations import count_operations  # noqa: E402
 from benchmarks.workloads import (  # noqa: E402
     BASELINES,
@@ -159,19 +157,6 @@ def count(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[
     }
 
 
-def profile(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Where the time of our modes goes, with one thread."""
-    torch.set_num_threads(1)
-    non_private = make_step("non_private", workload, device, dtype)
-    bare = excess.bare_step(workload.model(), workload.inputs(device))
-    per_cent = {}
-    for mode in OURS:
-        clipped = make_step(mode, workload, device, dtype)
-        per_cent[mode] = excess.explain(non_private, bare, clipped, workload.rounds)
-        _note(f"{workload.name}: {mode} {per_cent[mode]}")
-    return {"workload": workload.name, "batch_size": workload.batch_size, "per_cent_of_non_private": per_cent}
-
-
 def compare(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """FLOPs, memory and time of all modes; on CUDA also throughput, and the share of what a plain matrix product reaches."""
     measured: dict[str, Any] = {
@@ -276,7 +261,6 @@ def _note(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, on one line")
-    parser.add_argument("--profile", action="store_true", help="where the time of our modes goes, one thread, CPU only")
     parser.add_argument("--count", action="store_true", help="FLOP ratios of our modes, dpcap_large included")
     parser.add_argument(
         "--against", type=Path, help="another checkout; only ratios of processor time are measured, CPU only"
@@ -285,8 +269,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="timed rounds; default 7 (ViT-S) and 4 (captioner)")
     parser.add_argument("--peak_memory_of", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    on_cpu = options.profile or options.against is not None
-    device = torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() and options.against is None else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cpu":
         keep_freed_memory()  # as train.py does, for every mode
@@ -304,7 +287,7 @@ def main() -> None:
     if options.against is not None:
         results = [against(options.against.resolve(), options.rounds or 15)]
     else:
-        measure = count if options.count else profile if options.profile else compare
+        measure = count if options.count else compare
         results = [measure(workload, device, dtype) for workload in chosen]
     hardware = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     if device.type == "cuda":

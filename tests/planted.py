@@ -3,7 +3,7 @@
     python -m tests.planted [--only 3 7] [--root OTHER_CHECKOUT]
 
 Each mistake is one that a tired engineer could make and a reader could overlook, one in each corner of the rooms. The tests named
-beside it run first, as in `make test`, then all the others. A mistake that nothing finds is a hole in the tests; one whose text is
+beside it run first, as in `make test`, then all others. A mistake that nothing finds is a hole in the tests; one whose text is
 no longer in the code has to be planted anew by hand, so that the list keeps its length.
 """
 

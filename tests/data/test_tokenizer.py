@@ -1,7 +1,6 @@
 """The embedded tokenizers and foreign ones."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data.errors import DataError
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from tools.tokenizer_build import BERT_TOKENS, build_word_pieces
 
 WORDS = ["a", "dog", "cat", "red", "on", "the", "mat", "##s"]
 
@@ -71,12 +69,10 @@ def bert_words(folder: Path) -> Path:
 def test_berts_words_are_those_of_the_release(tmp_path: Path) -> None:
     tokenizer = CaptionTokenizer.from_file(BERT)
     assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (30_522, 0, 101, 102)
-    names = [Tokenizer.from_file(str(BERT)).token_to_id(name) for name in BERT_TOKENS]
-    assert names == [0, 100, 101, 102, 103]
+    names = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    assert [Tokenizer.from_file(str(BERT)).token_to_id(name) for name in names] == [0, 100, 101, 102, 103]
     words = bert_words(tmp_path)
     assert hashlib.sha256(words.read_bytes()).hexdigest() == RELEASED
-    assert build_word_pieces(words, tmp_path / "again.json") == 30_522
-    assert (tmp_path / "again.json").read_bytes() == BERT.read_bytes()
 
 
 def test_berts_words_cut_as_transformers_cuts_them(tmp_path: Path) -> None:
@@ -102,26 +98,6 @@ def test_berts_words_cut_as_transformers_cuts_them(tmp_path: Path) -> None:
     for text in texts:
         tokens_L, mask_L = ours.encode(text, 60)
         assert tokens_L[mask_L].tolist() == theirs(text)["input_ids"], text
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        (lambda words: words[1:], r"is no word list of BERT: it lacks \[PAD\]$"),
-        (lambda words: [*words, "dog"], "a line is empty or stands there twice"),
-        (lambda words: [*words, ""], "a line is empty or stands there twice"),
-        (lambda words: [*words, "Dog"], r"has capitals \(Dog\), but only lists of lower-case words are taken"),
-    ],
-)
-def test_other_word_lists(change: Callable[[list[str]], list[str]], line: str, tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in change([*BERT_TOKENS, *WORDS])))
-    with pytest.raises(DataError, match=line):
-        build_word_pieces(tmp_path / "vocab.txt", tmp_path / "out.json")
-    (tmp_path / "vocab.txt").write_bytes(b"\xff")
-    for place in (tmp_path / "vocab.txt", tmp_path, tmp_path / "none"):
-        with pytest.raises(DataError, match="cannot be read as a word list"):
-            build_word_pieces(place, tmp_path / "out.json")
-    assert not (tmp_path / "out.json").exists()
 
 
 def test_special_names_in_a_caption_are_dropped() -> None:

@@ -105,8 +105,11 @@ def test_addresses_are_well_formed(page: str) -> None:
         assert _WELL_FORMED.fullmatch(address.rstrip(".,;:")), f"{page}: {address}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not page.startswith(("tests/records/", "benchmarks/results/"))]
+)
 def test_paths_exist(page: str) -> None:
+    """Of pages that say what is so now; a dated record names what was there on its day."""
     for span in spans(page):
         for word in span.split():
             problem = wrong_path(word.strip("'\"(),;"), page)

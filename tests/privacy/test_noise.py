@@ -1,5 +1,4 @@
 import itertools
-import json
 import math
 import os
 from pathlib import Path
@@ -13,7 +12,6 @@ from scipy import stats
 from privacy import noise
 from privacy.accounting.noise_tail import BOX_MULLER_EDGE, EDGES, MOST_PARAMETERS, NOISE_SOURCES, noise_tail_delta
 from privacy.noise import add_noise, box_muller, noise_source, philox_words
-from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -157,12 +155,3 @@ def test_contract_7_what_is_no_standard_deviation_is_refused(std):
     with pytest.raises(ValueError, match="standard deviation"):
         add_noise(values, std, noise_source("system"))
     assert not values.any()
-
-
-@pytest.mark.full
-def test_benchmark_prints_one_json_object():
-    done = run_python(["benchmarks/noise.py", "--count", "1000", "--repeats", "1"], timeout=120)
-    result = json.loads(done.stdout)
-    assert done.returncode == 0 and done.stdout.count("\n") == 1
-    assert all(result["samples_per_second"]["cpu"][name] > 0 for name in NOISE_SOURCES)
-    assert all(result["rounded_normals_per_second_and_core"][name] > 0 for name in NOISE_SOURCES)

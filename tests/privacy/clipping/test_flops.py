@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
-from benchmarks import excess
 from benchmarks.step import flop_ratios, operations
 from benchmarks.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
-from privacy.clipping import ClippedSum
 
 
 @pytest.mark.parametrize(
@@ -34,22 +31,3 @@ def test_launches_against_non_private_training(name: str, most: float) -> None:
     """On CPU most are strips of Gram matrices, which are one kernel on CUDA, the way that dpcap_large is counted."""
     found = operations((CPU_WORKLOADS | CUDA_WORKLOADS)[name], ["non_private", "bookkeeping"])
     assert 1 < found["bookkeeping"] / found["non_private"] <= most
-
-
-def test_the_parts_of_the_profile_are_the_excess() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 512), nn.LayerNorm(512), nn.Linear(512, 256))
-    inputs = {"input": torch.randn(32, 50, 256)}
-
-    def task(input: torch.Tensor) -> torch.Tensor:
-        return model(input).square().sum((1, 2))
-
-    clipped = ClippedSum(model, 1.0, self_check=False)
-    row = excess.round_of(
-        lambda: task(**inputs).sum().backward(),
-        excess.bare_step(model, inputs, task),
-        lambda: (clipped.add_micro_batch(task, inputs, torch.zeros(32, dtype=torch.bool)), None)[1],
-    )
-    parts = set(row) - {"non_private_seconds", "excess", "of_which_kernel_time"}
-    assert sum(row[name] for name in parts) == pytest.approx(row["excess"], abs=5)
-    assert row["gram_matrices"] > 0 and row["small_layers"] > 0 and row["taps"] > 0
