@@ -7,8 +7,8 @@ in delta.
 Why not torch's CPU generator: it is a Mersenne twister that keeps 32 bits of its seed, so two of 65,000 draws would
 share a stream. Nothing here is ever stored or derived from a seed or a step number, so no noise can come twice (contract 7).
 
-Stated assumptions: Philox ("system") and AES-256-CTR ("aes_ctr") are indistinguishable from random; the gaps between
-neighbouring doubles of a noised sum (Mironov 2012) reveal nothing, which is argued from their size, not proven.
+Stated assumptions: AES-256-CTR (CPU) and Philox (CUDA) are indistinguishable from random; the gaps between neighbouring
+doubles of a noised sum (Mironov 2012) reveal nothing, which is argued from their size, not proven.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from torch import Tensor
 
 from .rounded_normal import draw_rounded_normal
@@ -40,28 +40,31 @@ class NoiseSource(Protocol):
         ...
 
 
-class _RoundedFromWords:
-    """`NoiseSource.rounded_normal` from a source's uniform words."""
-
-    def uniform_words(self, count: int) -> np.ndarray:
-        """See `privacy.rounded_normal.WordSource`."""
-        raise NotImplementedError
-
-    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
-        return torch.from_numpy(draw_rounded_normal(deviation, count, self)).to(device)
-
-
-class SystemNoise(_RoundedFromWords):
-    """Noise keyed by fresh operating-system entropy at every call: Philox, on CPU through numpy's ziggurat."""
+class SystemNoise:
+    """Noise keyed by fresh operating-system entropy at every call: AES-256-CTR on CPU, Philox on CUDA, then Box-Muller."""
 
     def standard_normal(self, count: int, device: torch.device) -> Tensor:
         if device.type == "cuda":
             return box_muller(philox_words(device), count, device)
-        philox = np.random.Philox(key=int.from_bytes(os.urandom(16), "little"))
-        return torch.from_numpy(np.random.Generator(philox).standard_normal(count)).to(device)
+        stream = _aes_stream()
+
+        def words(number: int) -> Tensor:
+            raw = torch.frombuffer(bytearray(stream.update(bytes(8 * number))), dtype=torch.int64)
+            return raw.bitwise_and_(0x7FFF_FFFF_FFFF_FFFF)
+
+        return box_muller(words, count, torch.device("cpu")).to(device)
+
+    def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
+        return torch.from_numpy(draw_rounded_normal(deviation, count, self)).to(device)
 
     def uniform_words(self, count: int) -> np.ndarray:
-        return np.random.Philox(key=int.from_bytes(os.urandom(16), "little")).random_raw(count)
+        """See `privacy.rounded_normal.WordSource`."""
+        return np.frombuffer(_aes_stream().update(bytes(8 * count)), dtype="<u8")
+
+
+def _aes_stream() -> CipherContext:
+    """A stream under a key of its own; one key never gives more than 2^64 blocks, so the counter starts at zero."""
+    return Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
 
 
 def philox_words(device: torch.device) -> Callable[[int], Tensor]:
@@ -81,29 +84,6 @@ def philox_words(device: torch.device) -> Callable[[int], Tensor]:
         return first.bitwise_xor_(second)
 
     return words
-
-
-class AesCtrNoise(_RoundedFromWords):
-    """A cryptographic stream: AES-256-CTR under a fresh key from the operating system at every call, then Box-Muller."""
-
-    def standard_normal(self, count: int, device: torch.device) -> Tensor:
-        # One key never gives more than 2^64 blocks, so the counter starts at zero.
-        stream = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
-
-        def words(number: int) -> Tensor:
-            raw = torch.frombuffer(bytearray(stream.update(bytes(8 * number))), dtype=torch.int64)
-            return raw.bitwise_and_(0x7FFF_FFFF_FFFF_FFFF).to(device)
-
-        return box_muller(words, count, device)
-
-    def uniform_words(self, count: int) -> np.ndarray:
-        stream = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
-        return np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8")
-
-
-def noise_source(name: str) -> NoiseSource:
-    """The source of `privacy.noise_source`."""
-    return AesCtrNoise() if name == "aes_ctr" else SystemNoise()
 
 
 def box_muller(words: Callable[[int], Tensor], count: int, device: torch.device) -> Tensor:

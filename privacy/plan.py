@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from .accounting.accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
 from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from .accounting.epsilon_table import EpsilonTable
-from .accounting.noise_tail import NOISE_SOURCES
 from .accounting.several import noise_tail_of_plan
 from .adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
 from .card.text import rounded_up
@@ -88,7 +87,6 @@ class PrivacyPlan(PlanChoices):
             "arithmetic": ARITHMETIC_MODES,
             "clipping_function": CLIPPING_FUNCTIONS,
             "sampling": SAMPLING,
-            "noise_source": NOISE_SOURCES,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -186,9 +184,9 @@ class PrivacyPlan(PlanChoices):
 
     def noise(self) -> NoiseSource:
         """A source of this process's noise."""
-        from .noise import noise_source
+        from .noise import SystemNoise
 
-        return noise_source(self.noise_source)
+        return SystemNoise()
 
     @property
     def sample_rate(self) -> float:

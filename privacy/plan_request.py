@@ -40,7 +40,6 @@ class PlanChoices:
         sampling: "poisson" or "shuffle" (privacy/sampling/shuffle.py).
         shuffle_as_gaussian: says explicitly that shuffled data are accounted without any amplification, as a Gaussian with
             mu = sqrt(k_max) / sigma, k_max = ceil(epochs) + replays; without it a shuffled run makes no claim.
-        noise_source: "system" or "aes_ctr" (privacy/noise.py).
         bands: b of correlated noise (docs/correlated_noise.md); 1 is independent noise. An example may join one step in b, at b
             times the rate: b groups take turns.
         strategy: where its coefficients come from: "square_root", or "optimised" for the run's own schedule.
@@ -60,7 +59,6 @@ class PlanChoices:
     enabled: bool = True
     sampling: str = "poisson"
     shuffle_as_gaussian: bool = False
-    noise_source: str = "system"
     bands: int = 1
     strategy: str = "square_root"
     coefficients: tuple[float, ...] = ()

@@ -97,13 +97,13 @@ LOOSE = {
 PLAN_FIELDS = {
     "num_examples", "expected_batch_size", "num_steps", "target_epsilon", "max_grad_norm", "clipping_function",
     "adaptive_clipping", "arithmetic", "lattice_exponent", "sensitivity_slack", "enabled", "sampling", "shuffle_as_gaussian",
-    "noise_source", "informal_reasons", "noise_multiplier", "target_delta", "reserved_attempts", "cap", "sample_rate",
+    "informal_reasons", "noise_multiplier", "target_delta", "reserved_attempts", "cap", "sample_rate",
     "sampling_threshold", "adjacency", "formal_guarantee",
 }  # fmt: skip
 RECIPE_KEYS = {
     "enabled", "expected_batch_size", "noise_multiplier", "target_epsilon", "target_delta", "max_grad_norm", "clipping_function",
     "target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std", "arithmetic", "clipping_mode",
-    "reserved_attempts", "allow_small_noise", "simulation", "sampling", "shuffle_as_gaussian", "noise_source", "shared_ledger",
+    "reserved_attempts", "allow_small_noise", "simulation", "sampling", "shuffle_as_gaussian", "shared_ledger",
     "fixed_in_advance", "max_examples_per_owner", "tuning", "ledger_mirror", "bands", "strategy",
 }  # fmt: skip
 """What [privacy] of config.toml may hold."""
@@ -386,7 +386,6 @@ def read_plan(fields: Any, head: bool) -> Plan:
         require(type(fields.get(name)) is bool, f"{name} must be true or false")
     require(fields.get("sampling") in ("poisson", "shuffle"), "sampling must be poisson or shuffle")
     require(fields.get("adjacency") == "zero_out", "adjacency must be zero_out")
-    require(fields.get("noise_source") in ("system", "aes_ctr"), "noise_source must be system or aes_ctr")
     require(fields.get("arithmetic") in ("floating", "certified"), "arithmetic must be floating or certified")
     functions = ("flat", "automatic", "per_layer", "grouped")
     require(fields.get("clipping_function") in functions, f"clipping_function must be one of {', '.join(functions)}")
@@ -1160,7 +1159,7 @@ def check_plan(folder: Folder) -> str:
     defaults = {
         "reserved_attempts": max(2, -(-plan["num_steps"] // 100)), "target_delta": 1 / (2 * n), "sampling": "poisson",
         "shuffle_as_gaussian": False, "max_grad_norm": 1.0, "clipping_function": "flat", "arithmetic": "floating",
-        "noise_source": "system", "cap": plan["usual_cap"], "bands": 1, "strategy": "square_root",
+        "cap": plan["usual_cap"], "bands": 1, "strategy": "square_root",
     }  # fmt: skip
     if plan["adaptive_clipping"] is not None:
         defaults |= {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "unclipped_num_std": batch / 20}
@@ -1322,7 +1321,7 @@ def expected_card(folder: Folder, at: Ledger) -> dict[str, Any]:
             },
             "arithmetic": fields.get("arithmetic"), "lattice_exponent": fields.get("lattice_exponent"),
             "sensitivity_slack": plan["sensitivity_slack"], "noise_multiplier": sigma,
-            "noise_multiplier_accounted": Computed(plan.accounted), "noise_source": plan["noise_source"],
+            "noise_multiplier_accounted": Computed(plan.accounted),
             "expected_batch_size": batch,
             "correlated_noise": None if plan.bands == 1 else {
                 "bands": plan.bands, "strategy": plan["strategy"], "coefficients": plan["correlated"]["coefficients"],
@@ -1663,7 +1662,6 @@ def mechanism_lines(card: dict[str, Any]) -> Iterator[str]:
         yield from (f"option {name} | {word(head[name])} | declared" for name in options)
     yield attested("slack r of the sensitivity", f"{mechanism['sensitivity_slack']:g}")
     yield attested("sigma / (1 + r), as accounted", f"{mechanism['noise_multiplier_accounted']:.6g}")
-    yield attested("noise source", mechanism["noise_source"])
     if (correlated := mechanism["correlated_noise"]) is not None:
         segments = f"sigma is that of the fresh noise; {correlated['segments']:,} segments"
         said = f"{correlated['bands']:,} bands, {correlated['strategy']} coefficients; {segments}"

@@ -80,8 +80,8 @@ MISTAKES = [
     Mistake(
         "noise repeats from one draw to the next",
         "privacy/noise.py",
-        'philox = np.random.Philox(key=int.from_bytes(os.urandom(16), "little"))\n        return torch',
-        "philox = np.random.Philox(key=os.getpid())\n        return torch",
+        "Cipher(algorithms.AES256(os.urandom(32)), modes",
+        "Cipher(algorithms.AES256(b'k' * 32), modes",
         "tests/privacy",
     ),
     Mistake(

@@ -4,17 +4,14 @@ import math
 
 from scipy import stats
 
-NOISE_SOURCES = ("system", "aes_ctr")
-# Box-Muller from a 63-bit uniform (k + 1/2) 2^-63 ends at sqrt(2 * 64 ln 2); numpy's ziggurat, whose tail adds up to
-# sqrt(2 * 53 ln 2) to 3.654, at 12.2.
-BOX_MULLER_EDGE = math.sqrt(2 * 64 * math.log(2))
-EDGES = {"system": BOX_MULLER_EDGE, "aes_ctr": BOX_MULLER_EDGE}
+EDGE = math.sqrt(2 * 64 * math.log(2))
+"""Box-Muller from a 63-bit uniform (k + 1/2) 2^-63 ends there, in standard deviations."""
 # The bound below grows with the square root of the number of parameters; no model comes near this one.
 MOST_PARAMETERS = 1 << 36
 
 
-def noise_tail_delta(source: str, noise_multiplier: float, num_inclusions: float, *, rows: int = 1) -> float:
-    """Delta that the bounded support of a source costs: P(some output that is impossible without the example).
+def noise_tail_delta(noise_multiplier: float, num_inclusions: float, *, rows: int = 1) -> float:
+    """Delta that the bounded support of the noise costs: P(some output that is impossible without the example).
 
     With the example, coordinate i of the release is moved by a_i / sigma, where the a_i have norm at most 1; without it
     no output lies beyond the edge e. Both densities are cut Gaussians, so inside of the edge the privacy loss is that
@@ -28,16 +25,15 @@ def noise_tail_delta(source: str, noise_multiplier: float, num_inclusions: float
         num_inclusions: expected number of steps with the example, q times the number of releases.
         rows: b, the steps whose fresh noise hides one participation.
     """
-    edge = EDGES[source]
-    if edge - 1 / noise_multiplier <= 1:
+    if EDGE - 1 / noise_multiplier <= 1:
         return min(1.0, num_inclusions)
-    slope = float(stats.norm.pdf(edge)) / noise_multiplier
-    single = float(stats.norm.sf(edge - 1 / noise_multiplier))
+    slope = float(stats.norm.pdf(EDGE)) / noise_multiplier
+    single = float(stats.norm.sf(EDGE - 1 / noise_multiplier))
     return num_inclusions * (slope * math.sqrt(rows * MOST_PARAMETERS) + single)
 
 
 def noise_tail_of_cuts(
-    source: str, noise_multiplier: float, sample_rate: float, count: int, num_examples: int, cap: int, *, rows: int = 1
+    noise_multiplier: float, sample_rate: float, count: int, num_examples: int, cap: int, *, rows: int = 1
 ) -> float:
     """What an example costs in addition where it pushes another one out of a batch above the cap: the sum moves by up to 2.
 
@@ -49,11 +45,11 @@ def noise_tail_of_cuts(
         num_examples, cap: of the group whose turn it is.
     """
     cut = float(stats.binom.sf(cap - 1, num_examples - 1, sample_rate))  # the others fill the batch
-    return noise_tail_delta(source, noise_multiplier / 2, sample_rate * count * cut, rows=rows)
+    return noise_tail_delta(noise_multiplier / 2, sample_rate * count * cut, rows=rows)
 
 
 def noise_tail_of_several(
-    source: str, noise_multiplier: float, sample_rate: float, count: int, copies: int, *, rows: int = 1
+    noise_multiplier: float, sample_rate: float, count: int, copies: int, *, rows: int = 1
 ) -> float:
     """The same for `copies` examples that are zeroed out together: P(some output that is impossible without them).
 
@@ -73,12 +69,12 @@ def noise_tail_of_several(
         copies: k, at least 1.
     """
     if copies == 1:
-        return noise_tail_delta(source, noise_multiplier, sample_rate * count, rows=rows)
+        return noise_tail_delta(noise_multiplier, sample_rate * count, rows=rows)
     # Beyond this many the edge is passed for certain, as far as the bound knows.
-    certain = min(copies, max(0, math.ceil((EDGES[source] - 1) * noise_multiplier) - 1))
+    certain = min(copies, max(0, math.ceil((EDGE - 1) * noise_multiplier) - 1))
     parts = [
         noise_tail_delta(
-            source, noise_multiplier / drawn, count * float(stats.binom.pmf(drawn, copies, sample_rate)), rows=rows
+            noise_multiplier / drawn, count * float(stats.binom.pmf(drawn, copies, sample_rate)), rows=rows
         )
         for drawn in range(1, certain + 1)
     ]

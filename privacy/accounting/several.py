@@ -23,7 +23,6 @@ def noise_tail_of_plan(plan: PrivacyPlan, copies: int) -> float:
     cuts = 0.0
     if one.cap is not None and one.cap < default_cap(plan.expected_batch_size):
         cuts = noise_tail_of_cuts(
-            plan.noise_source,
             one.noise_multiplier,
             one.sample_rate,
             one.count,
@@ -31,9 +30,7 @@ def noise_tail_of_plan(plan: PrivacyPlan, copies: int) -> float:
             one.cap,
             rows=plan.bands,
         )
-    return cuts + noise_tail_of_several(
-        plan.noise_source, one.noise_multiplier, one.sample_rate, one.count, copies, rows=plan.bands
-    )
+    return cuts + noise_tail_of_several(one.noise_multiplier, one.sample_rate, one.count, copies, rows=plan.bands)
 
 
 def epsilon_of_several(plan: PrivacyPlan, groups: accountants.Groups, copies: int, interval: float) -> float:

@@ -348,10 +348,10 @@ def recompute_epsilon(plan: Mapping[str, Any], count: int) -> float:
     turns = math.ceil((plan["num_steps"] + plan["reserved_attempts"]) / bands)
     # The sampler of certified arithmetic is exact: no tail is cut off.
     is_exact = plan["arithmetic"] == "certified"
-    tail = 0.0 if is_exact else noise_tail_delta(plan["noise_source"], sigma, rate * turns, rows=bands)
+    tail = 0.0 if is_exact else noise_tail_delta(sigma, rate * turns, rows=bands)
     cap = plan["cap"]
     if not is_exact and cap is not None and cap < default_cap(plan["expected_batch_size"]):
-        tail += noise_tail_of_cuts(plan["noise_source"], sigma, rate, turns, size, cap, rows=bands)
+        tail += noise_tail_of_cuts(sigma, rate, turns, size, cap, rows=bands)
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
     accountant.compose(dp_accounting.SelfComposedDpEvent(one, math.ceil(count / bands)))
     return float(accountant.get_epsilon(plan["target_delta"] - tail))

@@ -138,7 +138,6 @@ class Mechanism(Part):
     sensitivity_slack: float = Field(description="r: one example contributes at most C (1 + r).")
     noise_multiplier: float = Field(description="sigma, the standard deviation of the noise over the sensitivity.")
     noise_multiplier_accounted: float = Field(description="sigma / (1 + r), which the accountant is charged with.")
-    noise_source: str = Field(description="Generator of the noise.")
     correlated_noise: CorrelatedNoise | None = Field(None, description="null where the noise of steps is independent.")
     expected_batch_size: int = Field(description="B, the public divisor of the noised sum.")
     releases: tuple[Release, ...] = Field(description="Everything that the attempts release.")

@@ -182,7 +182,7 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
         max_grad_norm=plan.max_grad_norm if head is None else None, adaptive_clipping=adaptive,
         arithmetic=plan.arithmetic, lattice_exponent=None if plan.lattice is None else plan.lattice.exponent,
         sensitivity_slack=plan.sensitivity_slack, noise_multiplier=plan.noise_multiplier,
-        noise_multiplier_accounted=plan.effective_noise_multiplier, noise_source=plan.noise_source,
+        noise_multiplier_accounted=plan.effective_noise_multiplier,
         expected_batch_size=plan.expected_batch_size, releases=tuple(releases), statement=statement,
         correlated_noise=None if plan.bands == 1 else model.CorrelatedNoise(
             bands=plan.bands, strategy=plan.strategy, coefficients=plan.noise_strategy.coefficients,

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from privacy.accounting.noise_tail import NOISE_SOURCES
-from privacy.noise import add_noise, noise_source
+from privacy.noise import SystemNoise, add_noise
 from tests.gpu.checks import Check, Setting
 
 FAR = 5.2
@@ -18,32 +17,27 @@ MOMENTS = ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96))
 
 
 def checks(setting: Setting) -> Iterator[Check]:
-    for name in NOISE_SOURCES:
-        source, count = noise_source(name), setting.choose(20_000_001, 1_000_001)
-        draw = source.standard_normal(count, setting.device)
-        yield Check(
-            f"noise {name}, device and dtype", draw.device.type == setting.device.type, str(draw.dtype), "float64"
-        )
-        values = draw.cpu().numpy()
-        buckets = np.histogram(values, stats.norm.ppf(np.linspace(0, 1, 257)))[0]
-        p_value = float(stats.chisquare(buckets).pvalue)
-        yield Check(f"noise {name}, 256 buckets", 1e-5 < p_value < 1 - 1e-5, p_value, "p between 1e-5 and 1 - 1e-5")
-        off = {n: float((values**n).mean() - mean) * math.sqrt(count / var) for n, mean, var in MOMENTS}
-        off[0] = float(np.corrcoef(values[:-1], values[1:])[0, 1]) * math.sqrt(count)
-        worst = max(abs(x) for x in off.values())
-        yield Check(f"noise {name}, moments and lag 1", worst < 5, off, "within 5 standard errors (0: lag 1)")
-        again = source.standard_normal(count, setting.device)
-        yield Check(
-            f"noise {name}, no draw comes twice", not torch.isin(again[:1000], draw).any(), None, "no value in common"
-        )
-        rate = count / min(setting.seconds(lambda: source.standard_normal(count, setting.device)) for _ in range(3))  # noqa: B023
-        yield Check(f"noise {name}, speed", True, {"billion_samples_per_second": rate / 1e9}, "for the record")
+    source, count = SystemNoise(), setting.choose(20_000_001, 1_000_001)
+    draw = source.standard_normal(count, setting.device)
+    yield Check("noise, device and dtype", draw.device.type == setting.device.type, str(draw.dtype), "float64")
+    values = draw.cpu().numpy()
+    buckets = np.histogram(values, stats.norm.ppf(np.linspace(0, 1, 257)))[0]
+    p_value = float(stats.chisquare(buckets).pvalue)
+    yield Check("noise, 256 buckets", 1e-5 < p_value < 1 - 1e-5, p_value, "p between 1e-5 and 1 - 1e-5")
+    off = {n: float((values**n).mean() - mean) * math.sqrt(count / var) for n, mean, var in MOMENTS}
+    off[0] = float(np.corrcoef(values[:-1], values[1:])[0, 1]) * math.sqrt(count)
+    worst = max(abs(x) for x in off.values())
+    yield Check("noise, moments and lag 1", worst < 5, off, "within 5 standard errors (0: lag 1)")
+    again = source.standard_normal(count, setting.device)
+    yield Check("noise, no draw comes twice", not torch.isin(again[:1000], draw).any(), None, "no value in common")
+    rate = count / min(setting.seconds(lambda: source.standard_normal(count, setting.device)) for _ in range(3))
+    yield Check("noise, speed", True, {"billion_samples_per_second": rate / 1e9}, "for the record")
     yield from _tails(setting)
     yield from _memory(setting)
 
 
 def _tails(setting: Setting) -> Iterator[Check]:
-    source, piece, pieces = noise_source("system"), 10_000_000, setting.choose(100, 3)
+    source, piece, pieces = SystemNoise(), 10_000_000, setting.choose(100, 3)
     beyond = sum(int((source.standard_normal(piece, setting.device).abs() > FAR).sum()) for _ in range(pieces))
     mean = piece * pieces * 2 * stats.norm.sf(FAR)
     # A Poisson count, with a probability of 1e-6 on each side.
@@ -61,6 +55,6 @@ def _memory(setting: Setting) -> Iterator[Check]:
     values = torch.zeros(setting.choose(200_000_000, 20_000_000), dtype=torch.float64, device=setting.device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    add_noise(values, 1.0, noise_source("system"))
+    add_noise(values, 1.0, SystemNoise())
     on_top = torch.cuda.max_memory_allocated() - before
     yield Check("noise, temporary memory", on_top <= 2**30, {"bytes": on_top, "values": len(values)}, "at most 1 GiB")

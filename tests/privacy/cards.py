@@ -81,7 +81,7 @@ def full_card(
         mechanism=Mechanism(
             name=text, head=head if with_head else None, clipping_function=text, max_grad_norm=1.0,
             adaptive_clipping=adaptive, arithmetic=text, lattice_exponent=31, sensitivity_slack=1e-3,
-            noise_multiplier=4.0, noise_multiplier_accounted=3.9, noise_source=text, expected_batch_size=100, statement=statement,
+            noise_multiplier=4.0, noise_multiplier_accounted=3.9, expected_batch_size=100, statement=statement,
             releases=(Release(name=text, count=4, smallest_noise_multiplier=4.0, largest_sensitivity=1.5),),
         ),
         sampling=Sampling(

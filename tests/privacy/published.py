@@ -44,7 +44,7 @@ def config_of(plan: PrivacyPlan, owner: int | None = None) -> str:
         "sampling",
         "shuffle_as_gaussian",
     )
-    for name in (*names, "arithmetic", "noise_source", "clipping_function"):
+    for name in (*names, "arithmetic", "clipping_function"):
         asked[name] = getattr(plan, name)
     if plan.adaptive_clipping is not None:
         asked |= {"clipping_function": "adaptive", **asdict(plan.adaptive_clipping)}

@@ -41,7 +41,7 @@ def test_an_honest_run_fits_and_any_changed_field_is_found(name: str) -> None:
     changes: list[dict[str, Any]] = [
         {"noise_multiplier": plan.noise_multiplier * 1.5}, {"noise_multiplier": plan.noise_multiplier * (1 + 1e-9)},
         {"max_grad_norm": 2.0}, {"expected_batch_size": 12, "cap": None}, {"num_steps": 3}, {"target_delta": 1e-4},
-        {"reserved_attempts": 2}, {"noise_source": "aes_ctr"}, {"enabled": False, "adaptive_clipping": None},
+        {"reserved_attempts": 2}, {"enabled": False, "adaptive_clipping": None},
     ]  # fmt: skip
     if plan.adaptive_clipping is None:
         changes += [{"adaptive_clipping": planned(RECIPES["adaptive"])[1].adaptive_clipping}]

@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from privacy import noise
-from privacy.accounting.noise_tail import BOX_MULLER_EDGE, EDGES, MOST_PARAMETERS, NOISE_SOURCES, noise_tail_delta
-from privacy.noise import add_noise, box_muller, noise_source, philox_words
+from privacy.accounting.noise_tail import EDGE, MOST_PARAMETERS, noise_tail_delta
+from privacy.noise import SystemNoise, add_noise, box_muller, philox_words
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -28,15 +28,13 @@ def _check_normal(draw):
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) * math.sqrt(len(values)) < 5
 
 
-@pytest.mark.parametrize("name", NOISE_SOURCES)
-def test_contract_7_draws_are_standard_normal(name):
-    _check_normal(noise_source(name).standard_normal(1_000_001, CPU))
+def test_contract_7_draws_are_standard_normal():
+    _check_normal(SystemNoise().standard_normal(1_000_001, CPU))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NOISE_SOURCES)
-def test_contract_7_draws_are_standard_normal_on_cuda(name):
-    draw = noise_source(name).standard_normal(20_000_001, torch.device("cuda"))
+def test_contract_7_draws_are_standard_normal_on_cuda():
+    draw = SystemNoise().standard_normal(20_000_001, torch.device("cuda"))
     assert draw.device.type == "cuda" and draw.shape == (20_000_001,)
     _check_normal(draw)
 
@@ -56,22 +54,20 @@ def test_contract_7_words_drawn_on_a_device_are_uniform_and_keyed_by_128_bits(mo
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", NOISE_SOURCES)
-def test_contract_7_tails_reach_beyond_single_precision_full(name):
+def test_contract_7_tails_reach_beyond_single_precision_full():
     """Of 3e8 draws 2.6 lie beyond the 5.77 of torch's single-precision normals on average, and 0 in single precision."""
-    source = noise_source(name)
+    source = SystemNoise()
     beyond = sum(int((source.standard_normal(10_000_000, CPU).abs() > 5.2).sum()) for _ in range(30))
     expected = 3e8 * 2 * stats.norm.sf(5.2)
     assert abs(beyond - expected) < 5 * math.sqrt(expected)
 
 
 def test_contract_7_no_two_draws_are_equal_and_nothing_is_seeded():
-    for name in NOISE_SOURCES:
-        torch.manual_seed(0)
-        first = noise_source(name).standard_normal(64, CPU)
-        torch.manual_seed(0)
-        assert not torch.equal(first, noise_source(name).standard_normal(64, CPU))
-        assert [len(noise_source(name).standard_normal(count, CPU)) for count in (0, 1, 2, 7)] == [0, 1, 2, 7]
+    torch.manual_seed(0)
+    first = SystemNoise().standard_normal(64, CPU)
+    torch.manual_seed(0)
+    assert not torch.equal(first, SystemNoise().standard_normal(64, CPU))
+    assert [len(SystemNoise().standard_normal(count, CPU)) for count in (0, 1, 2, 7)] == [0, 1, 2, 7]
 
 
 def test_contract_7_the_edge_of_the_box_muller_source():
@@ -79,10 +75,8 @@ def test_contract_7_the_edge_of_the_box_muller_source():
         """The smallest radius uniform, and the angle zero."""
         return torch.zeros(number, dtype=torch.int64)
 
-    assert float(box_muller(words, 1, CPU)[0]) == pytest.approx(BOX_MULLER_EDGE, rel=1e-12)
+    assert float(box_muller(words, 1, CPU)[0]) == pytest.approx(EDGE, rel=1e-12)
     assert float(box_muller(lambda number: torch.full((number,), 2**63 - 1), 1, CPU)[0]) == 0.0
-    # numpy's ziggurat ends at r + sqrt(2 * 53 ln 2), further out than what is charged.
-    assert EDGES["system"] <= 3.6541528853610088 + math.sqrt(2 * 53 * math.log(2))
 
 
 def test_box_muller_follows_its_definition():
@@ -101,7 +95,7 @@ def test_aes_source_is_aes_256_ctr_under_a_fresh_key(monkeypatch):
         return bytes(range(count))
 
     monkeypatch.setattr(noise.os, "urandom", urandom)
-    draw = noise_source("aes_ctr").standard_normal(6, CPU)
+    draw = SystemNoise().standard_normal(6, CPU)
     assert asked == [32]
     stream = Cipher(algorithms.AES(bytes(range(32))), modes.CTR(bytes(16))).encryptor().update(bytes(48))
     drawn = torch.from_numpy((np.frombuffer(stream, "<u8") >> 0 & (2**63 - 1)).astype(np.int64))
@@ -109,28 +103,28 @@ def test_aes_source_is_aes_256_ctr_under_a_fresh_key(monkeypatch):
 
 
 def test_contract_7_the_tail_is_small_and_grows_as_it_should():
-    assert noise_tail_delta("system", 0.728, 32.1) < 1e-4 / 233e6
-    assert noise_tail_delta("system", 0.3, 32.1) > noise_tail_delta("system", 0.728, 32.1)
-    assert noise_tail_delta("system", 1.0, 20.0) == pytest.approx(2 * noise_tail_delta("system", 1.0, 10.0))
-    assert noise_tail_delta("system", 0.1, 0.5) == 0.5  # the shift is beyond the edge: no bound but one
+    assert noise_tail_delta(0.728, 32.1) < 1e-4 / 233e6
+    assert noise_tail_delta(0.3, 32.1) > noise_tail_delta(0.728, 32.1)
+    assert noise_tail_delta(1.0, 20.0) == pytest.approx(2 * noise_tail_delta(1.0, 10.0))
+    assert noise_tail_delta(0.1, 0.5) == 0.5  # the shift is beyond the edge: no bound but one
 
 
 @pytest.mark.parametrize("spread", [1, 10, 10_000])
 def test_contract_7_the_tail_bounds_every_direction(spread):
     """The excess beyond the edge of one release moved by 1 / sqrt(spread) in `spread` coordinates."""
-    sigma, edge = 0.7, EDGES["system"]
+    sigma, edge = 0.7, EDGE
     shift = 1 / (sigma * math.sqrt(spread))
     excess = spread * (stats.norm.sf(edge - shift) - stats.norm.sf(edge))
-    assert spread <= MOST_PARAMETERS and excess <= noise_tail_delta("system", sigma, 1.0)
+    assert spread <= MOST_PARAMETERS and excess <= noise_tail_delta(sigma, 1.0)
 
 
 def test_contract_7_single_precision_is_refused():
     with pytest.raises(TypeError, match="float64"):
-        add_noise(torch.zeros(3), 1.0, noise_source("system"))
+        add_noise(torch.zeros(3), 1.0, SystemNoise())
     values = torch.zeros(3, dtype=torch.float64)
-    add_noise(values, 0.0, noise_source("system"))
+    add_noise(values, 0.0, SystemNoise())
     assert torch.equal(values, torch.zeros(3, dtype=torch.float64))
-    add_noise(values, 2.0, noise_source("aes_ctr"))
+    add_noise(values, 2.0, SystemNoise())
     assert values.abs().min() > 0
 
 
@@ -153,5 +147,5 @@ def test_contract_7_a_large_shard_is_noised_in_bounded_draws(monkeypatch):
 def test_contract_7_what_is_no_standard_deviation_is_refused(std):
     values = torch.zeros(3, dtype=torch.float64)
     with pytest.raises(ValueError, match="standard deviation"):
-        add_noise(values, std, noise_source("system"))
+        add_noise(values, std, SystemNoise())
     assert not values.any()

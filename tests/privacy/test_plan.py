@@ -71,7 +71,6 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"cap": 0}, "cap"),
         ({"sampling": "streamed"}, "sampling must be one of"),
         ({"shuffle_as_gaussian": True}, "is for sampling 'shuffle'"),
-        ({"noise_source": "urandom"}, "noise_source must be one of"),
         ({"target_delta": 1e-17}, "tail that the noise source cannot reach"),
     ],
 )
@@ -145,7 +144,7 @@ def test_resume_takes_sigma_from_the_ledger_and_not_from_another_calibration():
 
 def test_contract_7_the_tail_of_the_noise_source_is_charged_in_delta():
     plan = _plan(noise_multiplier=1.0, target_delta=1e-13)
-    assert plan.noise_tail_delta == noise_tail_delta("system", 1.0, plan.sample_rate * plan.max_intents)
+    assert plan.noise_tail_delta == noise_tail_delta(1.0, plan.sample_rate * plan.max_intents)
     assert 0 < plan.noise_tail_delta < 1e-13 and plan.accounted_delta == 1e-13 - plan.noise_tail_delta
     assert plan.epsilon_planned == epsilon([plan.release_group(150)], plan.accounted_delta)
     assert _plan(noise_multiplier=0.0).noise_tail_delta == 0

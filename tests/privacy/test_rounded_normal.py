@@ -14,8 +14,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from privacy import noise, rounded_normal
-from privacy.accounting.noise_tail import NOISE_SOURCES
-from privacy.noise import noise_source
+from privacy.noise import SystemNoise
 from privacy.rounded_normal import REJECTED, UNDECIDED, decide, draw_rounded_normal
 from tests.privacy.word_sources import Repeated, Words
 
@@ -253,18 +252,17 @@ def test_draws_follow_the_exact_probabilities(deviation):
 
 @pytest.mark.full
 @pytest.mark.parametrize("deviation", [0.3, 1.0, 3.0, 17.3, 1000.7, 2.0**30, 2.0**50])
-@pytest.mark.parametrize("name", NOISE_SOURCES)
-def test_draws_follow_the_exact_probabilities_full(name, deviation):
-    source = noise_source(name)
+def test_draws_follow_the_exact_probabilities_full(deviation):
+    source = SystemNoise()
     p_value = chi_square(lambda n: draw_rounded_normal(deviation, n, source), deviation, 100_000_000)
-    print(f"{name} {deviation:g}: p = {p_value:.4f}")
+    print(f"{deviation:g}: p = {p_value:.4f}")
     assert 1e-6 < p_value < 1 - 1e-6
 
 
 @pytest.mark.full
 def test_tails_are_reached_full():
     """10^9 draws: beyond 4, 5 and 6 standard deviations as many as a Poisson variable with the exact mean."""
-    source, deviation, seen = noise_source("aes_ctr"), 2.0**40, Counter()
+    source, deviation, seen = SystemNoise(), 2.0**40, Counter()
     for _ in range(200):
         sizes = np.abs(draw_rounded_normal(deviation, 5_000_000, source))
         for far in (4, 5, 6):
@@ -315,9 +313,8 @@ def test_large_counts_are_drawn_in_bounded_pieces():
     assert 2 * 2_100_000 < sum(words.asked) < 2.05 * 2_100_000
 
 
-@pytest.mark.parametrize("name", NOISE_SOURCES)
-def test_counts_and_freshness(name):
-    source = noise_source(name)
+def test_counts_and_freshness():
+    source = SystemNoise()
     for count in (0, 1, 2, 9, 40_000):
         values = draw_rounded_normal(2.0**50, count, source)
         assert values.shape == (count,) and values.dtype == np.int64 and len(np.unique(values)) == count
@@ -364,13 +361,12 @@ def test_other_repeated_words_give_what_they_stand_for(word):
     assert decision >= 0 and value == (-decision if word >> 31 & 1 else decision)
 
 
-@pytest.mark.parametrize("name", NOISE_SOURCES)
-def test_contract_7_words_of_a_source_are_uniform_and_fresh(name):
-    words = noise_source(name).uniform_words(100_000)
+def test_contract_7_words_of_a_source_are_uniform_and_fresh():
+    words = SystemNoise().uniform_words(100_000)
     assert words.dtype == np.uint64 and words.shape == (100_000,)
     for bit in range(64):
         assert abs(float((words >> np.uint64(bit) & np.uint64(1)).mean()) - 0.5) * 2 * math.sqrt(len(words)) < 5
-    assert not np.isin(words, noise_source(name).uniform_words(100_000)).any()
+    assert not np.isin(words, SystemNoise().uniform_words(100_000)).any()
 
 
 def test_words_of_the_aes_source_are_aes_256_ctr_under_a_fresh_key(monkeypatch):
@@ -379,4 +375,4 @@ def test_words_of_the_aes_source_are_aes_256_ctr_under_a_fresh_key(monkeypatch):
     for first in range(2):
         stream = Cipher(algorithms.AES(bytes(range(first, first + 32))), modes.CTR(bytes(16))).encryptor()
         expected = np.frombuffer(stream.update(bytes(24)), "<u8")
-        assert noise_source("aes_ctr").uniform_words(3).tolist() == expected.tolist()
+        assert SystemNoise().uniform_words(3).tolist() == expected.tolist()

@@ -45,15 +45,15 @@ def test_copies_in_one_step_never_pass_the_edge_more_often(sigma: float, rate: f
     worst = mpmath.mpf(0)
     for drawn in range(1, copies + 1):
         chance = math.comb(copies, drawn) * mpmath.mpf(rate) ** drawn * (1 - mpmath.mpf(rate)) ** (copies - drawn)
-        edge = mpmath.mpf(noise_tail.BOX_MULLER_EDGE)
+        edge = mpmath.mpf(noise_tail.EDGE)
         spread = [
             count * (upper(edge - drawn / (mpmath.sqrt(count) * sigma)) - upper(edge))
             for count in (1, 2, 3, 4, 10, 1000, 10**6, 1 << 36)
         ]
         worst += chance * max(spread)
-    charged = noise_tail_of_several("system", sigma, rate, 1, copies)
+    charged = noise_tail_of_several(sigma, rate, 1, copies)
     assert worst <= charged * (1 + 1e-12) and charged < 4 * worst
-    assert charged > copies * noise_tail_delta("system", sigma, rate) * (1 - 1e-9)
+    assert charged > copies * noise_tail_delta(sigma, rate) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -66,7 +66,7 @@ def test_nor_do_copies_in_groups_that_take_turns(seed: int, monkeypatch: pytest.
     bands, copies, dims = int(random.integers(1, 4)), int(random.integers(2, 4)), int(random.integers(1, 5))
     turns = 6 // bands // (2 if copies == 3 else 1) or 1
     rows, edge, rate = turns * bands, 5.0, float(random.choice([0.1, 0.5, 1.0]))
-    monkeypatch.setitem(noise_tail.EDGES, "system", edge)
+    monkeypatch.setattr(noise_tail, "EDGE", edge)
     monkeypatch.setattr(noise_tail, "MOST_PARAMETERS", dims)
     sigma = float(random.uniform(copies / (edge - 1) * 1.02, 3.0))
     c = np.sort(random.random(bands))[::-1]
@@ -92,15 +92,15 @@ def test_nor_do_copies_in_groups_that_take_turns(seed: int, monkeypatch: pytest.
             moved = sum((c[row - s] * sums[s] for s in range(max(begin, row - bands + 1), row + 1)), np.zeros(dims))
             escape += passes(edge, moved, sigma)
         total += chance * escape
-    charged = noise_tail_of_several("system", sigma, rate, turns, copies, rows=bands)
+    charged = noise_tail_of_several(sigma, rate, turns, copies, rows=bands)
     assert total <= charged * (1 + 1e-9)
 
 
 def test_of_one_example_it_is_what_one_example_costs() -> None:
     plan = plan_of(2000, 100, 50, 1.0)
     assert noise_tail_of_plan(plan, 1) == plan.noise_tail_delta
-    single = noise_tail_of_several("system", 1.0, 0.3, 7, 1, rows=3)
-    assert single == noise_tail_delta("system", 1.0, 0.3 * 7, rows=3)
+    single = noise_tail_of_several(1.0, 0.3, 7, 1, rows=3)
+    assert single == noise_tail_delta(1.0, 0.3 * 7, rows=3)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_the_verifier_counts_the_same(plan: PrivacyPlan, copies: int) -> None:
 
 def test_contract_2_a_batch_that_is_cut_moves_by_two_and_its_tail_is_charged() -> None:
     """Half of the batches are cut here: whoever is drawn pushes another one out, and noise is passed at twice the distance."""
-    cut, edge = plan_of(2000, 100, 5, 0.7, cap=100, target_delta=1e-5), noise_tail.BOX_MULLER_EDGE
+    cut, edge = plan_of(2000, 100, 5, 0.7, cap=100, target_delta=1e-5), noise_tail.EDGE
     whole, usual = (plan_of(2000, 100, 5, 0.7, cap=cap, target_delta=1e-5) for cap in (None, "default"))
     assert whole.noise_tail_delta == usual.noise_tail_delta
     random = np.random.default_rng(1)

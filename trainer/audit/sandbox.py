@@ -108,7 +108,6 @@ class SandboxSettings:
                 arithmetic=run.arithmetic,
                 sensitivity_slack=SENSITIVITY_SLACK if run.arithmetic == "floating" else 0.0,
                 informal_reasons=("it is a sandbox of an audit",),
-                noise_source=run.noise_source,
                 adaptive_clipping=adaptive,
                 bands=bands,
                 strategy=run.strategy,

@@ -159,8 +159,6 @@ class PrivacySection(Section):
     """b of correlated noise: b groups of examples take turns, and a step's noise cancels that of the b - 1 steps before."""
     strategy: Literal["square_root", "optimised"] = "square_root"
     """Its coefficients; optimised for this recipe's schedule, weight decay and momentum (docs/correlated_noise.md)."""
-    noise_source: Literal["system", "aes_ctr"] = "system"
-    """Philox keyed by the operating system, or a cryptographic stream."""
     shared_ledger: str | None = None
     """The data owner's ledger over all runs on these data (launch_scripts/shared_ledger.py); the run reserves its budget."""
     fixed_in_advance: bool = False
@@ -242,7 +240,6 @@ class PrivacySection(Section):
             enabled=self.enabled,
             sampling=self.sampling,
             shuffle_as_gaussian=self.shuffle_as_gaussian,
-            noise_source=self.noise_source,
             bands=self.bands,
             strategy=self.strategy,
             informal_reasons=simulation if self.simulation else (),

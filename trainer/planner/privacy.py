@@ -43,7 +43,6 @@ def summarise(
         "delta": plan.target_delta,
         "arithmetic": plan.arithmetic,
         "lattice_exponent": None if plan.lattice is None else plan.lattice.exponent,
-        "noise_source": plan.noise_source,
         "noise_tail_delta": plan.noise_tail_delta,
         "target_epsilon": plan.target_epsilon,
         "formal_guarantee": plan.formal_guarantee,

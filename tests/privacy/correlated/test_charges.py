@@ -101,9 +101,7 @@ def test_one_band_is_charged_as_independent_noise_to_the_last_digit(cap: str | N
     assert plan == make_plan(request)
     for count in (1, 99, 102):
         assert plan.release_group(count) == ReleaseGroup(plan.sample_rate, 2.0 / 1.001, count, 10_000, plan.cap)
-    assert plan.noise_tail_delta == noise_tail.noise_tail_delta(
-        "system", 2.0 / 1.001, plan.sample_rate * plan.max_intents
-    )
+    assert plan.noise_tail_delta == noise_tail.noise_tail_delta(2.0 / 1.001, plan.sample_rate * plan.max_intents)
     assert "correlated" not in plan.frozen_fields()
 
 
@@ -171,6 +169,6 @@ def test_several_examples_are_charged_by_group_privacy() -> None:
 
 def test_contract_7_the_tail_of_correlated_noise_counts_the_coordinates_of_all_its_rows(monkeypatch) -> None:
     """A participation moves b d coordinates of fresh noise by a vector of norm at most 1."""
-    once = noise_tail.noise_tail_delta("system", 1.0, 5.0, rows=16)
+    once = noise_tail.noise_tail_delta(1.0, 5.0, rows=16)
     monkeypatch.setattr(noise_tail, "MOST_PARAMETERS", 16 * noise_tail.MOST_PARAMETERS)
-    assert once == noise_tail.noise_tail_delta("system", 1.0, 5.0)
+    assert once == noise_tail.noise_tail_delta(1.0, 5.0)

@@ -50,7 +50,7 @@ def folders(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 CHOICES = [
-    ("poisson", "shuffle"), ("flat", "automatic", "grouped"), ("floating", "certified"), ("system", "aes_ctr"),
+    ("poisson", "shuffle"), ("flat", "automatic", "grouped"), ("floating", "certified"),
     ("finished", "stopped", "budget_spent"), ("zero_out", "replace_one"), ("c0ffee", "decade"), ("random", "imported"),
     ("private", "public"),
 ]  # fmt: skip
