@@ -14,7 +14,7 @@ from trainer.config.machine import load_machine_settings
 from trainer.engines import build_engine
 from trainer.ranks import distributed
 
-KINDS = ("adamw", "adam_bc", "lamb", "lars", "sgd")
+KINDS = ("adamw", "adam_bc", "sgd")
 
 
 def model() -> nn.Module:

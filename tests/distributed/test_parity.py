@@ -58,8 +58,8 @@ ENGINES: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
     "oss checkpointed": ("fairscale", 2, {"activation_checkpointing": {"enabled": True}}),
 }
 OPTIMIZERS = {
-    name: OptimizerSection(name=name, peak_lr=1e-2, eps=1e-4, weight_decay=0.01)  # type: ignore[arg-type]
-    for name in ("adamw", "lamb")
+    "adamw": OptimizerSection(name="adamw", peak_lr=1e-2, eps=1e-4, weight_decay=0.01),
+    "sgd": OptimizerSection(name="sgd", peak_lr=1e-2, weight_decay=0.01),
 }
 MAX_GRAD_NORM, SIGMA = 1.0, 0.5
 DEALS = {1: [(7,), (7,), (7,)], 2: [(5, 2), (7, 0), (1, 6)]}

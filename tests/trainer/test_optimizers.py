@@ -4,16 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from privacy.step.noise_variance import NoiseVariance
 from tests.trainer import reference_optimizers as reference
 from trainer.config.recipe import OptimizerSection
 from trainer.optimizers import (
-    Segment,
-    bind_segments,
     fresh_state,
     is_matrix,
     make_optimizer,
@@ -25,25 +21,19 @@ from trainer.optimizers import (
 SHAPES = {
     "patch": (6, 3, 2, 2), "bias": (6,), "token": (1, 1, 6), "positions": (1, 4, 6), "head": (5, 6), "zero": (3, 4),
 }  # fmt: skip
-LR, DECAY, BETAS, EPS, MOMENTUM, ETA, FLOOR, STEPS = 0.05, 0.1, (0.8, 0.9), 1e-4, 0.7, 0.02, 0.03, 4
+LR, DECAY, BETAS, EPS, MOMENTUM, FLOOR, STEPS = 0.05, 0.1, (0.8, 0.9), 1e-4, 0.7, 0.03, 4
 STDS = [0.1, 0.5, 0.2, 0.05]
 SECTIONS: dict[str, dict[str, object]] = {
     "adamw": {"name": "adamw", "betas": BETAS, "eps": EPS},
     "adam_bc": {"name": "adamw", "betas": BETAS, "noise_bias_correction": True, "variance_floor": FLOOR},
-    "lamb": {"name": "lamb", "betas": BETAS, "eps": EPS},
-    "lars": {"name": "lars", "momentum": MOMENTUM, "trust_coefficient": ETA},
     "sgd": {"name": "sgd", "momentum": MOMENTUM},
     "sgd_without_momentum": {"name": "sgd", "momentum": 0.0},
-    "lars_without_momentum": {"name": "lars", "momentum": 0.0, "trust_coefficient": ETA},
 }
 REFERENCES: dict[str, Callable[[dict[str, Tensor], list[dict[str, Tensor]]], dict[str, Tensor]]] = {
     "adamw": lambda x, g: reference.adam(x, g, LR, BETAS, DECAY, eps=EPS),
     "adam_bc": lambda x, g: reference.adam(x, g, LR, BETAS, DECAY, noise=STDS, floor=FLOOR),
-    "lamb": lambda x, g: reference.lamb(x, g, LR, BETAS, EPS, DECAY),
-    "lars": lambda x, g: reference.lars(x, g, LR, MOMENTUM, ETA, DECAY),
     "sgd": lambda x, g: reference.sgd(x, g, LR, MOMENTUM, DECAY),
     "sgd_without_momentum": lambda x, g: reference.sgd(x, g, LR, 0.0, DECAY),
-    "lars_without_momentum": lambda x, g: reference.lars(x, g, LR, 0.0, ETA, DECAY),
 }
 
 
@@ -82,7 +72,6 @@ def step(optimizer: torch.optim.Optimizer, number: int, noise: NoiseVariance) ->
 def test_whole_parameters(kind: str) -> None:
     parameters = {n: nn.Parameter(w) for n, w in weights().items()}
     optimizer = make_optimizer(parameter_groups(parameters.items(), shapes(), section(kind)), section(kind))
-    bind_segments(optimizer, {p: [Segment(n, 0, p.numel())] for n, p in parameters.items()}, sharded=False)
     noise = NoiseVariance(BETAS[1])
     for number, gradient in enumerate(gradients(), 1):
         for n, p in parameters.items():
@@ -96,63 +85,6 @@ def test_whole_parameters(kind: str) -> None:
     assert kept == set(moments(section(kind)))
 
 
-@given(kind=st.sampled_from(["lamb", "lars"]), data=st.data())
-def test_flat_tensors_that_cut_and_join_parameters(kind: str, data: st.DataObject) -> None:
-    """As ZeRO-1 and 2 step them: the concatenation of a group's parameters, cut anywhere, with padding at the end."""
-    chosen = section(kind)
-    flats: list[nn.Parameter] = []
-    bound: dict[Tensor, list[Segment]] = {}
-    groups = []
-    whole = {n: nn.Parameter(w) for n, w in weights().items()}
-    for group in parameter_groups(whole.items(), shapes(), chosen):
-        ids = {id(p) for p in group["params"]}
-        names = [n for n in SHAPES if id(whole[n]) in ids]
-        owner = [(n, i) for n in names for i in range(whole[n].numel())]
-        cuts = sorted(data.draw(st.lists(st.integers(0, len(owner)), max_size=4)))
-        pieces = []
-        for start, stop in zip([0, *cuts], [*cuts, len(owner)], strict=True):
-            flat = nn.Parameter(torch.cat([torch.zeros(0), torch.zeros(stop - start + 2)]).double())
-            segments: dict[str, list[int]] = {}
-            for i, (n, k) in enumerate(owner[start:stop]):
-                flat.data[i] = whole[n].data.view(-1)[k]
-                segments.setdefault(n, []).append(i)
-            bound[flat] = [Segment(n, where[0], len(where)) for n, where in segments.items()]
-            pieces.append((flat, owner[start:stop]))
-        flats += [flat for flat, _ in pieces]
-        for flat, coordinates in pieces:
-            flat.coordinates = coordinates  # type: ignore[attr-defined]
-        groups.append({**group, "params": [flat for flat, _ in pieces]})
-    optimizer, noise = make_optimizer(groups, chosen), NoiseVariance(BETAS[1])
-    bind_segments(optimizer, bound, sharded=False)
-    for number, gradient in enumerate(gradients(), 1):
-        for flat in flats:
-            flat.grad = torch.zeros_like(flat)
-            for i, (n, k) in enumerate(flat.coordinates):  # type: ignore[attr-defined]
-                flat.grad[i] = gradient[n].view(-1)[k]
-        step(optimizer, number, noise)
-    expected = REFERENCES[kind](weights(), gradients())
-    for flat in flats:
-        for i, (n, k) in enumerate(flat.coordinates):  # type: ignore[attr-defined]
-            assert abs(float(flat.detach()[i]) - float(expected[n].view(-1)[k])) < 1e-12
-        assert torch.equal(flat.detach()[-2:], torch.zeros(2, dtype=torch.float64)), "padding stays zero"
-
-
-def test_an_engine_that_forgets_to_bind_is_told() -> None:
-    parameter = nn.Parameter(torch.ones(2, 2))
-    optimizer = make_optimizer(
-        parameter_groups([("a", parameter)], {"a": parameter.shape}, section("lamb")), section("lamb")
-    )
-    parameter.grad = torch.ones(2, 2)
-    with pytest.raises(RuntimeError, match="call bind_segments"):
-        optimizer.step()
-    other = nn.Parameter(torch.ones(2, 2))
-    bind_segments(optimizer, {other: [Segment("b", 0, 4)]}, sharded=False)
-    with pytest.raises(RuntimeError, match="was not given"):
-        optimizer.step()
-    with pytest.raises(ValueError, match="ends at 5"):
-        bind_segments(optimizer, {other: [Segment("b", 1, 4)]}, sharded=False)
-
-
 @pytest.mark.parametrize("kind", SECTIONS)
 def test_fresh_state_continues_where_the_moments_were(kind: str) -> None:
     """Two steps, then the rest with a new optimizer that has only the moments and the step number: bit-equal."""
@@ -162,9 +94,7 @@ def test_fresh_state_continues_where_the_moments_were(kind: str) -> None:
         noise = NoiseVariance(BETAS[1])
 
         def new() -> torch.optim.Optimizer:
-            made = make_optimizer(parameter_groups([("head", parameter)], shapes(), section(kind)), section(kind))
-            bind_segments(made, {parameter: [Segment("head", 0, 30)]}, sharded=False)
-            return made
+            return make_optimizer(parameter_groups([("head", parameter)], shapes(), section(kind)), section(kind))
 
         optimizer = new()
         for number, gradient in enumerate(gradients(), 1):
@@ -228,11 +158,6 @@ class TestGroups:
     def test_without_decay_there_is_one_group(self) -> None:
         assert self.groups(0.0) == {0.0: {id(p) for p in self.model.parameters()}}
 
-    @pytest.mark.parametrize("name", ["lamb", "lars"])
-    def test_trust_ratios_are_for_matrices_without_decay_too(self, name: str) -> None:
-        found = parameter_groups(self.model.named_parameters(), self.shapes, config(name=name))
-        assert {group["layer_wise"]: len(group["params"]) for group in found} == {True: 2, False: 3}
-
     def test_full_shapes_decide_where_parameters_are_sharded(self) -> None:
         """Under ZeRO-3 a parameter's own shape is (0,)."""
         sharded = [(name, nn.Parameter(torch.empty(0))) for name in self.shapes]
@@ -243,11 +168,10 @@ class TestGroups:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "sgd", "betas": (0.9, 0.99)}, "betas belongs to adamw and lamb, not to sgd"),
-        ({"name": "adamw", "momentum": 0.9}, "momentum belongs to lars and sgd, not to adamw"),
-        ({"name": "sgd", "trust_coefficient": 0.1}, "trust_coefficient belongs to lars, not to sgd"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, "betas belongs to adamw, not to sgd"),
+        ({"name": "adamw", "momentum": 0.9}, "momentum belongs to sgd, not to adamw"),
         (
-            {"name": "lamb", "noise_bias_correction": True, "variance_floor": 1.0},
+            {"name": "sgd", "noise_bias_correction": True, "variance_floor": 1.0},
             "noise_bias_correction belongs to adamw",
         ),
         ({"noise_bias_correction": True}, "variance_floor go together"),

@@ -23,16 +23,15 @@ Seconds = Annotated[float, Field(ge=0, le=86_400)]
 """A time to wait: a day at most, which every clock and socket takes."""
 
 
-OptimizerName = Literal["adamw", "lamb", "lars", "sgd"]
-OPTIMIZER_KEYS: dict[str, tuple[OptimizerName, ...]] = {
-    "betas": ("adamw", "lamb"),
-    "eps": ("adamw", "lamb"),
-    "noise_bias_correction": ("adamw",),
-    "variance_floor": ("adamw",),
-    "momentum": ("lars", "sgd"),
-    "trust_coefficient": ("lars",),
+OptimizerName = Literal["adamw", "sgd"]
+OPTIMIZER_KEYS: dict[str, OptimizerName] = {
+    "betas": "adamw",
+    "eps": "adamw",
+    "noise_bias_correction": "adamw",
+    "variance_floor": "adamw",
+    "momentum": "sgd",
 }
-"""Which optimizers a key belongs to; the others belong to all."""
+"""Which optimizer a key belongs to; the others belong to both."""
 
 
 class OptimizerSection(Section):
@@ -43,10 +42,8 @@ class OptimizerSection(Section):
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # TOML has lists only
     eps: Rate = 1e-8
     momentum: float = Field(0.9, ge=0, lt=1)
-    trust_coefficient: Rate = 1e-3
-    """LARS: eta of the publication."""
     weight_decay: float = Field(0.0, ge=0, le=RATE_LIMIT)
-    """Decoupled (SGD and LARS: added to the gradient); biases, norms and other vectors are excluded."""
+    """Decoupled (SGD: added to the gradient); biases, norms and other vectors are excluded."""
     layer_decay: float | None = Field(None, gt=0, le=1)
     """Each block of the encoder takes this part of the rate of the block above it; what follows the encoder the whole rate."""
     noise_bias_correction: bool = False
@@ -56,9 +53,9 @@ class OptimizerSection(Section):
 
     @model_validator(mode="after")
     def _keys_belong(self) -> "OptimizerSection":
-        for key, names in OPTIMIZER_KEYS.items():
-            if key in self.model_fields_set and self.name not in names:
-                raise ValueError(f"{key} belongs to {' and '.join(names)}, not to {self.name}")
+        for key, name in OPTIMIZER_KEYS.items():
+            if key in self.model_fields_set and self.name != name:
+                raise ValueError(f"{key} belongs to {name}, not to {self.name}")
         if self.noise_bias_correction != (self.variance_floor is not None):
             raise ValueError(
                 "noise_bias_correction = true and variance_floor go together; a tenth of the noise variance "
@@ -73,7 +70,7 @@ class OptimizerSection(Section):
     @model_serializer(mode="wrap")
     def _own_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leaves out the keys of other optimizers, so that what is written can be read."""
-        others = {key for key, names in OPTIMIZER_KEYS.items() if self.name not in names}
+        others = {key for key, name in OPTIMIZER_KEYS.items() if self.name != name}
         others |= {"eps"} if self.noise_bias_correction else set()
         return {key: value for key, value in dump(self).items() if key not in others}
 

@@ -22,7 +22,7 @@ from trainer.config.machine import MachineSettings, resolve
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
 from trainer.engines.layouts import layout_of, require_dealt
-from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
+from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
 
 _FP32 = "trainer_fp32"
@@ -72,12 +72,6 @@ class DeepSpeedEngine:
         self._zero = self._engine.optimizer
         self._spans = list(_find_spans(self._zero, self._stage, self._parameters, self.shapes))
         require_dealt(self.layout, distributed.rank(), [span.piece for span in self._spans], "DeepSpeed")
-        segments: dict[Tensor, list[Segment]] = {flat: [] for flat in self._flat_partitions()}
-        for span in self._spans:
-            segments[self._flat_partitions()[span.group]].append(
-                Segment(span.piece.name, span.start, span.piece.length)
-            )
-        bind_segments(self._zero.optimizer, segments, sharded=True)
         for span in self._spans:  # DeepSpeed begins with the weights that it has rounded to bf16
             flat = self._flat_partitions()[span.group]
             flat_part(flat, span.start, span.piece.length).copy_(masters[span.piece])

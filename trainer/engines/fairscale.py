@@ -29,7 +29,7 @@ from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
 from trainer.engines.layouts import layout_of, require_dealt
 from trainer.engines.local import LocalEngine
-from trainer.optimizers import Segment, bind_segments, make_optimizer, parameter_groups, set_step
+from trainer.optimizers import make_optimizer, parameter_groups, set_step
 from trainer.ranks import distributed
 
 
@@ -59,12 +59,7 @@ class FairscaleEngine(LocalEngine):
         for rank, owned_groups in enumerate(self._oss.partition_parameters()):
             dealt = [names[id(master)] for group in owned_groups for master in group["params"]]
             require_dealt(self.layout, rank, [Piece(n, 0, self.shapes[n].numel()) for n in dealt], "fairscale")
-        owned = self.layout.owned_by(distributed.rank())
-        whole: dict[Tensor, list[Segment]] = {
-            self._masters[piece.name]: [Segment(piece.name, 0, piece.length)] for piece in owned
-        }
         self._optimizer = self._oss.optim
-        bind_segments(self._optimizer, whole, sharded=False)
 
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         for shard in shards:

@@ -25,7 +25,7 @@ from privacy.step.row_shards import RowShards, own_rows
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
-from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
+from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
 
 
@@ -53,10 +53,6 @@ class FsdpEngine:
         self._owned = self.layout.owned_by(distributed.rank())
         self._config = optimizer
         self._optimizer = make_optimizer(parameter_groups(self._locals.items(), self.shapes, optimizer), optimizer)
-        segments: dict[Tensor, list[Segment]] = {
-            local: [Segment(name, 0, local.numel())] for name, local in self._locals.items()
-        }
-        bind_segments(self._optimizer, segments, sharded=True)
 
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         put_away(self.module)

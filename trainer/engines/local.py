@@ -15,7 +15,7 @@ from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.activation_checkpointing import checkpoint_blocks
 from trainer.engines.layouts import layout_of
-from trainer.optimizers import Segment, bind_segments, fresh_state, make_optimizer, moments, parameter_groups, set_step
+from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_step
 from trainer.ranks import distributed
 
 
@@ -41,8 +41,6 @@ class LocalEngine:
         self.module = module.to(device, self.compute_dtype if wide == torch.float32 else wide)
         self._config = optimizer
         self._optimizer = make_optimizer(parameter_groups(self._masters.items(), self.shapes, optimizer), optimizer)
-        whole = {master: [Segment(name, 0, master.numel())] for name, master in self._masters.items()}
-        bind_segments(self._optimizer, whole, sharded=False)
 
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         dtype = next(iter(self._masters.values())).dtype

@@ -1,10 +1,9 @@
-"""Optimizers of noised gradients: AdamW, LAMB, LARS and SGD with momentum; DP-AdamBC as an option of AdamW.
+"""Optimizers of noised gradients: AdamW and SGD with momentum; DP-AdamBC as an option of AdamW.
 
 What an engine does with them:
 
     groups = parameter_groups(named_parameters, shapes, config)
     optimizer = make_optimizer(groups, config)            # over whole parameters, shards or flat partitions of them
-    bind_segments(optimizer, segments, sharded=True)      # which named parameter each coordinate belongs to
     set_step(optimizer.param_groups, lr=lr, noise_variance=noise_variance); optimizer.step()
 
 `moments` names the per-coordinate states that a checkpoint keeps, `fresh_state` makes them anew for a resume.
@@ -21,11 +20,8 @@ from torch import Tensor, nn
 from trainer.config.optimizer import OptimizerSection
 from trainer.errors import ConfigError
 from trainer.optimizers.adam_bc import AdamBC
-from trainer.optimizers.layer_wise import Lamb, Lars, Segment, bind_segments
 
 __all__ = [
-    "Segment",
-    "bind_segments",
     "fresh_state",
     "group_names",
     "make_optimizer",
@@ -34,12 +30,11 @@ __all__ = [
     "set_step",
 ]
 
-LAYER_WISE = ("lamb", "lars")
 _BLOCK = re.compile(r"encoder\.blocks\.([0-9]+)\.")
 
 
 def is_matrix(shape: torch.Size) -> bool:
-    """Weight decay and trust ratios are for matrices: biases, norms and tokens (one row) are excluded.
+    """Weight decay is for matrices: biases, norms and tokens (one row) are excluded.
 
     The masked autoencoder's probes and fine-tuning exclude vectors too (He et al. 2021). The released code of ViP and DP-Cap does
     not: its AdamW decays every trained parameter, vectors, tokens and (ViP's) position tables included, by 0.005.
@@ -50,7 +45,7 @@ def is_matrix(shape: torch.Size) -> bool:
 def parameter_groups(
     parameters: Iterable[tuple[str, nn.Parameter]], shapes: Mapping[str, torch.Size], config: OptimizerSection
 ) -> list[dict[str, Any]]:
-    """Groups by weight decay (and trust ratio) and by the part of the rate that they take. Equal order on every rank.
+    """Groups by weight decay and by the part of the rate that they take. Equal order on every rank.
 
     Args:
         parameters: (name, parameter) pairs.
@@ -70,7 +65,6 @@ class GroupKey(NamedTuple):
     """What the parameters of a group share, under the names that optimizers know."""
 
     weight_decay: float
-    layer_wise: bool
     lr_scale: float
 
 
@@ -85,8 +79,7 @@ def group_names(
     rates = layer_rates(shapes, config.layer_decay)
     groups: dict[GroupKey, list[str]] = {}
     for name in names:
-        matrix = is_matrix(shapes[name])
-        key = GroupKey(config.weight_decay if matrix else 0.0, matrix and config.name in LAYER_WISE, rates[name])
+        key = GroupKey(config.weight_decay if is_matrix(shapes[name]) else 0.0, rates[name])
         groups.setdefault(key, []).append(name)
     return groups
 
@@ -127,17 +120,13 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> to
             return AdamBC(groups, lr=config.peak_lr, betas=config.betas, variance_floor=config.variance_floor)
         case "adamw":
             return torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps)
-        case "lamb":
-            return Lamb(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps)
-        case "lars":
-            return Lars(groups, lr=config.peak_lr, momentum=config.momentum, trust_coefficient=config.trust_coefficient)
         case "sgd":
             return torch.optim.SGD(groups, lr=config.peak_lr, momentum=config.momentum)
 
 
 def moments(config: OptimizerSection) -> tuple[str, ...]:
     """Names of the per-coordinate states, in the optimizer's `state` and in checkpoints."""
-    if config.name in ("adamw", "lamb"):
+    if config.name == "adamw":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.momentum > 0 else ()
 

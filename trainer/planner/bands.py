@@ -129,5 +129,5 @@ def workload_of(config: RunConfig) -> Workload:
     """The recipe's schedule, weight decay and momentum (Adam's beta_1)."""
     steps, optimizer = config.train.num_steps, config.optimizer
     rates = [learning_rate(step, steps, optimizer.peak_lr, config.schedule) for step in range(1, steps + 1)]
-    momentum = optimizer.betas[0] if optimizer.name in ("adamw", "lamb") else optimizer.momentum
+    momentum = optimizer.betas[0] if optimizer.name == "adamw" else optimizer.momentum
     return Workload(rates, optimizer.weight_decay, momentum)
