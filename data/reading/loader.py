@@ -22,7 +22,6 @@ from data.errors import DataError, DecodeError, ReadError
 from data.examples.examples import MakeExample
 from data.index.tar_index import ExampleTable
 from data.reading import workers
-from data.reading.bucketing import by_caption_length, cut_to_longest, require_captions
 from data.reading.reader import RawExample, TarReader
 from data.reading.workers import data_loader, shared
 
@@ -112,7 +111,6 @@ class Loader(Prefetched):
         prefetch_micro_batches: int = 8,
         memory_limit_mib: int | None = None,
         pin_memory: bool = False,
-        bucket_captions: bool = False,
     ):
         """Prepares; workers start with `steps`.
 
@@ -125,17 +123,13 @@ class Loader(Prefetched):
                 num_workers. Ignored without workers.
             memory_limit_mib: prepare fewer ahead where these would take more than this.
             pin_memory: page-locked tensors, for copies to a GPU.
-            bucket_captions: examples with captions of like length share a micro-batch (`data.reading.bucketing`).
 
         Raises:
             DataError: a size below 1, a negative number of workers, or a limit below one micro-batch per worker.
         """
         if micro_batch_size < 1 or num_workers < 0 or prefetch_micro_batches < 1:
             raise DataError("micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at least 0")
-        if bucket_captions:
-            require_captions([batched_name(name) for name in make_example.padding()])
-        self._dataset = MicroBatches(table, make_example, micro_batch_size, bucket_captions)
-        self._order_of = table if bucket_captions else None
+        self._dataset = MicroBatches(table, make_example, micro_batch_size)
         self._micro_batch_size = micro_batch_size
         self._num_workers = num_workers
         self._pin_memory = pin_memory
@@ -168,7 +162,7 @@ class Loader(Prefetched):
             DataError: a plan that does not fit.
         """
         pulled: deque[StepPlan] = deque()
-        requests = _Requests(plans, pulled, self._micro_batch_size, self._order_of)
+        requests = _Requests(plans, pulled, self._micro_batch_size)
         results = iter(data_loader(self._dataset, requests, self._num_workers, self.prefetch_factor, self._pin_memory))
 
         def batches(first: Batch, count: int) -> Iterator[Batch]:
@@ -194,16 +188,14 @@ class Loader(Prefetched):
 class MicroBatches(Dataset):
     """Request -> Batch, inside a worker. Errors that name an exit code come back as `Failure`."""
 
-    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int, cut_captions: bool):
+    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int):
         self._reader = TarReader(table)
         self._make_example = make_example
         self._micro_batch_size = micro_batch_size
-        self._cut_captions = cut_captions
 
     def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
         try:
-            batch = make_batch(self._reader, self._make_example, request, self._micro_batch_size)
-            return shared(cut_to_longest(batch) if self._cut_captions else batch)
+            return shared(make_batch(self._reader, self._make_example, request, self._micro_batch_size))
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
         except MemoryError:
@@ -310,10 +302,8 @@ def eval_batches(
 class _Requests(Sampler):
     """The micro-batch requests of all plans; notes each plan as it is pulled."""
 
-    def __init__(
-        self, plans: Iterator[StepPlan], pulled: deque[StepPlan], micro_batch_size: int, bucketed: ExampleTable | None
-    ):
-        self._plans, self._pulled, self._micro_batch_size, self._bucketed = plans, pulled, micro_batch_size, bucketed
+    def __init__(self, plans: Iterator[StepPlan], pulled: deque[StepPlan], micro_batch_size: int):
+        self._plans, self._pulled, self._micro_batch_size = plans, pulled, micro_batch_size
 
     def __iter__(self) -> Iterator[MicroBatchRequest]:
         size = self._micro_batch_size
@@ -327,12 +317,8 @@ class _Requests(Sampler):
                 )
             self._pulled.append(plan)
             rows = np.arange(len(ids)) if plan.rows is None else plan.rows
-            if self._bucketed is not None:
-                order, rows = by_caption_length(self._bucketed, ids, size), np.arange(len(ids))
-            else:  # micro-batch by micro-batch, and in each as given
-                order = np.argsort(rows // size, kind="stable")
-                rows = rows[order]
-            ids, keys = ids[order], keys[order]
+            order = np.argsort(rows // size, kind="stable")  # micro-batch by micro-batch, and in each as given
+            rows, ids, keys = rows[order], ids[order], keys[order]
             bounds = np.searchsorted(rows // size, np.arange(plan.num_micro_batches + 1))
             for some in map(slice, bounds[:-1], bounds[1:]):
                 yield MicroBatchRequest(ids[some], keys[some], rows[some] % size)

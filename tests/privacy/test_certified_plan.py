@@ -78,7 +78,6 @@ def test_what_cannot_be_certified_is_refused(changed: dict[str, Any], message: s
         (["privacy.clipping_function=adaptive"], "constant C"),
         (["train.compile=true"], "train.compile"),
         (["privacy.enabled=false"], "for runs with noise"),
-        (["data.bucket_captions=true"], "bucket_captions"),
     ],
 )
 def test_a_recipe_that_contradicts_it_is_refused_in_one_line(overrides: list[str], message: str) -> None:

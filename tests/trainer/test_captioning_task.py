@@ -10,7 +10,6 @@ from models.captioner import Captioner
 from models.errors import ModelConfigError
 from privacy.clipping.selfcheck import check_against_autograd
 from trainer.config.recipe import load_config
-from trainer.errors import ConfigError
 from trainer.tasks import make_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,19 +42,6 @@ def test_without_it_nothing_changes() -> None:
     assert "is_parallel_B" not in plain.synthetic_inputs(2)
     names = dict(plain.build(torch.Generator().manual_seed(0)).named_parameters())
     assert "decoder.mask_embedding.weight" not in names and "decoder.head.weight" in names
-
-
-def test_contract_13_buckets_would_tell_a_parallel_example_how_long_its_neighbours_are() -> None:
-    without = ("privacy.enabled=false", "data.bucket_captions=true")
-    with pytest.raises(ConfigError, match=r"bucket_captions.*parallel_share"):
-        task("model.overrides.parallel_share=0.5", *without)
-    task(*without)
-
-
-def test_contract_4_buckets_are_refused_with_privacy() -> None:
-    """One long caption changes how all its neighbours' gradients are rounded: 1.47 C were measured in bf16."""
-    with pytest.raises(ConfigError, match=r"bucket_captions.*rounded"):
-        task("data.bucket_captions=true")
 
 
 def test_a_share_above_one_is_refused() -> None:

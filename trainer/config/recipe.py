@@ -86,8 +86,6 @@ class DataSection(Section):
     """Decoding processes per rank."""
     memory_limit_mib: int = Field(4096, ge=1, le=2**30)
     """Memory of the micro-batches that the workers of one rank prepare ahead."""
-    bucket_captions: bool = False
-    """Captions of like length share a micro-batch: less padding, equal gradients. For runs without privacy."""
     remote: RemoteSection = RemoteSection()
     staging: str | None = None
     """A local folder of each node, e.g. "/local/nvme" or "$TMPDIR/shards", to which the shards of its ranks are copied whole."""
@@ -271,14 +269,8 @@ class RunConfig(Section):
             raise ValueError(
                 "data.streaming amplifies no privacy: it needs privacy.enabled = false and data.provenance = public or synthetic"
             )
-        for key in ("bucket_captions", "staging"):
-            if self.data.streaming and getattr(self.data, key):
-                raise ValueError(f"data.{key} needs random access; remove it or data.streaming")
-        if self.data.bucket_captions and self.privacy.enabled:
-            raise ValueError(
-                "data.bucket_captions: one long caption changes the shape of its whole micro-batch, and with it how every other "
-                "example's gradient is rounded, which no clipping bounds; remove it, or set privacy.enabled = false"
-            )
+        if self.data.streaming and self.data.staging:
+            raise ValueError("data.staging needs random access; remove it or data.streaming")
         if self.train.compile and self.privacy.arithmetic == "certified":
             raise ValueError(
                 "train.compile: a compiler picks kernels by itself, and certified arithmetic needs the same ones for every "

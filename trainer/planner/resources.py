@@ -106,8 +106,6 @@ def plan_resources(
         notes.append("train.compile: planned without it; compiled blocks keep less and run faster")
     if machine.checkpoint_on_cpu:
         notes.append("cpu_checkpointing: the blocks' inputs count as if they stayed on the device")
-    if config.data.bucket_captions:
-        notes.append("data.bucket_captions: planned with captions of full length")
     if machine.compute_dtype.itemsize < 4:
         notes.append("activations: the CPU path's, whose fp32 copies of one layer's bf16 tensors CUDA does not make")
     probe = Probe(

@@ -319,7 +319,6 @@ def _loader(setup: _Setup, table: ExampleTable, first_step: int) -> Loader | Str
         num_workers=config.data.num_workers,
         memory_limit_mib=config.data.memory_limit_mib,
         pin_memory=pin_memory,
-        bucket_captions=config.data.bucket_captions,
     )
 
 

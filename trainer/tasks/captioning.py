@@ -17,7 +17,6 @@ from models.config import CaptionerConfig
 from models.generation import greedy_captions
 from privacy.step.engine import Engine, to_device
 from trainer.config.recipe import DataSection
-from trainer.errors import ConfigError
 from trainer.tasks.base import Samples, TrainingTask, pixels
 from trainer.tasks.pictures import contact_sheet
 
@@ -34,11 +33,6 @@ class CaptioningTask(TrainingTask):
         super().__init__(model_config, size)
         self._data = data
         self.tokenizer_path = tokenizer_path
-        if model_config.parallel_share > 0 and data.bucket_captions:
-            raise ConfigError(
-                "data.bucket_captions cuts captions to the longest of their micro-batch, which parallel prediction "
-                "(model.overrides.parallel_share) would show to every example of it; remove one of the two"
-            )
 
     def make_example(self, *, train: bool) -> CaptionExample:
         config, data = self.model_config, self._data
