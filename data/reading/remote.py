@@ -229,29 +229,20 @@ def _is_exposed(scheme: str, host: str | None, allow_plain_http: bool) -> bool:
 
 
 @functools.cache
-def _redirect_rule(allow_plain_http: bool) -> "TraceConfig":
-    """Looks at each redirect before it is followed: the next address must be one that could have been given at first.
-
-    Whoever is on the way can write an answer over plain http, so a redirect there is never followed.
-    """
+def _stays_encrypted() -> "TraceConfig":
+    """Looks at each redirect before it is followed: none leads from https to http, where anybody sees who is in every batch."""
     import aiohttp
     from yarl import URL  # what aiohttp itself reads the next address with
 
     async def check(_session: object, _context: object, redirect: "TraceRequestRedirectParams") -> None:
         headers = redirect.response.headers
         target = redirect.url.join(URL(headers.get("Location") or headers.get("URI") or ""))
-        place = f"{target.scheme}://{target.host}"  # the rest may hold a signature
-        if redirect.url.scheme != "https":
-            problem = "and a redirect over plain http is not followed; give the address of the shards themselves"
-        elif _is_exposed(target.scheme, target.host, allow_plain_http):
-            problem = (
-                "which is not encrypted: whoever sees the requests knows who is in every batch; give an address that leads "
-                "over https all the way"
+        if redirect.url.scheme == "https" and target.scheme != "https":
+            redirect.response.close()
+            place = f"{target.scheme}://{target.host}"  # the rest may hold a signature
+            raise _RefusedRedirectError(
+                f"it redirects to {place}, which is not encrypted; give an address that leads over https all the way"
             )
-        else:
-            return
-        redirect.response.close()
-        raise _RefusedRedirectError(f"it redirects to {place}, {problem}")
 
     rule = aiohttp.TraceConfig()
     rule.on_request_redirect.append(check)
@@ -270,7 +261,7 @@ def _filesystem(root: str, options: RemoteOptions) -> Any:
             "timeout": aiohttp.ClientTimeout(
                 total=None, sock_read=options.timeout_seconds, sock_connect=options.timeout_seconds
             ),
-            "trace_configs": [_redirect_rule(options.allow_plain_http)],
+            "trace_configs": [_stays_encrypted()],
         }
         settings["use_listings_cache"] = False
     try:
