@@ -25,8 +25,8 @@ FIXED_TIME = 946684800
 def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: bool = True) -> list[str]:
     """Copies what is public into the new folder `target`; returns lines about what was copied and what was left out.
 
-    Paths in config.toml lose their folders. Every file has mode 0644 and every folder 0755, all have one modification time, and they are made in the order of their
-    names. The newest whole checkpoint goes with them: it holds noised quantities alone.
+    Every file has mode 0644 and every folder 0755, all have one modification time, and they are made in the order of their
+    names. Paths in config.toml lose their folders. The newest whole checkpoint goes with them: it holds noised quantities alone.
 
     Args:
         ledger: what the privacy card that was just written says of the ledger.

@@ -105,7 +105,9 @@ def test_what_is_on_the_list_is_copied_with_fixed_modes_and_times(run: Path, tmp
 def test_no_file_says_where_anything_lies(run: Path, tmp_path: Path) -> None:
     """Folders name users, hosts and customers."""
     config = (run / "config.toml").read_text()
-    places = '[extra]\na = "/home/alice/x/train-{0..9}.tar,~bob/y"\nb = "$HOME/z"\nc = "runs/one"\nd = "s3://bucket/e"\n'
+    places = (
+        '[extra]\na = "/home/alice/x/train-{0..9}.tar,~bob/y"\nb = "$HOME/z"\nc = "runs/one"\nd = "s3://bucket/e"\n'
+    )
     (run / "config.toml").write_text(config + places)
     found = published(run, tmp_path / "out", card=True)
     expected = '[extra]\na = "train-{0..9}.tar,y"\nb = "$HOME/z"\nc = "runs/one"\nd = "s3://bucket/e"\n'
