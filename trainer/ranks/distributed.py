@@ -32,7 +32,7 @@ from privacy.step.collectives import (
     world_size,
 )
 from trainer.errors import ConfigError, HostError, RemoteError, Said, in_one_line
-from trainer.ranks.discovery import RENDEZVOUS_SECONDS, Ranks
+from trainer.ranks.discovery import HEARTBEAT_SECONDS, RENDEZVOUS_SECONDS, Ranks
 from trainer.ranks.heartbeat import Heartbeat, end_process
 from trainer.ranks.rendezvous import Introduction, connect, find_store, meet
 
@@ -73,7 +73,10 @@ _hosts: list[str] = []
 
 
 def start(
-    ranks: Ranks, rendezvous_seconds: float = RENDEZVOUS_SECONDS, introduction: Introduction | None = None
+    ranks: Ranks,
+    rendezvous_seconds: float = RENDEZVOUS_SECONDS,
+    introduction: Introduction | None = None,
+    heartbeat_seconds: float = HEARTBEAT_SECONDS,
 ) -> torch.device:
     """Joins the process group (nccl and gloo on GPUs, gloo on CPUs) and returns this rank's device.
 
@@ -82,6 +85,7 @@ def start(
 
     Args:
         introduction: the settings that ranks compare first (trainer/ranks/agreement.py).
+        heartbeat_seconds: how long a rank may be silent (`Timing.dead_after`).
 
     Raises:
         RendezvousError: naming who or what is missing after `rendezvous_seconds`.
@@ -104,7 +108,11 @@ def start(
         _hosts = meet(store, ranks.rank, ranks.world_size, place, rendezvous_seconds, introduction)
         guest = place._replace(is_host=False)
         speaks = ranks.rank == 1 or ranks.local_rank == 0
-        _heartbeat = Heartbeat(lambda: connect(guest, rendezvous_seconds), ranks.rank, _hosts, speaks=speaks)
+        processes = [found.decode() for found in store.multi_get([f"process/{r}" for r in range(ranks.world_size)])]
+        _heartbeat = Heartbeat(
+            lambda: connect(guest, rendezvous_seconds), ranks.rank, _hosts,
+            processes=processes, speaks=speaks, dead_after=heartbeat_seconds,
+        )  # fmt: skip
         _heartbeat.start()
     export_ranks(ranks, device)
     _require_threads(SPARE_THREADS)

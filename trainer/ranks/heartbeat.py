@@ -1,23 +1,29 @@
-"""A heartbeat apart from the collectives: a dead rank ends all ranks within a minute, a slow one only draws a warning.
+"""A heartbeat apart from the collectives: a dead rank ends all ranks within a minute, a slow or late one only draws a warning.
 
 Collectives cannot tell a dead rank from a long step, and their timeouts are hours. So two threads of every rank keep contact
 over a store connection of their own. One talks to the store: it reports that this rank lives and how far it has come, and
 fetches what the others report. It may block for ever on a store that does not answer. The other judges from what was fetched
 and when, never blocks, and ends the process. Rank 0 judges all ranks; the others judge rank 0 and obey its verdict.
 
-A rank is dead when its heartbeat stops, which does not depend on how long its step takes: it was killed, stopped by SIGSTOP, cut
-off, or kept the interpreter lock in one C call for longer than `Timing.dead_after`. A rank that fails leaves its last words.
+A rank is dead when its heartbeat stops, which does not depend on how long its step takes, and nobody sees its process live: it
+was killed, or cut off. Where its process lives on the watcher's host, the rank is late, as on a machine with too much to do, and
+the run waits for it: `Timing.late_for` times as long. A rank that fails leaves its last words.
 """
 
 import contextlib
 import json
+import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
+
+from trainer.ranks.discovery import HEARTBEAT_SECONDS
 
 LINGER = 3.0
 """Seconds that the store's host gives the others to read a verdict, and that a lost store may be a normal end."""
@@ -28,13 +34,17 @@ class Timing(NamedTuple):
 
     Attributes:
         interval: between beats.
-        dead_after: without a beat.
-        suspect_after: the same once a rank has seen a connection break: then somebody is gone, and the question is only who.
+        dead_after: without a beat of a rank that nobody sees live.
+        late_for: how many times as long a rank may be silent whose process runs.
+        stopped_after: without a beat of a process that is seen to be stopped, by SIGSTOP or a debugger.
+        suspect_after: as `dead_after` once a rank has seen a connection break: somebody is gone, and the question is only who.
         slow_after: behind the others until the first warning; the next comes after twice as long, and so on.
     """
 
     interval: float = 1.0
-    dead_after: float = 30.0
+    dead_after: float = HEARTBEAT_SECONDS
+    late_for: float = 20.0
+    stopped_after: float = 50.0
     suspect_after: float = 8.0
     slow_after: float = 60.0
 
@@ -61,7 +71,9 @@ class Heartbeat:
     Args:
         connect: makes a store connection that nobody else uses.
         hosts: each rank's host name, for messages.
+        processes: each rank's `process_identity`.
         speaks: whether this rank prints that rank 0 is gone with its store; not all of a thousand need to.
+        dead_after: in place of that of `timing`.
     """
 
     def __init__(
@@ -70,14 +82,17 @@ class Heartbeat:
         rank: int,
         hosts: Sequence[str],
         *,
+        processes: Sequence[str] = (),
         speaks: bool = True,
+        dead_after: float | None = None,
         timing: Timing = Timing(),  # noqa: B008 - never changed
     ) -> None:
         self._connect = connect
         self.rank = rank
         self._hosts = hosts
+        self._processes = processes or [""] * len(hosts)
         self._speaks = speaks
-        self._timing = timing
+        self._timing = timing = timing._replace(dead_after=dead_after or timing.dead_after)
         self._watched = [r for r in range(len(hosts)) if r != rank] if rank == 0 else [0]
         self._leaving = threading.Event()
         self._wake = threading.Event()
@@ -96,6 +111,7 @@ class Heartbeat:
         self._all_know = threading.Event()
         # Only the judging thread uses these.
         self._leader, self._leader_since, self._next_warning = 0, now, timing.slow_after
+        self._next_late = timing.dead_after
 
     def start(self) -> None:
         for target in (self._talk, self._judge):
@@ -142,31 +158,38 @@ class Heartbeat:
     # The talking thread.
 
     def _talk(self) -> None:
-        try:
-            store, count = self._connect(), 0
-            while not self._leaving.is_set():
-                count += 1
-                store.set(f"beat/{self.rank}", f"{count}:{self._position}")
-                if self._last_words is not None and not self._posted.is_set():
-                    store.compare_set("verdict", "", json.dumps(self._last_words))  # the first counts
-                    self._posted.set()
-                if self._saw_broken_connection:
-                    store.set("suspicion", "1")
-                keys = [f"beat/{r}" for r in self._watched]
-                for r, value in zip(self._watched, store.multi_get(keys), strict=True):
-                    if value.decode() != self._beats[r][0]:
-                        self._beats[r] = (value.decode(), time.monotonic())
-                self._suspicion = store.check(["suspicion"])
-                if store.check(["verdict"]):
-                    self._verdict = Verdict(*json.loads(store.get("verdict")))
-                    store.set(f"knows/{self.rank}", "1")
-                    if self.rank == 0 and store.check([f"knows/{r}" for r in self._watched]):
-                        self._all_know.set()
-                self._contact = time.monotonic()
-                self._wake.wait(self._timing.interval)
-                self._wake.clear()
-        except Exception as error:  # whatever the store raises, the judge decides what it means
-            self._lost = str(error).split("\n")[0]
+        store, count = None, 0
+        while not self._leaving.is_set():
+            count += 1
+            try:
+                store = store or self._connect()
+                self._exchange(store, count)
+            except Exception as error:  # whatever the store raises, the judge decides what it means
+                store, reason = None, str(error).split("\n")[0]
+                if re.search("time ?out|timed out|no answer", reason) is None:  # it may be late, and is asked again
+                    self._lost = reason
+                    return
+            self._wake.wait(self._timing.interval)
+            self._wake.clear()
+
+    def _exchange(self, store: dist.Store, count: int) -> None:
+        store.set(f"beat/{self.rank}", f"{count}:{self._position}")
+        if self._last_words is not None and not self._posted.is_set():
+            store.compare_set("verdict", "", json.dumps(self._last_words))  # the first counts
+            self._posted.set()
+        if self._saw_broken_connection:
+            store.set("suspicion", "1")
+        keys = [f"beat/{r}" for r in self._watched]
+        for r, value in zip(self._watched, store.multi_get(keys), strict=True):
+            if value.decode() != self._beats[r][0]:
+                self._beats[r] = (value.decode(), time.monotonic())
+        self._suspicion = store.check(["suspicion"])
+        if store.check(["verdict"]):
+            self._verdict = Verdict(*json.loads(store.get("verdict")))
+            store.set(f"knows/{self.rank}", "1")
+            if self.rank == 0 and store.check([f"knows/{r}" for r in self._watched]):
+                self._all_know.set()
+        self._contact = time.monotonic()
 
     # The judging thread.
 
@@ -191,7 +214,8 @@ class Heartbeat:
             elif self._lost is not None:
                 self._store_is_lost(f"the store that rank 0 keeps is gone: {self._lost}")
             elif now - self._contact > timing.dead_after:
-                self._store_is_lost(f"no answer from the store for {timing.dead_after:.0f} s")
+                if self._given_up({0: now - self._contact}, "no answer from the store"):
+                    self._store_is_lost(f"no answer from the store for {now - self._contact:.0f} s")
             else:
                 self._look_for_the_dead(now)
                 if self.rank == 0:
@@ -202,16 +226,42 @@ class Heartbeat:
             self.end(self._words([0], reason) if self._speaks else "", 1)
 
     def _look_for_the_dead(self, now: float) -> None:
-        limit = self._timing.suspect_after if self._suspicion else self._timing.dead_after
+        limit = min(self._timing.suspect_after if self._suspicion else math.inf, self._timing.dead_after)
         silence = {r: now - since for r, (_, since) in self._beats.items()}
         if max(silence.values()) <= limit:
+            self._next_late = limit
             return
         # A whole host goes at once.
-        dead = [r for r, seconds in silence.items() if seconds > limit - 2 * self._timing.interval]
+        silence = {r: seconds for r, seconds in silence.items() if seconds > limit - 2 * self._timing.interval}
+        dead = self._given_up(silence, "no heartbeat")
+        if not dead:
+            return
+        limit = max(limit, *(silence[r] for r in dead if process_state(self._processes[r])), 0)
         words = self._words(dead, f"no heartbeat for {limit:.0f} s")
         self.fail(words, 1)
         first = self._verdict is None or self._verdict.message == words
         self.end(words if first and (self.rank == 0 or self._speaks) else "", 1)
+
+    def _given_up(self, silence: dict[int, float], what: str) -> list[int]:
+        """Which of these silent ranks are dead, or were late for too long; where all are late, that is said now and then."""
+        states = {r: process_state(self._processes[r]) for r in silence}
+        late_for, stopped_after = self._timing.late_for * self._timing.dead_after, self._timing.stopped_after
+        patience = {"": 0.0, "T": stopped_after, "t": stopped_after}
+        given_up = [r for r, seconds in silence.items() if seconds > patience.get(states[r], late_for)]
+        longest = max(silence.values())
+        if not given_up and longest > self._next_late:
+            self._next_late = 2 * longest
+            verb = "are" if len(silence) > 1 else "is"
+            if self.rank == 0 or self._speaks:
+                reason = self._with_life(list(silence), f"{what} for {longest:.0f} s")
+                self.warn(f"warning: {named_ranks(list(silence), self._hosts)} {verb} late: {reason}; the run waits")
+        return given_up
+
+    def _with_life(self, ranks: list[int], reason: str) -> str:
+        """The reason, and what is seen of the process of the first of these ranks."""
+        state = process_state(self._processes[ranks[0]])
+        lives, load = "is stopped" if state in "Tt" else "lives", f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs"
+        return f"{reason}, its process {lives}, load {load}" if state else reason
 
     def _look_for_the_slow(self, now: float) -> None:
         positions = {r: int(value.split(":")[1]) for r, (value, _) in self._beats.items() if value}
@@ -227,7 +277,30 @@ class Heartbeat:
 
     def _words(self, ranks: list[int], reason: str) -> str:
         verb = "are" if len(ranks) > 1 else "is"
-        return f"error: {named_ranks(ranks, self._hosts)} {verb} dead ({reason}); all ranks end, and the same command resumes"
+        verdict = "late" if process_state(self._processes[ranks[0]]) not in ("", "T", "t") else "dead"
+        who = f"{named_ranks(ranks, self._hosts)} {verb} {verdict}"
+        return f"error: {who} ({self._with_life(ranks, reason)}); all ranks end, and the same command resumes"
+
+
+def process_identity(process: int) -> str:
+    """Tells a process from all others, on all hosts and in all containers; empty where the system does not say."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(f'/proc/{process}/ns/pid')} {process} {_fields(process)[19]}"
+    return ""
+
+
+def process_state(identity: str) -> str:
+    """Linux' letter for the state of a process that lives, "T" for a stopped one; empty where it has ended or cannot be seen."""
+    with contextlib.suppress(OSError):
+        if identity and process_identity(process := int(identity.split(" ")[2])) == identity:
+            return _fields(process)[0].strip("ZX")
+    return ""
+
+
+def _fields(process: int) -> list[str]:
+    """/proc/PROCESS/stat from the state on; the name before it may hold anything."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def named_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
