@@ -90,7 +90,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
         if word.partition("=")[0] in LAUNCHER_OPTIONS:
             parser.error(f"{word} is an option of the launcher: write it before launch_scripts/train.py")
     options = parser.parse_intermixed_args(arguments)
-    for name, least in (("rendezvous_seconds", 1), ("heartbeat_seconds", 3)):
+    for name, least in (("rendezvous_seconds", 1), ("heartbeat_seconds", 5)):
         if not least <= getattr(options, name) <= LONGEST_RENDEZVOUS_SECONDS:
             parser.error(
                 f"argument --{name}: must be at least {least} and at most {LONGEST_RENDEZVOUS_SECONDS:g}, a day, not "

@@ -86,7 +86,10 @@ FAULTS = [
     Fault("rank stopped (SIGSTOP)", "torchrun.py", signals(signal.SIGSTOP, "rank"), FAILED, "rank 1 (host"),
     Fault("rank calls abort()", "deepspeed", None, (1, 250), "rank 1 (host", ("abort", "1", "3", "0")),
     Fault("rank raises", "torchrun.py", None, FAILED, "error on rank 1:", ("raise", "1", "3", "0")),
-    Fault("rank holds the interpreter lock", "torchrun.py", None, FAILED, "rank 1 (host", ("hold", "1", "3", "40")),
+    Fault(
+        "rank holds the interpreter lock", "torchrun.py", None, FAILED, "rank 1 (host", ("hold", "1", "3", "40"),
+        settings=("--heartbeat_seconds", "5"),
+    ),  # fmt: skip
     Fault("rank slower by 40 s, then SIGUSR1", "deepspeed", stop_after_step_4, (7,), STOPPED, SLOW),
     Fault("rank killed by the kernel, out of memory", "torchrun.py", out_of_memory, FAILED, "rank 1", undo=no_cgroup),
     Fault(

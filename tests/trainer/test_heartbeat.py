@@ -186,7 +186,7 @@ def test_a_silent_rank_whose_process_lives_is_late(silent: int, worlds: Callable
 
 
 def test_who_is_late_for_too_long_ends_all(worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(late_for=2.0))
+    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(late_after=1.2))
     world = worlds([process_identity(os.getpid())] * 3)
     world.ranks[2].leave()
     world.all_end([0, 1])

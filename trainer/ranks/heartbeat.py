@@ -7,12 +7,11 @@ and when, never blocks, and ends the process. Rank 0 judges all ranks; the other
 
 A rank is dead when its heartbeat stops, which does not depend on how long its step takes, and nobody sees its process live: it
 was killed, or cut off. Where its process lives on the watcher's host, the rank is late, as on a machine with too much to do, and
-the run waits for it: `Timing.late_for` times as long. A rank that fails leaves its last words.
+the run waits until `Timing.late_after`. A rank that fails leaves its last words.
 """
 
 import contextlib
 import json
-import math
 import os
 import re
 import threading
@@ -35,15 +34,15 @@ class Timing(NamedTuple):
     Attributes:
         interval: between beats.
         dead_after: without a beat of a rank that nobody sees live.
-        late_for: how many times as long a rank may be silent whose process runs.
-        stopped_after: without a beat of a process that is seen to be stopped, by SIGSTOP or a debugger.
+        late_after: without a beat of a rank whose process is seen to run.
+        stopped_after: the same of one that SIGSTOP or a debugger has stopped.
         suspect_after: as `dead_after` once a rank has seen a connection break: somebody is gone, and the question is only who.
         slow_after: behind the others until the first warning; the next comes after twice as long, and so on.
     """
 
     interval: float = 1.0
     dead_after: float = HEARTBEAT_SECONDS
-    late_for: float = 20.0
+    late_after: float = 20 * HEARTBEAT_SECONDS
     stopped_after: float = 50.0
     suspect_after: float = 8.0
     slow_after: float = 60.0
@@ -73,7 +72,6 @@ class Heartbeat:
         hosts: each rank's host name, for messages.
         processes: each rank's `process_identity`.
         speaks: whether this rank prints that rank 0 is gone with its store; not all of a thousand need to.
-        dead_after: in place of that of `timing`.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Heartbeat:
         *,
         processes: Sequence[str] = (),
         speaks: bool = True,
-        dead_after: float | None = None,
         timing: Timing = Timing(),  # noqa: B008 - never changed
     ) -> None:
         self._connect = connect
@@ -92,7 +89,7 @@ class Heartbeat:
         self._hosts = hosts
         self._processes = processes or [""] * len(hosts)
         self._speaks = speaks
-        self._timing = timing = timing._replace(dead_after=dead_after or timing.dead_after)
+        self._timing = timing
         self._watched = [r for r in range(len(hosts)) if r != rank] if rank == 0 else [0]
         self._leaving = threading.Event()
         self._wake = threading.Event()
@@ -213,9 +210,6 @@ class Heartbeat:
                     self.end("" if is_silent else verdict.message, verdict.exit_code)
             elif self._lost is not None:
                 self._store_is_lost(f"the store that rank 0 keeps is gone: {self._lost}")
-            elif now - self._contact > timing.dead_after:
-                if self._given_up({0: now - self._contact}, "no answer from the store"):
-                    self._store_is_lost(f"no answer from the store for {now - self._contact:.0f} s")
             else:
                 self._look_for_the_dead(now)
                 if self.rank == 0:
@@ -226,42 +220,35 @@ class Heartbeat:
             self.end(self._words([0], reason) if self._speaks else "", 1)
 
     def _look_for_the_dead(self, now: float) -> None:
-        limit = min(self._timing.suspect_after if self._suspicion else math.inf, self._timing.dead_after)
+        timing, what = self._timing, "no heartbeat"
+        limit = min(timing.suspect_after, timing.dead_after) if self._suspicion else timing.dead_after
         silence = {r: now - since for r, (_, since) in self._beats.items()}
-        if max(silence.values()) <= limit:
+        if now - self._contact > timing.dead_after:
+            limit, silence, what = timing.dead_after, {0: now - self._contact}, "no answer from the store"
+        longest = max(silence.values())
+        if longest <= limit:
             self._next_late = limit
             return
         # A whole host goes at once.
-        silence = {r: seconds for r, seconds in silence.items() if seconds > limit - 2 * self._timing.interval}
-        dead = self._given_up(silence, "no heartbeat")
-        if not dead:
-            return
-        limit = max(limit, *(silence[r] for r in dead if process_state(self._processes[r])), 0)
-        words = self._words(dead, f"no heartbeat for {limit:.0f} s")
-        self.fail(words, 1)
-        first = self._verdict is None or self._verdict.message == words
-        self.end(words if first and (self.rank == 0 or self._speaks) else "", 1)
-
-    def _given_up(self, silence: dict[int, float], what: str) -> list[int]:
-        """Which of these silent ranks are dead, or were late for too long; where all are late, that is said now and then."""
-        states = {r: process_state(self._processes[r]) for r in silence}
-        late_for, stopped_after = self._timing.late_for * self._timing.dead_after, self._timing.stopped_after
-        patience = {"": 0.0, "T": stopped_after, "t": stopped_after}
-        given_up = [r for r, seconds in silence.items() if seconds > patience.get(states[r], late_for)]
-        longest = max(silence.values())
-        if not given_up and longest > self._next_late:
+        states = {r: process_state(self._processes[r]) for r in silence if silence[r] > limit - 2 * timing.interval}
+        patience = {"": 0.0, "T": timing.stopped_after, "t": timing.stopped_after}
+        given_up = [r for r, state in states.items() if silence[r] > patience.get(state, timing.late_after)]
+        ranks = given_up or list(states)
+        seen, is_stopped = any(states[r] for r in ranks), all(states[r] in patience for r in ranks)
+        reason = f"{what} for {longest if seen else limit:.0f} s"
+        if seen:
+            process = f"its process {'is stopped' if is_stopped else 'lives'}"
+            reason += f", {process}, load {os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs"
+        if given_up:
+            words = self._words(ranks, reason, "dead" if is_stopped else "late")
+            self.fail(words, 1)
+            first = self._verdict is None or self._verdict.message == words
+            self.end(words if first and (self.rank == 0 or self._speaks) else "", 1)
+        elif longest > self._next_late:
             self._next_late = 2 * longest
-            verb = "are" if len(silence) > 1 else "is"
             if self.rank == 0 or self._speaks:
-                reason = self._with_life(list(silence), f"{what} for {longest:.0f} s")
-                self.warn(f"warning: {named_ranks(list(silence), self._hosts)} {verb} late: {reason}; the run waits")
-        return given_up
-
-    def _with_life(self, ranks: list[int], reason: str) -> str:
-        """The reason, and what is seen of the process of the first of these ranks."""
-        state = process_state(self._processes[ranks[0]])
-        lives, load = "is stopped" if state in "Tt" else "lives", f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs"
-        return f"{reason}, its process {lives}, load {load}" if state else reason
+                verb = "are" if len(ranks) > 1 else "is"
+                self.warn(f"warning: {named_ranks(ranks, self._hosts)} {verb} late: {reason}; the run waits")
 
     def _look_for_the_slow(self, now: float) -> None:
         positions = {r: int(value.split(":")[1]) for r, (value, _) in self._beats.items() if value}
@@ -275,11 +262,9 @@ class Heartbeat:
             self.warn(f"warning: {named_ranks(behind, self._hosts)} {verb} slow: {waited}")
             self._next_warning *= 2
 
-    def _words(self, ranks: list[int], reason: str) -> str:
-        verb = "are" if len(ranks) > 1 else "is"
-        verdict = "late" if process_state(self._processes[ranks[0]]) not in ("", "T", "t") else "dead"
-        who = f"{named_ranks(ranks, self._hosts)} {verb} {verdict}"
-        return f"error: {who} ({self._with_life(ranks, reason)}); all ranks end, and the same command resumes"
+    def _words(self, ranks: list[int], reason: str, verdict: str = "dead") -> str:
+        who = f"{named_ranks(ranks, self._hosts)} {'are' if len(ranks) > 1 else 'is'} {verdict}"
+        return f"error: {who} ({reason}); all ranks end, and the same command resumes"
 
 
 def process_identity(process: int) -> str:
