@@ -22,17 +22,8 @@ if __name__ == "__main__":  # not in its workers
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER_OPTIONS = {
-    *(
-        "--num_gpus",
-        "--num_nodes",
-        "--hostfile",
-        "--include",
-        "--exclude",
-        "--master_addr",
-        "--master_port",
-        "--launcher",
-    ),
-    *("--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--node-rank"),
+    *("--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--master_addr", "--master_port"),
+    *("--launcher", "--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--node-rank"),
 }
 sys.path.insert(0, str(ROOT))
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
