@@ -230,7 +230,8 @@ class Heartbeat:
             self._next_late = limit
             return
         # A whole host goes at once.
-        states = {r: process_state(self._processes[r]) for r in silence if silence[r] > limit - 2 * timing.interval}
+        silent = [r for r in silence if silence[r] > limit - 2 * timing.interval]
+        states = {r: "R" if r == self.rank else process_state(self._processes[r]) for r in silent}
         patience = {"": 0.0, "T": timing.stopped_after, "t": timing.stopped_after}
         given_up = [r for r, state in states.items() if silence[r] > patience.get(state, timing.late_after)]
         ranks = given_up or list(states)
