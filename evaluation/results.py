@@ -19,6 +19,7 @@ from data.files import write_durably
 from privacy.boundary import Private, Public, Reason
 from privacy.card.composition import claim_of
 from privacy.card.text import rounded_up
+from privacy.files.public import without_folders
 from privacy.limits import finite
 from privacy.step.folder import environment
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
@@ -158,7 +159,7 @@ def publish(
 
     Args:
         output: the run folder, or any other; None writes nothing.
-        arguments: of the command line, for the record.
+        arguments: of the command line, for a private record.
     """
     facts = environment()
     record: dict[str, Any] = {
@@ -173,7 +174,7 @@ def publish(
         "data": [asdict(use) for use in results.data],
         "model": None if results.model is None else asdict(results.model),
         "released_with_differential_privacy": [asdict(release) for release in results.released],
-        "arguments": list(arguments),
+        **({} if data_is_public else {"arguments": list(arguments)}),  # the file of public results is public
         "commit": facts["commit"],
         "modified": facts["modified"],
         "packages": facts["packages"],
@@ -182,9 +183,10 @@ def publish(
     path = None
     if output is not None:
         folder, step = results_folder(output, data_is_public=data_is_public), results.model.step if results.model else 0
-        digest = hashlib.sha256(json.dumps(record["arguments"]).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()[:8]
         path = folder / f"{results.name}-step-{step:08d}-{digest}.json"
-        write_durably(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
+        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+        write_durably(path, without_folders(text) if data_is_public else text)
         scalars = {f"{results.name}/{name}": value for name, value in record["scalars"].items() if value is not None}
         if data_is_public:
             public = PublicMetrics(folder)

@@ -22,17 +22,8 @@ if __name__ == "__main__":  # not in its workers
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER_OPTIONS = {
-    *(
-        "--num_gpus",
-        "--num_nodes",
-        "--hostfile",
-        "--include",
-        "--exclude",
-        "--master_addr",
-        "--master_port",
-        "--launcher",
-    ),
-    *("--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--node-rank"),
+    *("--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--master_addr", "--master_port"),
+    *("--launcher", "--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--node-rank"),
 }
 sys.path.insert(0, str(ROOT))
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
@@ -50,6 +41,7 @@ from trainer.config.cli import Parser, explain, print_anything, require_open_fil
 from trainer.config.recipe import EngineName, load_config, resolved  # noqa: E402
 from trainer.errors import in_one_line  # noqa: E402
 from trainer.ranks.discovery import (  # noqa: E402
+    HEARTBEAT_SECONDS,
     LONGEST_RENDEZVOUS_SECONDS,
     RENDEZVOUS_SECONDS,
     Ranks,
@@ -67,9 +59,11 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.toml", help="what to train")
     parser.add_argument("--engine", choices=get_args(EngineName), default="deepspeed", help="how to shard")
     parser.add_argument("--run_dir", type=Path, help="run folder; default runs/RECIPE")
-    parser.add_argument(
-        "--rendezvous_seconds", type=float, default=RENDEZVOUS_SECONDS, help="how long to wait for all ranks to come up"
-    )
+    for option, default, meaning in (
+        ("--rendezvous_seconds", RENDEZVOUS_SECONDS, "how long to wait for all ranks to come up"),
+        ("--heartbeat_seconds", HEARTBEAT_SECONDS, "how long a rank may be silent before it counts as dead, or late"),
+    ):
+        parser.add_argument(option, type=float, default=default, help=f"{meaning} ({default:g})")
     parser.add_argument(
         "--restart_from_step_0",
         action="store_true",
@@ -87,11 +81,12 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
         if word.partition("=")[0] in LAUNCHER_OPTIONS:
             parser.error(f"{word} is an option of the launcher: write it before launch_scripts/train.py")
     options = parser.parse_intermixed_args(arguments)
-    if not 1 <= options.rendezvous_seconds <= LONGEST_RENDEZVOUS_SECONDS:
-        parser.error(
-            f"argument --rendezvous_seconds: must be at least 1 and at most {LONGEST_RENDEZVOUS_SECONDS:g}, a day, not "
-            f"{options.rendezvous_seconds:g}"
-        )
+    for name, least in (("rendezvous_seconds", 1), ("heartbeat_seconds", 5)):
+        if not least <= getattr(options, name) <= LONGEST_RENDEZVOUS_SECONDS:
+            parser.error(
+                f"argument --{name}: must be at least {least} and at most {LONGEST_RENDEZVOUS_SECONDS:g}, a day, not "
+                f"{getattr(options, name):g}"
+            )
     for name in ("require_env", "may_differ"):
         setattr(options, name, tuple(filter(None, map(str.strip, getattr(options, name).split(",")))))
     return options
@@ -126,7 +121,7 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
         chosen = {"--engine": options.engine, "--run_dir": str(run_dir), "--restart_from_step_0": str(restart)}
         lists = {"required": options.require_env, "may_differ": options.may_differ}
         settings = introduction(os.environ, ROOT, config, machine, chosen, **lists)
-        device = start(ranks, options.rendezvous_seconds, settings)
+        device = start(ranks, options.rendezvous_seconds, settings, options.heartbeat_seconds)
         if ranks.is_main:
             print(resolved(options.recipe, options.overrides).what_is_public(config), flush=True)
         from trainer.run.start import train

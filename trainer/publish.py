@@ -11,7 +11,7 @@ from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint
 from privacy.checkpoints.recorded import require_recorded
 from privacy.errors import NotRecorded
-from privacy.files.public import open_public, survey
+from privacy.files.public import open_public, survey, without_folders
 from privacy.ledger.records import LedgerState
 from trainer.errors import ConfigError
 from trainer.weights.new_folder import new_folder
@@ -26,7 +26,7 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
     """Copies what is public into the new folder `target`; returns lines about what was copied and what was left out.
 
     Every file has mode 0644 and every folder 0755, all have one modification time, and they are made in the order of their
-    names. The newest whole checkpoint goes with them: it holds noised quantities alone.
+    names. Paths in config.toml lose their folders. The newest whole checkpoint goes with them: it holds noised quantities alone.
 
     Args:
         ledger: what the privacy card that was just written says of the ledger.
@@ -56,6 +56,9 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
                     file.write(f"{checkpoint.name}\n".encode())
                 else:
                     with open_public(run_dir, name) as source:
+                        if name == "config.toml":
+                            kept = without_folders(source.read().decode(errors="surrogateescape"))
+                            file.write(kept.encode(errors="surrogateescape"))
                         while block := source.read(1 << 24):
                             file.write(block)
                 size += file.tell()

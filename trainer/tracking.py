@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from privacy.boundary import Public, Reason
-from privacy.files.public import open_public, parse_lines, read_public, survey
+from privacy.files.public import open_public, parse_lines, read_public, survey, without_folders
 from privacy.files.toml_text import parse_toml
 from privacy.step.folder import try_lock
 from trainer.errors import ConfigError
@@ -171,7 +171,7 @@ def write_wandb(run_dir: Path, target: Path) -> int:
     """
     try:
         header = read_public(run_dir, "ledger.jsonl").split(b"\n")[0]
-        config = parse_toml(read_public(run_dir, "config.toml").decode())
+        config = parse_toml(without_folders(read_public(run_dir, "config.toml").decode()))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run_dir} is no run folder with ledger.jsonl and config.toml: {error}") from error
     identity, name = hashlib.sha256(header).hexdigest()[:16], str(config.get("name", "run"))

@@ -52,7 +52,7 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     if found is not None:
         raise PrivacyStateRefused(f"{run_dir}: {found}: one of the two was changed; restore it")
     # A name of bytes that are no UTF-8 cannot stand in JSON.
-    folder, name = (str(path).encode(errors="replace").decode() for path in (run_dir, run_dir.resolve().name))
+    name = run_dir.resolve().name.encode(errors="replace").decode()
     data, words = recipe.get("data", {}), {"tuning": recipe.get("privacy", {}).get("tuning")}
     words |= {
         name: data.get(name)
@@ -67,7 +67,7 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     if decay:
         post_processing.append(STATEMENTS["ema_decay"].format(decay=decay))
     others = OtherFiles(
-        run_dir=folder, run_name=name, data_set=data_set, deduplication=stated["deduplication"],
+        run_dir=name, run_name=name, data_set=data_set, deduplication=stated["deduplication"],
         tuning=stated["tuning"], audits=read_audits(run_dir),
         post_processing=tuple(parts.FileStatement(statement=text, file="config.toml") for text in post_processing),
         utility=read_utility(run_dir),

@@ -21,6 +21,12 @@ PUBLIC_FILES = re.compile(
     r"|report/privacy_card\.(json|md|html)|report/audit[\w-]{0,60}\.json"
 )
 """Paths in a run folder that may be published; checkpoints are chosen apart."""
+_FOLDERS = re.compile(r"""(?<![\w./])(?:file://)?(?:~[\w.-]*)?/(?=[^/\s])(?:[^/,"'{}\n]+/)*""")
+
+
+def without_folders(text: str) -> str:
+    """The text with absolute paths reduced to their last names: the others may name a user, a host or a customer."""
+    return _FOLDERS.sub("", text)
 
 
 class Survey(NamedTuple):

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -184,13 +183,12 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and the commit of the code: what somebody needs to repeat the run."""
+    """Versions and the commit of the code. The file is public: arguments, paths and names of hosts and users stay out."""
     return {
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
         "commit": _git("rev-parse", "HEAD"),
         "modified": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "arguments": sys.argv[1:],
     }
 
 

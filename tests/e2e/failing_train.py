@@ -92,7 +92,7 @@ def note_exit_code() -> None:
 
 
 def install() -> None:
-    distributed.Heartbeat = functools.partial(heartbeat.Heartbeat, timing=heartbeat.Timing(suspect_after=2.0))  # type: ignore[misc,assignment]
+    distributed.Timing = functools.partial(heartbeat.Timing, suspect_after=2.0)  # type: ignore[misc,assignment]
     heartbeat.LINGER = 1.0
     step, add, intend, save = loop.train_step, ClippedSum.add_micro_batch, one_step._intend, checkpoint_writer.save_file
 

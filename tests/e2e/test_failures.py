@@ -240,6 +240,27 @@ def test_a_stopped_rank_counts_as_dead(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_late_rank_is_waited_for(tmp_path: Path, victim: int) -> None:
+    """Silent for twice the limit, as on a machine that does something else meanwhile."""
+    run_dir = tmp_path / "run"
+    with running(run_dir, more=("--heartbeat_seconds", "5")) as ranks:
+        wait_for(run_dir, lambda: count(run_dir, "done") >= 3, ranks)
+        os.kill(ranks[victim].pid, signal.SIGSTOP)
+        time.sleep(10)
+        os.kill(ranks[victim].pid, signal.SIGCONT)
+        done = count(run_dir, "done")
+        wait_for(run_dir, lambda: count(run_dir, "done") >= done + 3, ranks)
+        os.kill(ranks[0].pid, signal.SIGUSR1)
+        assert ends(ranks, run_dir) == [7, 7]
+    said = log_of(run_dir).read_text()
+    assert re.search(
+        rf"warning: rank {victim} \(host .*\) is late: no .* for \d+ s, its process is stopped, load \d+", said
+    )
+    assert errors(run_dir) == []
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_slow_rank_only_draws_a_warning(tmp_path: Path) -> None:
     """Two minutes in one step, without a word to the others."""

@@ -81,12 +81,15 @@ def stop_after_step_4(run: Run) -> None:
     os.kill(run.rank(0), signal.SIGUSR1)
 
 
+HURRIED = ("--heartbeat_seconds", "5")
 FAULTS = [
     Fault("rank killed", "deepspeed", signals(signal.SIGKILL, "rank"), (1, 247), "rank 1 (host"),
     Fault("rank stopped (SIGSTOP)", "torchrun.py", signals(signal.SIGSTOP, "rank"), FAILED, "rank 1 (host"),
     Fault("rank calls abort()", "deepspeed", None, (1, 250), "rank 1 (host", ("abort", "1", "3", "0")),
     Fault("rank raises", "torchrun.py", None, FAILED, "error on rank 1:", ("raise", "1", "3", "0")),
-    Fault("rank holds the interpreter lock", "torchrun.py", None, FAILED, "rank 1 (host", ("hold", "1", "3", "40")),
+    Fault(
+        "rank holds the interpreter lock", "torchrun.py", None, FAILED, "rank 1 (host", ("hold", "1", "3", "40"), settings=HURRIED
+    ),
     Fault("rank slower by 40 s, then SIGUSR1", "deepspeed", stop_after_step_4, (7,), STOPPED, SLOW),
     Fault("rank killed by the kernel, out of memory", "torchrun.py", out_of_memory, FAILED, "rank 1", undo=no_cgroup),
     Fault(

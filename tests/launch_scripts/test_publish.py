@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.results import DataUse, ModelFacts, Results
+from evaluation.results import publish as publish_results
 from launch_scripts.report import ReportOptions, report
 from launch_scripts.shared_ledger import ShowOptions, show
 from privacy.card.folder import write_card
@@ -98,6 +100,31 @@ def test_what_is_on_the_list_is_copied_with_fixed_modes_and_times(run: Path, tmp
     assert not [name for name, (content, *_) in found.items() if SECRET.encode() in content]
     again = published(run, tmp_path / "out2", no_checkpoints=True)
     assert files(again) == sorted([*PLAIN, *CARD, "ledger.jsonl"]) and "checkpoints" not in again
+
+
+def test_no_file_says_where_anything_lies(run: Path, tmp_path: Path) -> None:
+    """Folders name users, hosts and customers."""
+    config = (run / "config.toml").read_text()
+    places = (
+        '[extra]\na = "/home/alice/x/train-{0..9}.tar,~bob/y"\nb = "$HOME/z"\nc = "runs/one"\nd = "s3://bucket/e"\n'
+    )
+    (run / "config.toml").write_text(config + places)
+    found = published(run, tmp_path / "out", card=True)
+    expected = '[extra]\na = "train-{0..9}.tar,y"\nb = "$HOME/z"\nc = "runs/one"\nd = "s3://bucket/e"\n'
+    assert found["config.toml"][0].decode() == config + expected
+    for name, (content, *_) in found.items():
+        assert b"alice" not in content and str(tmp_path).encode() not in content, name
+
+
+@pytest.mark.parametrize("is_public", [True, False])
+def test_public_results_hold_no_arguments(is_public: bool, tmp_path: Path) -> None:
+    data = [DataUse("test", "shards:/home/alice/x.tar", 3)]
+    results = Results("linear-probe", {"accuracy": 0.5}, data, ModelFacts("/home/alice/run"))
+    arguments = ["linear-probe", "--checkpoint", "/home/alice/run"]
+    publish_results(results, output=tmp_path, data_is_public=is_public, as_json=False, arguments=arguments)
+    (file,) = tmp_path.rglob("linear-probe-step-*.json")
+    assert ("alice" in file.read_text()) != is_public and ("--checkpoint" in file.read_text()) != is_public
+    assert "private" in file.relative_to(tmp_path).parts or is_public
 
 
 def test_equal_folders_are_published_alike(run: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_json_is_one_object_and_equals_the_file(run_dir):
     assert card.to_json(indent=1) + "\n" == (run_dir / "report/privacy_card.json").read_text()
     charged, epsilon = recompute(run_dir / "ledger.jsonl")
     assert card.epsilon == pytest.approx(epsilon, rel=1e-9) and card.attempts_charged == charged == 2
-    assert card.run_dir == str(run_dir)
+    assert card.run_dir == run_dir.name, "where it lies is nobody's business"
     assert (card.steps_done, card.steps_planned, card.delta) == (2, 2, 1e-5)
     assert card.formal_guarantee is True and card.reasons == ()
     assert [(point.step, point.loss) for point in card.utility.heldout_loss] == [(0, 8.5), (2, 6.25)]

@@ -1,8 +1,13 @@
 """The heartbeat's verdicts, with real stores and short times; whole processes are in tests/e2e/test_failures.py."""
 
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -11,7 +16,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import free_port
 from trainer.errors import RemoteError
 from trainer.ranks import heartbeat
-from trainer.ranks.heartbeat import Heartbeat, Timing
+from trainer.ranks.heartbeat import Heartbeat, Timing, process_identity, process_state
 from trainer.ranks.rendezvous import Place, RendezvousError, connect, find_store, meet
 
 FAST = Timing(interval=0.05, dead_after=0.6, suspect_after=0.25, slow_after=0.3)
@@ -20,7 +25,8 @@ FAST = Timing(interval=0.05, dead_after=0.6, suspect_after=0.25, slow_after=0.3)
 class World:
     """Ranks that are threads of this process, each with its own connection; what they would print and exit with."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, processes: Sequence[str] = ()) -> None:
+        self.processes = processes
         self.host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.hosts = [f"node{r // 2}" for r in range(size)]
         self.ends: dict[int, tuple[str, int]] = {}
@@ -42,7 +48,7 @@ class World:
                 "127.0.0.1", self.host.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
             )
 
-        made = Heartbeat(connection, r, self.hosts, timing=FAST)
+        made = Heartbeat(connection, r, self.hosts, processes=self.processes, timing=FAST)
         made.end, made.warn = end, self.warnings.append  # type: ignore[method-assign]
         return made
 
@@ -145,6 +151,109 @@ def test_a_store_that_is_gone(world: World) -> None:
     lost.leave()
     assert ends[0][1] == 1 and "rank 0 (host node0) is dead" in ends[0][0] and "Connection reset" in ends[0][0]
     assert "frames" not in ends[0][0]
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(processes: Sequence[str]) -> World:
+        made.append(World(len(processes), processes))
+        return made[-1]
+
+    yield make
+    for rank in (rank for world in made for rank in world.ranks):
+        rank.leave()
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_silent_rank_whose_process_lives_is_late(silent: int, worlds: Callable[..., World]) -> None:
+    world = worlds([process_identity(os.getpid())] * 3)
+    world.ranks[silent].leave()
+    wait_until(lambda: len(world.warnings) > 1)
+    warning = re.compile(
+        rf"warning: rank {silent} \(host node{silent // 2}\) is late: no heartbeat for \d+ s, its process lives, "
+        r"load \d+ on \d+ CPUs; the run waits"
+    )
+    assert not world.ends and all(warning.fullmatch(line) for line in world.warnings), world.warnings
+
+
+def test_who_is_late_for_too_long_ends_all(worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(late_after=1.2))
+    world = worlds([process_identity(os.getpid())] * 3)
+    world.ranks[2].leave()
+    world.all_end([0, 1])
+    (said,) = world.said
+    assert said.startswith("error: rank 2 (host node1) is late (no heartbeat for 1 s, its process lives, load ")
+
+
+def test_processes_are_seen_as_they_are(worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three silent ranks: one that was killed, one of another host, one that is stopped."""
+    monkeypatch.setattr(sys.modules[__name__], "FAST", FAST._replace(stopped_after=1.5))
+    found = []
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        child = subprocess.Popen(["sleep", "60"])
+        found.append(process_identity(child.pid))
+        assert process_state(found[-1]) in ("S", "R", "D")
+        child.send_signal(number)
+        if number == signal.SIGKILL:
+            wait_until(lambda: process_state(found[0]) == "")  # before anybody waits for it
+            child.wait()
+    try:
+        wait_until(lambda: process_state(found[1]) == "T")
+        assert process_state(found[0]) == process_state("") == process_state("elsewhere pid:[1] 1 1") == ""
+        assert process_state(process_identity(os.getpid()).rpartition(" ")[0] + " 1") == "", (
+            "another process has its number"
+        )
+        world = worlds([process_identity(os.getpid()), found[1]])
+        world.ranks[1].leave()
+        world.all_end([0])
+        assert "is late: no heartbeat" in world.warnings[0] and "its process is stopped, load" in world.warnings[0]
+        assert world.said[0].startswith("error: rank 1 (host node0) is dead (no heartbeat for ")
+    finally:
+        child.kill()
+        child.wait()
+
+
+class LateStore:
+    """The stand-in for a store that does not answer the first times, before any beat; then for the real one."""
+
+    def __init__(self, store: dist.Store, times: int) -> None:
+        self.store, self.times = store, times
+
+    def __call__(self) -> dist.Store:
+        if self.times > 0:
+            self.times -= 1
+            raise dist.DistStoreError("wait timeout after 45000ms, keys: /attempt-0/beat/1\nframes")
+        return self.store
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_answers_late_is_asked_again(rank: int, world: World) -> None:
+    """Nothing was heard of anybody for longer than the limit; the process of rank 0 is this one."""
+    ends: list[tuple[str, int]] = []
+    warnings: list[str] = []
+    place = Place("127.0.0.1", world.host.port, False)
+    late = LateStore(connect(place, 5), 30)
+    for key in ("beat/0", "beat/1", "beat/2"):
+        late.store.set(key, "1:0")
+    watcher = Heartbeat(late, rank, world.hosts, processes=[process_identity(os.getpid())] * 3, timing=FAST)
+    watcher.end, watcher.warn = lambda *end: ends.append(end), warnings.append  # type: ignore[method-assign]
+    watcher.start()
+    wait_until(lambda: warnings)
+    assert warnings[0].startswith(
+        "warning: rank 0 (host node0) is late: no answer from the store for 1 s, its process lives"
+    )
+    wait_until(lambda: watcher._beats[2 if rank == 0 else 0][0] == "1:0")
+    watcher.leave()
+    assert not ends
 
 
 def test_a_slow_rank_only_draws_warnings(world: World) -> None:

@@ -1,10 +1,14 @@
 """Commands that take longer than two seconds say what they do, on stderr alone."""
 
+import io
+import re
+import sys
 import time
 
 import pytest
 
 from trainer import progress
+from trainer.loop.reporting import ProgressLine
 from trainer.progress import track, working
 
 
@@ -67,3 +71,69 @@ def test_an_error_ends_the_announcement(capsys: pytest.CaptureFixture[str]) -> N
         raise ValueError("bad")
     time.sleep(0.1)
     assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+FACTS = {"eps": "4.792", "loss": "0.361", "lr": "5.9e-03", "ex/s": "166", "data": "32%"}
+FACTS |= {
+    "gradients": "91%",
+    "intent": "1%",
+    "reduction": "2%",
+    "noise": "3%",
+    "update": "3%",
+    "TFLOP/s": "0.0009",
+    "mem": "0.4G",
+}
+
+
+@pytest.mark.parametrize(
+    ("width", "seen"),
+    [
+        (40, ("eta",)),
+        (60, ("eta", "loss", "lr")),
+        (80, ("eta", "loss", "[", "37.5%", "lr")),
+        (100, ("eta", "loss", "[", "37.5%", "lr", "ex/s", "data")),
+        (120, ("eta", "loss", "[", "37.5%", "lr", "ex/s", "data", "gradients")),
+        (200, ("eta", "[", "37.5%", *FACTS)),
+    ],
+)
+def test_a_narrow_terminal_shows_what_matters(
+    width: int, seen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    for step, facts in ((45, FACTS), (45, FACTS | {"eps": "none (no formal guarantee)"})):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        line = ProgressLine(0, 120)
+        line.update(step, facts)
+        line.close()
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+        lines = [one for one in re.split(r"[\r\n]+", text) if one]
+        assert all(len(one) <= width for one in lines), lines
+        assert lines[-1].startswith("step 45/120  ") and f"eps {facts['eps'].split(' ')[0]}" in lines[-1]
+        assert facts is not FACTS or all(word in lines[-1] for word in seen), lines[-1]
+
+
+def test_a_long_line_is_broken_after_a_comma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    line = ProgressLine(0, 120)
+    line.say("held-out caption loss after step 120: 8.3218; without looking 6.7056, with another picture 8.3254")
+    line.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert "held-out caption loss after step 120: 8.3218; without looking 6.7056,\n" in text
+    assert "    with another picture 8.3254\n" in text
+
+
+def test_plain_lines_keep_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ProgressLine(0, 120)
+    line.update(120, FACTS)
+    line.say("a, " * 100)
+    text = "  ".join(f"{name} {value}" for name, value in FACTS.items())
+    assert capsys.readouterr().out == f"step 120/120  100.0%  eta 0:00:00  {text}\n{'a, ' * 100}\n"

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +110,7 @@ def test_children_do_not_keep_the_lock(start: Callable[[str], Forked], tmp_path:
 
 def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "hunter2-hunter2")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--run_dir", "/home/hunter2-hunter2/run"])
     folder = RunFolder(tmp_path)
     folder.create()
     for name in ("first", "second"):
@@ -119,4 +121,4 @@ def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment["packages"]["torch"] and environment["python"].startswith("3.")
     assert isinstance(environment["modified"], bool)
     assert "free" not in environment and json.loads((folder.private / "chosen.json").read_text()) == {"free": 7}
-    assert "hunter2" not in json.dumps(environment), "environment variables hold secrets"
+    assert "hunter2" not in json.dumps(environment), "environment variables and arguments hold secrets"

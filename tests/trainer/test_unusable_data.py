@@ -71,6 +71,8 @@ def start(tmp_path: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatc
     def run(*overrides: str, heldout: Path | None = None) -> int:
         named = [f"data.shards={tmp_path}/mine.tar", f"heldout.shards={heldout or tmp_path / 'mine.tar'}"]
         small = ["heldout.is_public=false", "privacy.expected_batch_size=4", "train.num_steps=1", "data.num_workers=0"]
+        given = {override.partition("=")[0] for override in overrides}
+        small = [override for override in small if override.partition("=")[0] not in given]
         config = load_config(ROOT / RECIPE, [*named, *small, *overrides])
         return train(config, MACHINE, "local", tmp_path / "run", ROOT, Ranks(), one_rank)
 
@@ -110,18 +112,51 @@ def test_most_unusable_is_refused(kind: str, good: int, bad: int, tmp_path: Path
     assert "cannot be used" in refused(start, tmp_path / "run", *RECIPES[kind])
 
 
+def said_of(text: str, key: str) -> list[str]:
+    return [line for line in text.splitlines() if f"{key}: a look at" in line]
+
+
 @pytest.mark.parametrize("kind", RECIPES)
-def test_some_unusable_examples_train_as_zero_gradients(kind: str, tmp_path: Path, start: Callable[..., int]) -> None:
+def test_some_unusable_examples_train_as_zero_gradients_and_every_start_counts_them(
+    kind: str, tmp_path: Path, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     shard(tmp_path / "mine.tar", 24, 20)
-    assert start(*RECIPES[kind]) == 0
+    line = "warning: data.shards: a look at 44 examples: 20 cannot be used and count as zero (20 times: the "
+    assert start(*RECIPES[kind], "train.max_minutes=1e-9") == 7
+    assert [found.startswith(line) for found in said_of(capsys.readouterr().out, "data.shards")] == [True]
+    assert start(*RECIPES[kind]) == 0, "resumed"
+    out = capsys.readouterr().out
+    assert [found.startswith(line) for found in said_of(out, "data.shards")] == [True]
+    public = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and "private" not in p.parts]
+    assert not [p.name for p in public if b"cannot be used" in p.read_bytes() and p.name != "verify.py"]
 
 
-def test_held_out_data_are_looked_at_too(tmp_path: Path, start: Callable[..., int]) -> None:
+def test_a_step_without_a_usable_gradient_is_said(
+    tmp_path: Path, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights that overflowed: every further step would spend budget on noise alone."""
+    shard(tmp_path / "mine.tar", 40, 0)
+    late = ["optimizer.name=sgd", "optimizer.momentum=0.0", "optimizer.peak_lr=1e6", "schedule.warmup_steps=0"]
+    assert start(*late, "train.num_steps=2", "privacy.expected_batch_size=20", "heldout.num_captions=0") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "noise alone" in line]
+    assert lines and all("gradients that are not finite, 0 that cannot be used" in line for line in lines)
+    assert lines[0].startswith("warning: step 2 was noise alone: all its ")
+
+
+def test_held_out_data_are_looked_at_too(
+    tmp_path: Path, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     """As far as they are used: the first `heldout.num_examples`."""
     shard(tmp_path / "mine.tar", 40, 0)
     other = shard(tmp_path / "heldout.tar", 3, 100)
     assert "heldout.shards" in refused(start, tmp_path / "run", heldout=other)
     assert start("heldout.num_examples=3", heldout=other) == 0
+    assert said_of(capsys.readouterr().out, "heldout.shards") == []
+    assert start("heldout.num_examples=5", heldout=other) == 0
+    assert (
+        "a look at 5 examples: 2 cannot be used and are left out (2"
+        in said_of(capsys.readouterr().out, "heldout.shards")[0]
+    )
 
 
 def test_no_sample_to_show_is_no_error(tmp_path: Path, start: Callable[..., int]) -> None:
@@ -161,9 +196,12 @@ def test_held_out_captions_are_looked_at_too_and_few_unknown_words_are_no_reason
     assert not [p.name for p in public if b"SECRET" in p.read_bytes()]
 
 
-def test_a_resume_looks_again_and_charges_nothing(tmp_path: Path, start: Callable[..., int]) -> None:
+def test_a_resume_looks_again_and_charges_nothing(
+    tmp_path: Path, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     shard(tmp_path / "mine.tar", 40, 0)
     assert start("data.caption_field=sentence", "train.max_minutes=1e-9") == 7
+    assert said_of(capsys.readouterr().out, "data.shards") == ["data.shards: a look at 40 examples: all usable"]
     before = (tmp_path / "run/ledger.jsonl").read_bytes()
     with pytest.raises(DataError, match=r"data\.caption_field is 'sentance'"):
         start("data.caption_field=sentance")

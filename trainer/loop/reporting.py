@@ -2,18 +2,21 @@
 
 import io
 import json
+import re
 import resource
 import sys
+import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.console import Console, ConsoleOptions
+from rich.live import Live
+from rich.text import Text
 
 from data.files import write_durably
 from privacy.boundary import Private, Public, Reason
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from trainer.run.run import Run
 
 PLAIN_INTERVAL_SECONDS = 30.0
+IMPORTANCE = ("step", "eps", "eta", "loss", "bar")
+"""The columns that a narrow terminal shows first; the others follow in their order."""
 SHOWN_CAPTIONS = 4
 """On the console; the others are in the picture of samples."""
 WHERE_TRAINING_LOSS_IS = (
@@ -38,39 +43,58 @@ WHERE_TRAINING_LOSS_IS = (
 
 
 class ProgressLine:
-    """Shows step, percent, the given facts and the time left. Only rank 0 makes one."""
+    """Shows step, percent, the time left and the given facts, as far as a terminal is wide. Only rank 0 makes one."""
 
     def __init__(self, first_step: int, num_steps: int) -> None:
         self._first, self._total = first_step, num_steps
         self._started = time.monotonic()
         self._printed = 0.0
-        self._bar: Progress | None = None
-        if sys.stdout.isatty():
-            self._bar = Progress(
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(),
-                TextColumn("{task.percentage:.1f}%  {task.description}"),
-                console=Console(),
-            )
-            self._task = self._bar.add_task("", total=num_steps, completed=first_step)
-            self._bar.start()
+        self._step, self._facts = first_step, dict[str, str]()
+        self._console = Console()
+        self._live = Live(self, console=self._console) if sys.stdout.isatty() else None
+        if self._live is not None:
+            self._live.start()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """The line at the width that the terminal has now."""
+        line = fitted(self._step, self._total, self._facts, options.max_width)
+        yield Text(line, no_wrap=True, overflow="crop")
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
         """Shows a finished step; plain lines appear at most every half minute, and for the last step."""
         # rich's own estimate forgets what is older than half a minute, and a step may take longer.
         now, done = time.monotonic(), step - self._first
         eta = timedelta(seconds=int((now - self._started) / done * (self._total - step))) if done > 0 else "?"
-        text = "  ".join(f"{name} {value}" for name, value in {**facts, "eta": str(eta)}.items())
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=text)
-            return
-        if now - self._printed >= PLAIN_INTERVAL_SECONDS or step == self._total:
+        self._step, self._facts = step, {"eta": str(eta), **facts}
+        if self._live is None and (now - self._printed >= PLAIN_INTERVAL_SECONDS or step == self._total):
             self._printed = now
+            text = "  ".join(f"{name} {value}" for name, value in self._facts.items())
             print(f"step {step}/{self._total}  {100 * step / self._total:.1f}%  {text}", flush=True)
 
+    def say(self, line: str) -> None:
+        """Prints a line, which a terminal that is too narrow breaks after a comma rather than within a phrase."""
+        if self._live is not None:
+            phrases = re.sub(r"(?<![,;:]) ", "\0", line)
+            line = textwrap.fill(phrases, self._console.width, subsequent_indent="    ", break_long_words=False)
+        print(line.replace("\0", " "), flush=True)
+
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
+
+
+def fitted(step: int, num_steps: int, facts: Mapping[str, str], width: int) -> str:
+    """The columns of the live line that have room in `width`, the most important first: see `IMPORTANCE`."""
+    percent, room, kept = f"] {step / num_steps:.1%}", width + 2, set[str]()
+    columns = {"step": f"step {step}/{num_steps}", "bar": f"[{'':10}{percent}"}
+    columns |= {name: f"{name} {value if width > 120 else value.partition(' (')[0]}" for name, value in facts.items()}
+    for name in sorted(columns, key=lambda name: (*IMPORTANCE, name).index(name)):
+        if len(columns[name]) + 2 <= room:
+            kept.add(name)
+            room -= len(columns[name]) + 2
+    size = 10 + min(room, 30)  # the bar takes what is left
+    columns["bar"] = f"[{'#' * (size * step // num_steps):{size}}{percent}"
+    return "  ".join(column for name, column in columns.items() if name in kept)
 
 
 class StepReporter:
@@ -109,10 +133,16 @@ class StepReporter:
             self._public.scalars(step, public)
             self._private.scalars(step, private)
         shown = {name: value.inside() for name, value in private.items()}
+        nonfinite, unusable = int(shown["train/nonfinite_examples"]), int(shown["train/undecodable_examples"])
+        if nonfinite == shown["train/batch_size"] and nonfinite + unusable > 0:
+            self._progress.say(
+                f"warning: step {step} was noise alone: all its {nonfinite + unusable} examples count as zero ({nonfinite} with "
+                f"gradients that are not finite, {unusable} that cannot be used); every such step is charged"
+            )
         console = {
             "eps": rounded_up(claim[0]) if claim is not None else "none (no formal guarantee)",
-            "lr": f"{record.lr.value:.1e}",
             "loss": f"{shown['train/loss']:.3f}",
+            "lr": f"{record.lr.value:.1e}",
             "ex/s": f"{shown['performance/examples_per_second']:.0f}",
             "data": f"{shown['performance/data_wait_fraction']:.0%}",
             **{phase: f"{s.inside() / duration.inside():.0%}" for phase, s in record.seconds.items()},
@@ -167,10 +197,10 @@ class StepReporter:
             "shuffled_loss": ", with another picture",
         }
         numbers = "".join(f"{word} {values[name]:.4f}" for name, word in shown.items() if name in values)
-        print(f"held-out {run.heldout.loss_name} after step {step}:{numbers}", flush=True)
+        self._progress.say(f"held-out {run.heldout.loss_name} after step {step}:{numbers}")
         if step == run.config.train.num_steps:
             for line in learned(found.means, found.baselines):
-                print(f"  {line}", flush=True)
+                self._progress.say(f"  {line}")
             for generated, reference in found.samples.lines[:SHOWN_CAPTIONS] if found.samples else ():
                 print(f"  model: {generated!r}   reference: {reference!r}", flush=True)
         if run.config.heldout.is_public:

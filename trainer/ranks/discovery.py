@@ -14,6 +14,8 @@ from trainer.errors import ConfigError
 DEFAULT_PORT = 29500
 RENDEZVOUS_SECONDS = 45.0
 """A rank that has not come is missed after so long: an unreachable rendezvous ends all ranks within a minute."""
+HEARTBEAT_SECONDS = 30.0
+"""A rank that is silent for so long is dead, or late where its process is seen to live (heartbeat.py)."""
 LONGEST_RENDEZVOUS_SECONDS = 86_400.0
 
 

@@ -32,35 +32,13 @@ from privacy.step.collectives import (
     world_size,
 )
 from trainer.errors import ConfigError, HostError, RemoteError, Said, in_one_line
-from trainer.ranks.discovery import RENDEZVOUS_SECONDS, Ranks
-from trainer.ranks.heartbeat import Heartbeat, end_process
+from trainer.ranks.discovery import HEARTBEAT_SECONDS, RENDEZVOUS_SECONDS, Ranks
+from trainer.ranks.heartbeat import Heartbeat, Timing, end_process
 from trainer.ranks.rendezvous import Introduction, connect, find_store, meet
 
-__all__ = [
-    "abandon",
-    "agree",
-    "all_gather_rows",
-    "all_reduce_sum",
-    "broadcast_object",
-    "choose_device",
-    "exchange",
-    "export_ranks",
-    "fail",
-    "finish",
-    "first_on_main",
-    "gather_objects",
-    "host_name",
-    "hosts",
-    "note_progress",
-    "on_main",
-    "quit_now",
-    "rank",
-    "reduce_scatter_sum",
-    "refuse_shared_gpus",
-    "start",
-    "traffic",
-    "world_size",
-]
+__all__ = ["abandon", "agree", "all_gather_rows", "all_reduce_sum", "broadcast_object", "choose_device", "exchange"]
+__all__ += ["export_ranks", "fail", "finish", "first_on_main", "gather_objects", "host_name", "hosts", "note_progress"]
+__all__ += ["on_main", "quit_now", "rank", "reduce_scatter_sum", "refuse_shared_gpus", "start", "traffic", "world_size"]
 """What ranks say to one another is the library's (privacy/step/collectives.py); callers find all of it here."""
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
@@ -73,7 +51,10 @@ _hosts: list[str] = []
 
 
 def start(
-    ranks: Ranks, rendezvous_seconds: float = RENDEZVOUS_SECONDS, introduction: Introduction | None = None
+    ranks: Ranks,
+    rendezvous_seconds: float = RENDEZVOUS_SECONDS,
+    introduction: Introduction | None = None,
+    heartbeat_seconds: float = HEARTBEAT_SECONDS,
 ) -> torch.device:
     """Joins the process group (nccl and gloo on GPUs, gloo on CPUs) and returns this rank's device.
 
@@ -82,6 +63,7 @@ def start(
 
     Args:
         introduction: the settings that ranks compare first (trainer/ranks/agreement.py).
+        heartbeat_seconds: how long a rank may be silent (`Timing.dead_after`).
 
     Raises:
         RendezvousError: naming who or what is missing after `rendezvous_seconds`.
@@ -104,7 +86,16 @@ def start(
         _hosts = meet(store, ranks.rank, ranks.world_size, place, rendezvous_seconds, introduction)
         guest = place._replace(is_host=False)
         speaks = ranks.rank == 1 or ranks.local_rank == 0
-        _heartbeat = Heartbeat(lambda: connect(guest, rendezvous_seconds), ranks.rank, _hosts, speaks=speaks)
+        processes = [found.decode() for found in store.multi_get([f"process/{r}" for r in range(ranks.world_size)])]
+        timing = Timing(dead_after=heartbeat_seconds, late_after=20 * heartbeat_seconds)
+        _heartbeat = Heartbeat(
+            lambda: connect(guest, rendezvous_seconds),
+            ranks.rank,
+            _hosts,
+            processes=processes,
+            speaks=speaks,
+            timing=timing,
+        )
         _heartbeat.start()
     export_ranks(ranks, device)
     _require_threads(SPARE_THREADS)

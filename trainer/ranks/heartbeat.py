@@ -1,23 +1,28 @@
-"""A heartbeat apart from the collectives: a dead rank ends all ranks within a minute, a slow one only draws a warning.
+"""A heartbeat apart from the collectives: a dead rank ends all ranks within a minute, a slow or late one only draws a warning.
 
 Collectives cannot tell a dead rank from a long step, and their timeouts are hours. So two threads of every rank keep contact
 over a store connection of their own. One talks to the store: it reports that this rank lives and how far it has come, and
 fetches what the others report. It may block for ever on a store that does not answer. The other judges from what was fetched
 and when, never blocks, and ends the process. Rank 0 judges all ranks; the others judge rank 0 and obey its verdict.
 
-A rank is dead when its heartbeat stops, which does not depend on how long its step takes: it was killed, stopped by SIGSTOP, cut
-off, or kept the interpreter lock in one C call for longer than `Timing.dead_after`. A rank that fails leaves its last words.
+A rank is dead when its heartbeat stops, which does not depend on how long its step takes, and nobody sees its process live: it
+was killed, or cut off. Where its process lives on the watcher's host, the rank is late, as on a machine with too much to do, and
+the run waits until `Timing.late_after`. A rank that fails leaves its last words.
 """
 
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
+
+from trainer.ranks.discovery import HEARTBEAT_SECONDS
 
 LINGER = 3.0
 """Seconds that the store's host gives the others to read a verdict, and that a lost store may be a normal end."""
@@ -28,13 +33,17 @@ class Timing(NamedTuple):
 
     Attributes:
         interval: between beats.
-        dead_after: without a beat.
-        suspect_after: the same once a rank has seen a connection break: then somebody is gone, and the question is only who.
+        dead_after: without a beat of a rank that nobody sees live.
+        late_after: without a beat of a rank whose process is seen to run.
+        stopped_after: the same of one that SIGSTOP or a debugger has stopped.
+        suspect_after: as `dead_after` once a rank has seen a connection break: somebody is gone, and the question is only who.
         slow_after: behind the others until the first warning; the next comes after twice as long, and so on.
     """
 
     interval: float = 1.0
-    dead_after: float = 30.0
+    dead_after: float = HEARTBEAT_SECONDS
+    late_after: float = 20 * HEARTBEAT_SECONDS
+    stopped_after: float = 50.0
     suspect_after: float = 8.0
     slow_after: float = 60.0
 
@@ -61,6 +70,7 @@ class Heartbeat:
     Args:
         connect: makes a store connection that nobody else uses.
         hosts: each rank's host name, for messages.
+        processes: each rank's `process_identity`.
         speaks: whether this rank prints that rank 0 is gone with its store; not all of a thousand need to.
     """
 
@@ -70,12 +80,14 @@ class Heartbeat:
         rank: int,
         hosts: Sequence[str],
         *,
+        processes: Sequence[str] = (),
         speaks: bool = True,
         timing: Timing = Timing(),  # noqa: B008 - never changed
     ) -> None:
         self._connect = connect
         self.rank = rank
         self._hosts = hosts
+        self._processes = processes or [""] * len(hosts)
         self._speaks = speaks
         self._timing = timing
         self._watched = [r for r in range(len(hosts)) if r != rank] if rank == 0 else [0]
@@ -96,6 +108,7 @@ class Heartbeat:
         self._all_know = threading.Event()
         # Only the judging thread uses these.
         self._leader, self._leader_since, self._next_warning = 0, now, timing.slow_after
+        self._next_late = timing.dead_after
 
     def start(self) -> None:
         for target in (self._talk, self._judge):
@@ -142,31 +155,38 @@ class Heartbeat:
     # The talking thread.
 
     def _talk(self) -> None:
-        try:
-            store, count = self._connect(), 0
-            while not self._leaving.is_set():
-                count += 1
-                store.set(f"beat/{self.rank}", f"{count}:{self._position}")
-                if self._last_words is not None and not self._posted.is_set():
-                    store.compare_set("verdict", "", json.dumps(self._last_words))  # the first counts
-                    self._posted.set()
-                if self._saw_broken_connection:
-                    store.set("suspicion", "1")
-                keys = [f"beat/{r}" for r in self._watched]
-                for r, value in zip(self._watched, store.multi_get(keys), strict=True):
-                    if value.decode() != self._beats[r][0]:
-                        self._beats[r] = (value.decode(), time.monotonic())
-                self._suspicion = store.check(["suspicion"])
-                if store.check(["verdict"]):
-                    self._verdict = Verdict(*json.loads(store.get("verdict")))
-                    store.set(f"knows/{self.rank}", "1")
-                    if self.rank == 0 and store.check([f"knows/{r}" for r in self._watched]):
-                        self._all_know.set()
-                self._contact = time.monotonic()
-                self._wake.wait(self._timing.interval)
-                self._wake.clear()
-        except Exception as error:  # whatever the store raises, the judge decides what it means
-            self._lost = str(error).split("\n")[0]
+        store, count = None, 0
+        while not self._leaving.is_set():
+            count += 1
+            try:
+                store = store or self._connect()
+                self._exchange(store, count)
+            except Exception as error:  # whatever the store raises, the judge decides what it means
+                store, reason = None, str(error).split("\n")[0]
+                if re.search("time ?out|timed out|no answer", reason) is None:  # it may be late, and is asked again
+                    self._lost = reason
+                    return
+            self._wake.wait(self._timing.interval)
+            self._wake.clear()
+
+    def _exchange(self, store: dist.Store, count: int) -> None:
+        store.set(f"beat/{self.rank}", f"{count}:{self._position}")
+        if self._last_words is not None and not self._posted.is_set():
+            store.compare_set("verdict", "", json.dumps(self._last_words))  # the first counts
+            self._posted.set()
+        if self._saw_broken_connection:
+            store.set("suspicion", "1")
+        keys = [f"beat/{r}" for r in self._watched]
+        for r, value in zip(self._watched, store.multi_get(keys), strict=True):
+            if value.decode() != self._beats[r][0]:
+                self._beats[r] = (value.decode(), time.monotonic())
+        self._suspicion = store.check(["suspicion"])
+        if store.check(["verdict"]):
+            self._verdict = Verdict(*json.loads(store.get("verdict")))
+            store.set(f"knows/{self.rank}", "1")
+            if self.rank == 0 and store.check([f"knows/{r}" for r in self._watched]):
+                self._all_know.set()
+        self._contact = time.monotonic()
 
     # The judging thread.
 
@@ -190,8 +210,6 @@ class Heartbeat:
                     self.end("" if is_silent else verdict.message, verdict.exit_code)
             elif self._lost is not None:
                 self._store_is_lost(f"the store that rank 0 keeps is gone: {self._lost}")
-            elif now - self._contact > timing.dead_after:
-                self._store_is_lost(f"no answer from the store for {timing.dead_after:.0f} s")
             else:
                 self._look_for_the_dead(now)
                 if self.rank == 0:
@@ -202,16 +220,36 @@ class Heartbeat:
             self.end(self._words([0], reason) if self._speaks else "", 1)
 
     def _look_for_the_dead(self, now: float) -> None:
-        limit = self._timing.suspect_after if self._suspicion else self._timing.dead_after
+        timing, what = self._timing, "no heartbeat"
+        limit = min(timing.suspect_after, timing.dead_after) if self._suspicion else timing.dead_after
         silence = {r: now - since for r, (_, since) in self._beats.items()}
-        if max(silence.values()) <= limit:
+        if now - self._contact > timing.dead_after:
+            limit, silence, what = timing.dead_after, {0: now - self._contact}, "no answer from the store"
+        longest = max(silence.values())
+        if longest <= limit:
+            self._next_late = limit
             return
         # A whole host goes at once.
-        dead = [r for r, seconds in silence.items() if seconds > limit - 2 * self._timing.interval]
-        words = self._words(dead, f"no heartbeat for {limit:.0f} s")
-        self.fail(words, 1)
-        first = self._verdict is None or self._verdict.message == words
-        self.end(words if first and (self.rank == 0 or self._speaks) else "", 1)
+        silent = [r for r in silence if silence[r] > limit - 2 * timing.interval]
+        states = {r: "R" if r == self.rank else process_state(self._processes[r]) for r in silent}
+        patience = {"": 0.0, "T": timing.stopped_after, "t": timing.stopped_after}
+        given_up = [r for r, state in states.items() if silence[r] > patience.get(state, timing.late_after)]
+        ranks = given_up or list(states)
+        seen, is_stopped = any(states[r] for r in ranks), all(states[r] in patience for r in ranks)
+        reason = f"{what} for {longest if seen else limit:.0f} s"
+        if seen:
+            process = f"its process {'is stopped' if is_stopped else 'lives'}"
+            reason += f", {process}, load {os.getloadavg()[0]:.0f} on {os.cpu_count()} CPUs"
+        if given_up:
+            words = self._words(ranks, reason, "dead" if is_stopped else "late")
+            self.fail(words, 1)
+            first = self._verdict is None or self._verdict.message == words
+            self.end(words if first and (self.rank == 0 or self._speaks) else "", 1)
+        elif longest > self._next_late:
+            self._next_late = 2 * longest
+            if self.rank == 0 or self._speaks:
+                verb = "are" if len(ranks) > 1 else "is"
+                self.warn(f"warning: {named_ranks(ranks, self._hosts)} {verb} late: {reason}; the run waits")
 
     def _look_for_the_slow(self, now: float) -> None:
         positions = {r: int(value.split(":")[1]) for r, (value, _) in self._beats.items() if value}
@@ -225,9 +263,30 @@ class Heartbeat:
             self.warn(f"warning: {named_ranks(behind, self._hosts)} {verb} slow: {waited}")
             self._next_warning *= 2
 
-    def _words(self, ranks: list[int], reason: str) -> str:
-        verb = "are" if len(ranks) > 1 else "is"
-        return f"error: {named_ranks(ranks, self._hosts)} {verb} dead ({reason}); all ranks end, and the same command resumes"
+    def _words(self, ranks: list[int], reason: str, verdict: str = "dead") -> str:
+        who = f"{named_ranks(ranks, self._hosts)} {'are' if len(ranks) > 1 else 'is'} {verdict}"
+        return f"error: {who} ({reason}); all ranks end, and the same command resumes"
+
+
+def process_identity(process: int) -> str:
+    """Tells a process from all others, on all hosts and in all containers; empty where the system does not say."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(f'/proc/{process}/ns/pid')} {process} {_fields(process)[19]}"
+    return ""
+
+
+def process_state(identity: str) -> str:
+    """Linux' letter for the state of a process that lives, "T" for a stopped one; empty where it has ended or cannot be seen."""
+    with contextlib.suppress(OSError):
+        if identity and process_identity(process := int(identity.split(" ")[2])) == identity:
+            return _fields(process)[0].strip("ZX")
+    return ""
+
+
+def _fields(process: int) -> list[str]:
+    """/proc/PROCESS/stat from the state on; the name before it may hold anything."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def named_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:

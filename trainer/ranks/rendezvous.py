@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from trainer.errors import RemoteError
+from trainer.ranks.heartbeat import process_identity
 
 _POLL = 0.1
 ANSWER_SECONDS = 10.0
-"""A store answers within milliseconds, so after this what listens is none."""
+"""A store answers within milliseconds, so after this what listens is none; longer where more runs than there are CPUs."""
 
 
 class RendezvousError(RuntimeError):
@@ -119,7 +120,9 @@ def connect(place: Place, seconds: float) -> dist.PrefixStore:
 
     deadline = time.monotonic() + seconds
     reason = "" if place.is_host else _wait_for_listener(place, deadline)
-    patience = deadline - time.monotonic() if place.is_host else min(ANSWER_SECONDS, deadline - time.monotonic())
+    patience = deadline - time.monotonic()
+    if not place.is_host:  # a machine with too much to do answers late
+        patience = min(ANSWER_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), patience)
     if not reason:
         # Its own timeouts are not kept where something else listens on that port, or where an address never answers.
         thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
@@ -166,6 +169,7 @@ def meet(
     if store.check([f"here/{rank}"]):
         raise RendezvousError(f"another run is at {place}, and has a rank {rank} already; choose another MASTER_PORT")
     store.set(f"beat/{rank}", "0:0")  # see trainer/ranks/heartbeat.py
+    store.set(f"process/{rank}", process_identity(os.getpid()))
     store.set(f"settings/{rank}", json.dumps(dict(introduction.settings)))
     store.set(f"here/{rank}", socket.gethostname())
     ranks = [f"here/{r}" for r in range(world_size)]
@@ -177,8 +181,8 @@ def meet(
                     store.set("missing", ", ".join(missing))
                     time.sleep(1.0)  # for the others to read it
                     raise RendezvousError(
-                        f"rank {', '.join(missing)} of {world_size} did not come to {place} within {seconds:.0f} s; "
-                        "see its own output on its host"
+                        f"rank {', '.join(missing)} of {world_size} did not come to {place} within {seconds:.0f} s (load here: "
+                        f"{os.getloadavg()[0]:.0f}); see its own output on its host, or give more --rendezvous_seconds"
                     )
                 time.sleep(_POLL)
             names = [host.decode() for host in store.multi_get(ranks)]

@@ -176,10 +176,10 @@ def _require_distinct(table: ExampleTable) -> None:
 def require_usable(
     table: ExampleTable, make_example: MakeExample, config: RunConfig, *, key: str, count: int | None = None
 ) -> None:
-    """Looks at examples spread over the data and refuses data of which most cannot be used, or cannot be read by the model.
+    """Looks at examples spread over the data, says how many of them cannot be used, and refuses data of which most cannot.
 
     Such a run would spend its budget on zero gradients, or learn to write that it knows no word. What is found depends on single
-    private examples, so it is raised as a line for the console of whoever runs the job, and written nowhere (docs/guarantee.md).
+    private examples, so it is a line for the console of whoever runs the job, and written nowhere (docs/guarantee.md).
 
     Args:
         key: the recipe's key that names the data.
@@ -207,12 +207,14 @@ def require_usable(
             if isinstance(make_example, CaptionExample):
                 unknown_and_all += make_example.count_unknown(raw)
     reader.close()
+    why = ", ".join(
+        f"{count} time{'s' if count > 1 else ''}: {reason[:200]}" for reason, count in reasons.most_common(3)
+    )
     if 2 * reasons.total() > len(ids):
         asked = {"captioner": "caption_field", "classifier": "label_field"}.get(config.model.kind)
         field = getattr(config.data, asked) if asked else None
         named = f"; data.{asked} is {'not set' if field is None else repr(field)}" if asked else ""
         there = ", ".join(name[:80] for name, _ in fields.most_common(20)) or "none"
-        why = ", ".join(f"{count} times: {reason[:200]}" for reason, count in reasons.most_common(3))
         raise DataError(
             f"{key}: {reasons.total()} of {len(ids)} examples that were looked at cannot be used ({why}){named}; the fields that "
             f"are there: {there}"
@@ -223,6 +225,10 @@ def require_usable(
             f"{unknown_and_all[0]:,} of {unknown_and_all[1]:,} words in the captions that were looked at: choose another with "
             "data.tokenizer, e.g. data.tokenizer=data/tokenizer/tokenizer.json"
         )
+    if reasons or key == "data.shards":
+        fate = "count as zero" if key == "data.shards" else "are left out"
+        found = f"{reasons.total()} cannot be used and {fate} ({why})" if reasons else "all usable"
+        print(f"{'warning: ' if reasons else ''}{key}: a look at {len(ids)} examples: {found}", flush=True)
 
 
 def remote_options(config: RunConfig) -> RemoteOptions:

@@ -100,7 +100,7 @@ def export(opened: OpenedModel, form: Format, out: Path, *, encoder_only: bool =
     attestation = Attestation(None, proof.reason)
     if proof.state is not None:
         card = build_card(opened.path.resolve().parent.parent)
-        attestation = Attestation(card.updated(run_dir=card.run_name))
+        attestation = Attestation(card)
     about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | attestation.facts()
     with new_folder(out) as folder:
         if form == "safetensors":
