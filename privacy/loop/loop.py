@@ -9,7 +9,10 @@ only what a recipe and a launcher say elsewhere, and what a user's own objects h
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..boundary import Private
-from ..card.text import rounded_up
+from ..card.text import rounded_up, useless_delta
 from ..checkpoints.read import Checkpoint, set_aside_newer
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
 from ..clipping.coverage import claims
@@ -39,7 +42,7 @@ from . import lineage
 from .engine import OwnEngine, settings
 from .fields import Example, Field
 from .opening import config_toml, data_manifest, few_items, fixed_digest, open_ledger, require_place, require_same_model
-from .ranks import on_all_or_none, require_same, require_talking, take_weights_of_main
+from .ranks import on_all_or_none, require_same, require_talking, say, take_weights_of_main
 from .reading import Items, Reader, require_items
 from .tasks import per_example_task
 from .turns import Turns
@@ -48,6 +51,12 @@ FRESH = 4
 """Made-up examples of the self-check."""
 KEPT = 2
 """Checkpoints that stay."""
+MEANT = {
+    "batch_size": "expected_batch_size", "clip": "max_grad_norm", "criterion": "loss", "data_loader": "dataset",
+    "delta": "target_delta", "epochs": "num_steps", "eps": "target_epsilon", "lr": "learning_rate", "output_dir": "run_dir",
+    "sigma": "noise_multiplier",
+}  # fmt: skip
+"""Names of other libraries -> names here; difflib finds those that are like one of these."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,20 @@ class StepResult:
     lr: float
     noised_grad_norm: float
     private: dict[str, Private[float]]
+
+
+def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Refuses a keyword that is not known.
+
+    Raises:
+        PrivacyConfigError: with the name that was probably meant.
+    """
+    names = sorted({*known} - {"self", "rest"})
+    for name in sorted({*given} - {*names}):
+        close = difflib.get_close_matches(name, [*names, *MEANT], n=1)
+        meant = MEANT.get(close[0], close[0]) if close else None
+        way = f"did you mean {meant}?" if meant in names else f"it takes {', '.join(names)}"
+        raise PrivacyConfigError(f"{what} takes no {name}: {way}")
 
 
 class PrivateLoop:
@@ -101,6 +124,11 @@ class PrivateLoop:
         PrivacyConfigError, ConfigError: what cannot be trained privately, and what to give instead (exit 2).
         PrivacyStateRefused: the run folder's parts do not fit together (exit 4).
     """
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        """Refuses an unknown keyword with the name that is meant, where Python would say what is missing."""
+        require_known(given, inspect.signature(cls.__init__).parameters, cls.__name__)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -160,6 +188,9 @@ class PrivateLoop:
                 self._require_finished()
                 self._ledger.mend()
                 self._spent = self._exact_claim()
+                say(
+                    f"{self.run_dir} is finished: all {self.num_steps} steps are done, {self.claim}; more need another run folder"
+                )
             else:
                 self._begin(resumed, restart=restart_from_step_0)
             undone.pop_all()
@@ -196,6 +227,8 @@ class PrivateLoop:
             self._ledger.require_not_shorter_than(self._engine.origin.line)
         self._engine.ledger_line = self._ledger.position
         self.plan = self._ledger.plan
+        for line in self.plan.warnings if collectives.rank() == 0 else ():
+            warnings.warn(line, stacklevel=4)
         resumed = load_newest(self._folder, self._ledger, None)
         facts = {"class": kind_of(self.module).__name__, "fixed_sha256": fixed_digest(self.module)}
         self._facts = {"run": self.run_dir.resolve().name, "model": facts}
@@ -281,7 +314,8 @@ class PrivateLoop:
     def claim(self) -> str:
         """Epsilon and delta in words, epsilon rounded up."""
         assert self.epsilon is not None, "a loop without a guarantee is not opened"
-        return f"epsilon {rounded_up(self.epsilon, 2)} at delta {self.delta:g}"
+        useless = useless_delta(self.delta, self.plan.num_examples)
+        return f"epsilon {rounded_up(self.epsilon, 2)} at delta {self.delta:g}" + (f"; {useless}" if useless else "")
 
     def __iter__(self) -> Iterator[StepResult]:
         """Takes the steps that are left; the last one ends the run in the ledger.
@@ -327,6 +361,12 @@ class PrivateLoop:
             if number == self.num_steps:
                 self._ledger.close_run()
             self._spent = self._exact_claim() if number == self.num_steps else collectives.on_main(self._ledger.claim)
+        bad, count = (record.private[name].inside() for name in ("num_nonfinite", "num_examples"))
+        if bad == count > 0:
+            say(
+                f"step {number}: loss or gradients of all {count:.0f} examples are not finite, so noise alone was added: are the "
+                "weights still finite, and the learning rate small enough?"
+            )
         return StepResult(number, self.epsilon, record.lr.value, record.noised_grad_norm.value, record.private)
 
     def save(self) -> None:

@@ -139,7 +139,8 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
     from privacy.loop.trainer import PrivateTrainer
 
     generator = torch.Generator().manual_seed(3)
-    data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(40)]
+    data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(44)]
+    data, held_out = data[:40], data[40:]
 
     class StopsAfter(TrainerCallback):  # type: ignore[misc]  # transformers is not read by the type checker
         def __init__(self, last: int) -> None:
@@ -154,7 +155,7 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
         more |= {"save_strategy": IntervalStrategy.NO, "report_to": [], "disable_tqdm": True, "use_cpu": True}
         args, model = TrainingArguments(str(tmp_path / "out"), **(more | changes)), image_model()
         made = PrivateTrainer(
-            model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=data[:4], example=fields(model),
+            model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=held_out, example=fields(model),
             expected_batch_size=10, noise_multiplier=4.0, callbacks=[StopsAfter(last)],
         )  # fmt: skip
         made.evaluate = lambda: (model.eval(), setattr(model, "left_behind", True))
@@ -203,7 +204,8 @@ def test_a_trainer_of_transformers_takes_private_steps_resumes_and_logs_nothing_
     from privacy.loop.trainer import PrivateTrainer
 
     generator = torch.Generator().manual_seed(3)
-    data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(40)]
+    data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(44)]
+    data, held_out = data[:40], data[40:]
 
     def trainer(**changes: Any) -> PrivateTrainer:
         more = {
@@ -217,7 +219,7 @@ def test_a_trainer_of_transformers_takes_private_steps_resumes_and_logs_nothing_
         args = TrainingArguments(str(tmp_path / "out"), **(more | changes))
         model = image_model()
         return PrivateTrainer(
-            model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=data[:4], example=fields(model),
+            model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=held_out, example=fields(model),
             expected_batch_size=10, noise_multiplier=4.0,
         )  # fmt: skip
 
