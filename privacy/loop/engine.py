@@ -6,6 +6,7 @@ that changed meanwhile.
 """
 
 import copy
+import gc
 import inspect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..clipping.sharded import put_away
 from ..errors import ConfigError, PrivacyConfigError
@@ -65,8 +67,7 @@ class OwnEngine:
         self._is_stepping = False
         self._held, self._left = _held(optimizer), _kept(optimizer.state)
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
-        self._rates, self._rates_at_start = dict[str, list[float]](), _rates(optimizer)
-        self.is_resumed = False  # until the first step after a resume
+        self._rates, self._is_resumed = list[float](), False
         self._seen, self._seen_fixed = self.fingerprint(), fingerprint(fixed_tensors(model))
         self._seen_whole = of_whole(trainable, self._seen)
 
@@ -84,8 +85,7 @@ class OwnEngine:
         if self._sets_rate:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-        self._rates, self.is_resumed = {"first": _rates(self.optimizer)} | self._rates, False
-        self._rates["last"] = _rates(self.optimizer)
+        self._rates, self._is_resumed = _rates(self.optimizer), False
         self._is_stepping = True
         try:
             self.optimizer.step()
@@ -128,22 +128,24 @@ class OwnEngine:
                 "frozen weights or buffers changed since the loop was made: every gradient goes through them, so they may hold "
                 "nothing of private data, and no checkpoint keeps them; change a copy of the model"
             )
-        if self.is_resumed and not self._sets_rate:
+        if self._is_resumed and not self._sets_rate:
             self._require_rates_that_go_on()
         return self.require_all_noised()
 
     def _require_rates_that_go_on(self) -> None:
-        """A scheduler of torch begins again with its program; rates that were set since the loop was made are meant."""
-        now, first, last = _rates(self.optimizer), self._rates["first"], self._rates["last"]
-        has_scheduler = any("initial_lr" in group for group in self.optimizer.param_groups)
-        found = f"the run goes on with the learning rate {now}, and its last step took {last}"
-        way = "for a scheduler of torch, `for _ in range(loop.steps_done): scheduler.step()` after the loop is made"
-        if now != last and now in (first, self._rates_at_start) and (has_scheduler or first != last):
-            raise PrivacyConfigError(
-                f"{found}: {way}; for another rate, set it after the loop is made, or give learning_rate="
-            )
-        if has_scheduler or now != last:
-            say(f"{found}; {way}, or it begins again")
+        """Schedulers of torch begin again with their program, and no checkpoint holds them: they are looked for in memory."""
+        found = [
+            one for one in gc.get_objects() if LRScheduler in type(one).__mro__ and one.optimizer is self.optimizer
+        ]
+        now, begins = _rates(self.optimizer), bool(found) and max(one.last_epoch for one in found) == 0
+        said = (
+            f"the run goes on with the learning rate {now}, and its last step took {self._rates}; a scheduler of torch needs "
+            "`for _ in range(loop.steps_done): scheduler.step()` once the loop is made"
+        )
+        if begins and now != self._rates:
+            raise PrivacyConfigError(f"{said}; for another rate, give learning_rate=, or no scheduler")
+        if begins or (now != self._rates and not found):
+            say(said)
 
     def require_all_noised(self) -> object:
         """Nothing but the loop's steps has put anything into weights or gradients; returns what `require_unchanged` does.
@@ -210,7 +212,7 @@ class OwnEngine:
                     if key not in self._numbers:
                         raise PrivacyConfigError(
                             f"{type(self.optimizer).__name__} keeps {key!r} of {name}, which it did not when the loop was made: "
-                            "leave its settings as they were, or take SGD, Adam or AdamW"
+                            "leave its settings as they were; a scheduler that changes momentum is made before the loop"
                         )
                     numbers.setdefault(name, {})[key] = float(value)
         return {OPTIMIZER_FACTS: {"class": type(self.optimizer).__name__, "numbers": numbers, "rates": self._rates}}
@@ -245,8 +247,7 @@ class OwnEngine:
                 like = self._numbers[key]
                 value = torch.full_like(like, number) if isinstance(like, Tensor) else type(like)(number)
                 self.optimizer.state[self._trainable[name]][key] = value
-        self._rates = known["rates"]
-        self.is_resumed = bool(self._rates)
+        self._rates, self._is_resumed = known["rates"], bool(known["rates"])
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
         """Takes all coordinates that this rank holds."""
@@ -321,13 +322,11 @@ def require_settings(optimizer: torch.optim.Optimizer, guard: Callable[..., obje
     Raises:
         PrivacyConfigError: naming what else it has.
     """
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    hooks += (of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks)
-    own = [
-        hook for some in hooks for hook in some.values() if hook != guard and not hook.__module__.startswith("torch.")
-    ]
+    hooks = {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
+    hooks |= {**of_torch._global_optimizer_pre_hooks, **of_torch._global_optimizer_post_hooks}
+    foreign = [hook for hook in hooks.values() if hook != guard and not hook.__module__.startswith("torch.")]
     step = vars(optimizer).get("step")  # torch's schedulers wrap that of the class
-    if own or (step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step):
+    if foreign or (step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step):
         raise PrivacyConfigError(
             "the optimizer has a hook, or a step(), of somebody else, which could put gradients without noise into the weights: "
             "remove it, and call what it does between turns"

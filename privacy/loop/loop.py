@@ -52,11 +52,14 @@ FRESH = 4
 KEPT = 2
 """Checkpoints that stay."""
 MEANT = {
-    "batch_size": "expected_batch_size", "clip": "max_grad_norm", "criterion": "loss", "data_loader": "dataset",
-    "delta": "target_delta", "epochs": "num_steps", "eps": "target_epsilon", "lr": "learning_rate", "output_dir": "run_dir",
-    "sigma": "noise_multiplier",
-}  # fmt: skip
-"""Names of other libraries -> names here; difflib finds those that are like one of these."""
+    "clip": "max_grad_norm",
+    "criterion": "loss",
+    "data": "dataset",
+    "data_loader": "dataset",
+    "epochs": "num_steps",
+}
+MEANT |= {"eps": "target_epsilon", "lr": "learning_rate", "output_dir": "run_dir", "sigma": "noise_multiplier"}
+"""Names of other libraries that are like none of those here."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,9 @@ def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None
     """
     names = sorted({*known} - {"self", "rest"})
     for name in sorted({*given} - {*names}):
-        close = difflib.get_close_matches(name, [*names, *MEANT], n=1)
-        meant = MEANT.get(close[0], close[0]) if close else None
-        way = f"did you mean {meant}?" if meant in names else f"it takes {', '.join(names)}"
+        close = [MEANT.get(name, ""), *(one for one in names if name in one), *difflib.get_close_matches(name, names)]
+        meant = next((one for one in close if one in names), None)
+        way = f"did you mean {meant}?" if meant else f"it takes {', '.join(names)}"
         raise PrivacyConfigError(f"{what} takes no {name}: {way}")
 
 
@@ -127,7 +130,8 @@ class PrivateLoop:
 
     def __new__(cls, *_: object, **given: object) -> Self:
         """Refuses an unknown keyword with the name that is meant, where Python would say what is missing."""
-        require_known(given, inspect.signature(cls.__init__).parameters, cls.__name__)
+        if cls.__init__ is PrivateLoop.__init__:
+            require_known(given, inspect.signature(cls.__init__).parameters, "PrivateLoop")
         return super().__new__(cls)
 
     def __init__(
@@ -188,9 +192,7 @@ class PrivateLoop:
                 self._require_finished()
                 self._ledger.mend()
                 self._spent = self._exact_claim()
-                say(
-                    f"{self.run_dir} is finished: all {self.num_steps} steps are done, {self.claim}; more need another run folder"
-                )
+                say(f"{self.run_dir} is finished ({self.num_steps} steps): {self.claim}; more need another run folder")
             else:
                 self._begin(resumed, restart=restart_from_step_0)
             undone.pop_all()
@@ -228,7 +230,7 @@ class PrivateLoop:
         self._engine.ledger_line = self._ledger.position
         self.plan = self._ledger.plan
         for line in self.plan.warnings if collectives.rank() == 0 else ():
-            warnings.warn(line, stacklevel=4)
+            warnings.warn(line, stacklevel=3)
         resumed = load_newest(self._folder, self._ledger, None)
         facts = {"class": kind_of(self.module).__name__, "fixed_sha256": fixed_digest(self.module)}
         self._facts = {"run": self.run_dir.resolve().name, "model": facts}
@@ -264,7 +266,7 @@ class PrivateLoop:
             noise=plan.noise(),
             noise_variance=NoiseVariance(0.0),
             learning_rate=self._rate or (lambda step: float(optimizer.param_groups[0]["lr"])),
-            note_charge=self._require_all_noised,
+            note_charge=lambda _: self._engine.require_all_noised(),  # the caller's loss and items have run
             keep_noise_on=None,
         )
         batches = LogicalBatches(
@@ -290,10 +292,6 @@ class PrivateLoop:
         )
         collectives.on_main(lambda: self._folder.record_configuration(text, None))
         self._spent = collectives.on_main(self._ledger.claim)
-
-    def _require_all_noised(self, step: int) -> None:
-        """Before the charge of a step: the caller's loss and items have run."""
-        self._engine.require_all_noised()
 
     @property
     def num_steps(self) -> int:
@@ -425,12 +423,8 @@ class PrivateLoop:
 
     def _exact_claim(self) -> tuple[float, float] | None:
         """Epsilon of exactly what is charged, which takes seconds; while the run goes on a table of upper bounds is read."""
-
-        def computed() -> tuple[float, float] | None:
-            epsilon = self.plan.epsilon_after(self._ledger.num_charged)
-            return None if epsilon is None else (epsilon, self.plan.target_delta)
-
-        return collectives.on_main(computed)
+        epsilon = collectives.on_main(lambda: self.plan.epsilon_after(self._ledger.num_charged))
+        return None if epsilon is None else (epsilon, self.plan.target_delta)
 
     def _require_finished(self) -> None:
         if self.steps_done < self.num_steps:

@@ -19,7 +19,7 @@ from ..errors import PrivacyConfigError
 from .fields import Example
 from .loop import PrivateLoop, require_known
 from .ranks import say
-from .reading import Reader, require_items
+from .reading import Reader
 
 UNFIT = {
     "fp16": (False, "weights are float32"),
@@ -73,7 +73,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
             raise PrivacyConfigError(f"PrivateTrainer takes no {name}: give TrainingArguments {SAID_BY_ARGS[name]}")
         require_known(rest, {*names, *inspect.signature(Trainer.__init__).parameters}, "PrivateTrainer")
         self._private = {name: rest.pop(name) for name in list(rest) if name in names}
-        self._run_dir, self._eval_is_public, self._compared = run_dir, eval_is_public, list[Any]()
+        self._run_dir, self._eval_is_public, self._compared = run_dir, eval_is_public, dict[int, Any]()
         if args.max_steps < 1:
             raise PrivacyConfigError(
                 "give TrainingArguments max_steps: epochs are not counted, since a batch is drawn by coins"
@@ -103,27 +103,17 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
 
     def _require_public(self, given: Any) -> None:
         for data in given.values() if isinstance(given, dict) else [given]:
-            if (
-                self._eval_is_public
-                or data is None
-                or isinstance(data, str)
-                or any(data is one for one in self._compared)
-            ):
+            if self._eval_is_public or data is None or isinstance(data, str) or id(data) in self._compared:
                 continue
-            way = "give public data, or declare that these are (eval_is_public=True)"
-            example = Example(self._private["example"])
-            try:
-                require_items(data)
-            except PrivacyConfigError as error:
-                raise PrivacyConfigError(f"eval_dataset cannot be compared with the training data: {way}") from error
-            say(f"comparing {len(data)} items of eval_dataset with the training data; eval_is_public=True skips it")
-            items = Reader(data, example, 1).contents()
-            if not items or items & Reader(self.train_dataset, example, 1).contents():
-                found = "shares items with the training data" if items else "holds no item that example could read"
+            say("comparing the items of eval_dataset with those of train_dataset; eval_is_public=True skips it")
+            mine, theirs = (Reader(one, Example(self._private["example"]), 1) for one in (data, self.train_dataset))
+            items = mine.contents() if hasattr(data, "__len__") else set()
+            if not items or items & theirs.contents():
                 raise PrivacyConfigError(
-                    f"eval_dataset {found}, and a loss on private data is logged without noise: {way}"
+                    f"eval_dataset {'shares items' if items else 'cannot be compared'} with train_dataset, and a loss on private "
+                    "data is logged without noise: give public data, and declare them by eval_is_public=True"
                 )
-            self._compared.append(data)
+            self._compared[id(data)] = data
 
     def _evaluate(self) -> None:
         """Evaluates, and puts the model back as the self-check has seen it: transformers leaves marks on it."""
@@ -152,7 +142,6 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
             schedule = self.create_scheduler(args.max_steps, optimizer)
             for _ in range(loop.steps_done):
                 schedule.step()
-            loop._engine.is_resumed = False  # the schedule has gone on
             self.state = TrainerState(global_step=loop.steps_done, max_steps=args.max_steps, num_train_epochs=1)
             self.state.is_world_process_zero = self.is_world_process_zero()
             self.state.is_local_process_zero = self.is_local_process_zero()
