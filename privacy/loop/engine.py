@@ -357,8 +357,8 @@ def _kept(state: Mapping[Any, Any]) -> dict[tuple[Any, ...], object]:
     """What lies in an optimizer's state, by place: hashes of tensors, and other values as text."""
     leaves = _leaves(state)
     tensors = {place: value for place, value in leaves.items() if isinstance(value, Tensor)}
-    others = {place: repr(value) for place, value in leaves.items() if place not in tensors and value is not None}
-    return others | dict(zip(tensors, fingerprint(tensors), strict=True))
+    kept: dict[tuple[Any, ...], object] = dict(zip(tensors, fingerprint(tensors), strict=True))
+    return kept | {place: repr(value) for place, value in leaves.items() if place not in tensors and value is not None}
 
 
 def _leaves(value: object, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], object]:

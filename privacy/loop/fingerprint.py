@@ -1,6 +1,7 @@
 """Whether a model's tensors are what they were, to the bit and in place, without a copy of them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fingerprint(tensors: Mapping[str, Tensor]) -> list[int]:
+def fingerprint(tensors: Mapping[Any, Tensor]) -> list[int]:
     """One number for each tensor: changed bits, exchanged values and changes that cancel in a sum give another one.
 
     What is written through `.data` is found, too, which torch's own counts of writes do not see. Of a tensor in shards it is
