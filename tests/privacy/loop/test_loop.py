@@ -1,6 +1,7 @@
 """A loop of one's own takes the steps that its ledger charges, and no others."""
 
 import copy
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from privacy import verify
 from privacy.errors import BudgetSpent, ConfigError, PrivacyConfigError, PrivacyStateRefused
 from privacy.loop import PrivateLoop
 from privacy.sampling.keys import SamplingKey
@@ -383,6 +385,7 @@ def test_a_delta_of_1_over_n_or_more_is_said_wherever_an_epsilon_is(
         with pytest.warns(UserWarning, match="protects nobody"), make(tmp_path / "run", target_delta=delta) as loop:
             list(loop)
         assert "protects nobody" in loop.claim
+        assert "1/n or more protects nobody" in json.dumps(verify.verify(tmp_path / "run", None)[1])
         with pytest.warns(UserWarning, match="protects nobody"), make(tmp_path / "run", target_delta=delta):
             assert "protects nobody" in capsys.readouterr().out
         with warnings.catch_warnings(), make(tmp_path / "default") as loop:
