@@ -324,20 +324,19 @@ def require_settings(optimizer: torch.optim.Optimizer, guard: Callable[..., obje
     """
     hooks = {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
     hooks |= {**of_torch._global_optimizer_pre_hooks, **of_torch._global_optimizer_post_hooks}
-    foreign = [hook for hook in hooks.values() if hook != guard and not hook.__module__.startswith("torch.")]
+    foreign = [hook for hook in hooks.values() if hook != guard and not str(hook.__module__).startswith("torch.")]
     step = vars(optimizer).get("step")  # torch's schedulers wrap that of the class
-    if foreign or (step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step):
-        raise PrivacyConfigError(
-            "the optimizer has a hook, or a step(), of somebody else, which could put gradients without noise into the weights: "
-            "remove it, and call what it does between turns"
-        )
+    has_step = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
+    found = ["a hook, or a step(), of somebody else"] if foreign or has_step else []
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for place, leaf in _leaves({key: value for key, value in vars(optimizer).items() if key != "state"}).items():
         if isinstance(leaf, Tensor | np.ndarray) and leaf.shape.count(1) < len(leaf.shape) and id(leaf) not in held:
-            raise PrivacyConfigError(
-                f"the optimizer keeps more than one number in {'.'.join(map(str, place))}, where settings stand: they may be "
-                "gradients without noise, and no checkpoint holds them; remove them"
-            )
+            found.append(f"more than one number in {'.'.join(map(str, place))}")
+    if found:
+        raise PrivacyConfigError(
+            f"the optimizer has {found[0]}, which could bring gradients without noise into the weights: remove it, or do its "
+            "work between turns"
+        )
 
 
 def _newly_built(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, ...], object]:

@@ -101,13 +101,9 @@ def seed(key: int) -> None:
 
 
 class Reader(Dataset["MicroBatch | Failure"]):
-    """Request -> MicroBatch, in a worker or in this process.
+    """Request -> MicroBatch, in a worker or in this process."""
 
-    Attributes:
-        unusable: how many items the last look found that count as zero, and why, for the console; empty where there are none.
-    """
-
-    unusable = ""
+    unusable = ""  # how many items the last look found that count as zero, and why, for the console
 
     def __init__(self, dataset: Items, example: Example, micro_batch_size: int) -> None:
         self.dataset, self.example, self.micro_batch_size = dataset, example, micro_batch_size

@@ -19,7 +19,7 @@ from ..errors import PrivacyConfigError
 from .fields import Example
 from .loop import PrivateLoop, require_known
 from .ranks import say
-from .reading import Reader
+from .reading import Reader, require_items
 
 UNFIT = {
     "fp16": (False, "weights are float32"),
@@ -105,6 +105,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
         for data in given.values() if isinstance(given, dict) else [given]:
             if self._eval_is_public or data is None or isinstance(data, str) or id(data) in self._compared:
                 continue
+            require_items(self.train_dataset)
             say("comparing the items of eval_dataset with those of train_dataset; eval_is_public=True skips it")
             mine, theirs = (Reader(one, Example(self._private["example"]), 1) for one in (data, self.train_dataset))
             items = mine.contents() if hasattr(data, "__len__") else set()

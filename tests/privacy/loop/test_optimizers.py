@@ -98,7 +98,7 @@ PLACES: dict[str, Callable[[Any], object]] = {
     "state of nothing": stash(lambda o, g: o.state.update(kept=g)),
     "number in the state": lambda o: o.state[o.param_groups[0]["params"][0]].update(kept=0.25),
 }
-SAID = "optimizer has taken steps already|optimizer keeps more than one number|optimizer has a hook|optimizer's state"
+SAID = "optimizer has taken steps already|optimizer has more than one number|optimizer has a hook|optimizer's state"
 
 
 @pytest.mark.parametrize("place", PLACES)
