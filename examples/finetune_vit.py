@@ -35,7 +35,7 @@ trainer = PrivateTrainer(
         f"{run_dir}-output", max_steps=40, learning_rate=1e-2, per_device_train_batch_size=64, logging_steps=10,
         save_strategy="no", report_to=[], disable_tqdm=True,
     ),
-    train_dataset=items[:1500], eval_dataset=items[1500:],  # the held-out digits are public here
+    train_dataset=items[:1500], eval_dataset=items[1500:], eval_is_public=True,  # the held-out digits are public here
     compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(1) == found.label_ids).mean())},
     example=fields(model), run_dir=run_dir, expected_batch_size=512, target_epsilon=8.0,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_no
 from .accounting.epsilon_table import EpsilonTable
 from .accounting.several import noise_tail_of_plan
 from .adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
-from .card.text import rounded_up
+from .card.text import rounded_up, useless_delta
 from .errors import PrivacyConfigError
 from .lattice import Lattice
 from .limits import MAX_COUNT, MAX_NOISE_MULTIPLIER, require_protection
@@ -352,10 +352,8 @@ def make_plan(
             "cap": None if cap is None or request.sampling == "shuffle" else min(cap, request.num_examples),
         }
     )
-    notes = []
-    if plan.target_delta > 1 / plan.num_examples:
-        above = f"delta {plan.target_delta:g} is above 1/n = {1 / plan.num_examples:.3g}"
-        notes.append(f"{above}: it would allow publishing some examples outright")
+    useless = useless_delta(plan.target_delta, plan.num_examples)
+    notes = [useless] if useless and plan.enabled else []
     if plan.cap is not None and plan.cap < min(size + 6 * math.sqrt(size), plan.num_examples):
         notes.append(f"cap {plan.cap} is close to the expected batch {size}: the truncation costs epsilon")
     if target is not None and resume is not None:

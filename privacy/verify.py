@@ -1263,7 +1263,8 @@ def check_epsilon(folder: Folder) -> str:
         sentence += (
             f"; with what the initial weights had spent, epsilon {rounded_up(folder.epsilon)} at delta {folder.delta:g}"
         )
-    return sentence
+    useless = folder.delta >= 1 / plan["num_examples"]
+    return f"{sentence}; a delta of 1/n or more protects nobody" if useless else sentence
 
 
 # ---------------------------------------------------------------- The privacy card, field by field

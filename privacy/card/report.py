@@ -22,6 +22,7 @@ from .composition import composition
 from .model import Head, PrivacyCard
 from .numbers import LARGEST_DETAILED_EPSILON, accounting_numbers
 from .others import STATEMENTS, OtherFiles, Stated
+from .text import useless_delta
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,8 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
     """What an auditor should not overlook, one sentence each."""
     numbers, provenance, n = card.accounting, card.provenance, card.unit_of_privacy.num_examples
     found = []
-    if card.delta > 1 / n:
-        found.append(f"The delta {card.delta:g} is above 1/n = {1 / n:.3g}: it would allow publishing some examples.")
+    if useless := useless_delta(card.delta, n):
+        found.append(f"The {useless}.")
     if card.formal_guarantee and card.epsilon is None:
         found.append("The accountant finds no finite epsilon at this delta.")
     if (card.epsilon or 0.0) > LARGEST_DETAILED_EPSILON:

@@ -24,6 +24,18 @@ def rounded_up(epsilon: float, digits: int = 3) -> str:
     return f"{math.ceil(Fraction(repr(float(epsilon))) * scale) / scale:.{digits}f}"
 
 
+def useless_delta(delta: float, num_examples: int) -> str | None:
+    """The sentence that belongs to every epsilon at such a delta; None where the delta is below 1/n.
+
+    >>> useless_delta(0.1, 400)
+    'delta 0.1 is at or above 1/n = 0.0025: it protects nobody, since it allows publishing some examples outright'
+    """
+    if delta < 1 / num_examples:
+        return None
+    where = f"delta {delta:g} is at or above 1/n = {1 / num_examples:.3g}"
+    return f"{where}: it protects nobody, since it allows publishing some examples outright"
+
+
 def rounded_down(epsilon: float, digits: int = 3) -> str:
     return f"{math.floor(epsilon * 10**digits) / 10**digits:.{digits}f}"
 

@@ -87,7 +87,8 @@ def open_run_state(
     else:
         # Everything is compared before anything is written, so that what is refused stays as it was.
         state = read_ledger(ledger_path)
-        require_equal(state.opened["plan"], plan.frozen_fields(), f"{ledger_path}: privacy fields are frozen")
+        frozen = f"{ledger_path}: privacy fields are frozen, so give the old value or another run folder"
+        require_equal(state.opened["plan"], plan.frozen_fields(), frozen)
         key = SamplingKey.load(key_path, state.opened["key_commitment"])
         signer = SigningKey.load(key_path.with_name(SIGNING_KEY), state.signer)
         if state.opened.get("data_hmac") != key.hmac(data_manifest):

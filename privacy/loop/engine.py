@@ -1,17 +1,23 @@
 """The engine of a loop of one's own: a model and an optimizer of torch, whole on every rank or in the shards of FSDP2.
 
 The optimizer steps on `.grad`s that hold noised, divided sums and nothing else. Anything else that could bring private data into
-the weights is refused: a step that is not this engine's, a gradient of the user's own backward, weights that changed meanwhile.
+the weights is refused: a step that is not this engine's, a gradient of the user's own backward, weights or an optimizer's state
+that changed meanwhile.
 """
 
 import copy
-from collections import defaultdict
+import gc
+import inspect
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as of_torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..clipping.sharded import put_away
 from ..errors import ConfigError, PrivacyConfigError
@@ -21,6 +27,7 @@ from ..step.reduction import gather_from_owners
 from ..step.row_shards import RowShards, in_shards, own_part
 from . import lineage
 from .fingerprint import fingerprint, fixed_tensors, of_whole
+from .ranks import say
 from .shards import require_rows, switch_reduction
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -58,8 +65,9 @@ class OwnEngine:
         self.layout.check(self.shapes)
         self.moments, self._numbers = _probe(optimizer, trainable)
         self._is_stepping = False
-        self._held = _held(optimizer)
+        self._held, self._left = _held(optimizer), _kept(optimizer.state)
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
+        self._rates, self._is_resumed = list[float](), False
         self._seen, self._seen_fixed = self.fingerprint(), fingerprint(fixed_tensors(model))
         self._seen_whole = of_whole(trainable, self._seen)
 
@@ -71,17 +79,20 @@ class OwnEngine:
     def step(self, shards: Sequence[GradShard], *, lr: float, noise_variance: float = 0.0) -> None:
         """One step of the optimizer; `noise_variance` is for optimizers of the trainer."""
         put_away(self.module)
+        _clear_gradients(self.module, self.optimizer)
         for name, gradient in self._gradients(shards).items():
             self._trainable[name].grad = gradient
         if self._sets_rate:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
+        self._rates, self._is_resumed = _rates(self.optimizer), False
         self._is_stepping = True
         try:
             self.optimizer.step()
         finally:
             self._is_stepping = False
-        self.optimizer.zero_grad(set_to_none=True)
+        _clear_gradients(self.module, self.optimizer)
+        self._left = _kept(self.optimizer.state)
         before, self._seen = self._seen_whole, self.fingerprint()
         self._seen_whole = of_whole(self._trainable, self._seen)
         lineage.note(self._trainable, before, self._seen_whole, lineage.Origin(self._run_dir, self.ledger_line()))
@@ -117,7 +128,24 @@ class OwnEngine:
                 "frozen weights or buffers changed since the loop was made: every gradient goes through them, so they may hold "
                 "nothing of private data, and no checkpoint keeps them; change a copy of the model"
             )
+        if self._is_resumed and not self._sets_rate:
+            self._require_rates_that_go_on()
         return self.require_all_noised()
+
+    def _require_rates_that_go_on(self) -> None:
+        """Schedulers of torch begin again with their program, and no checkpoint holds them: they are looked for in memory."""
+        found = [
+            one for one in gc.get_objects() if LRScheduler in type(one).__mro__ and one.optimizer is self.optimizer
+        ]
+        now, begins = _rates(self.optimizer), bool(found) and max(one.last_epoch for one in found) == 0
+        said = (
+            f"the run goes on with the learning rate {now}, and its last step took {self._rates}; a scheduler of torch needs "
+            "`for _ in range(loop.steps_done): scheduler.step()` once the loop is made"
+        )
+        if begins and now != self._rates:
+            raise PrivacyConfigError(f"{said}; for another rate, give learning_rate=, or no scheduler")
+        if begins or (now != self._rates and not found):
+            say(said)
 
     def require_all_noised(self) -> object:
         """Nothing but the loop's steps has put anything into weights or gradients; returns what `require_unchanged` does.
@@ -155,6 +183,13 @@ class OwnEngine:
                 "the weights changed since the loop's last step: something else writes to them (another optimizer, another loop, "
                 "a checkpoint that was loaded), and the ledger would not know what it spent; let the loop alone change them"
             )
+        require_settings(self.optimizer, self._refuse_foreign_step)
+        if (state := _kept(self.optimizer.state)) != self._left:
+            place = next(key for key in {**state, **self._left} if state.get(key) != self._left.get(key))
+            raise PrivacyConfigError(
+                f"the optimizer's state ({place[-1]}) changed since the loop's last step, and may hold gradients without noise: "
+                "let the loop alone change it; a resume needs no load_state_dict"
+            )
         return now if self.replicated else settings(self.optimizer)
 
     def _refuse_foreign_step(self, *_: object) -> None:
@@ -177,10 +212,10 @@ class OwnEngine:
                     if key not in self._numbers:
                         raise PrivacyConfigError(
                             f"{type(self.optimizer).__name__} keeps {key!r} of {name}, which it did not when the loop was made: "
-                            "leave its settings as they were, or take SGD, Adam or AdamW"
+                            "leave its settings as they were; a scheduler that changes momentum is made before the loop"
                         )
                     numbers.setdefault(name, {})[key] = float(value)
-        return {OPTIMIZER_FACTS: {"class": type(self.optimizer).__name__, "numbers": numbers}}
+        return {OPTIMIZER_FACTS: {"class": type(self.optimizer).__name__, "numbers": numbers, "rates": self._rates}}
 
     def state(self) -> Iterator[ShardState]:
         for piece in self.layout.owned_by(collectives.rank()):
@@ -212,6 +247,7 @@ class OwnEngine:
                 like = self._numbers[key]
                 value = torch.full_like(like, number) if isinstance(like, Tensor) else type(like)(number)
                 self.optimizer.state[self._trainable[name]][key] = value
+        self._rates, self._is_resumed = known["rates"], bool(known["rates"])
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
         """Takes all coordinates that this rank holds."""
@@ -222,7 +258,7 @@ class OwnEngine:
                 p = self._trainable[piece.name]
                 for key, values in tensors.items():
                     own_part(p if key == "param" else self.optimizer.state[p][key], piece).copy_(values)
-        self._seen = self.fingerprint()
+        self._seen, self._left = self.fingerprint(), _kept(self.optimizer.state)
         self._seen_whole = of_whole(self._trainable, self._seen)
 
 
@@ -256,10 +292,6 @@ def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
             raise PrivacyConfigError(
                 f"{name} has another dtype or device than the parameters before it: give all the same"
             )
-        if p.grad is not None:
-            raise PrivacyConfigError(
-                f"{name} has a gradient already: call optimizer.zero_grad() before the loop is made"
-            )
     names = {id(p): name for name, p in trainable.items()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in held if id(p) not in names and p.requires_grad]
@@ -274,11 +306,81 @@ def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
             f"the optimizer has to hold the model's trainable parameters, and it {what}: make it of "
             "[p for p in model.parameters() if p.requires_grad]"
         )
-    if any(float(state.get("step", 0)) > 0 for state in optimizer.state.values()):
+    require_settings(optimizer)
+    if (kept := _kept(optimizer.state)) and kept != _newly_built(optimizer):
         raise PrivacyConfigError(
-            "the optimizer has taken steps already: make a new one; the run folder resumes it by itself"
+            f"the optimizer has taken steps already, or holds what a new one does not ({next(iter(kept))[-1]}), and that may be "
+            "gradients without noise: make a new one; the run folder resumes it by itself"
         )
+    _clear_gradients(model, optimizer)
     return trainable
+
+
+def require_settings(optimizer: torch.optim.Optimizer, guard: Callable[..., object] | None = None) -> None:
+    """Numbers that are set, as callers and torch's schedulers may at any time, are all that an optimizer has besides its state.
+
+    Raises:
+        PrivacyConfigError: naming what else it has.
+    """
+    hooks = {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
+    hooks |= {**of_torch._global_optimizer_pre_hooks, **of_torch._global_optimizer_post_hooks}
+    foreign = [hook for hook in hooks.values() if hook != guard and not str(hook.__module__).startswith("torch.")]
+    step = vars(optimizer).get("step")  # torch's schedulers wrap that of the class
+    has_step = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
+    found = ["a hook, or a step(), of somebody else"] if foreign or has_step else []
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for place, leaf in _leaves({key: value for key, value in vars(optimizer).items() if key != "state"}).items():
+        if isinstance(leaf, Tensor | np.ndarray) and leaf.shape.count(1) < len(leaf.shape) and id(leaf) not in held:
+            found.append(f"more than one number in {'.'.join(map(str, place))}")
+    if found:
+        raise PrivacyConfigError(
+            f"the optimizer has {found[0]}, which could bring gradients without noise into the weights: remove it, or do its "
+            "work between turns"
+        )
+
+
+def _newly_built(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, ...], object]:
+    """What `_kept` says of an optimizer that is made anew of the same parameters; nothing where that fails."""
+    known = inspect.signature(type(optimizer)).parameters
+    given = {key: value for key, value in optimizer.defaults.items() if key in known}
+    twins = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for g in optimizer.param_groups for p in g["params"]}
+    groups = [{**group, "params": [twins[p] for p in group["params"]]} for group in optimizer.param_groups]
+    try:
+        made = type(optimizer)(groups, **given)
+    except Exception:  # whatever a constructor raises that wants something else
+        return {}
+    return _kept({p: made.state.get(twin) for p, twin in twins.items()})
+
+
+def _kept(state: Mapping[Any, Any]) -> dict[tuple[Any, ...], object]:
+    """What lies in an optimizer's state, by place: hashes of tensors, and other values as text."""
+    leaves = _leaves(state)
+    tensors = {place: value for place, value in leaves.items() if isinstance(value, Tensor)}
+    kept: dict[tuple[Any, ...], object] = dict(zip(tensors, fingerprint(tensors), strict=True))
+    return kept | {place: repr(value) for place, value in leaves.items() if place not in tensors and value is not None}
+
+
+def _leaves(value: object, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], object]:
+    """What lies in containers, by place."""
+    children: Any
+    if isinstance(value, Mapping):
+        children = [(id(key) if isinstance(key, Tensor) else str(key), child) for key, child in value.items()]
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        children = enumerate(value)
+    else:
+        return {place: value}
+    return {at: leaf for key, child in children for at, leaf in _leaves(child, (*place, key)).items()}
+
+
+def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """No gradient of anybody stays, frozen parameters included."""
+    for p in (*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])):
+        p.grad = None
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of each group."""
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
 
 
 def _probe(

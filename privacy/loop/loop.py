@@ -9,7 +9,10 @@ only what a recipe and a launcher say elsewhere, and what a user's own objects h
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..boundary import Private
-from ..card.text import rounded_up
+from ..card.text import rounded_up, useless_delta
 from ..checkpoints.read import Checkpoint, set_aside_newer
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
 from ..clipping.coverage import claims
@@ -39,7 +42,7 @@ from . import lineage
 from .engine import OwnEngine, settings
 from .fields import Example, Field
 from .opening import config_toml, data_manifest, few_items, fixed_digest, open_ledger, require_place, require_same_model
-from .ranks import on_all_or_none, require_same, require_talking, take_weights_of_main
+from .ranks import on_all_or_none, require_same, require_talking, say, take_weights_of_main
 from .reading import Items, Reader, require_items
 from .tasks import per_example_task
 from .turns import Turns
@@ -48,6 +51,15 @@ FRESH = 4
 """Made-up examples of the self-check."""
 KEPT = 2
 """Checkpoints that stay."""
+MEANT = {
+    "clip": "max_grad_norm",
+    "criterion": "loss",
+    "data": "dataset",
+    "data_loader": "dataset",
+    "epochs": "num_steps",
+}
+MEANT |= {"eps": "target_epsilon", "lr": "learning_rate", "output_dir": "run_dir", "sigma": "noise_multiplier"}
+"""Names of other libraries that are like none of those here."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,20 @@ class StepResult:
     lr: float
     noised_grad_norm: float
     private: dict[str, Private[float]]
+
+
+def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Refuses a keyword that is not known.
+
+    Raises:
+        PrivacyConfigError: with the name that was probably meant.
+    """
+    names = sorted({*known} - {"self", "rest"})
+    for name in sorted({*given} - {*names}):
+        close = [MEANT.get(name, ""), *(one for one in names if name in one), *difflib.get_close_matches(name, names)]
+        meant = next((one for one in close if one in names), None)
+        way = f"did you mean {meant}?" if meant else f"it takes {', '.join(names)}"
+        raise PrivacyConfigError(f"{what} takes no {name}: {way}")
 
 
 class PrivateLoop:
@@ -101,6 +127,12 @@ class PrivateLoop:
         PrivacyConfigError, ConfigError: what cannot be trained privately, and what to give instead (exit 2).
         PrivacyStateRefused: the run folder's parts do not fit together (exit 4).
     """
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        """Refuses an unknown keyword with the name that is meant, where Python would say what is missing."""
+        if cls.__init__ is PrivateLoop.__init__:
+            require_known(given, inspect.signature(cls.__init__).parameters, "PrivateLoop")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -160,6 +192,7 @@ class PrivateLoop:
                 self._require_finished()
                 self._ledger.mend()
                 self._spent = self._exact_claim()
+                say(f"{self.run_dir} is finished ({self.num_steps} steps): {self.claim}; more need another run folder")
             else:
                 self._begin(resumed, restart=restart_from_step_0)
             undone.pop_all()
@@ -196,6 +229,8 @@ class PrivateLoop:
             self._ledger.require_not_shorter_than(self._engine.origin.line)
         self._engine.ledger_line = self._ledger.position
         self.plan = self._ledger.plan
+        for line in self.plan.warnings if collectives.rank() == 0 else ():
+            warnings.warn(line, stacklevel=3)
         resumed = load_newest(self._folder, self._ledger, None)
         facts = {"class": kind_of(self.module).__name__, "fixed_sha256": fixed_digest(self.module)}
         self._facts = {"run": self.run_dir.resolve().name, "model": facts}
@@ -231,7 +266,7 @@ class PrivateLoop:
             noise=plan.noise(),
             noise_variance=NoiseVariance(0.0),
             learning_rate=self._rate or (lambda step: float(optimizer.param_groups[0]["lr"])),
-            note_charge=self._require_all_noised,
+            note_charge=lambda _: self._engine.require_all_noised(),  # the caller's loss and items have run
             keep_noise_on=None,
         )
         batches = LogicalBatches(
@@ -258,10 +293,6 @@ class PrivateLoop:
         collectives.on_main(lambda: self._folder.record_configuration(text, None))
         self._spent = collectives.on_main(self._ledger.claim)
 
-    def _require_all_noised(self, step: int) -> None:
-        """Before the charge of a step: the caller's loss and items have run."""
-        self._engine.require_all_noised()
-
     @property
     def num_steps(self) -> int:
         """The number of steps of the whole run."""
@@ -281,7 +312,8 @@ class PrivateLoop:
     def claim(self) -> str:
         """Epsilon and delta in words, epsilon rounded up."""
         assert self.epsilon is not None, "a loop without a guarantee is not opened"
-        return f"epsilon {rounded_up(self.epsilon, 2)} at delta {self.delta:g}"
+        useless = useless_delta(self.delta, self.plan.num_examples)
+        return f"epsilon {rounded_up(self.epsilon, 2)} at delta {self.delta:g}" + (f"; {useless}" if useless else "")
 
     def __iter__(self) -> Iterator[StepResult]:
         """Takes the steps that are left; the last one ends the run in the ledger.
@@ -327,6 +359,12 @@ class PrivateLoop:
             if number == self.num_steps:
                 self._ledger.close_run()
             self._spent = self._exact_claim() if number == self.num_steps else collectives.on_main(self._ledger.claim)
+        bad, count = (record.private[name].inside() for name in ("num_nonfinite", "num_examples"))
+        if bad == count > 0:
+            say(
+                f"step {number}: loss or gradients of all {count:.0f} examples are not finite, so noise alone was added: are the "
+                "weights still finite, and the learning rate small enough?"
+            )
         return StepResult(number, self.epsilon, record.lr.value, record.noised_grad_norm.value, record.private)
 
     def save(self) -> None:
@@ -385,12 +423,8 @@ class PrivateLoop:
 
     def _exact_claim(self) -> tuple[float, float] | None:
         """Epsilon of exactly what is charged, which takes seconds; while the run goes on a table of upper bounds is read."""
-
-        def computed() -> tuple[float, float] | None:
-            epsilon = self.plan.epsilon_after(self._ledger.num_charged)
-            return None if epsilon is None else (epsilon, self.plan.target_delta)
-
-        return collectives.on_main(computed)
+        epsilon = collectives.on_main(lambda: self.plan.epsilon_after(self._ledger.num_charged))
+        return None if epsilon is None else (epsilon, self.plan.target_delta)
 
     def _require_finished(self) -> None:
         if self.steps_done < self.num_steps:

@@ -40,8 +40,10 @@ def data_manifest(reader: Reader, data_version: str | None) -> bytes:
     if data_version is None:
         named = reader.digest().hex()
     else:
-        reader.look()
+        reader.digest(whole=False)
         named = f"version {data_version}"
+    if reader.unusable:
+        print(reader.unusable, flush=True)
     fields = {name: repr(field) for name, field in reader.example.fields.items()}
     return json.dumps({"items": len(reader.dataset), "data": named, "fields": fields}, sort_keys=True).encode()
 
@@ -51,7 +53,7 @@ def few_items(reader: Reader) -> str:
     if collectives.is_alone():
         return ""
     try:
-        return reader.look().hex()
+        return reader.digest(whole=False).hex()
     except (PrivacyConfigError, ItemNotRead) as error:
         return str(error)
 

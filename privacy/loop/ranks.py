@@ -43,6 +43,12 @@ def on_all_or_none(check: Callable[[], object]) -> None:
         )
 
 
+def say(line: str) -> None:
+    """Prints a line on the console of rank 0, which lies inside the trust boundary."""
+    if collectives.rank() == 0:
+        print(line, flush=True)
+
+
 def require_talking() -> None:
     """Refuses a process group that carries no tensors of the CPU, which ledger and sampler need."""
     if dist.is_initialized() and dist.get_backend() == "nccl":

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from ..card.text import one_line
 from ..errors import PrivacyConfigError
 from ..step.batches import Dealt
 from .fields import Example, Unusable
@@ -102,6 +103,8 @@ def seed(key: int) -> None:
 class Reader(Dataset["MicroBatch | Failure"]):
     """Request -> MicroBatch, in a worker or in this process."""
 
+    unusable = ""  # how many items the last look found that count as zero, and why, for the console
+
     def __init__(self, dataset: Items, example: Example, micro_batch_size: int) -> None:
         self.dataset, self.example, self.micro_batch_size = dataset, example, micro_batch_size
 
@@ -178,8 +181,8 @@ class Reader(Dataset["MicroBatch | Failure"]):
 
             yield plan, batches()
 
-    def digest(self) -> bytes:
-        """SHA-256 over all items, one pass; refuses data that the run could not use.
+    def digest(self, *, whole: bool = True) -> bytes:
+        """SHA-256 over all items in one pass, or over a few; refuses data that the run could not use.
 
         What is found depends on private items, so it is for the console of whoever runs the job, before any ledger is open.
 
@@ -187,32 +190,28 @@ class Reader(Dataset["MicroBatch | Failure"]):
             PrivacyConfigError: most items cannot be used, or an item is not the same when it is read again.
             ItemNotRead: see `item`.
         """
-        total, reasons, seen = hashlib.sha256(), Counter[str](), {}
-        again = set(np.linspace(0, len(self.dataset) - 1, LOOKED_AT_TWICE).astype(int).tolist())
+        total, reasons, seen = hashlib.sha256(), Counter[str](), dict[int, bytes]()
+        again = np.unique(np.linspace(0, len(self.dataset) - 1, LOOKED_AT_TWICE).astype(int)).tolist()
         with kept_random_numbers():
-            for index in range(len(self.dataset)):
+            for index in range(len(self.dataset)) if whole else again:
                 one = self._digest_of(index, reasons)
                 total.update(one)
                 if index in again:
                     seen[index] = one
             self._require_repeatable(seen)
-        self._require_usable(reasons, len(self.dataset))
+        self._require_usable(reasons, len(self.dataset) if whole else len(seen))
         return total.digest()
 
-    def look(self) -> bytes:
-        """SHA-256 over a few items; what `digest` refuses, from these alone."""
-        reasons, seen = Counter[str](), {}
+    def contents(self) -> set[bytes]:
+        """SHA-256 of each item that can be used, drawn with the same random numbers: equal items have equal ones."""
+        unusable = hashlib.sha256().digest()
         with kept_random_numbers():
-            for index in np.unique(np.linspace(0, len(self.dataset) - 1, LOOKED_AT_TWICE).astype(int)).tolist():
-                seen[index] = self._digest_of(index, reasons)
-            self._require_repeatable(seen)
-        self._require_usable(reasons, len(seen))
-        return hashlib.sha256(b"".join(seen.values())).digest()
+            return {self._digest_of(index, Counter(), key=0) for index in range(len(self.dataset))} - {unusable}
 
-    def _digest_of(self, index: int, reasons: Counter[str]) -> bytes:
+    def _digest_of(self, index: int, reasons: Counter[str], key: int | None = None) -> bytes:
         one = hashlib.sha256()
         try:
-            for name, tensor in self.item(index, key=index).items():
+            for name, tensor in self.item(index, key=index if key is None else key).items():
                 one.update(name.encode())
                 one.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         except Unusable as error:
@@ -229,12 +228,11 @@ class Reader(Dataset["MicroBatch | Failure"]):
                 )
 
     def _require_usable(self, reasons: Counter[str], count: int) -> None:
+        why = ", ".join(f"{number} times: {one_line(reason)[:200]}" for reason, number in reasons.most_common(3))
+        found = f"{reasons.total()} of {count} items cannot be used ({why}), and "
         if 2 * reasons.total() > count:
-            why = ", ".join(f"{number} times: {reason[:200]}" for reason, number in reasons.most_common(3))
-            raise PrivacyConfigError(
-                f"{reasons.total()} of {count} items cannot be used ({why}), and would count as zero: does example say what an "
-                "item is?"
-            )
+            raise PrivacyConfigError(f"{found}would count as zero: does example say what an item is?")
+        self.unusable = f"{found}count as zero" if reasons else ""
 
 
 def _is_of_the_machine(error: BaseException) -> bool:

@@ -7,6 +7,7 @@
 Nothing of the package imports this module, since it needs transformers and accelerate.
 """
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from ..errors import PrivacyConfigError
-from .loop import PrivateLoop
+from .fields import Example
+from .loop import PrivateLoop, require_known
+from .ranks import say
+from .reading import Reader, require_items
 
 UNFIT = {
     "fp16": (False, "weights are float32"),
@@ -27,6 +31,13 @@ UNFIT = {
     "torch_compile": (False, "the loop clips the model as it is"),
 }
 """Arguments that have to keep their default here -> the default, and why."""
+SAID_BY_ARGS = {
+    "num_steps": "max_steps",
+    "max_grad_norm": "max_grad_norm",
+    "micro_batch_size": "per_device_train_batch_size",
+    "num_workers": "dataloader_num_workers",
+}
+"""Arguments of `PrivateLoop` -> what says them here."""
 
 
 class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read by the type checker
@@ -37,19 +48,32 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
     training loss.
 
     Args:
-        run_dir, private: of `PrivateLoop`, except for `num_steps`, `max_grad_norm`, `micro_batch_size` and `num_workers`, which
-            `args` says.
+        run_dir, rest: of `PrivateLoop`, except for `num_steps`, `max_grad_norm`, `micro_batch_size` and `num_workers`, which
+            `args` says; or of transformers.
+        eval_is_public: declares that evaluation data are public, since their losses are logged without noise. Without it they
+            are compared with the training data, item by item.
 
     Raises:
-        PrivacyConfigError: an argument of transformers that does not fit private steps.
+        PrivacyConfigError: an argument of transformers that does not fit private steps, or evaluation on items of the training
+            data.
     """
 
     def __init__(
-        self, model: Any, args: TrainingArguments, *, run_dir: str | Path, train_dataset: Any, **rest: Any
+        self,
+        model: Any,
+        args: TrainingArguments,
+        *,
+        run_dir: str | Path,
+        train_dataset: Any,
+        eval_is_public: bool = False,
+        **rest: Any,
     ) -> None:
-        names = PrivateLoop.__init__.__annotations__
+        names = PrivateLoop.__init__.__annotations__.keys() - SAID_BY_ARGS
+        for name in rest.keys() & SAID_BY_ARGS:
+            raise PrivacyConfigError(f"PrivateTrainer takes no {name}: give TrainingArguments {SAID_BY_ARGS[name]}")
+        require_known(rest, {*names, *inspect.signature(Trainer.__init__).parameters}, "PrivateTrainer")
         self._private = {name: rest.pop(name) for name in list(rest) if name in names}
-        self._run_dir = run_dir
+        self._run_dir, self._eval_is_public, self._compared = run_dir, eval_is_public, dict[int, Any]()
         if args.max_steps < 1:
             raise PrivacyConfigError(
                 "give TrainingArguments max_steps: epochs are not counted, since a batch is drawn by coins"
@@ -70,6 +94,27 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
                 "rate from public metrics in a PrivateLoop"
             )
         super().__init__(model, args, train_dataset=train_dataset, **rest)
+        self._require_public(self.eval_dataset)
+
+    def evaluate(self, eval_dataset: Any = None, *more: Any, **named: Any) -> dict[str, float]:
+        """Evaluates as transformers does, on data that are public."""
+        self._require_public(self.eval_dataset if eval_dataset is None else eval_dataset)
+        return dict(super().evaluate(eval_dataset, *more, **named))
+
+    def _require_public(self, given: Any) -> None:
+        for data in given.values() if isinstance(given, dict) else [given]:
+            if self._eval_is_public or data is None or isinstance(data, str) or id(data) in self._compared:
+                continue
+            require_items(self.train_dataset)
+            say("comparing the items of eval_dataset with those of train_dataset; eval_is_public=True skips it")
+            mine, theirs = (Reader(one, Example(self._private["example"]), 1) for one in (data, self.train_dataset))
+            items = mine.contents() if hasattr(data, "__len__") else set()
+            if not items or items & theirs.contents():
+                raise PrivacyConfigError(
+                    f"eval_dataset {'shares items' if items else 'cannot be compared'} with train_dataset, and a loss on private "
+                    "data is logged without noise: give public data, and declare them by eval_is_public=True"
+                )
+            self._compared[id(data)] = data
 
     def _evaluate(self) -> None:
         """Evaluates, and puts the model back as the self-check has seen it: transformers leaves marks on it."""
@@ -91,10 +136,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
             optimizer,
             self.train_dataset,
             run_dir=self._run_dir,
-            num_steps=args.max_steps,
-            max_grad_norm=args.max_grad_norm,
-            micro_batch_size=args.per_device_train_batch_size,
-            num_workers=args.dataloader_num_workers,
+            **{name: getattr(args, said) for name, said in SAID_BY_ARGS.items()},
             **self._private,
         ) as loop:
             self.loop = loop

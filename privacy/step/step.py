@@ -76,7 +76,7 @@ class Mechanism:
     noise: NoiseSource
     noise_variance: NoiseVariance
     learning_rate: Callable[[int], float]
-    note_charge: Callable[[int], None]
+    note_charge: Callable[[int], object]
     keep_noise_on: torch.device | None
     segment: Segment = field(init=False)
 

@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.distributed.ranks import ROOT, quiet_environment
 from tests.e2e.launch import TRAIN, train_arguments
-from trainer.loop.announce import few_cpus
+from trainer.loop.announce import _claim, few_cpus
 
 
 @pytest.mark.parametrize("cpus", [[8, 8], [8, 16, 9], [64]])
@@ -38,3 +39,11 @@ def test_the_affinity_counts(tmp_path: Path) -> None:
     assert "warning: the warm-up takes 2 steps and the run 1" in done.stdout
     warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: rank")]
     assert len(warnings) == 1 and "may use 1 CPU for its 2 data workers:" in warnings[0], done.stdout
+
+
+@pytest.mark.parametrize(("delta", "is_useless"), [(0.0025, True), (0.002, False)])
+def test_the_last_line_says_that_a_delta_of_1_over_n_protects_nobody(delta: float, is_useless: bool) -> None:
+    plan = SimpleNamespace(target_delta=delta, num_examples=400)
+    ledger = SimpleNamespace(claim=lambda: (0.5, delta), epsilon=lambda: 0.5)
+    said = _claim(SimpleNamespace(ledger=ledger, mechanism=SimpleNamespace(plan=plan)))  # type: ignore[arg-type]
+    assert said.startswith(f"epsilon 0.5000 at delta {delta:g}") and ("protects nobody" in said) is is_useless

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from privacy.card.text import rounded_up
+from privacy.card.text import rounded_up, useless_delta
 from trainer.config.machine import MachineSettings
 from trainer.loop.fit import BUDGET_SPENT, DONE
 from trainer.loop.stopping import STOPPED_EARLY
@@ -115,6 +115,8 @@ def _claim(run: Run) -> str:
     if claim is None or own is None:
         return "no formal guarantee"
     delta, words = run.mechanism.plan.target_delta, f"epsilon {rounded_up(claim[0], 4)} at delta {claim[1]:g}"
+    if useless := useless_delta(claim[1], run.mechanism.plan.num_examples):
+        words += f" ({useless})"
     if claim == (own, delta):
         return words
     alone = f"epsilon {rounded_up(own, 4)} at delta {delta:g} for this run alone"

@@ -139,7 +139,8 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
     from privacy.loop.trainer import PrivateTrainer
 
     generator = torch.Generator().manual_seed(3)
-    data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(40)]
+    data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(44)]
+    data, held_out = data[:40], data[40:]
 
     class StopsAfter(TrainerCallback):  # type: ignore[misc]  # transformers is not read by the type checker
         def __init__(self, last: int) -> None:
@@ -154,7 +155,7 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
         more |= {"save_strategy": IntervalStrategy.NO, "report_to": [], "disable_tqdm": True, "use_cpu": True}
         args, model = TrainingArguments(str(tmp_path / "out"), **(more | changes)), image_model()
         made = PrivateTrainer(
-            model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=data[:4], example=fields(model),
+            model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=held_out, example=fields(model),
             expected_batch_size=10, noise_multiplier=4.0, callbacks=[StopsAfter(last)],
         )  # fmt: skip
         made.evaluate = lambda: (model.eval(), setattr(model, "left_behind", True))
@@ -195,6 +196,53 @@ def test_without_accelerate_too_a_trainer_keeps_the_claim(tmp_path: Path) -> Non
     assert second.model.training and not hasattr(second.model, "left_behind")
 
 
+@pytest.mark.usefixtures("no_accelerate")
+def test_evaluation_on_training_items_is_refused_unless_they_are_declared_public(tmp_path: Path) -> None:
+    """The whole data set, a part of it, equal items in another data set, and what cannot be compared."""
+    from torch.utils.data import ConcatDataset, IterableDataset, Subset
+    from transformers import TrainingArguments
+
+    from privacy.loop.trainer import PrivateTrainer
+
+    generator = torch.Generator().manual_seed(3)
+    data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(44)]
+    data, held_out = data[:40], data[40:]
+
+    def trainer(given: Any, **changes: Any) -> PrivateTrainer:
+        model = image_model()
+        return PrivateTrainer(
+            model, TrainingArguments(str(tmp_path / "out"), max_steps=3), run_dir=tmp_path / "run", train_dataset=data,
+            eval_dataset=given, example=fields(model), expected_batch_size=10, noise_multiplier=4.0, **changes,
+        )  # fmt: skip
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(held_out)
+
+    equal = {name: value.clone() if name == "pixel_values" else value for name, value in data[7].items()}
+    shared: list[Any] = [
+        data,
+        data[:2],
+        Subset(data, [3]),
+        ConcatDataset([held_out, Subset(data, [39])]),
+        [*held_out, equal],
+    ]
+    for given in (*shared, {"public": held_out, "other": data[5:6]}):
+        with pytest.raises(PrivacyConfigError, match=r"shares items with train_dataset.*eval_is_public=True"):
+            trainer(given)
+        trainer(given, eval_is_public=True)
+    for given in (Stream(), [{"pixel_values": torch.zeros(2)}]):
+        with pytest.raises(PrivacyConfigError, match="cannot be compared with train_dataset"):
+            trainer(given)
+    made = trainer(held_out)
+    with pytest.raises(PrivacyConfigError, match="shares items"):
+        made.evaluate(data)
+    with pytest.raises(PrivacyConfigError, match="takes no delta: did you mean target_delta"):
+        trainer(held_out, delta=1e-5)
+    with pytest.raises(PrivacyConfigError, match="give TrainingArguments max_steps"):
+        trainer(held_out, num_steps=3)
+
+
 @full
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_a_trainer_of_transformers_takes_private_steps_resumes_and_logs_nothing_private(tmp_path: Path) -> None:
@@ -203,7 +251,8 @@ def test_a_trainer_of_transformers_takes_private_steps_resumes_and_logs_nothing_
     from privacy.loop.trainer import PrivateTrainer
 
     generator = torch.Generator().manual_seed(3)
-    data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(40)]
+    data = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 4} for i in range(44)]
+    data, held_out = data[:40], data[40:]
 
     def trainer(**changes: Any) -> PrivateTrainer:
         more = {
@@ -217,7 +266,7 @@ def test_a_trainer_of_transformers_takes_private_steps_resumes_and_logs_nothing_
         args = TrainingArguments(str(tmp_path / "out"), **(more | changes))
         model = image_model()
         return PrivateTrainer(
-            model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=data[:4], example=fields(model),
+            model, args, run_dir=tmp_path / "run", train_dataset=data, eval_dataset=held_out, example=fields(model),
             expected_batch_size=10, noise_multiplier=4.0,
         )  # fmt: skip
 

@@ -1,6 +1,8 @@
 """A loop of one's own takes the steps that its ledger charges, and no others."""
 
 import copy
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from privacy import verify
 from privacy.errors import BudgetSpent, ConfigError, PrivacyConfigError, PrivacyStateRefused
 from privacy.loop import PrivateLoop
 from privacy.sampling.keys import SamplingKey
@@ -194,15 +197,12 @@ def test_models_and_optimizers_that_void_the_claim_are_refused(tmp_path: Path) -
     stepped(torch.zeros(1, 6)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    graded = net()
-    graded(torch.zeros(1, 6)).sum().backward()
     less = net()
     cases: list[tuple[str, nn.Module, Any]] = [
         ("not DistributedDataParallel", DistributedDataParallel(net()), None),
         ("BatchNorm", normalised, None),
         ("torch.bfloat16", net().bfloat16(), None),
         ("has taken steps already", stepped, optimizer),
-        ("has a gradient already", graded, None),
         ("the optimizer has to hold", less, torch.optim.SGD(less[0].parameters(), lr=0.1)),
         ("holds a parameter of shape", less, torch.optim.SGD([*less.parameters(), *net().parameters()], lr=0.1)),
         ("needs no closure", less, torch.optim.LBFGS(less.parameters())),
@@ -375,3 +375,89 @@ def test_a_run_whose_crashes_used_up_the_reserve_stops(tmp_path: Path) -> None:
             with pytest.raises(BudgetSpent):
                 loop.step()
         assert ledger_of(tmp_path / "run").num_charged == 8
+
+
+@pytest.mark.parametrize("delta", [0.1, 1 / 60])
+def test_a_delta_of_1_over_n_or_more_is_said_wherever_an_epsilon_is(
+    delta: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with quick():
+        with pytest.warns(UserWarning, match="protects nobody"), make(tmp_path / "run", target_delta=delta) as loop:
+            list(loop)
+        assert "protects nobody" in loop.claim
+        assert "1/n or more protects nobody" in json.dumps(verify.verify(tmp_path / "run", None)[1])
+        with pytest.warns(UserWarning, match="protects nobody"), make(tmp_path / "run", target_delta=delta):
+            assert "protects nobody" in capsys.readouterr().out
+        with warnings.catch_warnings(), make(tmp_path / "default") as loop:
+            warnings.simplefilter("error")
+            assert loop.claim == "epsilon 1.00 at delta 0.00833333"
+
+
+def test_items_that_count_as_zero_are_counted_with_their_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Labels from 1 on lose the last class, and no line of the run would tell."""
+    data = Rows((x, y + 1) for x, y in rows())
+    lost = sum(y == 3 for _, y in data)
+    with quick():
+        make(tmp_path / "run", dataset=Rows([*data, (torch.zeros(7), 1)])).close()
+        said = capsys.readouterr().out
+        assert f"{lost + 1} of 61 items cannot be used" in said and f"({lost} times: item_1 holds integers" in said
+        assert "1 times: item_0 has shape (7,)" in said
+        make(tmp_path / "whole").close()
+        assert "cannot be used" not in capsys.readouterr().out
+
+
+def test_a_batch_without_a_finite_example_is_said_when_it_happens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Overflowing(Rows):
+        factor = 1.0
+
+        def __getitem__(self, index: Any) -> Any:
+            x, y = super().__getitem__(index)
+            return x * self.factor, y
+
+    data = Overflowing(rows())
+    with quick(), make(tmp_path / "run", dataset=data) as loop:
+        loop.step()
+        assert "not finite" not in capsys.readouterr().out
+        data.factor = torch.inf
+        assert loop.step().private["num_nonfinite"].inside() > 0
+        assert "step 2: loss or gradients of all" in capsys.readouterr().out
+
+
+def test_a_finished_loop_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with quick():
+        with make(tmp_path / "run") as loop:
+            list(loop)
+        assert "finished" not in capsys.readouterr().out
+        make(tmp_path / "run").close()
+        said = capsys.readouterr().out
+    assert f"{tmp_path / 'run'} is finished (6 steps): epsilon 1.00" in said and "another run folder" in said
+
+
+MEANT = {
+    "delta": "target_delta", "epsilon": "target_epsilon", "epochs": "num_steps", "steps": "num_steps",
+    "sigma": "noise_multiplier", "noise": "noise_multiplier", "batch_size": "expected_batch_size", "lr": "learning_rate",
+    "max_norm": "max_grad_norm", "loss_fn": "loss", "workers": "num_workers", "optimiser": "optimizer",
+    "data_loader": "dataset", "train_dataset": "dataset", "rundir": "run_dir", "micro_batchsize": "micro_batch_size",
+}  # fmt: skip
+
+
+def test_a_keyword_of_another_library_gets_the_name_that_is_meant() -> None:
+    for name, meant in MEANT.items():
+        with pytest.raises(PrivacyConfigError, match=f"PrivateLoop takes no {name}: did you mean {meant}") as refused:
+            PrivateLoop(net(), **{name: 1})
+        assert "\n" not in str(refused.value)
+    with pytest.raises(PrivacyConfigError, match="it takes data_version, dataset, example"):
+        PrivateLoop(net(), poisson=True)
+
+
+def test_frozen_settings_name_a_way_out(tmp_path: Path) -> None:
+    with quick():
+        make(tmp_path / "run").close()
+        with pytest.raises(
+            PrivacyConfigError, match="the old value or another run folder: num_steps was 6 and is now 7"
+        ):
+            make(tmp_path / "run", num_steps=7)

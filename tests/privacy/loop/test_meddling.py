@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from privacy.errors import PrivacyConfigError
 from privacy.loop import PrivateLoop, floats, integers
 from privacy.loop.fields import Example
-from privacy.loop.fingerprint import fingerprint
+from privacy.loop.fingerprint import PIECE, fingerprint
 from privacy.loop.opening import few_items
 from privacy.loop.reading import Reader
 from privacy.sampling.keys import SamplingKey
@@ -41,6 +41,18 @@ def test_no_exchange_and_no_changes_that_cancel_keep_a_fingerprint() -> None:
         is_same = torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
         assert (fingerprint({"x": x}) == fingerprint({"x": y})) is is_same
         assert fingerprint({"x": x}) == fingerprint({"x": x.t().contiguous().t()})
+
+
+def test_pieces_that_fit_a_cache_keep_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are those of one piece for all, so that a run that was begun with others goes on."""
+    generator = torch.Generator().manual_seed(3)
+    count = 2 * PIECE["cpu"] + 5
+    tensors = {
+        str(dtype): torch.randn(count, generator=generator).to(dtype) for dtype in (torch.float32, torch.bfloat16)
+    }
+    small = fingerprint(tensors)
+    monkeypatch.setitem(PIECE, "cpu", 1 << 22)
+    assert fingerprint(tensors) == small == [-3865912323540830538, 3216287241625803711]
 
 
 class Shifted(nn.Module):

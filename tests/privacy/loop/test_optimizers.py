@@ -1,0 +1,247 @@
+"""An optimizer brings no gradient without noise into a step, wherever it could keep one; whatever is the caller's goes on."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from privacy.errors import PrivacyConfigError
+from privacy.loop.engine import require_plain
+from privacy.sampling.keys import SamplingKey
+from tests.privacy.loop.own import D, K, ledger_of, make, net, quick
+
+OF_TORCH = sorted(
+    (kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer),
+    key=lambda kind: kind.__name__,
+)
+UNFIT = {"LBFGS": "needs no closure", "SparseAdam": "needs no closure", "Adafactor": "keeps 'row_var'"}
+
+
+def bare() -> nn.Module:
+    """Matrices alone, since Muon takes nothing else."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, 5, bias=False), nn.Tanh(), nn.Linear(5, K, bias=False))
+
+
+def of(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
+    more = {"momentum": 0.9} if kind in (torch.optim.SGD, torch.optim.RMSprop) else {}
+    return kind(model.parameters(), lr=0.1, **more)
+
+
+def gradients(model: nn.Module, *, sparse: bool = False) -> None:
+    for p in model.parameters():
+        p.grad = torch.randn_like(p).to_sparse() if sparse else torch.randn_like(p)
+
+
+@pytest.mark.parametrize("kind", OF_TORCH)
+def test_every_optimizer_of_torch_is_taken_new_and_refused_after_a_step_of_its_own(kind: Any, tmp_path: Path) -> None:
+    with quick():
+        stepped = bare()
+        optimizer = of(kind, stepped)
+        gradients(stepped, sparse=kind is torch.optim.SparseAdam)
+        optimizer.step(*([lambda: torch.zeros(())] if kind is torch.optim.LBFGS else []))
+        optimizer.zero_grad()
+        with pytest.raises(PrivacyConfigError, match="has taken steps already"):
+            make(tmp_path / "stepped", stepped, optimizer=optimizer)
+        model = bare()
+        if kind.__name__ in UNFIT:
+            with pytest.raises(PrivacyConfigError, match=UNFIT[kind.__name__]):
+                make(tmp_path / "new", model, optimizer=of(kind, model))
+            return
+        with make(tmp_path / "new", model, optimizer=of(kind, model), num_steps=2) as loop:
+            list(loop)
+    assert not (tmp_path / "stepped/ledger.jsonl").exists() and ledger_of(tmp_path / "new").num_charged == 2
+
+
+def test_the_step_that_was_a_gradient_without_noise_is_none(tmp_path: Path) -> None:
+    """Momentum of one own step, that step's gradient in `.grad`, or both: none of it is in the released weights."""
+    with quick(silent=True) as patch:
+        for name in ("coin_key", "row_key", "example_key"):
+            patch.setattr(SamplingKey, name, lambda *_: bytes(32))
+        plain, graded = net(), net()
+        gradients(graded)
+        graded[1].register_parameter("fixed", nn.Parameter(torch.zeros(3), requires_grad=False))
+        graded[1].fixed.grad = torch.ones(3)
+        for name, model in (("plain", plain), ("graded", graded)):
+            with make(
+                tmp_path / name, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+            ) as loop:
+                loop.step()
+    assert all(p.grad is None for p in graded.parameters())
+    assert not graded[1].fixed.any()
+    for a, b in zip(plain.parameters(), [*graded[0].parameters(), *graded[2].parameters()], strict=True):
+        assert torch.equal(a, b)
+
+
+def stash(place: Callable[[Any, Tensor], object]) -> Callable[[Any], object]:
+    return lambda optimizer: place(optimizer, torch.randn(D))
+
+
+PLACES: dict[str, Callable[[Any], object]] = {
+    "rate": stash(lambda o, g: o.param_groups[0].update(lr=g)),
+    "betas": stash(lambda o, g: o.param_groups[0].update(betas=(0.9, g))),
+    "key of its own": stash(lambda o, g: o.param_groups[1].update(kept={"deep": [g]})),
+    "an array": stash(lambda o, g: o.param_groups[0].update(kept=g.numpy())),
+    "attribute": stash(lambda o, g: setattr(o, "kept", g)),
+    "attributes in a list": stash(lambda o, g: setattr(o, "kept", [{"a": (g,)}])),
+    "defaults": stash(lambda o, g: o.defaults.update(kept=g)),
+    "hook before": stash(lambda o, g: o.register_step_pre_hook(lambda *_: None)),
+    "hook after": stash(lambda o, g: o.register_step_post_hook(lambda *_: None)),
+    "another step": stash(lambda o, g: setattr(o, "step", lambda: None)),
+    "state of a parameter": stash(lambda o, g: o.state[o.param_groups[0]["params"][0]].update(kept=g)),
+    "state of nothing": stash(lambda o, g: o.state.update(kept=g)),
+    "number in the state": lambda o: o.state[o.param_groups[0]["params"][0]].update(kept=0.25),
+}
+SAID = "optimizer has taken steps already|optimizer has more than one number|optimizer has a hook|optimizer's state"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_could_hold_a_gradient_is_refused_at_the_start_and_between_steps(place: str, tmp_path: Path) -> None:
+    def adam(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
+
+    model = net()
+    optimizer = adam(model)
+    PLACES[place](optimizer)
+    with pytest.raises(PrivacyConfigError, match=SAID):
+        require_plain(model, optimizer)
+    with quick():
+        optimizer = adam(model)
+        with make(tmp_path / "run", model, optimizer=optimizer) as loop:
+            loop.step()
+            PLACES[place](optimizer)
+            with pytest.raises(PrivacyConfigError, match=SAID):
+                loop.step()
+            loop.steps_done, loop._saved = 1, 1  # weights are as they were; nothing has to be saved
+    assert ledger_of(tmp_path / "run").num_charged == 1
+
+
+def test_a_state_that_is_changed_in_place_loaded_or_stepped_elsewhere_is_found(tmp_path: Path) -> None:
+    def loaded(optimizer: Any, before: Any) -> None:
+        before["state"] = copy.deepcopy(optimizer.state_dict()["state"])
+        before["state"][0]["exp_avg"] += 1
+        optimizer.load_state_dict(before)
+
+    changes: dict[str, Callable[[Any, Any], object]] = {
+        "in place": lambda o, _: o.state[o.param_groups[0]["params"][1]]["exp_avg"].data.add_(1),
+        "exchanged": lambda o, _: o.state[o.param_groups[0]["params"][1]].update(exp_avg=torch.zeros(5)),
+        "a count": lambda o, _: o.state[o.param_groups[0]["params"][1]]["step"].add_(1),
+        "emptied": lambda o, _: o.state.clear(),
+        "loaded": loaded,
+    }
+    with quick():
+        for name, change in changes.items():
+            model = net()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            with make(tmp_path / name, model, optimizer=optimizer, save_every=1) as loop:
+                before = optimizer.state_dict()
+                loop.step()
+                change(optimizer, before)
+                with pytest.raises(PrivacyConfigError, match="optimizer's state"):
+                    loop.step()
+            model = net()  # the checkpoint goes on, and is watched as well
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            with make(tmp_path / name, model, optimizer=optimizer, save_every=1) as loop:
+                next(iter(optimizer.state.values()))["exp_avg"].add_(1)
+                with pytest.raises(PrivacyConfigError, match="optimizer's state"):
+                    loop.step()
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=12),
+    "cycles": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 6),
+    "warm-up": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.StepLR(o, 2)], milestones=[2]
+    ),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"lr": 0.05},
+    "foreach": {"lr": 0.05, "foreach": True},
+    "fused": {"lr": 0.05, "fused": True},
+    "rate as a tensor": {"lr": torch.tensor(0.05)},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_schedulers_and_settings_of_torch_go_on(schedule: str, tmp_path: Path) -> None:
+    """Made before the loop or in it, forwarded after a resume: the rates are those of a run that was never left."""
+    expected: dict[int, float] = {}
+    with quick():
+        for name in ("whole", "before", "inside"):
+            for leave_at in (6,) if name == "whole" else (4, 6):
+                model: Any = net()
+                decayed = {"params": [model[0].weight, model[2].weight], "weight_decay": 0.1}
+                rest = {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0}
+                optimizer = torch.optim.AdamW([decayed, rest], lr=0.05)
+                scheduler = SCHEDULERS[schedule](optimizer) if name != "inside" else None
+                with make(tmp_path / name, model, optimizer=optimizer, save_every=1) as loop:
+                    scheduler = scheduler or SCHEDULERS[schedule](optimizer)
+                    for _ in range(loop.steps_done):
+                        scheduler.step()
+                    for step in loop:
+                        scheduler.step()
+                        assert step.lr == pytest.approx(expected.setdefault(step.number, step.lr))
+                        if step.number == leave_at:
+                            break
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_settings_and_a_rate_that_is_set_by_hand_go_on(settings: str, tmp_path: Path) -> None:
+    with quick():
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), **SETTINGS[settings])
+        with make(tmp_path / "run", model, optimizer=optimizer) as loop:
+            for step in loop:
+                optimizer.param_groups[0].update(
+                    lr=0.1 / step.number, betas=(0.8, 0.99), weight_decay=0.01 * step.number
+                )
+    assert ledger_of(tmp_path / "run").num_charged == 6
+
+
+def test_a_scheduler_that_would_begin_again_at_a_resume_is_refused_with_both_rates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(name: str, lr: float, schedule: Any, *, inside: bool, leave_at: int, **changes: Any) -> list[float]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        scheduler = schedule(optimizer) if not inside else None
+        with make(tmp_path / name, model, optimizer=optimizer, save_every=1, **changes) as loop:
+            scheduler = scheduler or schedule(optimizer)
+            taken = []
+            for step in loop:
+                scheduler.step()
+                taken.append(step.lr)
+                if step.number == leave_at:
+                    break
+        return taken
+
+    def cosine(optimizer: Any) -> Any:
+        return lr_scheduler.CosineAnnealingLR(optimizer, 6)
+
+    def none(_: Any) -> Any:
+        return SimpleNamespace(step=lambda: None)
+
+    with quick():
+        for name, schedule, inside in (("begins", cosine, False), ("inside", SCHEDULERS["one cycle"], True)):
+            last = run(name, 0.1, schedule, inside=inside, leave_at=4)[-1]
+            with pytest.raises(PrivacyConfigError, match=r"range\(loop.steps_done\): scheduler.step") as refused:
+                run(name, 0.1, schedule, inside=inside, leave_at=6)
+            assert f"its last step took {[last]}" in str(refused.value) and ledger_of(tmp_path / name).num_charged == 4
+        capsys.readouterr()
+        assert run("constant", 0.1, none, inside=False, leave_at=2) == [0.1, 0.1]
+        assert run("constant", 0.01, none, inside=False, leave_at=4) == [0.01, 0.01]  # a new rate, in words
+        assert "learning rate [0.01], and its last step took [0.1]" in capsys.readouterr().out
+        late = lambda optimizer: lr_scheduler.StepLR(optimizer, 5)  # noqa: E731
+        run("flat", 0.1, late, inside=False, leave_at=2)
+        assert "scheduler.step()" not in capsys.readouterr().out
+        run("flat", 0.1, late, inside=False, leave_at=3)  # rates agree, and nobody knows where the scheduler stands
+        assert "scheduler.step()" in capsys.readouterr().out
+        assert run("begins", 0.1, cosine, inside=False, leave_at=6, learning_rate=lambda step: 0.03) == [0.03] * 2
