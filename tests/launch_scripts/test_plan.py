@@ -249,7 +249,7 @@ def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_i
     assert chosen["epsilon_with_reserve"] <= 2 and chosen["reason"]
     assert chosen["expected_batch_size"] * chosen["num_steps"] == pytest.approx(240_000, rel=0.01)
     table = _plan_here(f"{arguments} --compute 60000", monkeypatch, capsys).out
-    for text in ("noise-to-signal", "accumulated", "chosen batch", "chosen steps", "expect nothing"):
+    for text in ("noise-to-signal", "accumulated", "chosen batch", "chosen steps", "learned nothing"):
         assert text in table, text
 
 
