@@ -27,7 +27,7 @@ from pydantic import Field
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from privacy.card.text import rounded_up
-from privacy.errors import PrivacyConfigError
+from privacy.errors import PrivacyConfigError, printable, say
 from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
@@ -244,7 +244,7 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         signal = NoiseToSignal.of(planned, parameters, kind)
         result["noise_to_signal"] = None if signal is None else signal.as_json()
     if options.as_json:
-        print(json.dumps(result, allow_nan=False))
+        say(json.dumps(result, allow_nan=False))
         return result
     from rich.console import Console
 
@@ -260,7 +260,7 @@ def plan(options: PlanOptions) -> dict[str, Any]:
     if "resources" in result:
         console.print(resource_table(result["resources"]))
     for reason in result.get("reasons", []):
-        console.print(f"no formal guarantee: {reason}", style="bold red")
+        console.print(printable(f"no formal guarantee: {reason}"), style="bold red", markup=False)
     return result
 
 
@@ -330,7 +330,7 @@ def _privacy(
 
 
 def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
+    say(f"warning: {line}", file=sys.stderr)
 
 
 def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan: PrivacyPlan | None) -> dict[str, Any]:

@@ -4,13 +4,22 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from privacy.card.text import rounded_down, rounded_up
+from privacy.errors import printable
+
+
+class _Table(Table):
+    """A table that shows cells as they are, since a recipe's own words are among them."""
+
+    def add_row(self, *cells: Any, **how: Any) -> None:
+        super().add_row(*(Text(printable(cell)) for cell in cells), **how)
 
 
 def _empty_table(title: str) -> Table:
     """Columns for a label, its value and a note."""
-    table = Table(title=title, show_header=False)
+    table = _Table(title=title, show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="dim")
