@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -213,15 +214,18 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         planned, result = _privacy(_request(options), options, options.max_examples_per_owner, None)
     else:
         config, examples = _load_recipe(options), None
-        if plans_resources:
+        num_examples = config.data.num_examples if options.num_examples is None else options.num_examples
+        if plans_resources or num_examples is None:
             from trainer.planner.batches import examples as known_examples
 
             examples = known_examples(config, ROOT, options.bytes_per_example)
-        num_examples = options.num_examples
-        if num_examples is None:
-            num_examples = config.data.num_examples or (examples.count if examples else None)
+            num_examples = examples.count if num_examples is None else num_examples
+        shards = config.data.shards
+        unknown = f"recipe {options.recipe} names no data.num_examples: add data.num_examples=N"
+        if (ROOT / Path(shards).expanduser()).is_dir():
+            unknown += f", or index its shards: python launch_scripts/prepare.py index {shlex.quote(shards)}"
         if num_examples is None and (options.choose or not plans_resources):
-            raise PrivacyConfigError(f"recipe {options.recipe} names no data.num_examples: add data.num_examples=N")
+            raise PrivacyConfigError(unknown)
         owned = options.max_examples_per_owner
         owned = config.privacy.max_examples_per_owner if owned is None else owned
         planned, result = None, {}
@@ -234,9 +238,10 @@ def plan(options: PlanOptions) -> dict[str, Any]:
             parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
             if options.choose:
                 result["choice"] = _choice(options, request, planned, parameters, kind)
-        if examples is not None:
+        if plans_resources:
+            assert examples is not None
             if planned is None:
-                _warn("no epsilon: the recipe names no data.num_examples; add data.num_examples=N")
+                _warn(f"no epsilon: {unknown}")
             result["resources"] = _resources(options, config, examples, planned)
     if planned is not None and parameters is not None:
         from trainer.planner.signal import NoiseToSignal
@@ -303,9 +308,12 @@ def _privacy(
 
     A recipe's noise is for the bands that it asks for, so that of other bands is calibrated to the epsilon that this has.
     """
+    from rich.console import Console
+
     from privacy.plan import make_plan
     from trainer.planner.bands import at_equal_epsilon, best_bands, by_bands, compare, with_bands
     from trainer.planner.privacy import summarise
+    from trainer.planner.tables import size_table
 
     rows = None
     if options.bands == "auto":
@@ -322,6 +330,11 @@ def _privacy(
         bands = int(options.bands)
         asked = config.privacy.bands if config is not None else bands
         request = with_bands(request if bands == asked else at_equal_epsilon(request), bands)
+    if not options.as_json:  # calibration may take half a minute
+        quick = request
+        if request.target_epsilon is not None:
+            quick = replace(request, target_epsilon=None, noise_multiplier=1.0)
+        Console().print(size_table(make_plan(quick)))
     planned = make_plan(request, progress=_report_progress)
     for line in planned.warnings:
         _warn(line)

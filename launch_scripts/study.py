@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from privacy.errors import say
 from trainer.config.cli import Parser, run_command
-from trainer.config.options import Options, Shown, add_options, parse_options, require_folders
+from trainer.config.options import Options, Shown, add_options, parse_options
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -133,10 +133,7 @@ def parse_args(arguments: list[str] | None = None) -> RunOptions | ReportOptions
 def main(arguments: list[str] | None = None) -> int:
     """Runs the chosen command; by default that of the process."""
     options = parse_args(arguments)
-    if isinstance(options, RunOptions):
-        return run(options)
-    require_folders(options)
-    return report(options)
+    return run(options) if isinstance(options, RunOptions) else report(options)
 
 
 if __name__ == "__main__":

@@ -119,8 +119,12 @@ def _shortened(text: str) -> str:
 
 
 def printable(line: str) -> str:
-    r"""The line with \uNUMBER, as JSON has it, for what breaks lines, moves the cursor, turns the text or shows nothing."""
-    return line if line.isprintable() else "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in line)
+    """The line with an escape, as JSON knows it, for what breaks lines, moves the cursor, turns the text or shows nothing."""
+
+    def escaped(letter: str) -> str:
+        return letter.encode("unicode_escape").decode().replace("\\x", "\\u00")
+
+    return line if line.isprintable() else "".join(c if c.isprintable() else escaped(c) for c in line)
 
 
 def say(*lines: str, file: TextIO | None = None) -> None:

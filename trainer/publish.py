@@ -10,7 +10,7 @@ from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint
 from privacy.checkpoints.recorded import require_recorded
-from privacy.errors import NotRecorded
+from privacy.errors import NotRecorded, printable
 from privacy.files.public import open_public, survey
 from privacy.ledger.records import LedgerState
 from trainer.errors import ConfigError
@@ -70,7 +70,7 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
             path.chmod(0o755 if path.is_dir() else 0o644)
             os.utime(path, (FIXED_TIME, FIXED_TIME))
     lines = [f"published: {target} ({len(names)} files, {size:,} bytes)"]
-    lines += [f"left out: {name}: {reason}" for name, reason in sorted(found.left_out.items())]
+    lines += [f"left out: {printable(name)}: {reason}" for name, reason in sorted(found.left_out.items())]
     if checkpoint is None:
         lines.append(f"left out: checkpoints: {'there is no whole one' if checkpoints else '--no_checkpoints says so'}")
     else:

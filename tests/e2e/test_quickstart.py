@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import pytest
 from PIL import Image
 
 from launch_scripts.quickstart import _link_latest
+from tests.docs.commands import check
+from tests.docs.pages import Block, Command
 from tests.e2e.launch import alone, ledger_lines, train_arguments
 from tests.processes import ROOT, quiet_environment, run_python
 
@@ -71,9 +74,10 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     assert "without looking: " in stdout and "has not learned anything" in stdout
     commands = [line for line in stdout.splitlines() if re.match(r"\S*python ", line)]
     assert len(commands) == 4 and all(str(run_dir) in line for line in commands)
-    for line in commands:  # as printed
-        done = subprocess.run(line, shell=True, cwd=ROOT, env=quiet_environment(), capture_output=True, text=True)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    for number, line in enumerate(commands, start=1):  # test_quickstart_whole runs them
+        words = ["python", *shlex.split(line)[1:]]
+        check(Command(Block("stdout", number, "bash", line), tuple(words), line))
+        assert all((ROOT / word).exists() for word in words if str(run_dir) in word)
 
 
 def test_latest_leads_to_the_newest_run(tmp_path: Path) -> None:
@@ -98,6 +102,9 @@ def test_quickstart_whole(tmp_path: Path) -> None:
     assert said["heldout_loss"] <= 0.6 * said["blind_loss"]
     assert said["shuffled_loss"] >= 1.2 * said["heldout_loss"]
     assert said["seconds"] <= 360
+    for line in (line for line in stdout.splitlines() if re.match(r"\S*python ", line)):  # as printed
+        done = subprocess.run(line, shell=True, cwd=ROOT, env=quiet_environment(), capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert "the model knows more" in stdout and "the model looks at its pictures" in stdout
 
 

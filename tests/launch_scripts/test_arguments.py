@@ -68,7 +68,6 @@ MISSING = [
     "evaluate.py captions --checkpoint runs/nowhere --data shards:x",
     "evaluate.py linear-probe --checkpoint docs --train shards:x --test shards:x",
     "export.py --checkpoint runs/nowhere --format hf runs/out",
-    "study.py report --study_dir runs/nowhere",
 ]
 """Commands on a folder that is not there, or holds no run."""
 

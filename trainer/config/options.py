@@ -142,7 +142,7 @@ def require_folders(options: Options) -> None:
         ConfigError: one is not there, or holds no run, or no checkpoint.
     """
     given = {name: path for name, path in vars(options).items() if isinstance(path, Path)}
-    for name in ("run_dir", "study_dir", "canaries"):
+    for name in ("run_dir", "canaries"):
         if name in given and not given[name].is_dir():
             raise ConfigError(f"{name.removesuffix('_dir')} folder {given[name]} does not exist")
     if "run_dir" in given and not (given["run_dir"] / "ledger.jsonl").exists():
