@@ -30,7 +30,7 @@ from pydantic import Field
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from privacy.errors import say  # noqa: E402
+from privacy.errors import printable  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
 from trainer.config.options import Options, add_options, parse_options, require_folders  # noqa: E402
 from trainer.config.recipe import EngineName  # noqa: E402
@@ -123,10 +123,7 @@ def main() -> int:
     digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
     today = datetime.now(UTC).date().isoformat()  # a finer clock would show how long training took before
     report = replace(report, facts={**report.facts, "date_utc": today, "ledger_sha256": digest})
-    if options.as_json:
-        say(json.dumps(report.to_json(), allow_nan=False))
-    else:
-        print(report.to_text())
+    print(printable(json.dumps(report.to_json(), allow_nan=False)) if options.as_json else report.to_text())
     return report.exit_code
 
 

@@ -110,23 +110,21 @@ def _link_latest(run_dir: Path) -> None:
 
 
 def _commands(run_dir: Path, heldout: str | None) -> list[str]:
-    """What looks at the run, from the project's root: card, audit, verifier, and captions where held-out data are public."""
-
-    def from_root(path: str | Path) -> str:
-        place = os.path.relpath(path, ROOT)
-        return str(path) if place.startswith("..") else place
-
-    python, run = from_root(sys.executable), from_root(run_dir)
-    commands = [] if Path.cwd() == ROOT else [["cd", str(ROOT)]]
-    commands += [
-        [python, "launch_scripts/report.py", "--run_dir", run],
-        [python, "launch_scripts/audit.py", "ledger", "--run_dir", run],
-        [python, "-I", f"{run}/verify.py"],
+    """What looks at the run, typed in the project's root: card, audit, verifier, and captions where held-out data are public."""
+    places = (
+        place.relative_to(ROOT) if place.is_relative_to(ROOT) else place for place in (Path(sys.executable), run_dir)
+    )
+    python, run = (shlex.quote(str(place)) for place in places)
+    lines = [] if Path.cwd() == ROOT else [f"cd {shlex.quote(str(ROOT))}"]
+    lines += [
+        f"{python} launch_scripts/report.py --run_dir {run}",
+        f"{python} launch_scripts/audit.py ledger --run_dir {run}",
     ]
+    lines.append(f"{python} -I {run}/verify.py")
     if heldout is not None:
-        data = ["--data", f"shards:{heldout}", "--data_is_public", "--max_examples", "8"]
-        commands.append([python, "launch_scripts/evaluate.py", "captions", "--checkpoint", run, *data])
-    return [shlex.join(command) for command in commands]
+        data = f"--data {shlex.quote(f'shards:{heldout}')} --data_is_public --max_examples 8"
+        lines.append(f"{python} launch_scripts/evaluate.py captions --checkpoint {run} {data}")
+    return lines
 
 
 def _captions_right(run_dir: Path) -> tuple[float | None, str | None]:

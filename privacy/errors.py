@@ -120,11 +120,8 @@ def _shortened(text: str) -> str:
 
 def printable(line: str) -> str:
     """The line with an escape, as JSON knows it, for what breaks lines, moves the cursor, turns the text or shows nothing."""
-
-    def escaped(letter: str) -> str:
-        return letter.encode("unicode_escape").decode().replace("\\x", "\\u00")
-
-    return line if line.isprintable() else "".join(c if c.isprintable() else escaped(c) for c in line)
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode().replace("\\x", "\\u00") for c in line)
+    return line if line.isprintable() else "".join(shown)
 
 
 def say(*lines: str, file: TextIO | None = None) -> None:

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import ConfigError, in_one_line, say
+from ..errors import ConfigError, in_one_line, printable, say
 
 OF_THE_TRAINER = ("mechanism", "run", "canaries")
 
@@ -92,10 +92,7 @@ def audit(options: argparse.Namespace) -> int:
     made = replace(
         made, facts={**made.facts, "date_utc": datetime.now(UTC).date().isoformat(), "ledger_sha256": ledger}
     )
-    if options.json:
-        say(json.dumps(made.to_json(), allow_nan=False))
-    else:
-        print(made.to_text())
+    print(printable(json.dumps(made.to_json(), allow_nan=False)) if options.json else made.to_text())
     return made.exit_code
 
 

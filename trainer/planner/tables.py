@@ -67,8 +67,11 @@ def privacy_table(result: dict[str, Any]) -> Table:
     row("PRV bracket", f"[{text('epsilon_prv_lower', rounded_down)}, {text('epsilon_prv_upper')}]", "without the cap")
     row("epsilon (RDP)", text("epsilon_rdp"), "upper bound, without the cap")
     table.add_section()
-    for label, name, note in _OTHER_NEIGHBOURS if "attack_risk" in result else ():  # one of the extras
-        row(label, text(name), note if result[name] is not None else f"{note}: no finite epsilon at this delta")
+    neighbours = ("one example exchanged for another", "two copies or two examples of one person, without the cap", "")
+    for name, note in zip(("replace_one", "group_2", "group_5"), neighbours, strict=True):
+        if "attack_risk" in result:  # one of the extras, as these are
+            note = note if result[name] is not None else "no finite epsilon at this delta"
+            row(name.replace("_", "-" if name == "replace_one" else " of "), text(name), note)
     if "epsilon_owner" in result:
         note = f"all of at most {result['max_examples_per_owner']} examples of one owner, without the cap"
         row("owner", text("epsilon_owner"), note)
@@ -86,13 +89,6 @@ def privacy_table(result: dict[str, Any]) -> Table:
     if result.get("attack_risk") is not None:
         _add_extras(table, result)
     return table
-
-
-_OTHER_NEIGHBOURS = (
-    ("replace-one", "replace_one", "one example exchanged for another"),
-    ("group of 2", "group_2", "two copies or two examples of one person, without the cap"),
-    ("group of 5", "group_5", "five of them"),
-)
 
 
 def _add_signal(table: Table, signal: dict[str, Any]) -> None:
