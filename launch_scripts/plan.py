@@ -331,8 +331,9 @@ def _privacy(
         asked = config.privacy.bands if config is not None else bands
         request = with_bands(request if bands == asked else at_equal_epsilon(request), bands)
     if not options.as_json:  # calibration may take half a minute
-        changes = {} if request.target_epsilon is None else {"target_epsilon": None, "noise_multiplier": 1.0}
-        Console().print(size_table(make_plan(replace(request, **changes))))
+        is_given = request.target_epsilon is None
+        known = request if is_given else replace(request, target_epsilon=None, noise_multiplier=1.0)
+        Console().print(size_table(make_plan(known)))
     planned = make_plan(request, progress=_report_progress)
     for line in planned.warnings:
         _warn(line)
