@@ -19,6 +19,7 @@ from data.files import write_durably
 from privacy.boundary import Private, Public, Reason
 from privacy.card.composition import claim_of
 from privacy.card.text import rounded_up
+from privacy.errors import printable, say
 from privacy.files.public import without_folders
 from privacy.limits import finite
 from privacy.step.folder import environment
@@ -197,7 +198,7 @@ def publish(
             private.scalars(step, {name: Private(value) for name, value in scalars.items()})
             private.close()
     if as_json:
-        print(json.dumps(record, allow_nan=False))
+        say(json.dumps(record, allow_nan=False))
     else:
         _print_table(results)
     used = ", ".join(f"{use.num_examples} {use.role}" for use in results.data)
@@ -212,22 +213,25 @@ def publish(
     if results.model is not None:
         lines.append(results.model.statement())
     lines.append("nothing was written: give --output" if path is None else f"results: {path}")
-    print(*lines, sep="\n", file=sys.stderr if as_json else sys.stdout)
+    say(*lines, file=sys.stderr if as_json else sys.stdout)
 
 
 def _print_table(results: Results) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     rows = results.table or [{"": name, "value": value} for name, value in results.scalars.items()]
     table = Table(title=results.name)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in columns:
-        table.add_column(name, justify="right" if any(isinstance(row.get(name), float) for row in rows) else "left")
+        table.add_column(
+            Text(printable(name)), justify="right" if any(isinstance(row.get(name), float) for row in rows) else "left"
+        )
     for row in rows:
         cells = []
         for value in map(row.get, columns):
             is_empty = value is None or (isinstance(value, float) and math.isnan(value))
             cells.append("" if is_empty else f"{value:.4f}" if isinstance(value, float) else str(value))
-        table.add_row(*cells)
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     Console().print(table)

@@ -30,10 +30,10 @@ from pydantic import Field
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from privacy.errors import printable  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
-from trainer.config.options import Options, add_options, parse_options  # noqa: E402
+from trainer.config.options import Options, add_options, parse_options, require_folders  # noqa: E402
 from trainer.config.recipe import EngineName  # noqa: E402
-from trainer.errors import ConfigError  # noqa: E402
 from trainer.progress import working  # noqa: E402
 
 
@@ -104,11 +104,8 @@ def main() -> int:
 
         print(write_canaries(options.output, options.num_canaries, options.image_size, options.caption_field))
         return 0
+    require_folders(options)
     run_dir = options.run_dir
-    if not run_dir.is_dir():
-        raise ConfigError(f"run folder {run_dir} does not exist")
-    if not (run_dir / "ledger.jsonl").is_file():
-        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: nothing was trained here")
     with working(f"auditing {run_dir}"):
         if isinstance(options, MechanismOptions):
             from trainer.audit.mechanism import mechanism_audit
@@ -126,7 +123,7 @@ def main() -> int:
     digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
     today = datetime.now(UTC).date().isoformat()  # a finer clock would show how long training took before
     report = replace(report, facts={**report.facts, "date_utc": today, "ledger_sha256": digest})
-    print(json.dumps(report.to_json(), allow_nan=False) if options.as_json else report.to_text())
+    print(printable(json.dumps(report.to_json(), allow_nan=False)) if options.as_json else report.to_text())
     return report.exit_code
 
 

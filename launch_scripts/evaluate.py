@@ -11,7 +11,6 @@ import argparse
 import inspect
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from evaluation.commands import COMMANDS, Command, command_of  # noqa: E402
 from evaluation.commands.common import CommandOptions, output_of  # noqa: E402
-from trainer.config.cli import Parser, run_command  # noqa: E402
-from trainer.config.options import add_options, parse_options  # noqa: E402
+from trainer.config.cli import Parser, explain, run_command  # noqa: E402
+from trainer.config.options import add_options, parse_options, require_folders  # noqa: E402
 from trainer.errors import ConfigError  # noqa: E402
 from trainer.progress import working  # noqa: E402
 from trainer.ranks.discovery import Ranks, discover_ranks  # noqa: E402
@@ -49,6 +48,7 @@ def main() -> int:
     """Runs the command, on all ranks of a launcher or alone."""
     arguments = sys.argv[1:]
     options = parse_args(arguments)
+    require_folders(options)
     command, ranks = command_of(options), discover_ranks(os.environ)
     with working(f"{command.name}: {command.help}", shows=ranks.is_main):  # importing torch is part of the work
         return evaluate(command, options, ranks, arguments)
@@ -57,7 +57,6 @@ def main() -> int:
 def evaluate(command: Command[Any], options: CommandOptions, ranks: Ranks, arguments: list[str]) -> int:
     """Runs the command; with other ranks it never returns (`trainer.ranks.distributed.finish`)."""
     from evaluation.results import publish
-    from trainer.errors import RemoteError
     from trainer.ranks.distributed import fail, finish, quit_now, start
 
     def run() -> None:
@@ -67,17 +66,6 @@ def evaluate(command: Command[Any], options: CommandOptions, ranks: Ranks, argum
                 results, output=output_of(options), data_is_public=options.results_are_public,
                 as_json=options.as_json, arguments=arguments,
             )  # fmt: skip
-
-    def explain(error: Exception) -> bool:
-        if isinstance(error, RemoteError):
-            return True  # the other rank has said it
-        if not hasattr(error, "exit_code"):
-            traceback.print_exception(error)
-        elif ranks.is_main or not isinstance(error, ConfigError):
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        else:
-            return False
-        return True
 
     if ranks.world_size == 1:
         run()
@@ -91,7 +79,7 @@ def evaluate(command: Command[Any], options: CommandOptions, ranks: Ranks, argum
         quit_now(130)
     except Exception as caught:
         error = caught
-        fail(error, lambda: explain(error))
+        fail(error, lambda: explain(error, ranks.rank))
     finish(0)
 
 

@@ -25,8 +25,9 @@ sys.path.insert(0, str(ROOT))
 
 from models.config import Activation, Foreign, ForeignActivation  # noqa: E402
 from privacy.card.text import rounded_up  # noqa: E402
+from privacy.errors import say  # noqa: E402
 from trainer.config.cli import Parser, run_command  # noqa: E402
-from trainer.config.options import Options, Shown, add_options, parse_options  # noqa: E402
+from trainer.config.options import Options, Shown, add_options, parse_options, require_folders  # noqa: E402
 from trainer.progress import working  # noqa: E402
 from trainer.weights.kinds import Format, Provenance  # noqa: E402
 
@@ -123,9 +124,10 @@ def parse_args(arguments: list[str] | None = None) -> ExchangeOptions:
 def main() -> int:
     """Exports or imports, and says what is known of the guarantee."""
     options = parse_args()
+    require_folders(options)
     with working("reading and writing weights"):
         facts = exported(options) if options.checkpoint is not None else imported(options)
-    print(json.dumps(facts, allow_nan=False) if options.as_json else facts["summary"])
+    say(json.dumps(facts, allow_nan=False) if options.as_json else facts["summary"])
     return 0
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from pydantic import Field
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from privacy.card.text import rounded_up
-from privacy.errors import PrivacyConfigError
+from privacy.errors import PrivacyConfigError, printable, say
 from privacy.plan_request import PlanRequest
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
@@ -213,15 +214,18 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         planned, result = _privacy(_request(options), options, options.max_examples_per_owner, None)
     else:
         config, examples = _load_recipe(options), None
-        if plans_resources:
+        num_examples = config.data.num_examples if options.num_examples is None else options.num_examples
+        if plans_resources or num_examples is None:
             from trainer.planner.batches import examples as known_examples
 
             examples = known_examples(config, ROOT, options.bytes_per_example)
-        num_examples = options.num_examples
-        if num_examples is None:
-            num_examples = config.data.num_examples or (examples.count if examples else None)
+            num_examples = examples.count if num_examples is None else num_examples
+        shards = config.data.shards
+        unknown = f"recipe {options.recipe} names no data.num_examples: add data.num_examples=N"
+        if (ROOT / Path(shards).expanduser()).is_dir():
+            unknown += f", or index its shards: python launch_scripts/prepare.py index {shlex.quote(shards)}"
         if num_examples is None and (options.choose or not plans_resources):
-            raise PrivacyConfigError(f"recipe {options.recipe} names no data.num_examples: add data.num_examples=N")
+            raise PrivacyConfigError(unknown)
         owned = options.max_examples_per_owner
         owned = config.privacy.max_examples_per_owner if owned is None else owned
         planned, result = None, {}
@@ -234,9 +238,10 @@ def plan(options: PlanOptions) -> dict[str, Any]:
             parameters, kind = Trainable.of(planning_task(config, ROOT)[0].skeleton()).count, config.model.kind
             if options.choose:
                 result["choice"] = _choice(options, request, planned, parameters, kind)
-        if examples is not None:
+        if plans_resources:
+            assert examples is not None
             if planned is None:
-                _warn("no epsilon: the recipe names no data.num_examples; add data.num_examples=N")
+                _warn(f"no epsilon: {unknown}")
             result["resources"] = _resources(options, config, examples, planned)
     if planned is not None and parameters is not None:
         from trainer.planner.signal import NoiseToSignal
@@ -244,7 +249,7 @@ def plan(options: PlanOptions) -> dict[str, Any]:
         signal = NoiseToSignal.of(planned, parameters, kind)
         result["noise_to_signal"] = None if signal is None else signal.as_json()
     if options.as_json:
-        print(json.dumps(result, allow_nan=False))
+        say(json.dumps(result, allow_nan=False))
         return result
     from rich.console import Console
 
@@ -260,7 +265,7 @@ def plan(options: PlanOptions) -> dict[str, Any]:
     if "resources" in result:
         console.print(resource_table(result["resources"]))
     for reason in result.get("reasons", []):
-        console.print(f"no formal guarantee: {reason}", style="bold red")
+        console.print(printable(f"no formal guarantee: {reason}"), style="bold red", markup=False)
     return result
 
 
@@ -303,9 +308,12 @@ def _privacy(
 
     A recipe's noise is for the bands that it asks for, so that of other bands is calibrated to the epsilon that this has.
     """
+    from rich.console import Console
+
     from privacy.plan import make_plan
     from trainer.planner.bands import at_equal_epsilon, best_bands, by_bands, compare, with_bands
     from trainer.planner.privacy import summarise
+    from trainer.planner.tables import size_table
 
     rows = None
     if options.bands == "auto":
@@ -322,6 +330,10 @@ def _privacy(
         bands = int(options.bands)
         asked = config.privacy.bands if config is not None else bands
         request = with_bands(request if bands == asked else at_equal_epsilon(request), bands)
+    if not options.as_json:  # calibration may take half a minute
+        is_given = request.target_epsilon is None
+        known = request if is_given else replace(request, target_epsilon=None, noise_multiplier=1.0)
+        Console().print(size_table(make_plan(known)))
     planned = make_plan(request, progress=_report_progress)
     for line in planned.warnings:
         _warn(line)
@@ -330,7 +342,7 @@ def _privacy(
 
 
 def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
+    say(f"warning: {line}", file=sys.stderr)
 
 
 def _resources(options: PlanOptions, config: RunConfig, examples: Examples, plan: PrivacyPlan | None) -> dict[str, Any]:

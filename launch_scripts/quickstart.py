@@ -3,7 +3,8 @@
     make quickstart
 
 Two ranks on CPU, every GPU where there are some; a fresh run folder each time. Afterwards the model describes pictures that it
-has never seen (RUN_DIR/evaluation/answers.png). The last line on stdout is one JSON object:
+has never seen (RUN_DIR/evaluation/answers.png), and runs/latest leads to the run folder. Commands for a closer look are printed,
+one a line; the last line on stdout is one JSON object:
 
 captions_right    share of held-out pictures whose caption is exactly the true one
 heldout_loss      nats per token; to be compared with
@@ -14,7 +15,10 @@ seconds           the whole command
 """
 
 import argparse
+import contextlib
 import json
+import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -45,7 +49,7 @@ def main() -> int:
     options = parse_args()
     import torch  # after the arguments, so that a wrong one is answered at once
 
-    run_dir = options.run_dir or ROOT / "runs" / time.strftime("quickstart-%Y%m%d-%H%M%S")
+    run_dir = (options.run_dir or ROOT / "runs" / time.strftime("quickstart-%Y%m%d-%H%M%S")).absolute()
     # -q: the launcher's own lines say nothing about the run.
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "-q", "--master_port", str(_free_port())]
     if not torch.cuda.is_available():
@@ -68,7 +72,7 @@ def main() -> int:
         return reported.returncode
     card = json.loads(reported.stdout)
     print(f"privacy card: {run_dir / 'report' / 'privacy_card.md'}")
-    captions_right = _captions_right(run_dir)
+    captions_right, heldout = _captions_right(run_dir)
     # As somebody would who has only the published folder: without this project.
     verified = _captured([sys.executable, "-I", str(run_dir / "verify.py"), str(run_dir)])
     if verified.returncode != 0:
@@ -80,6 +84,10 @@ def main() -> int:
     public = run_dir / "evaluation" / "heldout.jsonl"  # not there where held-out data are private
     last = json.loads(public.read_text().splitlines()[-1]) if public.exists() else {}
     print(f"run folder {run_dir}; epsilon is at delta {card['delta']:g}")
+    if options.run_dir is None:
+        _link_latest(run_dir)
+    for line in _commands(run_dir, heldout):
+        print(line)
     summary = {
         "captions_right": captions_right,
         "heldout_loss": last.get("loss"),
@@ -92,8 +100,35 @@ def main() -> int:
     return 0
 
 
-def _captions_right(run_dir: Path) -> float | None:
-    """The share of public held-out pictures that the model describes as the truth does; writes the sheet."""
+def _link_latest(run_dir: Path) -> None:
+    """Makes runs/latest lead to this run folder, in one step."""
+    new = run_dir.with_name(f".latest-{os.getpid()}")
+    with contextlib.suppress(OSError):  # a folder has that name, or the disk knows no links: it is a convenience
+        new.symlink_to(run_dir.name)
+        new.replace(run_dir.with_name("latest"))
+    new.unlink(missing_ok=True)
+
+
+def _commands(run_dir: Path, heldout: str | None) -> list[str]:
+    """What looks at the run, typed in the project's root: card, audit, verifier, and captions where held-out data are public."""
+    places = (
+        place.relative_to(ROOT) if place.is_relative_to(ROOT) else place for place in (Path(sys.executable), run_dir)
+    )
+    python, run = (shlex.quote(str(place)) for place in places)
+    lines = [] if Path.cwd() == ROOT else [f"cd {shlex.quote(str(ROOT))}"]
+    lines += [
+        f"{python} launch_scripts/report.py --run_dir {run}",
+        f"{python} launch_scripts/audit.py ledger --run_dir {run}",
+    ]
+    lines.append(f"{python} -I {run}/verify.py")
+    if heldout is not None:
+        data = f"--data {shlex.quote(f'shards:{heldout}')} --data_is_public --max_examples 8"
+        lines.append(f"{python} launch_scripts/evaluate.py captions --checkpoint {run} {data}")
+    return lines
+
+
+def _captions_right(run_dir: Path) -> tuple[float | None, str | None]:
+    """The share of public held-out pictures that the model describes as the truth does, and their shards; writes the sheet."""
     from data.examples.tokenizer import CaptionTokenizer
     from evaluation.answers import answer_sheet, greedy_answers
     from models.captioner import Captioner
@@ -104,7 +139,7 @@ def _captions_right(run_dir: Path) -> float | None:
     heldout = load_config(run_dir / "config.toml").heldout
     if heldout is None or not heldout.is_public:
         print("held-out data are not declared public, so nothing is said about them (heldout.is_public)")
-        return None
+        return None, None
     opened = open_model(run_dir)
     assert isinstance(opened.task, CaptioningTask) and isinstance(opened.model, Captioner)
     tokenizer = CaptionTokenizer.from_file(opened.task.tokenizer_path)
@@ -114,7 +149,7 @@ def _captions_right(run_dir: Path) -> float | None:
     sheet = run_dir / "evaluation" / "answers.png"
     answer_sheet(answers[:SHOWN], f"{said}; the first {min(SHOWN, len(answers))}:").save(sheet)
     print(f"{said}; pictures with the model's captions and the truth: {sheet}")
-    return right
+    return right, heldout.shards
 
 
 def _free_port() -> int:
@@ -134,8 +169,6 @@ def _captured(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     import torch
 
     # Two ranks share two cores: more threads per rank only get in each other's way.

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from trainer.config.cli import Parser, run_command  # noqa: E402
-from trainer.config.options import Options, add_options, parse_options  # noqa: E402
+from trainer.config.options import Options, add_options, parse_options, require_folders  # noqa: E402
 from trainer.progress import working  # noqa: E402
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def report(options: ReportOptions) -> "PrivacyCard":
     """
     from privacy.card.folder import write_card
     from privacy.card.text import rounded_up
+    from privacy.errors import say
     from trainer.publish import publish
     from trainer.report import build_card
     from trainer.tracking import write_wandb
@@ -61,7 +62,7 @@ def report(options: ReportOptions) -> "PrivacyCard":
     claim += f" at delta {card.delta:g}"
     if not card.formal_guarantee:
         claim = f"formal_guarantee: false ({'; '.join(card.reasons)}); no epsilon is claimed"
-    summary = "\n".join((f"{progress}; {claim}", *(f"note: {line}" for line in card.warnings)))
+    summary = [f"{progress}; {claim}", *(f"note: {line}" for line in card.warnings)]
     lines = [f"privacy card: {path}" for path in paths]
     if options.publish is not None:  # before anything is printed: a refusal is one line
         ledger = card.provenance.ledger
@@ -70,8 +71,8 @@ def report(options: ReportOptions) -> "PrivacyCard":
         lines.append(
             f"public metrics of {write_wandb(options.run_dir, options.wandb)} steps: wandb sync {options.wandb}"
         )
-    print(card.to_json() if options.as_json else summary)
-    print(*lines, sep="\n", file=sys.stderr if options.as_json else sys.stdout)
+    say(*[card.to_json()] if options.as_json else summary)
+    say(*lines, file=sys.stderr if options.as_json else sys.stdout)
     return card
 
 
@@ -87,6 +88,7 @@ def parse_args(arguments: list[str] | None = None) -> ReportOptions:
 def main() -> int:
     """Runs the command of the process."""
     options = parse_args()
+    require_folders(options)
     with working(f"computing the privacy card of {options.run_dir}"):
         report(options)
     return 0

@@ -17,6 +17,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from privacy.errors import say
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
 
@@ -72,17 +73,17 @@ def show(options: ShowOptions) -> None:
 
     summary = SharedLedger(options.path).summary()
     if options.as_json:
-        print(json.dumps(summary))
+        say(json.dumps(summary))
         return
     reserved, total, accounting = (summary[name] for name in ("epsilon_reserved", "epsilon", "accounting"))
     print(f"{options.path}: {rounded_up(reserved, 4)} of epsilon {total:g} reserved ({accounting})")
     for run in summary["runs"]:
         chosen = "chosen after outputs" if run["chosen_after_outputs"] else "fixed in advance"
-        print(
+        say(
             f"  {run['time_utc']}  {run['run'][:12]}  {run['name']}: epsilon {rounded_up(run['epsilon'], 4)} alone, {chosen}"
         )
     for run in summary["informal_runs"]:
-        print(f"  {run['name']}: no guarantee, covered by nothing here ({run['reason']})")
+        say(f"  {run['name']}: no guarantee, covered by nothing here ({run['reason']})")
 
 
 def parse_args(arguments: list[str] | None = None) -> CreateOptions | ShowOptions:

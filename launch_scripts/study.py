@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from privacy.errors import say
 from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
 
@@ -74,12 +75,12 @@ def run(options: RunOptions) -> int:
         late = folder.prepare(study, options.study.read_text(), planned)
         count = sum(one.is_simulation for one in planned)
         simulated = f", {count} of them TAN simulations, which are not private" if count else ""
-        _say(f"study {study.name}: {len(planned)} points{simulated}; folder {folder.root}")
+        say(f"study {study.name}: {len(planned)} points{simulated}; folder {folder.root}")
         if late:
-            _say(f"chosen after outputs, so charged by an RDP filter (docs/planning.md): {', '.join(late)}")
+            say(f"chosen after outputs, so charged by an RDP filter (docs/planning.md): {', '.join(late)}")
         names = [one.name for one in planned]
         if options.executor == "script":
-            _say(f"written: {write_script(folder, trainer, study.name, names)}")
+            say(f"written: {write_script(folder, trainer, study.name, names)}")
             return 0
         if options.executor == "slurm-array":
             from trainer.studies.slurm import Allocation, submit_array
@@ -88,14 +89,14 @@ def run(options: RunOptions) -> int:
                 options.nodes, options.ntasks_per_node, options.cpus_per_task, options.gpus_per_node
             )
             for line in submit_array(folder, trainer, names, options.workers, allocation):
-                _say(line)
+                say(line)
             return 0
-        outcome = LocalPool(folder, trainer, options.workers, _say).run(names)
+        outcome = LocalPool(folder, trainer, options.workers, say).run(names)
     finished = outcome.finished_before
     done = len(finished) + sum(code == 0 for code in outcome.codes.values())
     before = f" ({len(finished)} were done before)" if finished else ""
     rest = "" if done == len(names) else "; the same command goes on with the rest"
-    _say(f"{done} of {len(names)} points are done{before}{rest}")
+    say(f"{done} of {len(names)} points are done{before}{rest}")
     return outcome.exit_code
 
 
@@ -112,12 +113,8 @@ def report(options: ReportOptions) -> int:
     points = expand(study, f"study {folder.definition}")
     results, missing = collect(folder, plan_points(study, points, ROOT, folder.shared_ledger))
     page = write_report(folder, study, results, missing)
-    _say(f"{len(results) - sum(r.progress != 'finished' for r in results)} of {len(points)} points are done; {page}")
+    say(f"{len(results) - sum(r.progress != 'finished' for r in results)} of {len(points)} points are done; {page}")
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def parse_args(arguments: list[str] | None = None) -> RunOptions | ReportOptions:

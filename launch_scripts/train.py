@@ -37,6 +37,7 @@ from trainer.ranks.launcher import launcher_processes, watch  # noqa: E402
 
 LAUNCHER = launcher_processes()  # before torch is imported, which takes seconds in which a launcher may go
 
+from privacy.errors import say  # noqa: E402
 from trainer.config.cli import Parser, explain, print_anything, require_open_files  # noqa: E402
 from trainer.config.recipe import EngineName, load_config, resolved  # noqa: E402
 from trainer.errors import in_one_line  # noqa: E402
@@ -123,7 +124,7 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
         settings = introduction(os.environ, ROOT, config, machine, chosen, **lists)
         device = start(ranks, options.rendezvous_seconds, settings, options.heartbeat_seconds)
         if ranks.is_main:
-            print(resolved(options.recipe, options.overrides).what_is_public(config), flush=True)
+            say(resolved(options.recipe, options.overrides).what_is_public(config))
         from trainer.run.start import train
 
         code = train(config, machine, options.engine, run_dir, ROOT, ranks, device, noise, may_restart=restart)

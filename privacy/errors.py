@@ -5,8 +5,7 @@ An exception with `exit_code` ends a command with one line and that code.
 
 import errno
 import os
-import re
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 
 class PrivacyConfigError(ValueError):
@@ -68,7 +67,6 @@ _WRONG_PATH = {
 }  # fmt: skip
 """What a user mends by naming another path (exit code 2); the rest, such as a full disk, is the machine's state (1)."""
 _LONGEST_WORD = 240
-_CONTROL = re.compile(r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]")  # now: an error may find no memory for it
 
 
 def in_one_line(error: BaseException) -> Said | None:
@@ -79,17 +77,17 @@ def in_one_line(error: BaseException) -> Said | None:
     """
     exit_code = getattr(error, "exit_code", None)
     if isinstance(exit_code, int):
-        return Said(_printable(str(error)), exit_code)
+        return Said(_shortened(str(error)), exit_code)
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         where = ": ".join(str(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes))
         return Said(
-            _printable(f"{where}: {reason}" if where else reason), 2 if error.errno in _WRONG_PATH and where else 1
+            _shortened(f"{where}: {reason}" if where else reason), 2 if error.errno in _WRONG_PATH and where else 1
         )
     if isinstance(error, RecursionError):
         return Said("the input is nested more deeply than Python can follow; write it flat", 2)
     if _is_out_of_memory(error):
-        detail = _printable(str(error)).partition(" Exception raised from")[0]
+        detail = _shortened(str(error)).partition(" Exception raised from")[0]
         return Said(
             "this process may have no more memory, or no more threads: take smaller sizes, or raise the limit"
             + (f" ({detail})" if detail else ""),
@@ -114,7 +112,19 @@ def _is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _printable(text: str) -> str:
+def _shortened(text: str) -> str:
     """One line without control characters, in which no word is too long to read the rest."""
     words = [word if len(word) <= _LONGEST_WORD else f"{word[:160]}...{word[-40:]}" for word in text.split()]
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), " ".join(words))
+    return printable(" ".join(words))
+
+
+def printable(line: str) -> str:
+    """The line with an escape, as JSON knows it, for what breaks lines, moves the cursor, turns the text or shows nothing."""
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode().replace("\\x", "\\u00") for c in line)
+    return line if line.isprintable() else "".join(shown)
+
+
+def say(*lines: str, file: TextIO | None = None) -> None:
+    """Prints lines that may hold text from a file, each as one line; all that commands say of a folder goes through here."""
+    for line in lines:
+        print(printable(line), file=file, flush=True)

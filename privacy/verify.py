@@ -2417,7 +2417,7 @@ def to_text(found: dict[str, Any]) -> str:
     claim = ""
     if found.get("epsilon") is not None:
         claim = f": epsilon {rounded_up(found['epsilon'], 4)} at delta {found['delta']:g}"
-    return "\n".join([*lines, f"verify: {found['verdict']}{claim}"])
+    return "\n".join(map(printable, [*lines, f"verify: {found['verdict']}{claim}"]))
 
 
 class Parser(argparse.ArgumentParser):

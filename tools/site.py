@@ -26,10 +26,7 @@ PAGES = (
     *("data/*/*.md", "benchmarks/*.md", "benchmarks/results/**/*.md", "tests/records/*.md", "privacy/README.md"),
 )
 API = {
-    "loop": (
-        "A loop of your own",
-        "privacy.loop.loop privacy.loop.fields privacy.loop.hugging_face privacy.loop.trainer",
-    ),
+    "loop": ("A loop of your own", "privacy.loop privacy.loop.hugging_face privacy.loop.trainer"),
     "plan": ("Plans and accounting", "privacy.plan privacy.plan_request privacy.accounting.several"),
     "sampling": ("Sampling", "privacy.sampling.poisson privacy.sampling.keys privacy.sampling.rows"),
     "clipping": (
@@ -53,6 +50,8 @@ API = {
     "data": ("Data", "data.index.tar_index data.examples.examples data.examples.tokenizer data.batch"),
 }
 """Pages of the API: name -> (title, modules)."""
+FIRST = {"privacy.loop": ("PrivateLoop", "StepResult", "floats", "integers", "mask", "Field")}
+"""Packages of which just what a user imports is shown, in this order."""
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -67,8 +66,14 @@ def build(target: Path) -> None:
         for page in sorted(ROOT.glob(pattern)):
             _write(target, page.relative_to(ROOT), _with_indices(page, target))
     for name, (title, modules) in API.items():
-        parts = [f"# {title}", *(f"::: {module}" for module in modules.split())]
+        objects = [f"{module}.{one}".strip(".") for module in modules.split() for one in FIRST.get(module, ("",))]
+        parts = [f"# {title}", *(f"::: {one.replace('privacy.', 'auditable_dp.', 1)}" for one in objects)]
         _write(target, Path("api") / f"{name}.md", "\n\n".join(parts) + "\n")
+    # The library is shown under the name that it is installed by.
+    package = target.parent / "site-library/auditable_dp"
+    package.parent.mkdir(exist_ok=True)
+    package.unlink(missing_ok=True)
+    package.symlink_to(ROOT / "privacy")
     shutil.copy(ROOT / "tools/site.css", target / "site.css")
 
 

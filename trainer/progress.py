@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from privacy.errors import say
+
 T = TypeVar("T")
 
 QUIET_SECONDS = 1.5
@@ -31,10 +33,10 @@ def working(what: str, *, shows: bool = True) -> Iterator[None]:
     def speak() -> None:
         if ended.wait(QUIET_SECONDS):
             return
-        print(f"{what} ...", file=sys.stderr, flush=True)
+        say(f"{what} ...", file=sys.stderr)
         while not ended.wait(LINE_SECONDS):
             if _bars == 0:
-                print(f"{what}: {time.monotonic() - started:.0f} s so far", file=sys.stderr, flush=True)
+                say(f"{what}: {time.monotonic() - started:.0f} s so far", file=sys.stderr)
 
     if shows:
         threading.Thread(target=speak, name="progress", daemon=True).start()

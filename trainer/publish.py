@@ -10,7 +10,7 @@ from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint
 from privacy.checkpoints.recorded import require_recorded
-from privacy.errors import NotRecorded
+from privacy.errors import NotRecorded, printable
 from privacy.files.public import open_public, survey, without_folders
 from privacy.ledger.records import LedgerState
 from trainer.errors import ConfigError
@@ -73,7 +73,7 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
             path.chmod(0o755 if path.is_dir() else 0o644)
             os.utime(path, (FIXED_TIME, FIXED_TIME))
     lines = [f"published: {target} ({len(names)} files, {size:,} bytes)"]
-    lines += [f"left out: {_printable(name)}: {reason}" for name, reason in sorted(found.left_out.items())]
+    lines += [f"left out: {printable(name)}: {reason}" for name, reason in sorted(found.left_out.items())]
     if checkpoint is None:
         lines.append(f"left out: checkpoints: {'there is no whole one' if checkpoints else '--no_checkpoints says so'}")
     else:
@@ -115,7 +115,3 @@ def _newest_whole(run_dir: Path) -> _Chosen | None:
         if named == {name for name in files if name != MANIFEST}:
             return _Chosen(path.name, files)
     return None
-
-
-def _printable(name: str) -> str:
-    return name.encode(errors="backslashreplace").decode() if name.isprintable() else ascii(name)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..errors import printable
 from ..limits import finite
 
 Outcome = Literal["ok", "violated", "inconclusive"]
@@ -127,7 +128,7 @@ class AuditReport:
         lines = [f"{mark[check.outcome]} {check.name}: {check.sentence}{_numbers(check)}" for check in self.checks]
         notes = [f"{name}: {value}" for name, value in self.facts.items() if isinstance(value, str)]
         alarm = f"a correct run is called violated with probability at most {self.false_alarm_rate:.0e}"
-        return "\n".join([*lines, *notes, f"audit {self.kind}: {self.verdict} ({alarm})"])
+        return "\n".join(map(printable, [*lines, *notes, f"audit {self.kind}: {self.verdict} ({alarm})"]))
 
 
 def _numbers(check: Check) -> str:

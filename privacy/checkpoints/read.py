@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, say
 from ..ledger import durable
 from ..step import collectives
 from ..step.engine import Engine, Piece
@@ -243,9 +243,7 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
         if checkpoint is not None and not failures:
             if collectives.rank() == 0:
                 for line in damaged:
-                    print(
-                        f"damaged checkpoint: {line}; resuming from {name}, the steps after it stay charged", flush=True
-                    )
+                    say(f"damaged checkpoint: {line}; resuming from {name}, the steps after it stay charged")
             return checkpoint
         damaged.append(failures[0])
     if damaged:

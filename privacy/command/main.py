@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import ConfigError, in_one_line
+from ..errors import ConfigError, in_one_line, printable, say
 
 OF_THE_TRAINER = ("mechanism", "run", "canaries")
 
@@ -72,9 +72,9 @@ def report(options: argparse.Namespace) -> int:
         if card.epsilon is None
         else f"epsilon {rounded_up(card.epsilon, 4)} at delta {card.delta:g}"
     )
-    print(card.to_json() if options.json else f"{card.attempts_charged} attempts charged; {claim}")
+    say(card.to_json() if options.json else f"{card.attempts_charged} attempts charged; {claim}")
     for path in paths:
-        print(f"privacy card: {path}", file=sys.stderr if options.json else sys.stdout)
+        say(f"privacy card: {path}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
@@ -92,7 +92,7 @@ def audit(options: argparse.Namespace) -> int:
     made = replace(
         made, facts={**made.facts, "date_utc": datetime.now(UTC).date().isoformat(), "ledger_sha256": ledger}
     )
-    print(json.dumps(made.to_json(), allow_nan=False) if options.json else made.to_text())
+    print(printable(json.dumps(made.to_json(), allow_nan=False)) if options.json else made.to_text())
     return made.exit_code
 
 

@@ -147,3 +147,13 @@ def runs(trained_runs: Path) -> Callable[[Path], None]:
             shutil.copytree(trained_runs / name, project / "runs" / name)
 
     return put
+
+
+def latest(trained_runs: Path) -> Callable[[Path], None]:
+    """What `make quickstart` leaves behind for the commands after it: runs/latest leads to a run of that day."""
+
+    def put(project: Path) -> None:
+        shutil.copytree(trained_runs / "dpcap_base", project / "runs" / "quickstart-20261125-120000")
+        (project / "runs" / "latest").symlink_to("quickstart-20261125-120000")
+
+    return put

@@ -28,6 +28,7 @@ from tests.docs.copies import copy_project
 from tests.docs.pages import ROOT, blocks, commands
 from tests.docs.test_numbers import rows
 from tests.processes import quiet_environment, run_python
+from trainer.planner.signal import NoiseToSignal
 
 PAGE = "docs/own_pictures.md"
 STAMPS = Path("/usr/share/tuxpaint/stamps")
@@ -272,7 +273,7 @@ def test_what_to_expect_is_calibrated(row: int) -> None:
 
     lines = [line for line in (ROOT / PAGE).read_text().splitlines() if re.match(r"\| [\d,]+( million)? \|", line)]
     assert len(lines) == 5 and rows(PAGE, "pairs")
-    pairs, name, batch, steps, sigma, ratio, _ = (cell.strip(" `") for cell in lines[row].strip("|").split("|"))
+    pairs, name, batch, steps, sigma, ratio, expect = (cell.strip(" `") for cell in lines[row].strip("|").split("|"))
     config = load_config(ROOT / f"recipes/{name}.toml")
     privacy = config.privacy.model_copy(
         update={
@@ -288,3 +289,15 @@ def test_what_to_expect_is_calibrated(row: int) -> None:
     assert plan.noise_multiplier == pytest.approx(float(sigma), abs=6e-3)
     count = sum(parameter.numel() for parameter in make_task(config, ROOT).skeleton().parameters())
     assert plan.noise_multiplier * math.sqrt(count) / plan.expected_batch_size == pytest.approx(float(ratio), rel=0.05)
+    signal = NoiseToSignal.of(plan, count, config.model.kind)
+    assert signal is not None and expect.startswith("**")
+    assert signal.sentence.startswith(expect.strip("*").partition("**")[0])
+
+
+def test_what_to_expect_is_what_the_planner_says() -> None:
+    """From the numbers of the table alone: sigma sqrt(P) / B and the steps are all that the sentence looks at."""
+    for line in (ROOT / PAGE).read_text().splitlines():
+        if re.match(r"\| [\d,]+( million)? \|", line):
+            *_, steps, _, ratio, expect = (cell.strip(" `") for cell in line.strip("|").split("|"))
+            said = NoiseToSignal(1, float(ratio), 1, int(steps.replace(",", ""))).sentence
+            assert said.startswith(expect.strip("*").partition("**")[0]) and expect.startswith("**"), line

@@ -71,6 +71,7 @@ def needed(page: str, trained: Path) -> list[Callable[[Path], None]]:
     """Stand-ins of a page."""
     runs = stand_ins.runs(trained)
     return {
+        "README.md": [stand_ins.latest(trained)],
         "docs/data.md": [stand_ins.shards, stand_ins.coco],
         "docs/guarantee.md": [runs],
         "docs/models.md": [

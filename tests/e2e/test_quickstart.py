@@ -1,6 +1,8 @@
 """`make quickstart` as a newcomer runs it; in short it is also the launch of DeepSpeed's launcher and engine."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from launch_scripts.quickstart import _link_latest
+from tests.docs.commands import check
+from tests.docs.pages import Block, Command
 from tests.e2e.launch import alone, ledger_lines, train_arguments
 from tests.processes import ROOT, quiet_environment, run_python
 
@@ -46,7 +51,7 @@ def quickstart(start: Start, run_dir: Path, *overrides: str) -> tuple[dict, str]
     others = [
         line for line in (result.stdout + result.stderr).splitlines() if line.strip() and not line.startswith("step ")
     ]
-    assert len(others) <= 27, "\n".join(others)
+    assert len(others) <= 31, "\n".join(others)
     assert "terminate called" not in result.stdout + result.stderr, "a crash at exit"
     return said, result.stdout
 
@@ -67,6 +72,24 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
     kinds = [line["type"] for line in ledger_lines(run_dir)]
     assert kinds == ["open", "session", *["intent", "done"] * 2, "checkpoint", "signature", "close", "signature"]
     assert "without looking: " in stdout and "has not learned anything" in stdout
+    commands = [line for line in stdout.splitlines() if re.match(r"\S*python ", line)]
+    assert len(commands) == 4 and all(str(run_dir) in line for line in commands)
+    for number, line in enumerate(commands, start=1):  # test_quickstart_whole runs them
+        words = ["python", *shlex.split(line)[1:]]
+        check(Command(Block("stdout", number, "bash", line), tuple(words), line))
+        assert all((ROOT / word).exists() for word in words if str(run_dir) in word)
+
+
+def test_latest_leads_to_the_newest_run(tmp_path: Path) -> None:
+    for name in ("quickstart-1", "quickstart-2"):
+        (tmp_path / name).mkdir()
+        _link_latest(tmp_path / name)
+        assert (tmp_path / "latest").resolve() == tmp_path / name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "quickstart-1", "quickstart-2"]
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    _link_latest(tmp_path / "quickstart-1")  # a folder of that name stays
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "quickstart-1", "quickstart-2"]
 
 
 @pytest.mark.full
@@ -79,6 +102,9 @@ def test_quickstart_whole(tmp_path: Path) -> None:
     assert said["heldout_loss"] <= 0.6 * said["blind_loss"]
     assert said["shuffled_loss"] >= 1.2 * said["heldout_loss"]
     assert said["seconds"] <= 360
+    for line in (line for line in stdout.splitlines() if re.match(r"\S*python ", line)):  # as printed
+        done = subprocess.run(line, shell=True, cwd=ROOT, env=quiet_environment(), capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert "the model knows more" in stdout and "the model looks at its pictures" in stdout
 
 

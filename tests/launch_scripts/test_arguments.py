@@ -60,15 +60,27 @@ for number, command in enumerate(json.loads(sys.argv[2])):
 SCRIPTS = sorted(path.name for path in (ROOT / "launch_scripts").glob("*.py"))
 WRONG_KEY = ["launch_scripts/train.py", "--ds_config", "ds_configs/zero3.json", "train.num_stepz=4"]
 
+MISSING = [
+    "report.py --run_dir runs/nowhere",
+    "report.py --run_dir docs",
+    *(f"audit.py {kind} --run_dir runs/nowhere" for kind in ("ledger", "schedule", "mechanism")),
+    "audit.py run --run_dir runs/nowhere --canaries docs",
+    "evaluate.py captions --checkpoint runs/nowhere --data shards:x",
+    "evaluate.py linear-probe --checkpoint docs --train shards:x --test shards:x",
+    "export.py --checkpoint runs/nowhere --format hf runs/out",
+]
+"""Commands on a folder that is not there, or holds no run."""
+
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The lines that each script's --help says, and train.py (as "wrong") about a wrong key, each in a fork of one process."""
     folder = tmp_path_factory.mktemp("said")
-    commands = [*([f"launch_scripts/{name}", "--help"] for name in SCRIPTS), WRONG_KEY]
+    missing = [[f"launch_scripts/{words[0]}", *words[1:]] for words in map(str.split, MISSING)]
+    commands = [*([f"launch_scripts/{name}", "--help"] for name in SCRIPTS), WRONG_KEY, *missing]
     command = [sys.executable, "-c", RUN_AND_LIST, str(folder), json.dumps(commands)]
     subprocess.run(command, cwd=ROOT, check=True)
-    return {name: (folder / str(n)).read_text().splitlines() for n, name in enumerate([*SCRIPTS, "wrong"])}
+    return {name: (folder / str(n)).read_text().splitlines() for n, name in enumerate([*SCRIPTS, "wrong", *MISSING])}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -80,3 +92,11 @@ def test_help_imports_nothing_that_takes_seconds(script: str, said: dict[str, li
 def test_a_wrong_recipe_key_is_answered_before_anything_heavy_is_imported(said: dict[str, list[str]]) -> None:
     *lines, ending = said["wrong"]
     assert ending == "exit code 2; imported: set()" and "did you mean num_steps?" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("command", MISSING)
+def test_a_command_looks_for_its_folder_first(command: str, said: dict[str, list[str]]) -> None:
+    """One line, before it says what it does, and before anything heavy is imported."""
+    line, ending = said[command]
+    assert ending == "exit code 2; imported: set()" and line.startswith("error: ")
+    assert ("docs" if " docs" in command and "nowhere" not in command else "runs/nowhere") in line

@@ -1,16 +1,26 @@
+import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from data.errors import DataError
+from data.index.build import build_index
+from data.index.shards import find_shards
+from data.index.tar_writer import write_shard
+from launch_scripts import plan
+from privacy.accounting.calibration import Calibrated
 from privacy.errors import PrivacyConfigError
 from tests.processes import run_python
 from trainer.config.cli import run_command
 from trainer.errors import ConfigError
+from trainer.planner.tables import privacy_table
 
 ROOT = Path(__file__).resolve().parents[2]
 DPCAP = "--num_examples 233000000 --expected_batch_size 1310720 --num_steps 5708 --delta 4.2918e-9"
@@ -166,6 +176,52 @@ def test_bands_of_a_recipe_keep_its_epsilon_and_take_memory(capsys):
     assert after["peak"] - before["peak"] == after["noise_history"]
 
 
+def test_the_index_of_a_folder_of_shards_counts_its_examples(tmp_path, monkeypatch, capsys):
+    """An un-indexed folder, and one with more shards than are indexed, end in one line that says what to do."""
+    folder = tmp_path / "my shards"
+    folder.mkdir()
+
+    def write(number):
+        parts = ((f"{number}-{n}", {"jpg": b"picture", "txt": b"words"}) for n in range(700))
+        write_shard(folder / f"{number}.tar", parts)
+
+    write(0)
+    arguments = ["--recipe", "recipes/tiny.toml", f"data.shards={folder}", "--no_extras", "--json"]
+    arguments += ["train.num_steps=4", "privacy.expected_batch_size=50"]
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(
+        PrivacyConfigError, match=r"or index its shards: python launch_scripts/prepare.py index '/.*/my shards'$"
+    ):
+        plan.plan(plan.parse_args(arguments))
+    build_index(find_shards(str(folder), ROOT), folder / "index")
+    plan.plan(plan.parse_args(arguments))
+    assert json.loads(capsys.readouterr().out)["num_examples"] == 700
+    write(1)
+    with pytest.raises(DataError, match=r"other shards .*1\.tar.* prepare.py index"):
+        plan.plan(plan.parse_args(arguments))
+
+
+def test_sizes_are_shown_before_anything_is_calibrated(monkeypatch, capsys):
+    """And what --no_extras leaves out has no row; without it a missing epsilon says why."""
+    shown = []
+
+    def calibrated(*_, **__):
+        shown.append(capsys.readouterr().out)
+        return Calibrated(4.0, 0.5, clamped=False)
+
+    monkeypatch.setattr("privacy.plan.calibrate_noise_multiplier", calibrated)
+    out = _plan_here(f"{SMALL} --target_epsilon 1 --no_extras", monkeypatch, capsys).out
+    assert all(word in shown[0] for word in ("examples", "expected batch", "sample rate", "steps"))
+    assert "epsilon (PLD)" in out and "replace-one" not in out and "none" not in out
+    result = dict.fromkeys(("replace_one", "group_2", "group_5", "opacus_prv", "shuffled_instead", "replays"))
+    result |= json.loads(_plan_here(f"{SMALL} --noise_multiplier 4 --json", monkeypatch, capsys).out) | {
+        "group_5": None
+    }
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(privacy_table(result))
+    assert re.search(r"group of 5 .* none .*no finite epsilon at this delta", console.export_text())
+
+
 def test_no_noise_prints_no_epsilon():
     done = _plan(f"{SMALL} --noise_multiplier 0 --json")
     result = json.loads(done.stdout)
@@ -249,7 +305,7 @@ def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_i
     assert chosen["epsilon_with_reserve"] <= 2 and chosen["reason"]
     assert chosen["expected_batch_size"] * chosen["num_steps"] == pytest.approx(240_000, rel=0.01)
     table = _plan_here(f"{arguments} --compute 60000", monkeypatch, capsys).out
-    for text in ("noise-to-signal", "accumulated", "chosen batch", "chosen steps", "expect nothing"):
+    for text in ("noise-to-signal", "accumulated", "chosen batch", "chosen steps", "learned nothing"):
         assert text in table, text
 
 

@@ -4,17 +4,23 @@ import json
 import os
 import random
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch_scripts import audit, report
 from privacy.accounting import accountants
 from privacy.card import numbers
 from privacy.card.folder import write_card
+from privacy.command import main as library
+from tests.privacy.ledger_files import rechained
 from tests.privacy.published import publish
 from tests.privacy.verify.judging import KEY
 from tests.privacy.verify.test_fuzz import disturb
+from trainer.config.cli import run_command
 from trainer.errors import in_one_line
 from trainer.report import build_card
 
@@ -120,3 +126,79 @@ def test_no_link_leads_into_private(place: str, original: Path, tmp_path: Path, 
     assert marked not in pages
     if place == "ledger.jsonl":
         assert said is not None and "no link is followed" in said
+
+
+LOUD = "\x1b]0;t\x07\x1b[2Ja\r\nverify: consistent\n\x00\x7f\x9b1m\u0085\u061c\u200b\u202e\u2028\u2066\U000e0041[red]\ud800"
+"""Escape sequences, ends of lines, NUL, DEL, C1, what turns or hides text, and half of a character."""
+
+
+def with_loud_texts(tree: Any) -> Iterator[Any]:
+    """The tree with each of its texts, one after the other, followed by what a console would obey."""
+    if isinstance(tree, str):
+        yield tree + LOUD
+    elif isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from ({**tree, name: changed} for changed in with_loud_texts(value))
+        yield {**tree, LOUD: LOUD}
+    elif isinstance(tree, list):
+        for place, value in enumerate(tree):
+            yield from ([*tree[:place], changed, *tree[place + 1 :]] for changed in with_loud_texts(value))
+
+
+def said_of(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What all commands say of a folder; the verifier's own numbers are not looked at here."""
+    for words in (["report.py"], ["report.py", "--json"], ["audit.py", "ledger"], ["audit.py", "ledger", "--json"]):
+        monkeypatch.setattr(sys, "argv", [*words, "--run_dir", str(folder)])
+        with pytest.raises(SystemExit):
+            run_command((report if words[0] == "report.py" else audit).main)
+    for command in ("report", "audit ledger", "verify"):
+        for more in ([], ["--json"]):
+            library.main([*command.split(), str(folder), *more])
+    shown = capsys.readouterr()
+    return shown.out + shown.err
+
+
+def require_quiet(shown: str, where: object) -> None:
+    assert shown and all(letter.isprintable() or letter == "\n" for letter in shown), (where, shown)
+    assert "\nverify: consistent\n" not in shown, where
+
+
+def test_no_text_of_a_stranger_reaches_the_console_raw(
+    original: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each text of each kind of record, and then those of the other files; in the run's name too."""
+    lines = [json.loads(line) for line in (original / "ledger.jsonl").read_bytes().splitlines()]
+    lines[0]["unit"] = "one picture"
+    first = {record["type"]: number for number, record in reversed(list(enumerate(lines)))}
+    for kind, number in first.items():
+        for count, record in enumerate(with_loud_texts(lines[number])):
+            folder = Path(shutil.copytree(original, tmp_path / f"{kind}-{count}"))
+            (folder / "ledger.jsonl").write_bytes(rechained([*lines[:number], record, *lines[number + 1 :]]))
+            require_quiet(said_of(folder, capsys, monkeypatch), record)
+            shutil.rmtree(folder)
+
+
+def test_no_text_of_the_other_files_reaches_the_console_raw(
+    original: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings, audits, manifest, metrics and the names of files and of the folder itself."""
+    loud = LOUD[:-1].replace("\x00", "")  # neither stands in a name
+    folder = Path(shutil.copytree(original, tmp_path / f"run{loud}"))
+    (folder / f"report/audit-{loud}.json").write_text(json.dumps({"audit": LOUD, "verdict": LOUD}))
+    (folder / loud).write_text("what nobody publishes")
+    text = "".join(f"\\U{ord(letter):08X}" for letter in loud)
+    config = (folder / "config.toml").read_text().replace('"private"', f'"{text}"')
+    (folder / "config.toml").write_text(f'{config}\ndataset_name = "{text}"\n')
+    manifest = folder / "checkpoints/step-00000004/manifest.json"
+    manifest.write_text(json.dumps(next(with_loud_texts(json.loads(manifest.read_text())))))
+    require_quiet(said_of(folder, capsys, monkeypatch), folder)
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["report.py", "--run_dir", str(folder), "--publish", str(tmp_path / f"out{loud}"), "--no_checkpoints"],
+    )
+    with pytest.raises(SystemExit):
+        run_command(report.main)
+    shown = capsys.readouterr()
+    assert "left out: " in shown.out
+    require_quiet(shown.out + shown.err, folder)

@@ -1,6 +1,7 @@
 """What every command says at its end: one line for what a user or a machine got wrong, a traceback for a defect alone."""
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from privacy.errors import PrivacyStateRefused
+from evaluation.results import Results, publish
+from privacy.errors import PrivacyStateRefused, say
 from trainer.config.cli import MAX_NUMBER, Parser, run_command
 from trainer.errors import ConfigError, RemoteError, in_one_line
+from trainer.planner.tables import _empty_table
 
 
 def too_much_memory() -> None:
@@ -75,9 +79,32 @@ def test_a_disk_that_is_full_is_no_bad_input() -> None:
 def test_whatever_an_error_says_is_one_printable_line(text: str) -> None:
     said = in_one_line(ConfigError(text))
     assert said is not None
-    assert "\n" not in said.line and "\x1b" not in said.line
+    assert said.line.isprintable()
     said.line.encode()
     assert max(map(len, said.line.split(" "))) < 1000
+
+
+LOUD = "\x1b[2J\nverify: consistent\x00\x7f\x9b\u202e\u2066\ud800[/red]"
+
+
+def test_what_is_said_of_files_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines, tables of plans, tables of evaluations and progress; an escaped line of JSON stays JSON."""
+    say(LOUD, f"a {LOUD}")
+    table = _empty_table("")
+    table.add_row("note", LOUD, LOUD)
+    Console(width=200).print(table)
+    publish(
+        Results("captions", {}, (), table=[{LOUD: LOUD}], notes=[LOUD]),
+        output=None,
+        data_is_public=False,
+        as_json=False,
+        arguments=[],
+    )
+    shown = capsys.readouterr().out
+    assert all(letter.isprintable() or letter == "\n" for letter in shown) and shown.count("[/red]") >= 6
+    assert "verify: consistent" not in [line[: len("verify: consistent")] for line in shown.splitlines()]
+    say(json.dumps({"text": LOUD}))
+    assert json.loads(capsys.readouterr().out) == {"text": LOUD}
 
 
 @given(st.integers() | st.floats())

@@ -15,6 +15,7 @@ import argparse
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
@@ -132,3 +133,20 @@ def parse_options(
             bound = int(context[key]) if context[key] == int(context[key]) else context[key]
             raise ConfigError(f"{option} must be {relation} {bound}, got {first['input']}") from error
         raise ConfigError(f"{option}: {first['msg']}") from error
+
+
+def require_folders(options: Options) -> None:
+    """Looks whether the folders that a command reads are there, before it announces its work and imports torch.
+
+    Raises:
+        ConfigError: one is not there, or holds no run, or no checkpoint.
+    """
+    given = {name: path for name, path in vars(options).items() if isinstance(path, Path)}
+    for name in ("run_dir", "canaries"):
+        if name in given and not given[name].is_dir():
+            raise ConfigError(f"{name.removesuffix('_dir')} folder {given[name]} does not exist")
+    if "run_dir" in given and not (given["run_dir"] / "ledger.jsonl").exists():
+        raise ConfigError(f"run folder {given['run_dir']} has no ledger.jsonl: nothing was trained here")
+    path = given.get("checkpoint")
+    if path is not None and not (path / "manifest.json").is_file() and not (path / "checkpoints").is_dir():
+        raise ConfigError(f"{path} is neither a checkpoint nor a run folder with one")

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from privacy.card.text import rounded_up, useless_delta
+from privacy.errors import say
 from trainer.config.machine import MachineSettings
 from trainer.loop.fit import BUDGET_SPENT, DONE
 from trainer.loop.stopping import STOPPED_EARLY
@@ -48,7 +49,7 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
             "examples gave the same whole numbers in every row, among all neighbours that were tried and on every rank"
         )
     for warning in plan.warnings:
-        print(f"warning: {warning}")
+        say(f"warning: {warning}")
     warmup = run.config.schedule.warmup_steps
     if warmup > plan.num_steps:
         print(
@@ -66,7 +67,7 @@ def announce(run: Run, ranks: Ranks, engine_name: str, machine: MachineSettings,
     else:
         print(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
     if run.model_facts["initialisation"].get("kind") != "random":
-        print(initialisation_statement(run.model_facts))
+        say(initialisation_statement(run.model_facts))
     if run.ledger.fingerprint is not None:
         print(
             f"the ledger is signed by the key with the fingerprint {run.ledger.fingerprint}: keep it elsewhere, "

@@ -13,6 +13,7 @@ from statistics import NormalDist, fmean
 
 import numpy as np
 
+from data.index.shards import find_shards
 from data.index.tar_index import MANIFEST, ExampleTable
 from privacy.plan import PrivacyPlan
 from privacy.sampling.poisson import default_cap
@@ -112,14 +113,19 @@ class Examples:
 
 
 def examples(config: RunConfig, root: Path, bytes_per_example: float | None) -> Examples:
-    """The examples by the option, else by the recipe's index, else by assumption.
+    """The examples by the option, else by the recipe's index or that of its folder of shards, else by assumption.
 
     Raises:
-        DataError: the recipe's index is damaged.
+        DataError: the index is damaged, or that of a folder is of other shards than there are now.
     """
-    table = None  # of the recipe's index, if that is there; the shards need not be
-    if config.data.index is not None and (root / config.data.index / MANIFEST).exists():
-        table = ExampleTable.open(root / config.data.index, root, check_shards=False)
+    index, own = config.data.index, root / Path(config.data.shards).expanduser() / "index"
+    table = None
+    if index is not None and (root / index / MANIFEST).exists():  # the shards need not be there
+        table = ExampleTable.open(root / index, root, check_shards=False)
+    elif index is None and (own / MANIFEST).exists():  # what `prepare.py index` wrote for this folder
+        shards = find_shards(config.data.shards, root)
+        index, table = str(own), ExampleTable.open(own, shards.root)
+        table.require_shards(shards)
     count = config.data.num_examples if table is None else len(table)
     num_shards = None if table is None else len(table.entries)
     if bytes_per_example is not None:
@@ -128,4 +134,4 @@ def examples(config: RunConfig, root: Path, bytes_per_example: float | None) -> 
         return Examples(count, BYTES_PER_EXAMPLE, "assumed: no index; --bytes_per_example says better")
     step = -(-len(table) // SAMPLED)
     lengths = table.extents(np.arange(0, len(table), step)).lengths
-    return Examples(count, float(lengths.mean()), f"index {config.data.index}", num_shards)
+    return Examples(count, float(lengths.mean()), f"index {index}", num_shards)

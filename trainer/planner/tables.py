@@ -4,16 +4,39 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from privacy.card.text import rounded_down, rounded_up
+from privacy.errors import printable
+from privacy.plan import PrivacyPlan
+
+
+class _Table(Table):
+    """A table that shows cells as they are, since a recipe's own words are among them."""
+
+    def add_row(self, *cells: Any, **how: Any) -> None:
+        super().add_row(*(Text(printable(cell)) for cell in cells), **how)
 
 
 def _empty_table(title: str) -> Table:
     """Columns for a label, its value and a note."""
-    table = Table(title=title, show_header=False)
+    table = _Table(title=title or None, show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="dim")
+    return table
+
+
+def size_table(plan: PrivacyPlan) -> Table:
+    """What is known before any epsilon is computed, which takes seconds."""
+    table = _empty_table("Privacy plan")
+    row, bands = table.add_row, plan.bands
+    cap = "no cap" if plan.cap is None else f"batches cut at {plan.cap:,}"
+    row("examples", f"{plan.num_examples:,}", "one example is the unit of privacy")
+    sampling = "Poisson" if bands == 1 else f"Poisson in one of {bands} groups, which take turns"
+    row("expected batch", f"{plan.expected_batch_size:,}", f"{sampling}, {cap}")
+    row("sample rate", f"{plan.sample_rate:.6g}", "")
+    row("steps", f"{plan.num_steps:,}", f"{plan.num_steps * plan.sample_rate / bands:.1f} epochs")
     return table
 
 
@@ -23,15 +46,8 @@ def privacy_table(result: dict[str, Any]) -> Table:
     def text(name: str, rounded: Callable[[float], str] = rounded_up) -> str:
         return "none" if result[name] is None else rounded(result[name])
 
-    table = _empty_table("Privacy plan")
-    row = table.add_row
-    cap = "no cap" if result["cap"] is None else f"batches cut at {result['cap']:,}"
-    row("examples", f"{result['num_examples']:,}", "one example is the unit of privacy")
-    bands = result["bands"]
-    sampling = "Poisson" if bands == 1 else f"Poisson in one of {bands} groups, which take turns"
-    row("expected batch", f"{result['expected_batch_size']:,}", f"{sampling}, {cap}")
-    row("sample rate", f"{result['sample_rate']:.6g}", "")
-    row("steps", f"{result['num_steps']:,}", f"{result['epochs']:.1f} epochs")
+    table = _empty_table("")
+    row, bands = table.add_row, result["bands"]
     row("noise multiplier", f"{result['noise_multiplier']:.4f}", "")
     row("delta", f"{result['delta']:.4g}", "")
     if bands > 1:
@@ -51,9 +67,11 @@ def privacy_table(result: dict[str, Any]) -> Table:
     row("PRV bracket", f"[{text('epsilon_prv_lower', rounded_down)}, {text('epsilon_prv_upper')}]", "without the cap")
     row("epsilon (RDP)", text("epsilon_rdp"), "upper bound, without the cap")
     table.add_section()
-    row("replace-one", text("replace_one"), "one example exchanged for another")
-    row("group of 2", text("group_2"), "two copies or two examples of one person, without the cap")
-    row("group of 5", text("group_5"), "")
+    neighbours = ("one example exchanged for another", "two copies or two examples of one person, without the cap", "")
+    for name, note in zip(("replace_one", "group_2", "group_5"), neighbours, strict=True):
+        if "attack_risk" in result:  # one of the extras, as these are
+            note = note if result[name] is not None else "no finite epsilon at this delta"
+            row(name.replace("_", "-" if name == "replace_one" else " of "), text(name), note)
     if "epsilon_owner" in result:
         note = f"all of at most {result['max_examples_per_owner']} examples of one owner, without the cap"
         row("owner", text("epsilon_owner"), note)
