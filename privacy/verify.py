@@ -49,7 +49,7 @@ import math
 import re
 import signal
 import stat
-import threading
+import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -2318,12 +2318,9 @@ def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
 
 
 def verify(
-    path: Path, fingerprint: str | None, head: str | None = None, say: Callable[[str], None] = lambda words: None
+    path: Path, fingerprint: str | None, head: str | None = None, *, quiet: bool = True
 ) -> tuple[int, dict[str, Any]]:
-    """All checks of a folder: the exit code, and what --json prints.
-
-    Args:
-        say: told what is done next.
+    """All checks of a folder: the exit code, and what --json prints; unless quiet, stderr says what is done.
 
     Raises:
         BadInput: no such folder, or a file in it that cannot be judged.
@@ -2331,10 +2328,9 @@ def verify(
     if not path.is_dir():
         raise BadInput(f"{shown(path)}: is no folder")
     checks: list[tuple[str, str, str]] = []
-    say(
-        f"checking {sum(1 for _ in lines_of(path / 'ledger.jsonl')):,} lines of the ledger, then epsilon, card and files"
-    )
-    say("checking chain")
+    begun, lines = time.monotonic(), sum(1 for _ in lines_of(path / "ledger.jsonl"))
+    if not quiet:
+        print(f"checking {lines:,} lines of the ledger, then epsilon, card and files", file=sys.stderr, flush=True)
     try:
         ledger = read_ledger(path / "ledger.jsonl")
     except Violated as error:
@@ -2351,7 +2347,8 @@ def verify(
     checks.append(("chain", "ok", f"{len(ledger.hashes)} lines are canonical and chained by their hashes"))
     for judge in CHECKS:
         name = judge.__name__.removeprefix("check_")
-        say(f"checking {name}")
+        if not quiet and time.monotonic() > begun + 2:
+            print(f"checking {name}", file=sys.stderr, flush=True)
         try:
             checks.append((name, "ok", judge(folder)))
         except Violated as error:
@@ -2456,18 +2453,6 @@ def main(arguments: list[str] | None = None) -> int:
     def too_long(*_: object) -> NoReturn:
         raise BadInput(f"it takes more than {MINUTES} minutes to judge this folder")
 
-    timers: list[threading.Timer] = []
-
-    def say(words: str) -> None:
-        """Prints the first words at once, and later ones where what they name takes two seconds."""
-        if not timers:
-            print(words, file=sys.stderr, flush=True)
-        for timer in timers:
-            timer.cancel()
-        timers[:] = [threading.Timer(2, print, [f"{words} ..."], {"file": sys.stderr, "flush": True})]
-        timers[0].daemon = True
-        timers[0].start()
-
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -2479,7 +2464,7 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(signal, "SIGALRM"):
             signal.signal(signal.SIGALRM, too_long)
             signal.alarm(60 * MINUTES)
-        code, found = verify(options.folder, *told) if options.json else verify(options.folder, *told, say)
+        code, found = verify(options.folder, *told, quiet=options.json)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:  # of what the folder holds
         print(
             f"error: a record lacks a field or has one of another type ({type(error).__name__}: {shown(error)})",
@@ -2492,9 +2477,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (BadInput, OSError, RecursionError, MemoryError) as error:
         print(f"error: {shown(error) or type(error).__name__}", file=sys.stderr)
         return BAD_INPUT
-    finally:
-        for timer in timers:
-            timer.cancel()
     print(json.dumps(found, allow_nan=False) if options.json else to_text(found))
     return int(code)
 

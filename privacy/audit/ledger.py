@@ -363,10 +363,10 @@ def _checkpoints(reading: _Reading, state: LedgerState, claims: Sequence[Checkpo
         return [fact("checkpoints", True, "there is no checkpoint to compare with")]
     bad: list[str] = []
     unknown: list[str] = []
-    charged, before = {}, LedgerState()  # line -> charges up to it, in one pass for all checkpoints
+    charged, before = [], LedgerState()  # by line, in one pass for all checkpoints
     for line in reading.lines:
         before.absorb(line)
-        charged[before.num_lines - 1] = before.num_charged
+        charged.append(before.num_charged)
     for claim in claims:
         problem = _checkpoint_problem(reading, state, claim, charged)
         if problem:
@@ -381,7 +381,7 @@ def _checkpoints(reading: _Reading, state: LedgerState, claims: Sequence[Checkpo
 
 
 def _checkpoint_problem(
-    reading: _Reading, state: LedgerState, claim: CheckpointClaim, charged: Mapping[int, int]
+    reading: _Reading, state: LedgerState, claim: CheckpointClaim, charged: Sequence[int]
 ) -> str | None:
     if claim.formal_guarantee is not None and claim.formal_guarantee != state.plan.formal_guarantee:
         return "says something else about the formal guarantee"

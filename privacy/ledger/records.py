@@ -66,7 +66,6 @@ class LedgerState(ChainState):
     Attributes:
         shared_seen: the last line (seq, hash) of the shared ledger at the newest session.
         pending: the intent whose `done` has not come.
-        nonces: of all sessions, in order.
         last_step: the highest step that was ever attempted.
         checkpointed_step: of the newest checkpoint since the run began, or began again at step 0.
         reached: (line, step) of every `done`; also (line, 0) of a `session` that may write a checkpoint before its first step,
@@ -77,7 +76,7 @@ class LedgerState(ChainState):
         is_final: whether nothing can follow: the run is closed, and the end signed if the ledger has a signer.
     """
 
-    nonces: dict[str, None] = field(default_factory=dict)
+    nonces: list[str] = field(default_factory=list)
     shared_seen: tuple[int, str] | None = None
     session_active: bool = False
     intents: list[Intent] = field(default_factory=list)
@@ -300,7 +299,7 @@ class LedgerState(ChainState):
             return
         match record["type"]:
             case "session":
-                self.nonces[record["nonce"]] = None
+                self.nonces.append(record["nonce"])
                 self.mirrored = self.mirrored or record["mirror"]
                 if "shared_hash" in record:
                     self.shared_seen = (record["shared_seq"], record["shared_hash"])
@@ -310,7 +309,7 @@ class LedgerState(ChainState):
                 self.session_active = True
                 self.pending = self.position_in_session = None
             case "intent":
-                self.pending = Intent(record["seq"], next(reversed(self.nonces)), record["step"], record["attempt"])
+                self.pending = Intent(record["seq"], self.nonces[-1], record["step"], record["attempt"])
                 self.intents.append(self.pending)
                 self.attempts[record["step"]] += 1
                 self.last_step = max(self.last_step, record["step"])

@@ -108,14 +108,8 @@ def _order_of_rows(row_key: bytes, step: int, num_rows: int) -> Ids:
 
 
 def deal(
-    row_key: bytes,
-    step: int,
-    members: Ids,
-    rows_per_rank: int,
-    world_size: int,
-    rank: int,
-    shares: Sequence[Share] = (),
-) -> tuple[Ids, Ids]:
+    row_key: bytes, step: int, members: Ids, rows_per_rank: int, world_size: int, rank: int, shares: Sequence[Share] = ()
+) -> tuple[Ids, Ids]:  # fmt: skip
     """Gives a rank (ids, rows): its members in rising order and where they stand among its `rows_per_rank` rows.
 
     Args:

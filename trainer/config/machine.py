@@ -23,9 +23,7 @@ RECIPE_KEYS = {
     "gradient_clipping": "privacy.max_grad_norm",
     "optimizer": "[optimizer]",
     "scheduler": "[schedule]",
-    **dict.fromkeys(
-        ("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"), "nothing (gradients are sums)"
-    ),
+    **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"), "nothing (gradients are sums)"),
     "data_types": "nothing (accumulators are fp32)",
     "communication_data_type": "nothing (the reduction is fp64)",
     "steps_per_print": "train.log_every",
@@ -38,10 +36,10 @@ RECIPE_KEYS = {
 """Keys that do not belong here, and the recipe key that means the same."""
 
 MACHINE_KEYS = ("zero_optimization", "bf16", "fp16", "activation_checkpointing")
-_STAGE3 = (
-    "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+_STAGE3 = [
+    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
     "max_reuse_distance",
-)  # fmt: skip
+]
 
 
 def is_off(value: Any) -> bool:
@@ -77,8 +75,7 @@ REFUSED: Mapping[str, str] = {
             "sparse_gradients tensor_parallel timers torch_autocast use_data_before_expert_parallelism weight_quantization",
             "zero_optimization.": "mics_hierarchical_params_gather legacy_stage1 parameter_alignment zenflow leaf_module "
             "pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
-            "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
-            "module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential",
+            "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
             "zero_optimization.offload_optimizer.": "super_offload",
             "bf16.": "auto_cast check_grad_overflow immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states",
             "activation_checkpointing.": "partition_activations contiguous_memory_optimization number_checkpoints "
@@ -141,17 +138,7 @@ OFFLOAD_KEYS: Mapping[str, Check] = {
     "pin_memory": _SWITCH,
     "ratio": (lambda value: type(value) is int and value == 1, "1 (all of it waits in host memory)"),
     **dict.fromkeys(
-        (
-            "buffer_count",
-            "buffer_size",
-            "max_in_cpu",
-            "nvme_path",
-            "fast_init",
-            "pipeline",
-            "pipeline_read",
-            "pipeline_write",
-        ),
-        _ANY,
+        ("buffer_count", "buffer_size", "max_in_cpu", "nvme_path", "fast_init", "pipeline_read", "pipeline_write"), _ANY
     ),
 }
 """The last ones tune an offload to NVMe, as `aio` does: left out."""
