@@ -34,8 +34,7 @@ class NotRecorded(PrivacyStateRefused):
 class ConfigError(ValueError):
     """A recipe, an override, a ds_config or a run folder is wrong; the message says what, where and how to mend it.
 
-    Args:
-        lines: of the message; several where a file has several faults, so that one start shows them all.
+    It has several lines where a file has several faults, so that one start shows them all.
     """
 
     exit_code = 2

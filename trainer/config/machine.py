@@ -36,10 +36,8 @@ RECIPE_KEYS = {
 """Keys that do not belong here, and the recipe key that means the same."""
 
 MACHINE_KEYS = ("zero_optimization", "bf16", "fp16", "activation_checkpointing")
-_STAGE3 = [
-    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
-    "max_reuse_distance",
-]
+_STAGE3 = ("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+           "max_reuse_distance")  # fmt: skip
 
 
 def is_off(value: Any) -> bool:
@@ -62,10 +60,10 @@ REFUSED: Mapping[str, str] = {
     "zero_optimization.cpu_offload_use_pin_memory": "is an old name: write pin_memory into offload_optimizer",
     "zero_optimization.mics_shard_size": "is not supported: write zero_hpz_partition_size, and start with --engine fsdp",
     **{f"zero_optimization.{name}": f"is an old name: write stage3_{name}" for name in _STAGE3},
-    **dict.fromkeys(
-        (f"zero_optimization.zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients")),
-        "is not supported (weights are sent as they are, and DeepSpeed sends no gradient here); remove it",
-    ),
+    **{
+        f"zero_optimization.zero_quantized_{what}": "is not supported (nothing is sent in fewer bits); remove it"
+        for what in ("weights", "nontrainable_weights", "gradients")
+    },
     **{
         f"{section}{name}": "is not supported; remove it"
         for section, names in {
@@ -87,10 +85,8 @@ REFUSED: Mapping[str, str] = {
 """DeepSpeed's keys that are refused, and what to write instead; but what only says "off" is taken, and left out."""
 
 ANYWAY: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(
-        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
-         "managed_gradient_accumulation"), lambda value: False,
-    ),
+    **{name: lambda value: False for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "optimizer", "scheduler",
+                                              "gradient_accumulation_steps", "managed_gradient_accumulation")},
     "gradient_clipping": lambda value: type(value) is int and value == 0,
     "gradient_predivide_factor": lambda value: type(value) is int and value == 1,
     "gradient_allreduce_op": lambda value: value == "sum",
@@ -146,9 +142,7 @@ OFFLOAD_KEYS: Mapping[str, Check] = {
 BF16_KEYS: Mapping[str, Check] = {
     "enabled": _SWITCH,
     "loss_scale": (lambda value: type(value) is int and value in (0, 1), "0 or 1 (bf16 has no loss scale)"),
-    **dict.fromkeys(
-        ("loss_scale_window", "initial_scale_power", "hysteresis", "consecutive_hysteresis", "min_loss_scale"), _ANY
-    ),
+    **dict.fromkeys(("loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale"), _ANY),
 }
 """The last ones tune a loss scale; many files repeat here what they say of fp16: left out."""
 
@@ -194,15 +188,13 @@ def load_machine_settings(path: Path) -> MachineSettings:
         """Python keeps the last of two equal keys and says nothing."""
         for key, count in Counter(key for key, _ in pairs).items():
             if count > 1:
-                raise ConfigError(f"ds_config {path} has the key {key} twice")
+                raise ValueError(f"it has the key {key} twice")
         return dict(pairs)
 
     try:
         raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique, parse_float=_number)
     except OSError as error:
         raise ConfigError(f"ds_config {path}: {error.strerror}; see ds_configs/ for the shipped ones") from error
-    except ConfigError:
-        raise
     except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
         raise ConfigError(f"ds_config {path} is no JSON: {error}") from error
     except RecursionError as error:
