@@ -170,7 +170,7 @@ def schedule() -> dict[str, float]:
     slices = [sampler.decide(COIN_KEY, 1, *slice_bounds(n, ranks, rank)) for rank in range(ranks)]
     started = time.perf_counter()
     members = sampler.merge(slices)
-    ids, _ = deal(COIN_KEY, 1, members, -(-default_cap(expected) // ranks), ranks)[5]
+    ids, _ = deal(COIN_KEY, 1, members, -(-default_cap(expected) // ranks), ranks, 5)
     example_keys(COIN_KEY, 1, ids)
     merge_seconds = time.perf_counter() - started
     return {

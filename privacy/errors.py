@@ -31,9 +31,16 @@ class NotRecorded(PrivacyStateRefused):
 
 
 class ConfigError(ValueError):
-    """A recipe, an override, a ds_config or a run folder is wrong; the message says what, where and how to mend it."""
+    """A recipe, an override, a ds_config or a run folder is wrong; the message says what, where and how to mend it.
+
+    It has several lines where a file has several faults, so that one start shows them all.
+    """
 
     exit_code = 2
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
 
 
 class WeightsNotFinite(RuntimeError):
@@ -77,7 +84,7 @@ def in_one_line(error: BaseException) -> Said | None:
     """
     exit_code = getattr(error, "exit_code", None)
     if isinstance(exit_code, int):
-        return Said(_shortened(str(error)), exit_code)
+        return Said("\n  ".join(map(_shortened, getattr(error, "lines", [str(error)]))), exit_code)
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         where = ": ".join(str(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes))

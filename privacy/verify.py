@@ -49,6 +49,7 @@ import math
 import re
 import signal
 import stat
+import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -2067,8 +2068,9 @@ def check_checkpoints(folder: Folder) -> str:
             # ledger knows of nothing after it: a session begins with a record of the checkpoint that it goes on from.
             session = max((at for at, _ in ledger.sessions if at <= line), default=len(ledger.hashes))
             again = [at for at, record in ledger.sessions if at <= line and record.get("restarted_from_step_0") is True]
-            done = [entry for entry in ledger.done if session < entry[0] <= line]
-            since, reached = done[-1] if done else (max(again, default=0), 0)
+            done = bisect_right(ledger.done, (line, MOST))  # of the session, the last one up to that line
+            is_after = done > 0 and ledger.done[done - 1][0] > session
+            since, reached = ledger.done[done - 1] if is_after else (max(again, default=0), 0)
             require(
                 step == reached and session <= line,
                 f"{name} is of step {step}, and the line that it remembers follows another one",
@@ -2138,8 +2140,9 @@ def checked_counts(counts: list[int]) -> set[int]:
 
 def check_metrics(folder: Folder) -> str:
     """What other files say of steps and charges: each pair is one that the ledger passed through, and no step is beyond it."""
-    ledger, plan, torn, lines = folder.ledger, folder.ledger.plan, 0, 0
+    ledger, plan, torn, lines, last = folder.ledger, folder.ledger.plan, 0, 0, folder.ledger.last_done()
     passed = {(step, ledger.charged(line + 1)) for line, step in ledger.done}
+    fewest = dict(sorted(passed, reverse=True))  # step -> charges when it was first done
     claims: dict[int, float] = {}  # charges -> epsilon
     for file in ("metrics.jsonl", "evaluation/heldout.jsonl"):
         if not folder.has(*file.split("/")):
@@ -2169,8 +2172,7 @@ def check_metrics(folder: Folder) -> str:
                 if "step" not in entry:
                     continue
                 if "privacy/epsilon" in entry and "privacy/charged_attempts" not in entry:
-                    charges = [charged for step, charged in passed if step == entry["step"]]
-                    entry["privacy/charged_attempts"] = min(charges, default=None)
+                    entry["privacy/charged_attempts"] = fewest.get(entry["step"])
             except ValueError as error:  # what other readers would read, each in its own way
                 raise Violated(f"{where}: {shown(error)}") from error
             require(isinstance(entry, dict) and type(entry.get("step")) is int, f"{where} has no step")
@@ -2179,7 +2181,7 @@ def check_metrics(folder: Folder) -> str:
                 require(not strange, f"{where} states {shown(key)}, which this verifier does not know")
             step, charged, claim = entry["step"], entry.get("privacy/charged_attempts"), entry.get("privacy/epsilon")
             require(
-                not plan["enabled"] or 0 <= step <= ledger.last_done(),
+                not plan["enabled"] or 0 <= step <= last,
                 f"{where} shows step {shown(step)}, which the ledger never finished",
             )
             if charged is not None or claim is not None:
@@ -2194,7 +2196,7 @@ def check_metrics(folder: Folder) -> str:
         for entry in os.scandir(folder.path / "evaluation"):
             drawn = re.fullmatch(r"samples-(\d{1,20})\.png", entry.name)
             require(
-                drawn is None or not plan["enabled"] or int(drawn[1]) <= ledger.last_done(),
+                drawn is None or not plan["enabled"] or int(drawn[1]) <= last,
                 f"evaluation/{shown(entry.name)} is of a step that the ledger never finished",
             )
     counts = sorted(claims)
@@ -2314,8 +2316,10 @@ def declarations(folder: Folder) -> list[tuple[str, str | None, str]]:
     return words
 
 
-def verify(path: Path, fingerprint: str | None, head: str | None = None) -> tuple[int, dict[str, Any]]:
-    """All checks of a folder: the exit code, and what --json prints.
+def verify(
+    path: Path, fingerprint: str | None, head: str | None = None, *, quiet: bool = True
+) -> tuple[int, dict[str, Any]]:
+    """All checks of a folder: the exit code, and what --json prints; unless quiet, stderr says what is done.
 
     Raises:
         BadInput: no such folder, or a file in it that cannot be judged.
@@ -2323,6 +2327,9 @@ def verify(path: Path, fingerprint: str | None, head: str | None = None) -> tupl
     if not path.is_dir():
         raise BadInput(f"{shown(path)}: is no folder")
     checks: list[tuple[str, str, str]] = []
+    begun, lines = time.monotonic(), sum(1 for _ in lines_of(path / "ledger.jsonl"))
+    if not quiet:
+        print(f"checking {lines:,} lines of the ledger, then epsilon, card and files", file=sys.stderr, flush=True)
     try:
         ledger = read_ledger(path / "ledger.jsonl")
     except Violated as error:
@@ -2339,6 +2346,8 @@ def verify(path: Path, fingerprint: str | None, head: str | None = None) -> tupl
     checks.append(("chain", "ok", f"{len(ledger.hashes)} lines are canonical and chained by their hashes"))
     for judge in CHECKS:
         name = judge.__name__.removeprefix("check_")
+        if not quiet and time.monotonic() > begun + 2:
+            print(f"checking {name}", file=sys.stderr, flush=True)
         try:
             checks.append((name, "ok", judge(folder)))
         except Violated as error:
@@ -2454,7 +2463,7 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(signal, "SIGALRM"):
             signal.signal(signal.SIGALRM, too_long)
             signal.alarm(60 * MINUTES)
-        code, found = verify(options.folder, *told)
+        code, found = verify(options.folder, *told, quiet=options.json)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:  # of what the folder holds
         print(
             f"error: a record lacks a field or has one of another type ({type(error).__name__}: {shown(error)})",

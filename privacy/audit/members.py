@@ -115,12 +115,12 @@ def attempts_by_name(lines: Iterable[LedgerMark]) -> dict[tuple[str, int, int], 
 def not_in_ledger(lines: Iterable[LedgerMark], state: LedgerState) -> str | None:
     """What the ledger lacks of what was recorded before it was read; None when it lacks nothing."""
     charged = {intent.seq: (intent.nonce, intent.step, intent.attempt) for intent in state.intents}
-    ended: set[str] = set()
+    nonces, ended = set(state.nonces), set[str]()
     for line in lines:
         if not 0 <= line.seq < state.num_lines or state.hashes[line.seq] != line.hash:
             return f"an attempt was recorded after another line {line.seq + 1}: the ledger was rolled back or replaced"
         if isinstance(line, MembersRecord):
-            if line.nonce not in state.nonces or line.nonce in ended:
+            if line.nonce not in nonces or line.nonce in ended:
                 return f"attempt {line.attempt} of step {line.step} was recorded in a session that the ledger lacks or ended"
             if charged.pop(line.seq + 1, None) != (line.nonce, line.step, line.attempt):
                 ended.add(line.nonce)  # the program ended between the record and its intent

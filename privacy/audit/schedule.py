@@ -29,6 +29,7 @@ MAX_COINS = 10**9
 _WINDOW = 1 << 17
 _MAX_ENTRIES = 1 << 24  # memory: attempts times ids of the tables in which pairs of examples are counted
 _MAX_SIZES = 200_000
+_MAX_PAIRED = 2000  # attempts of which all pairs are compared
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,8 @@ def joint_checks(taken: Sequence[Ids], rows_TN: NDArray[np.bool_], n: int, q: fl
 
 def _overlaps(n: int, drawn: Sequence[_Drawn]) -> list[Check]:
     """Members of two attempts, and above all of a step and its retry, overlap as independent samples do."""
+    paired = set(_pick([item.attempt for item in drawn], _MAX_PAIRED))
+    drawn = [item for item in drawn if item.attempt in paired]
     counts = np.array([len(item.chosen) for item in drawn])
     rows = np.repeat(np.arange(len(drawn)), counts)
     ones, columns = np.ones(counts.sum(), dtype=np.int64), np.concatenate([item.chosen for item in drawn])

@@ -137,8 +137,9 @@ class SecondSampler:
                 for node, number in enumerate(numbers.tolist()):
                     mine = np.flatnonzero(of_row == node)
                     rows[of_member == node] = mine[np.argsort(words[mine])][:number]
-        on_rank = [rows // rows_per_rank == rank for rank in range(world_size)]
-        return [(members[here], rows[here] % rows_per_rank) for here in on_rank]
+        order = np.argsort(rows // rows_per_rank, kind="stable")
+        cuts = np.cumsum(np.bincount(rows // rows_per_rank, minlength=world_size))[:-1]
+        return [(members[here], rows[here] % rows_per_rank) for here in np.split(order, cuts)]
 
     def keys(self, attempt: Attempt, ids: Ids) -> Words:
         """The examples' own keys, in the order of `ids`."""

@@ -66,10 +66,11 @@ class LedgerState(ChainState):
     Attributes:
         shared_seen: the last line (seq, hash) of the shared ledger at the newest session.
         pending: the intent whose `done` has not come.
+        last_step: the highest step that was ever attempted.
         checkpointed_step: of the newest checkpoint since the run began, or began again at step 0.
         reached: (line, step) of every `done`; also (line, 0) of a `session` that may write a checkpoint before its first step,
             and (line, None) of one that has a checkpoint to go on from.
-        checkpoints: (line, step, SHA-256 of its manifest) of every `checkpoint`.
+        checkpoints: (step, SHA-256 of its manifest) of every `checkpoint`, and the last line that records it.
         torn_run: whether each of the torn lines that wait for their `repair` was charged.
         num_signed: how many lines, from the first, the newest signature covers.
         is_final: whether nothing can follow: the run is closed, and the end signed if the ledger has a signer.
@@ -82,10 +83,11 @@ class LedgerState(ChainState):
     attempts: Counter[int] = field(default_factory=Counter)
     pending: Intent | None = None
     position_in_session: int | None = None
+    last_step: int = 0
     last_done_step: int = 0
     checkpointed_step: int | None = None
     reached: list[tuple[int, int | None]] = field(default_factory=list)
-    checkpoints: list[tuple[int, int, str]] = field(default_factory=list)
+    checkpoints: dict[tuple[int, str], int] = field(default_factory=dict)
     charged_torn: int = 0
     torn_run: list[bool] = field(default_factory=list)
     num_signed: int = 0
@@ -120,11 +122,6 @@ class LedgerState(ChainState):
         return len(self.intents) + self.charged_torn
 
     @property
-    def last_step(self) -> int:
-        """The highest step that was ever attempted."""
-        return max(self.attempts, default=0)
-
-    @property
     def num_replays(self) -> int:
         """Intents beyond the first of their step; a torn line counts as one."""
         return self.num_charged - len(self.attempts)
@@ -141,7 +138,7 @@ class LedgerState(ChainState):
 
     def has_recorded(self, step: int, digest: str) -> bool:
         """Whether a checkpoint of this step, with this SHA-256 of its manifest in hex, is in the ledger."""
-        return any((known, stated) == (step, digest) for _, known, stated in self.checkpoints)
+        return (step, digest) in self.checkpoints
 
     def may_lack_record(self, step: int, line: int) -> bool:
         """Whether a crash can have come between a checkpoint and its record.
@@ -156,7 +153,7 @@ class LedgerState(ChainState):
         if place < 0 or self.closed is not None:
             return False
         since, reached = self.reached[place]
-        return step == reached and all(known < step for at, known, _ in self.checkpoints if at > since)
+        return step == reached and all(known < step for (known, _), at in self.checkpoints.items() if at > since)
 
     def charged_groups(self) -> list[ReleaseGroup]:
         """Everything charged, for the accountant, from the ledger alone: every intent has the planned noise."""
@@ -315,13 +312,14 @@ class LedgerState(ChainState):
                 self.pending = Intent(record["seq"], self.nonces[-1], record["step"], record["attempt"])
                 self.intents.append(self.pending)
                 self.attempts[record["step"]] += 1
+                self.last_step = max(self.last_step, record["step"])
             case "done":
                 self.pending, self.position_in_session = None, record["step"]
                 self.reached.append((record["seq"], record["step"]))
                 self.last_done_step = max(self.last_done_step, record["step"])
             case "checkpoint":
                 self.checkpointed_step = record["step"]
-                self.checkpoints.append((record["seq"], record["step"], record["digest"]))
+                self.checkpoints[record["step"], record["digest"]] = record["seq"]
             case "repair":
                 self.torn_run = []
                 # The program that tore the line is dead: only a new session, with a new nonce, can go on.

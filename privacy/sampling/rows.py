@@ -57,8 +57,10 @@ def shares_of_nodes(nodes: Sequence[int], num_examples: int) -> list[Share]:
         nodes: the node of each rank, numbered in the order of their first ranks.
     """
     shares, before = [], 0
-    for node in range(max(nodes) + 1):
-        ranks = tuple(rank for rank, of_rank in enumerate(nodes) if of_rank == node)
+    ranks_of: list[list[int]] = [[] for _ in range(max(nodes) + 1)]
+    for rank, node in enumerate(nodes):
+        ranks_of[node].append(rank)
+    for ranks in map(tuple, ranks_of):
         bounds = [num_examples * number // len(nodes) for number in (before, before + len(ranks))]
         shares.append(Share(ranks, *bounds))
         before += len(ranks)
@@ -106,25 +108,27 @@ def _order_of_rows(row_key: bytes, step: int, num_rows: int) -> Ids:
 
 
 def deal(
-    row_key: bytes, step: int, members: Ids, rows_per_rank: int, world_size: int, shares: Sequence[Share] = ()
-) -> list[tuple[Ids, Ids]]:
-    """Gives each rank (ids, rows): its members in rising order and where they stand among its `rows_per_rank` rows.
+    row_key: bytes, step: int, members: Ids, rows_per_rank: int, world_size: int, rank: int, shares: Sequence[Share] = ()
+) -> tuple[Ids, Ids]:  # fmt: skip
+    """Gives a rank (ids, rows): its members in rising order and where they stand among its `rows_per_rank` rows.
 
     Args:
+        rank: any; the parts of all ranks are the members, each once.
         shares: of the nodes, where each reads from a store of its own. Their members stay in rows of their ranks, in the random
             order of all rows.
 
     Raises:
         PrivacyConfigError: more members than rows.
     """
-    rows = rows_of_members(row_key, step, len(members), rows_per_rank * world_size)
     here = [slice(*np.searchsorted(members, (share.start, share.stop)).tolist()) for share in shares]
     fits = [
         part.stop - part.start <= rows_per_rank * len(share.ranks) for share, part in zip(shares, here, strict=True)
     ]
     if shares and all(fits):
+        share, part = next(pair for pair in zip(shares, here, strict=True) if rank in pair[0].ranks)
         order = _order_of_rows(row_key, step, rows_per_rank * world_size)
-        for share, part in zip(shares, here, strict=True):
-            rows[part] = order[np.isin(order // rows_per_rank, share.ranks)][: part.stop - part.start]
-    ranks = rows // rows_per_rank
-    return [(members[ranks == rank], rows[ranks == rank] % rows_per_rank) for rank in range(world_size)]
+        members, rows = members[part], order[np.isin(order // rows_per_rank, share.ranks)][: part.stop - part.start]
+    else:
+        rows = rows_of_members(row_key, step, len(members), rows_per_rank * world_size)
+    mine = rows // rows_per_rank == rank
+    return members[mine], rows[mine] % rows_per_rank

@@ -92,7 +92,7 @@ class LogicalBatches:
                 here = int(np.diff(np.searchsorted(members, (share.start, share.stop)))[0])
             count = max(count, num_micro_batches(min(here, most), len(share.ranks), self.micro_batch_size))
         row_key = self.key.row_key(self.nonce, attempt)
-        ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size, shares)[rank]
+        ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size, rank, shares)
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
         return Dealt(step, ids, keys, count, rows, self.sampler.group)
 

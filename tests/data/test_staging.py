@@ -73,7 +73,8 @@ def steps_of(secret: bytes, nodes: tuple[int, ...], steps: range) -> list[list[n
     found = []
     for step in steps:
         ids = sampler.members(key.coin_key(nonce, 0), step)
-        dealt = deal(key.row_key(nonce, 0), step, ids, rows, len(nodes), shares_of_nodes(nodes, size))
+        shares = shares_of_nodes(nodes, size)
+        dealt = [deal(key.row_key(nonce, 0), step, ids, rows, len(nodes), rank, shares) for rank in range(len(nodes))]
         found.append([mine for mine, _ in dealt])
     return found
 

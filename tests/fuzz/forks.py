@@ -25,7 +25,7 @@ REFUSED_WITHIN = 0.5
 """Processor time within which most command lines that are refused have been; it ends cases that are not tried whole."""
 BEGUN = -signal.SIGPROF
 """How such a case ends, which says nothing against it."""
-MOST_LINES = 3
+MOST_LINES = 8  # a ds_config with several faults has a line for each
 CODES = {0, 1, 2, 3, 4, 5, 6, 7}
 MEMORY_MIB = 6000  # on top of what the process has mapped already
 HEAVY = [

@@ -37,7 +37,7 @@ def test_contract_4_the_rows_of_the_others_do_not_depend_on_whether_one_was_draw
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_members_are_dealt_in_whole_and_in_rising_order(world_size: int) -> None:
     members = np.arange(0, 300, 3)
-    dealt = deal(KEY, 1, members, 120 // world_size, world_size)
+    dealt = [deal(KEY, 1, members, 120 // world_size, world_size, rank) for rank in range(world_size)]
     whole = rows_of_members(KEY, 1, 100, 120)
     assert sorted(np.concatenate([ids for ids, _ in dealt])) == members.tolist()
     for rank, (ids, places) in enumerate(dealt):
@@ -68,7 +68,7 @@ def test_contract_4_with_shares_the_rows_of_the_others_do_not_depend_on_one(x: i
     others = np.array([2, 3, 6])
 
     def places(step: int, members: np.ndarray) -> tuple[int, ...]:
-        dealt = deal(KEY, step, members, 4, 2, shares)
+        dealt = [deal(KEY, step, members, 4, 2, rank, shares) for rank in range(2)]
         found = {
             int(i): int(row) + 4 * rank
             for rank, (ids, rows) in enumerate(dealt)
@@ -93,7 +93,7 @@ def test_every_example_is_of_one_node_and_its_members_come_there(nodes: tuple[in
     for share in shares:
         assert abs((share.stop - share.start) - num_examples * len(share.ranks) / len(nodes)) <= 1
     members = np.arange(0, num_examples, 2)
-    dealt = deal(KEY, 1, members, num_examples, len(nodes), shares)
+    dealt = [deal(KEY, 1, members, num_examples, len(nodes), rank, shares) for rank in range(len(nodes))]
     assert sorted(np.concatenate([ids for ids, _ in dealt])) == members.tolist()
     for rank, (ids, places) in enumerate(dealt):
         share = shares[nodes[rank]]
@@ -103,9 +103,9 @@ def test_every_example_is_of_one_node_and_its_members_come_there(nodes: tuple[in
 def test_a_share_that_does_not_fit_is_dealt_over_all_rows() -> None:
     shares = shares_of_nodes((0, 1), 100)
     members = np.arange(50)  # all of the first node
-    dealt = deal(KEY, 1, members, 30, 2, shares)
+    dealt = [deal(KEY, 1, members, 30, 2, rank, shares) for rank in range(2)]
     assert sorted(np.concatenate([ids for ids, _ in dealt])) == members.tolist()
-    np.testing.assert_array_equal(dealt[0][0], deal(KEY, 1, members, 30, 2)[0][0])
+    np.testing.assert_array_equal(dealt[0][0], deal(KEY, 1, members, 30, 2, 0)[0])
 
 
 @pytest.mark.parametrize(("size", "rate"), [(10, 0.5), (300, 0.1), (100_000, 0.001), (10**8, 1e-3)])

@@ -43,7 +43,7 @@ def members(own: PrivacyPlan, attempt: Attempt) -> np.ndarray:
 def record(attempt: Attempt, ids: np.ndarray, world_size: int = 2) -> MembersRecord:
     rows_per_rank = len(ids) // world_size + 5
     row_key = KEY.row_key(attempt.nonce, attempt.attempt)
-    parts = [part for part, _ in deal(row_key, attempt.step, ids, rows_per_rank, world_size)]
+    parts = [deal(row_key, attempt.step, ids, rows_per_rank, world_size, rank)[0] for rank in range(world_size)]
     digests = [
         members_digest(KEY, attempt.nonce, attempt.attempt, attempt.step, rank, part) for rank, part in enumerate(parts)
     ]
@@ -209,7 +209,7 @@ def test_the_second_sampler_agrees_with_the_product(num_examples: int, expected:
         for (world_size, nodes), spare in itertools.product(cases, (3, 40)):  # with 3 a share may not fit
             row_key, most = KEY.row_key(attempt.nonce, attempt.attempt), spare + len(kept) // world_size
             shares = shares_of_nodes(nodes, num_examples) if nodes else []
-            products = deal(row_key, attempt.step, kept, most, world_size, shares)
+            products = [deal(row_key, attempt.step, kept, most, world_size, rank, shares) for rank in range(world_size)]
             for rank, (part, rows) in enumerate(second.deal(attempt, kept, most, world_size, nodes)):
                 np.testing.assert_array_equal(part, products[rank][0])
                 np.testing.assert_array_equal(rows, products[rank][1])

@@ -49,6 +49,30 @@ def test_it_runs_where_this_project_is_not_installed(folder: Path, tmp_path: Pat
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in (tmp_path / "copy").iterdir())
 
 
+def test_it_says_first_what_it_will_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything that takes long; after two seconds each check is named, and --json says nothing of it."""
+    clock = iter(range(100))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    assert verify.main([str(folder)]) == 0
+    monkeypatch.undo()
+    said = capsys.readouterr()
+    lines = len((folder / "ledger.jsonl").read_bytes().splitlines())
+    names = [check.__name__.removeprefix("check_") for check in verify.CHECKS]
+    first = f"checking {lines} lines of the ledger, then epsilon, card and files"
+    assert said.err.splitlines() == [first, *(f"checking {name}" for name in names[2:])]
+    assert said.out.splitlines()[-1].startswith("verify: consistent")
+
+    def cut(path: Path) -> None:
+        raise verify.BadInput("cut here")
+
+    monkeypatch.setattr(verify, "read_ledger", cut)
+    assert verify.main([str(folder)]) == 2
+    assert capsys.readouterr().err.splitlines() == [first, "error: cut here"]
+    assert verify.main([str(folder), "--json"]) == 2 and capsys.readouterr().err == "error: cut here\n"
+
+
 PLANS = {
     "one Gaussian": {"expected_batch_size": 2000, "cap": None},
     "no cap": {"cap": None},
