@@ -26,7 +26,7 @@ from data.files import private_file
 from data.index.keys import KEY, Split, find_split, number_sets
 from data.index.shard import ROW, IndexedShard, index_file, walk_shard
 from data.index.shards import ShardSet, is_url
-from data.index.tar_format import shown
+from data.index.tar_format import merged_pairs, shown
 from data.index.tar_index import FORMAT_VERSION, ExampleTable, IndexFiles, manifest_digest, write_manifest
 from data.reading.pool import run_all
 from data.reading.records import RemoteOptions, ShardEntry, ShardStatus
@@ -70,6 +70,7 @@ def build_index(
         ReadError: remote shards cannot be read, or a worker died. What is done stays done.
     """
     shards = shards if isinstance(shards, ShardSet) else ShardSet.of_files(shards)
+    exclude = frozenset(exclude)
     shards = replace(shards, names=tuple(name for name in shards.names if name not in exclude))
     if not shards.names:
         raise DataError("every shard is excluded, so there is nothing to index; exclude fewer")
@@ -81,7 +82,7 @@ def build_index(
         bad: dict[str, str] = {}
         for name, status in zip(shards.names, storage.status(shards.names), strict=True):
             if isinstance(status, DataError):
-                bad[name] = str(status)
+                bad[name] = f"{status}{shards.hint}"
             else:
                 statuses[name] = status
         storage.close()
@@ -260,6 +261,8 @@ def _reason(split: Split, entries: Sequence[ShardEntry], root: str, remote: Remo
     with storage.local_copy(entries[one].name) as path:
         key = walk_shard(path, entries[one].name).keys[split.ids[0] - int(last_S[one]) + entries[one].count]
     storage.close()
+    if merged := merged_pairs(f"{root}/{entries[one].name}", key, split.sets[0] | split.sets[1]):
+        return merged
     held = " and ".join(", ".join(f".{extension}" for extension in sorted(one_set)) for one_set in split.sets)
     if len(split.shards) > _NAMED:
         pattern = f"SHARDS, with SHARDS as all {len(split.shards)} that hold such parts,"

@@ -90,17 +90,18 @@ def find_split(tables: Tables, sets: Sequence[frozenset[str]]) -> Split | None:
     found: list[tuple[int, int, int, int]] = []  # two ids and the numbers of their sets: the first of every pass
     affected = [np.empty(0, dtype=np.int64)]  # ids
     counts: list[int] = []
-    total = 0
+    total = num_before = 0
     last = np.empty(0, dtype=KEY)  # of the shard before
     for keys_K in tables():
         first = keys_K[:1]
         if len(first) and len(last) and first["hash"] == last["hash"]:
             one_set, two_set = int(last["extensions"][0]), int(first["extensions"][0])
             if not sets[one_set] & sets[two_set]:
-                found.append((sum(counts) - 1, sum(counts), one_set, two_set))
+                found.append((num_before - 1, num_before, one_set, two_set))
                 affected.append(np.array(found[-1][:2]))
         last = keys_K[-1:] if len(keys_K) else last
         counts.append(len(keys_K))
+        num_before += len(keys_K)
         total += int(has_counterpart[keys_K["extensions"]].sum())
     for number in range(num_passes := -(-total // MOST_KEYS)):
         candidates_K = _distinct(tables, _of_pass(has_counterpart, number, num_passes))
@@ -145,16 +146,17 @@ def _have_counterparts(sets: Sequence[frozenset[str]]) -> np.ndarray:
 def _distinct(tables: Tables, is_wanted: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """The first example of each wanted key and set, _FOUND, sorted by the hash of the key."""
     kept = [np.empty(0, dtype=_FOUND)]
-    first, most = 0, 2 * MOST_KEYS
+    first, num_kept, most = 0, 0, 2 * MOST_KEYS
     for keys_K in tables():
         at = np.flatnonzero(is_wanted(keys_K))
         more = np.empty(len(at), dtype=_FOUND)
         more["hash"], more["extensions"], more["id"] = keys_K["hash"][at], keys_K["extensions"][at], first + at
         kept.append(more)
-        first += len(keys_K)
-        if sum(map(len, kept)) > most:  # a key that every shard has is kept once
+        first, num_kept = first + len(keys_K), num_kept + len(more)
+        if num_kept > most:  # a key that every shard has is kept once
             kept = [_first_of_each(np.concatenate(kept))]
-            most = max(most, 2 * len(kept[0]))
+            num_kept = len(kept[0])
+            most = max(most, 2 * num_kept)
     return _first_of_each(np.concatenate(kept))
 
 

@@ -9,17 +9,24 @@ here. A name never becomes a path on this machine, so one that climbs (`../x`) i
 over what is no regular file: a link is never followed.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
+IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif", "png", "webp"})
 BLOCK = 512
 MAX_NAME_BYTES = 1 << 20
+_PAX_FOLDER = re.compile(rb"(^|/)PaxHeaders(\.[^/]*)?/")
+"""Where tar unpacks the attributes of files when it does not understand them: copies of all names, without content."""
 _REGULAR = frozenset(b"\x000" + b"7")
 _NO_PAYLOAD = frozenset(b"123456")
 _ZERO_BLOCK = bytes(BLOCK)
 _MOST_RECORD_BLOCKS = 20
 """tar and its kin pad an archive to whole records of at most this many blocks, unless an option says otherwise."""
 _SCAN_BYTES = 1 << 16
+TEXTS = ("txt", "json", "cls")
+"""Last part of the extensions of what belongs to a picture; the first kind that an example has counts."""
+UNTIL_LAST_DOT = "--key_until_last_dot"
 
 ReadAt = Callable[[int, int], bytes]
 
@@ -47,23 +54,55 @@ class Member(NamedTuple):
         return self.payload_offset + _round_up(self.size)
 
 
-def split_key(name: bytes) -> tuple[bytes, str] | None:
+def split_key(name: bytes, until_last_dot: bool = False) -> tuple[bytes, str] | None:
     """Splits a member's name as webdataset does.
 
     Args:
         name: path inside the archive.
+        until_last_dot: the key ends at the last dot instead (of `a.1.jpg.txt`, which names a picture, at that of `a.1`), and
+            what it holds of dots is written %2E, so that a name made of both parts is split there by everybody.
 
     Returns:
         (key, extension): the key is the path up to the first dot of its last part; the extension what follows, in
-        lower case. None for names that belong to no example: without a dot, hidden (`.name`, also macOS `._name`), or
-        webdataset's own entries `__name__` and what lies in such a folder.
+        lower case. None for names that belong to no example: without a dot, hidden (`.name`, also macOS `._name`), tar's own
+        folders `PaxHeaders`, or webdataset's own entries `__name__` and what lies in such a folder.
     """
     base = name.rpartition(b"/")[2]
     stem, dot, extension = base.partition(b".")
     top = name.partition(b"/")[0]
-    if not dot or not stem or (len(top) >= 4 and top.startswith(b"__") and top.endswith(b"__")):
+    if not dot or not stem or (len(top) >= 4 and top.startswith(b"__") and top.endswith(b"__")) or _PAX_FOLDER.search(name):
         return None
+    if until_last_dot:
+        stem, _, extension = base.rpartition(b".")
+        inner, _, picture = stem.rpartition(b".")
+        if inner and is_image(picture.decode("utf-8", "replace").lower()):
+            stem, extension = inner, picture + b"." + extension
+        stem = stem.replace(b"%", b"%25").replace(b".", b"%2E")
     return name[: len(name) - len(base)] + stem, extension.decode("utf-8", "replace").lower()
+
+
+def is_image(extension: str) -> bool:
+    """Whether a member with this extension is taken for a picture: `jpg`, and also `left.jpg`."""
+    return extension.rpartition(".")[2] in IMAGE_EXTENSIONS
+
+
+def merged_pairs(where: str, key: bytes, extensions: Collection[str]) -> str | None:
+    """Says why these members of one key are several pairs: two pictures, each with a text of its own by the dotted part of the names.
+
+    Args:
+        where: what the message begins with.
+        extensions: of all members of the key.
+    """
+    stems = [(extension.rpartition(".")[2], extension.rpartition(".")[0]) for extension in extensions]
+    texts = next((found for kind in TEXTS if (found := {stem for last, stem in stems if last == kind})), set())
+    texts |= {text.rpartition(".")[0] for text in texts if "." in text}  # a.1.0.txt and a.1.jpg.txt are of a.1.jpg
+    paired = {stem for last, stem in stems if last in IMAGE_EXTENSIONS and not texts.isdisjoint((stem, f"{stem}.{last}".strip(".")))}
+    if len(paired) < 2:
+        return None
+    return (
+        f"{where}: the key {shown(key)} joins {len(paired)} pairs of picture and text, because a key ends at the first dot of a "
+        f"name; make them examples of their own by prepare.py repack SHARDS --output DIR {UNTIL_LAST_DOT}"
+    )
 
 
 def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool, first: int = 0) -> Iterator[Member]:

@@ -24,12 +24,12 @@ from data.errors import DataError
 from data.files import private_file
 from data.index.shard import ROW, IndexedShard
 from data.index.shards import ShardSet
-from data.index.tar_format import BLOCK
+from data.index.tar_format import BLOCK, UNTIL_LAST_DOT, is_image
 from data.reading.records import ReadRequest, RemoteOptions, ShardEntry, ShardStatus
 from data.reading.staging import StagedStorage, Staging
 from data.reading.storage import Storage, open_storage, require_present
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """It changes whenever shards that were accepted are no longer, so that no index of such a shard is used."""
 MANIFEST = "manifest.json"
 _LOCAL = RemoteOptions()
@@ -239,6 +239,38 @@ class ExampleTable:
                 yield IndexedShard(entry, self._rows_N[mine], keys_K, [sets[number] for number in used.tolist()])
         except (KeyError, IndexError, TypeError, OSError, ValueError) as error:
             raise DataError(f"the index {self.index_dir} is damaged ({error}); build it again") from error
+
+    def remarks(self) -> Iterator[str]:
+        """Lines for the console of whoever made the shards: what of them is not used, and examples that lack a part, by the names
+        of their members alone."""
+        num_unused = num_several = num_texts = num_pictures = 0
+        concerned: list[str] = []  # shards with examples that lack a part
+        for shard in self.indexed_shards():
+            before = num_texts + num_pictures
+            for one, count in zip(shard.sets, np.bincount(shard.keys_K["extensions"]).tolist(), strict=True):
+                pictures = sum(map(is_image, one))
+                num_unused += count * max(0, pictures - 1)
+                num_several += count * (pictures > 1)
+                num_texts += count * (pictures == 0)
+                num_pictures += count * (pictures > 0 and not any(name.endswith("txt") or name in ("json", "cls") for name in one))
+            concerned += [shard.entry.name] * (num_texts + num_pictures > before)
+        repeated, skipped = (sum(getattr(entry, what) for entry in self.entries) for what in ("repeated_keys", "skipped"))
+        if repeated or skipped or num_unused:
+            yield (
+                f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example (links, folders, "
+                f"hidden or nameless files); {num_unused} pictures are not used"
+            )
+        if num_several:
+            yield (
+                f"{num_several} of {len(self)} examples hold more than one picture, of which the first is used: if dots in names "
+                f"joined pairs, make them anew by prepare.py repack SHARDS --output DIR {UNTIL_LAST_DOT}"
+            )
+        if concerned:
+            halves = "; halves of a pair need the same path and name, letter by letter, up to the first dot"
+            yield (
+                f"{num_pictures} of {len(self)} examples have a picture without caption or label, {num_texts} have no picture, in "
+                f"{len(concerned)} of {len(self.entries)} shards, first in {concerned[0]}{halves if num_texts else ''}"
+            )
 
     def manifest_digest(self) -> bytes:
         """SHA-256 over names, sizes, hashes and counts of all shards: 32 bytes, private, equal for equal data."""
