@@ -113,7 +113,7 @@ def expand_shards(pattern: str, root: Path) -> list[Path]:
         DataError: nothing found, or a file missing or empty.
     """
     shards = _find_files(_items(pattern, root), root, _hint(pattern))
-    missing = [path for path in shards if not path.is_file()]
+    missing = [path for path in shards if not os.path.isfile(path)]
     for state, paths in (("missing", missing), ("empty", [] if missing else [p for p in shards if p.stat().st_size == 0])):
         if paths:
             more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
@@ -132,7 +132,7 @@ def require_a_shard(pattern: str, root: Path) -> None:
         DataError: as `find_shards`; or no shard is there.
     """
     shards = find_shards(pattern, root)
-    if not is_url(shards.root) and not any((Path(shards.root) / name).is_file() for name in shards.names):
+    if not is_url(shards.root) and not any(os.path.isfile(f"{shards.root}/{name}") for name in shards.names):
         expand_shards(pattern, root)
 
 
@@ -259,14 +259,14 @@ def _find_files(items: Sequence[str], root: Path, hint: str) -> list[Path]:
         path = _path(item, root)
         if path.is_relative_to(root / FASHION_FOLDER):
             unpack_fashion(root)
-        if path.is_dir():
+        if os.path.isdir(path):  # unlike that of Path, it knows no error
             if not any(path.glob("*.tar")):
                 raise DataError(
                     f"the folder {path} holds no *.tar files; prepare.py import makes shards of a folder of pictures{hint}"
                 )
             shards.update(path.glob("*.tar"))
-        elif not path.exists() and glob.has_magic(item):
-            folder = glob.escape(str(path.parent)) if path.parent.is_dir() else str(path.parent)
+        elif not os.path.exists(path) and glob.has_magic(item):
+            folder = glob.escape(str(path.parent)) if os.path.isdir(path.parent) else str(path.parent)
             matches = glob.glob(os.path.join(folder, path.name))
             if not matches:
                 raise DataError(f"no shards match {path}{hint}")

@@ -257,7 +257,7 @@ class ExampleTable:
         repeated, skipped = (sum(getattr(entry, what) for entry in self.entries) for what in ("repeated_keys", "skipped"))
         if repeated or skipped or num_unused:
             yield (
-                f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example (links, folders, "
+                f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example (links, folders, PaxHeaders, "
                 f"hidden or nameless files); {num_unused} pictures are not used"
             )
         if num_several:
