@@ -135,7 +135,9 @@ def import_examples(
             "other_files": dict(sorted(source.other_files.items())),
             "dropped": {reason: counts[reason] for reason in REASONS if counts[reason]},
             "reasons": {
-                reason: text.format(settings.conversion.max_megapixels) for reason, text in REASONS.items() if counts[reason]
+                reason: text.format(settings.conversion.max_megapixels)
+                for reason, text in REASONS.items()
+                if counts[reason]
             },
             "samples": {reason: keys for reason, keys in samples.items() if keys},
             "claim": claim,

@@ -126,8 +126,8 @@ def repack(
         key_until_last_dot: a key ends at the last dot of a name, and is written without dots; see `tar_format.split_key`.
 
     Raises:
-        DataError: bytes are lost and that was not accepted, a key joins several pairs, nobody can say which members are of one example, or the folder
-            cannot be written.
+        DataError: bytes are lost and that was not accepted, a key joins several pairs, nobody can say which members are of one
+            example, or the folder cannot be written.
         ReadError: a shard cannot be read, or another one than was written lies on the disk.
     """
     if shard_bytes < _RECORD:

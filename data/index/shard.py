@@ -136,7 +136,7 @@ def walk_shard(path: Path, location: str) -> Extents:
 
     Raises:
         DataError: empty, compressed, no tar archive, cut off, with more than padding behind its end marker, or with the
-            members of an example in two places, or those of several in one. The message names the member and the command that mends it.
+            members of an example in two places, or of several under one key. The message names the command that mends it.
         OSError: it cannot be read.
     """
     bounds: list[tuple[int, int]] = []

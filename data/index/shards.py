@@ -114,7 +114,10 @@ def expand_shards(pattern: str, root: Path) -> list[Path]:
     """
     shards = _find_files(_items(pattern, root), root, _hint(pattern))
     missing = [path for path in shards if not os.path.isfile(path)]
-    for state, paths in (("missing", missing), ("empty", [] if missing else [p for p in shards if p.stat().st_size == 0])):
+    for state, paths in (
+        ("missing", missing),
+        ("empty", [] if missing else [p for p in shards if p.stat().st_size == 0]),
+    ):
         if paths:
             more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
             raise DataError(
@@ -202,11 +205,7 @@ def _items(pattern: str, root: Path) -> list[str]:
     items = [item for item in items if item]
     if not items:
         raise DataError("no shards given; name tar files, a folder of them or a pattern such as train-{000..012}.tar")
-    return [
-        word
-        for item in items
-        for word in ([item] if os.path.exists(_path(item, root)) else _expand_braces(item))
-    ]
+    return [word for item in items for word in ([item] if os.path.exists(_path(item, root)) else _expand_braces(item))]
 
 
 def _path(item: str, root: Path) -> Path:

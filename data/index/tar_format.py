@@ -26,7 +26,6 @@ _MOST_RECORD_BLOCKS = 20
 _SCAN_BYTES = 1 << 16
 TEXTS = ("txt", "json", "cls")
 """Last part of the extensions of what belongs to a picture; the first kind that an example has counts."""
-UNTIL_LAST_DOT = "--key_until_last_dot"
 
 ReadAt = Callable[[int, int], bytes]
 
@@ -70,7 +69,12 @@ def split_key(name: bytes, until_last_dot: bool = False) -> tuple[bytes, str] | 
     base = name.rpartition(b"/")[2]
     stem, dot, extension = base.partition(b".")
     top = name.partition(b"/")[0]
-    if not dot or not stem or (len(top) >= 4 and top.startswith(b"__") and top.endswith(b"__")) or _PAX_FOLDER.search(name):
+    if (
+        not dot
+        or not stem
+        or (len(top) >= 4 and top.startswith(b"__") and top.endswith(b"__"))
+        or _PAX_FOLDER.search(name)
+    ):
         return None
     if until_last_dot:
         stem, _, extension = base.rpartition(b".")
@@ -87,21 +91,22 @@ def is_image(extension: str) -> bool:
 
 
 def merged_pairs(where: str, key: bytes, extensions: Collection[str]) -> str | None:
-    """Says why these members of one key are several pairs: two pictures, each with a text of its own by the dotted part of the names.
+    """Says why the members of a key are several pairs: two pictures, each with a text of the same name.
 
     Args:
         where: what the message begins with.
-        extensions: of all members of the key.
+        key: which key.
+        extensions: of all its members.
     """
-    stems = [(extension.rpartition(".")[2], extension.rpartition(".")[0]) for extension in extensions]
-    texts = next((found for kind in TEXTS if (found := {stem for last, stem in stems if last == kind})), set())
+    split = [(extension, *extension.rpartition(".")[::2]) for extension in extensions]
+    texts = next((found for kind in TEXTS if (found := {stem for _, stem, last in split if last == kind})), set())
     texts |= {text.rpartition(".")[0] for text in texts if "." in text}  # a.1.0.txt and a.1.jpg.txt are of a.1.jpg
-    paired = {stem for last, stem in stems if last in IMAGE_EXTENSIONS and not texts.isdisjoint((stem, f"{stem}.{last}".strip(".")))}
+    paired = {stem for name, stem, last in split if last in IMAGE_EXTENSIONS and not texts.isdisjoint((name, stem))}
     if len(paired) < 2:
         return None
     return (
         f"{where}: the key {shown(key)} joins {len(paired)} pairs of picture and text, because a key ends at the first dot of a "
-        f"name; make them examples of their own by prepare.py repack SHARDS --output DIR {UNTIL_LAST_DOT}"
+        f"name; make them examples of their own by prepare.py repack SHARDS --output DIR --key_until_last_dot"
     )
 
 

@@ -24,7 +24,7 @@ from data.errors import DataError
 from data.files import private_file
 from data.index.shard import ROW, IndexedShard
 from data.index.shards import ShardSet
-from data.index.tar_format import BLOCK, UNTIL_LAST_DOT, is_image
+from data.index.tar_format import BLOCK, TEXTS, is_image
 from data.reading.records import ReadRequest, RemoteOptions, ShardEntry, ShardStatus
 from data.reading.staging import StagedStorage, Staging
 from data.reading.storage import Storage, open_storage, require_present
@@ -189,7 +189,7 @@ class ExampleTable:
         if difference:
             raise DataError(
                 f"the index {self.index_dir} is of other shards than those asked for (first difference: "
-                f"{min(difference)}); build one for these shards with prepare.py index, or choose another run folder"
+                f"{min(difference)}); build one for these shards with prepare.py index, or choose another run folder{shards.hint}"
             )
 
     def check_shards(self) -> None:
@@ -241,35 +241,37 @@ class ExampleTable:
             raise DataError(f"the index {self.index_dir} is damaged ({error}); build it again") from error
 
     def remarks(self) -> Iterator[str]:
-        """Lines for the console of whoever made the shards: what of them is not used, and examples that lack a part, by the names
-        of their members alone."""
-        num_unused = num_several = num_texts = num_pictures = 0
-        concerned: list[str] = []  # shards with examples that lack a part
+        """Lines for whoever made the shards: what is not used, and which examples lack a part, by the names of members alone."""
+        unused = several = no_picture = no_text = 0
+        lacking: list[str] = []
         for shard in self.indexed_shards():
-            before = num_texts + num_pictures
+            before = no_picture + no_text
             for one, count in zip(shard.sets, np.bincount(shard.keys_K["extensions"]).tolist(), strict=True):
                 pictures = sum(map(is_image, one))
-                num_unused += count * max(0, pictures - 1)
-                num_several += count * (pictures > 1)
-                num_texts += count * (pictures == 0)
-                num_pictures += count * (pictures > 0 and not any(name.endswith("txt") or name in ("json", "cls") for name in one))
-            concerned += [shard.entry.name] * (num_texts + num_pictures > before)
-        repeated, skipped = (sum(getattr(entry, what) for entry in self.entries) for what in ("repeated_keys", "skipped"))
-        if repeated or skipped or num_unused:
+                unused, several = unused + count * max(0, pictures - 1), several + count * (pictures > 1)
+                no_picture += count * (pictures == 0)
+                no_text += count * (pictures > 0 and not any(name in TEXTS or name.endswith(".txt") for name in one))
+            lacking += [shard.entry.name] * (no_picture + no_text > before)
+        repeated, skipped = (
+            sum(getattr(entry, what) for entry in self.entries) for what in ("repeated_keys", "skipped")
+        )
+        if repeated or skipped or unused:
             yield (
-                f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example (links, folders, PaxHeaders, "
-                f"hidden or nameless files); {num_unused} pictures are not used"
+                f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example (links, folders, hidden "
+                f"or nameless files, PaxHeaders); {unused} pictures are not used"
             )
-        if num_several:
+        if several:
             yield (
-                f"{num_several} of {len(self)} examples hold more than one picture, of which the first is used: if dots in names "
-                f"joined pairs, make them anew by prepare.py repack SHARDS --output DIR {UNTIL_LAST_DOT}"
+                f"{several} of {len(self)} examples hold more than one picture, of which the first is used: if dots in names joined "
+                "pairs, make them anew by prepare.py repack SHARDS --output DIR --key_until_last_dot"
             )
-        if concerned:
-            halves = "; halves of a pair need the same path and name, letter by letter, up to the first dot"
+        if lacking:
+            halves = "; halves of a pair need the same path and name, letter by letter, up to the first dot" * (
+                no_picture > 0
+            )
             yield (
-                f"{num_pictures} of {len(self)} examples have a picture without caption or label, {num_texts} have no picture, in "
-                f"{len(concerned)} of {len(self.entries)} shards, first in {concerned[0]}{halves if num_texts else ''}"
+                f"{no_text} of {len(self)} examples have a picture without caption or label, {no_picture} have no picture, in "
+                f"{len(lacking)} of {len(self.entries)} shards, first in {lacking[0]}{halves}"
             )
 
     def manifest_digest(self) -> bytes:
