@@ -310,10 +310,9 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     if options.heldout_share:
         table.add_row("held out of these", f"{report['held_out']:,}", "")
     Console().print(table)
-    print(f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private")
-    pairs = report["written"] - report["held_out"]
-    shards = shlex.quote(f"data.shards={options.output}")
+    pairs, shards = report["written"] - report["held_out"], shlex.quote(f"data.shards={options.output}")
     print(
+        f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private\n"
         f"{pairs:,} training pairs; next: python launch_scripts/plan.py --recipe recipes/own_pictures.toml {shards} "
         f"data.num_examples={pairs} --choose"
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageOps
 
-from data.errors import DecodeError, PixelsError
+from data.errors import DecodeError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -128,23 +128,11 @@ def random_crop_box(width: int, height: int, rng: np.random.Generator) -> CropBo
     return CropBox((width - crop_width) / 2, (height - crop_height) / 2, crop_width, crop_height)
 
 
-def decode(
-    data: bytes,
-    work: Callable[[Image.Image], Image.Image],
-    max_pixels: int = MAX_PIXELS,
-    draft: Callable[[Image.Image], None] = lambda image: None,
-) -> Image.Image:
+def decode(data: bytes, work: Callable[[Image.Image], Image.Image], max_pixels: float = MAX_PIXELS) -> Image.Image:
     """Opens an image and works on it. The one place where Pillow's many exceptions become DecodeError.
 
-    Args:
-        data: an encoded image.
-        work: gets the opened image.
-        max_pixels: of what `draft` leaves.
-        draft: may ask for a smaller decoding before any pixel is decoded.
-
     Raises:
-        PixelsError: more than `max_pixels`.
-        DecodeError: the bytes are no usable image, or have more than MAX_SCANS.
+        DecodeError: the bytes are no usable image, or have more than `max_pixels` or MAX_SCANS.
     """
     if not data:
         raise DecodeError("the image has no bytes")
@@ -154,9 +142,8 @@ def decode(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns about the content of single private images
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                draft(image)
                 if image.width * image.height > max_pixels:
-                    raise PixelsError(f"the image has {image.width} x {image.height} pixels, more than {max_pixels}")
+                    raise DecodeError(f"the image has {image.width} x {image.height} pixels, more than {max_pixels}")
                 return work(image)
     except (DecodeError, MemoryError):
         raise

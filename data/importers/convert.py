@@ -237,12 +237,12 @@ def resized(data: bytes, size: int, side: str, max_pixels: int = MAX_PIXELS) -> 
     """
     reference = min if side == "shortest" else max
 
-    def draft(image: Image.Image) -> None:
+    def shrunk(image: Image.Image) -> Image.Image:
         scale = min(1.0, size / reference(image.size))
         if image.format in ("JPEG", "MPO") and scale < 0.5:  # phones write MPO: a JPEG with others behind it
             image.draft(None, (math.ceil(image.width * scale * 2), math.ceil(image.height * scale * 2)))
-
-    def shrunk(image: Image.Image) -> Image.Image:
+        if image.width * image.height > max_pixels:
+            raise PixelsError
         rgb = to_rgb(ImageOps.exif_transpose(image))
         scale = min(1.0, size / reference(rgb.size))
         if scale == 1.0:
@@ -252,7 +252,7 @@ def resized(data: bytes, size: int, side: str, max_pixels: int = MAX_PIXELS) -> 
 
     pillows, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # it counts the pixels before the draft
     try:
-        return decode(data, shrunk, max_pixels, draft)
+        return decode(data, shrunk, math.inf)
     finally:
         Image.MAX_IMAGE_PIXELS = pillows
 

@@ -23,10 +23,10 @@ from rich.progress import Progress
 
 from data.errors import DataError
 from data.files import private_file
-from data.index.keys import KEY, Split, find_split, number_sets
+from data.index.keys import KEY, Split, find_split, merged_pairs, number_sets
 from data.index.shard import ROW, IndexedShard, index_file, walk_shard
 from data.index.shards import ShardSet, is_url
-from data.index.tar_format import merged_pairs, shown
+from data.index.tar_format import shown
 from data.index.tar_index import FORMAT_VERSION, ExampleTable, IndexFiles, manifest_digest, write_manifest
 from data.reading.pool import run_all
 from data.reading.records import RemoteOptions, ShardEntry, ShardStatus
@@ -70,7 +70,6 @@ def build_index(
         ReadError: remote shards cannot be read, or a worker died. What is done stays done.
     """
     shards = shards if isinstance(shards, ShardSet) else ShardSet.of_files(shards)
-    exclude = frozenset(exclude)
     shards = replace(shards, names=tuple(name for name in shards.names if name not in exclude))
     if not shards.names:
         raise DataError("every shard is excluded, so there is nothing to index; exclude fewer")

@@ -14,10 +14,12 @@ import functools
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from data.index.tar_format import IMAGE_EXTENSIONS, TEXTS, shown
 
 KEY = np.dtype([("hash", "<u8"), ("extensions", "<u4")])
 """An example: hash of its key, and the number of the set of its extensions."""
@@ -54,6 +56,26 @@ def key_rows(keys: Sequence[bytes], sets: Sequence[frozenset[str]]) -> tuple[np.
 def key_hash(key: bytes) -> int:
     """64 bits."""
     return int.from_bytes(_digest(key), "little")
+
+
+def merged_pairs(where: str, key: bytes, extensions: Collection[str]) -> str | None:
+    """Says why the members of a key are several pairs: two pictures, each with a text of the same name.
+
+    Args:
+        where: what the message begins with.
+        key: which key.
+        extensions: of all its members.
+    """
+    split = [(extension, *extension.rpartition(".")[::2]) for extension in extensions]
+    texts = next((found for kind in TEXTS if (found := {stem for _, stem, last in split if last == kind})), set())
+    texts |= {text.rpartition(".")[0] for text in texts if "." in text}  # a.1.0.txt and a.1.jpg.txt are of a.1.jpg
+    paired = {stem for name, stem, last in split if last in IMAGE_EXTENSIONS and not texts.isdisjoint((name, stem))}
+    if len(paired) < 2:
+        return None
+    return (
+        f"{where}: the key {shown(key)} joins {len(paired)} pairs of picture and text, because a key ends at the first dot of a "
+        f"name; make them examples of their own by prepare.py repack SHARDS --output DIR --key_until_last_dot"
+    )
 
 
 def _digest(key: bytes) -> bytes:

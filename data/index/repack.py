@@ -22,7 +22,7 @@ import numpy as np
 
 from data.errors import DataError, ReadError
 from data.files import named_when_whole, write_durably
-from data.index.keys import key_hash
+from data.index.keys import key_hash, merged_pairs
 from data.index.shard import index_file, read_window
 from data.index.tar_format import (
     BLOCK,
@@ -31,7 +31,6 @@ from data.index.tar_format import (
     TarFormatError,
     has_checksum,
     iter_members,
-    merged_pairs,
     require_padding,
     shown,
     split_key,

@@ -17,17 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from data.errors import DataError
-from data.index.keys import key_rows
-from data.index.tar_format import (
-    BLOCK,
-    CutOffError,
-    Member,
-    TarFormatError,
-    iter_members,
-    merged_pairs,
-    shown,
-    split_key,
-)
+from data.index.keys import key_rows, merged_pairs
+from data.index.tar_format import BLOCK, CutOffError, Member, TarFormatError, iter_members, shown, split_key
 from data.reading.records import ShardEntry
 
 ROW = np.dtype([("first_block", "<u4"), ("crc32", "<u4"), ("low", "<u2"), ("high", "u1")])

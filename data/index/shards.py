@@ -114,15 +114,11 @@ def expand_shards(pattern: str, root: Path) -> list[Path]:
     """
     shards = _find_files(_items(pattern, root), root, _hint(pattern))
     missing = [path for path in shards if not os.path.isfile(path)]
-    for state, paths in (
-        ("missing", missing),
-        ("empty", [] if missing else [p for p in shards if p.stat().st_size == 0]),
-    ):
-        if paths:
-            more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
-            raise DataError(
-                f"missing or empty shards: {paths[0]} is {state}{more}; mend the path or fetch it again{_hint(pattern)}"
-            )
+    if bad := missing or [path for path in shards if path.stat().st_size == 0]:
+        state = ("missing" if missing else "empty") + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
+        raise DataError(
+            f"missing or empty shards: {bad[0]} is {state}; mend the path or fetch it again{_hint(pattern)}"
+        )
     return shards
 
 

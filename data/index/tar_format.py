@@ -10,14 +10,14 @@ over what is no regular file: a link is never followed.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif", "png", "webp"})
 BLOCK = 512
 MAX_NAME_BYTES = 1 << 20
-_PAX_FOLDER = re.compile(rb"(^|/)PaxHeaders(\.[^/]*)?/")
-"""Where tar unpacks the attributes of files when it does not understand them: copies of all names, without content."""
+_NO_EXAMPLE = re.compile(rb"^__[^/]*__(/|\Z)|(^|/)PaxHeaders(\.[^/]*)?/")
+"""webdataset's own names, and where an old tar unpacks attributes: each file's name once more."""
 _REGULAR = frozenset(b"\x000" + b"7")
 _NO_PAYLOAD = frozenset(b"123456")
 _ZERO_BLOCK = bytes(BLOCK)
@@ -68,13 +68,7 @@ def split_key(name: bytes, until_last_dot: bool = False) -> tuple[bytes, str] | 
     """
     base = name.rpartition(b"/")[2]
     stem, dot, extension = base.partition(b".")
-    top = name.partition(b"/")[0]
-    if (
-        not dot
-        or not stem
-        or (len(top) >= 4 and top.startswith(b"__") and top.endswith(b"__"))
-        or _PAX_FOLDER.search(name)
-    ):
+    if not dot or not stem or _NO_EXAMPLE.search(name):
         return None
     if until_last_dot:
         stem, _, extension = base.rpartition(b".")
@@ -88,26 +82,6 @@ def split_key(name: bytes, until_last_dot: bool = False) -> tuple[bytes, str] | 
 def is_image(extension: str) -> bool:
     """Whether a member with this extension is taken for a picture: `jpg`, and also `left.jpg`."""
     return extension.rpartition(".")[2] in IMAGE_EXTENSIONS
-
-
-def merged_pairs(where: str, key: bytes, extensions: Collection[str]) -> str | None:
-    """Says why the members of a key are several pairs: two pictures, each with a text of the same name.
-
-    Args:
-        where: what the message begins with.
-        key: which key.
-        extensions: of all its members.
-    """
-    split = [(extension, *extension.rpartition(".")[::2]) for extension in extensions]
-    texts = next((found for kind in TEXTS if (found := {stem for _, stem, last in split if last == kind})), set())
-    texts |= {text.rpartition(".")[0] for text in texts if "." in text}  # a.1.0.txt and a.1.jpg.txt are of a.1.jpg
-    paired = {stem for name, stem, last in split if last in IMAGE_EXTENSIONS and not texts.isdisjoint((name, stem))}
-    if len(paired) < 2:
-        return None
-    return (
-        f"{where}: the key {shown(key)} joins {len(paired)} pairs of picture and text, because a key ends at the first dot of a "
-        f"name; make them examples of their own by prepare.py repack SHARDS --output DIR --key_until_last_dot"
-    )
 
 
 def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool, first: int = 0) -> Iterator[Member]:

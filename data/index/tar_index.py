@@ -257,13 +257,13 @@ class ExampleTable:
         )
         if repeated or skipped or unused:
             yield (
-                f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example (links, folders, hidden "
-                f"or nameless files, PaxHeaders); {unused} pictures are not used"
+                f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example (links, folders, "
+                f"hidden or nameless files, PaxHeaders); {unused} pictures are not used"
             )
         if several:
             yield (
-                f"{several} of {len(self)} examples hold more than one picture, of which the first is used: if dots in names joined "
-                "pairs, make them anew by prepare.py repack SHARDS --output DIR --key_until_last_dot"
+                f"{several} of {len(self)} examples hold more than one picture, of which the first is used: if dots in names "
+                "joined pairs, make them anew by prepare.py repack SHARDS --output DIR --key_until_last_dot"
             )
         if lacking:
             halves = "; halves of a pair need the same path and name, letter by letter, up to the first dot" * (

@@ -8,6 +8,7 @@ consumed without decoding it.
 
 import hashlib
 import itertools
+import os
 import random
 import tarfile
 from collections.abc import Generator, Iterator, Sequence
@@ -83,7 +84,8 @@ class Stream:
                 walk_shard(Path(shard["url"]), shard["url"])
                 yield shard
 
-        stages = webdataset.SimpleShardList(mine), walked, webdataset.tarfile_to_samples(select_files=_is_of_an_example)
+        files = webdataset.tarfile_to_samples(select_files=lambda name: split_key(os.fsencode(name)) is not None)
+        stages = webdataset.SimpleShardList(mine), walked, files
         samples = iter(webdataset.DataPipeline(*stages))
         if not by_shard:
             samples = itertools.islice(samples, self.reader, None, self.num_readers)
@@ -98,10 +100,6 @@ class Stream:
             raise DataError(f"a shard is damaged: {_one_line(error)}") from error
         except OSError as error:
             raise ReadError(f"cannot read a shard: {_one_line(error)}") from error
-
-
-def _is_of_an_example(name: str) -> bool:
-    return split_key(name.encode("utf-8", "surrogateescape")) is not None
 
 
 def raw_example(sample: dict[str, Any]) -> RawExample:
