@@ -34,10 +34,11 @@ from data.examples.examples import CaptionExample  # noqa: E402
 from data.examples.tokenizer import EMBEDDED_TOKENIZER  # noqa: E402
 from data.index.build import build_index  # noqa: E402
 from data.index.shards import expand_shards  # noqa: E402
+from data.index.tar_format import is_image  # noqa: E402
 from data.index.tar_index import ExampleTable  # noqa: E402
 from data.reading.loader import Loader, StepPlan  # noqa: E402
 from data.reading.pool import worker_pool  # noqa: E402
-from data.reading.reader import IMAGE_EXTENSIONS, RawExample, TarReader  # noqa: E402
+from data.reading.reader import RawExample, TarReader  # noqa: E402
 from privacy.sampling.poisson import PoissonSampler, default_cap, example_keys, slice_bounds  # noqa: E402
 from privacy.sampling.rows import deal  # noqa: E402
 
@@ -70,7 +71,7 @@ def sequential_batches(root: Path, num_workers: int) -> Iterator[int]:
 
     def make(sample: dict[str, Any]) -> dict[str, np.ndarray]:
         fields = {name: value for name, value in sample.items() if not name.startswith("__")}
-        image = next(fields[name] for name in fields if name in IMAGE_EXTENSIONS)
+        image = next(fields[name] for name in fields if is_image(name))
         return MAKE(RawExample(image, fields), int.from_bytes(sample["__key__"].encode()[-8:], "little"))
 
     def stack(rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:

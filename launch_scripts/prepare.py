@@ -13,6 +13,7 @@ Each command is a function of its options, which a notebook can call: index(Inde
 import argparse
 import functools
 import inspect
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -95,6 +96,8 @@ class RepackOptions(Options):
     """how the shards' names begin (default: train)"""
     accept_loss: bool = False
     """go on where bytes are damaged, and leave out the examples next to them"""
+    key_until_last_dot: bool = False
+    """an example's name ends at the last dot: 2024.01.05.jpg and 2024.01.06.jpg are two; dots before it are written %2E"""
 
 
 class WriterOptions(PrepareOptions):
@@ -133,6 +136,8 @@ class ImportOptions(WriterOptions):
     """which side (default: shortest)"""
     min_side: Annotated[int, Shown("PIXELS")] = 16
     """drop smaller images (default: 16)"""
+    max_megapixels: Annotated[int, Shown("N")] = 34
+    """drop images that are decoded to more millions of pixels; a large JPEG is decoded at 1/2 to 1/8 (default: 34)"""
     quality: int = 90
     """quality of jpg and webp (default: 90)"""
     duplicate_distance: Annotated[int, Shown("BITS")] = 4
@@ -195,11 +200,8 @@ def index(options: IndexOptions) -> ExampleTable | None:
     print(f"{len(table)} examples in {len(table.entries)} shards, {len(table) / seconds:.0f} examples/s: {output}")
     if table.excluded:
         print(f"{len(table.excluded)} shards are excluded", file=sys.stderr)
-    repeated, skipped = (sum(getattr(entry, what) for entry in table.entries) for what in ("repeated_keys", "skipped"))
-    if repeated or skipped:
-        print(
-            f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example", file=sys.stderr
-        )
+    for line in table.remarks():
+        print(line, file=sys.stderr)
     return table
 
 
@@ -212,6 +214,8 @@ def verify(options: VerifyOptions) -> None:
         remote = RemoteOptions(allow_plain_http=options.allow_plain_http)
         table = ExampleTable.open(options.index, shards.root, remote=remote, check_shards=False)
         table.require_shards(shards)
+        for line in table.remarks():
+            print(line, file=sys.stderr)
         with _progress() as bar:
             if options.sample is None:
                 track = functools.partial(bar.track, total=len(table.entries), description="hashing")
@@ -245,6 +249,7 @@ def repack_shards(options: RepackOptions) -> Repacked:
         shard_bytes=options.shard_mib << 20,
         prefix=options.prefix,
         accept_loss=options.accept_loss,
+        key_until_last_dot=options.key_until_last_dot,
     )
     print(
         f"{report.examples} examples in {report.shards} shards, of which {report.joined} were apart; {report.left_out} examples "
@@ -266,8 +271,9 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
 
     needs_owner = options.owner_field is not None
     conversion = Conversion(
-        options.size, options.side, options.min_side, options.image_format, options.quality, needs_owner
-    )
+        options.size, options.side, options.min_side, options.image_format, options.quality, needs_owner,
+        options.max_megapixels,
+    )  # fmt: skip
     settings = Settings(
         options.source_format, conversion, None if options.keep_near_duplicates else options.duplicate_distance,
         options.owner_field, options.max_per_owner, options.seed, options.shard_examples, options.prefix,
@@ -304,7 +310,12 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     if options.heldout_share:
         table.add_row("held out of these", f"{report['held_out']:,}", "")
     Console().print(table)
-    print(f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private")
+    pairs, shards = report["written"] - report["held_out"], shlex.quote(f"data.shards={options.output}")
+    print(
+        f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private\n"
+        f"{pairs:,} training pairs; next: python launch_scripts/plan.py --recipe recipes/own_pictures.toml {shards} "
+        f"data.num_examples={pairs} --choose"
+    )
     return report
 
 

@@ -128,11 +128,11 @@ def random_crop_box(width: int, height: int, rng: np.random.Generator) -> CropBo
     return CropBox((width - crop_width) / 2, (height - crop_height) / 2, crop_width, crop_height)
 
 
-def decode(data: bytes, work: Callable[[Image.Image], Image.Image]) -> Image.Image:
+def decode(data: bytes, work: Callable[[Image.Image], Image.Image], max_pixels: float = MAX_PIXELS) -> Image.Image:
     """Opens an image and works on it. The one place where Pillow's many exceptions become DecodeError.
 
     Raises:
-        DecodeError: the bytes are no usable image, or have more than MAX_PIXELS or MAX_SCANS.
+        DecodeError: the bytes are no usable image, or have more than `max_pixels` or MAX_SCANS.
     """
     if not data:
         raise DecodeError("the image has no bytes")
@@ -142,8 +142,8 @@ def decode(data: bytes, work: Callable[[Image.Image], Image.Image]) -> Image.Ima
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns about the content of single private images
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                if image.width * image.height > MAX_PIXELS:
-                    raise DecodeError(f"the image has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
+                if image.width * image.height > max_pixels:
+                    raise DecodeError(f"the image has {image.width} x {image.height} pixels, more than {max_pixels}")
                 return work(image)
     except (DecodeError, MemoryError):
         raise

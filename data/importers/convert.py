@@ -24,8 +24,8 @@ import numpy as np
 from PIL import Image, ImageOps
 from scipy.fft import dctn
 
-from data.errors import DataError, DecodeError, ReadError
-from data.examples.transforms import decode, to_rgb
+from data.errors import DataError, DecodeError, PixelsError, ReadError
+from data.examples.transforms import MAX_PIXELS, decode, to_rgb
 from data.files import named_when_whole
 from data.importers.items import Item, Part
 from data.index.tar_writer import Example, write_shard
@@ -56,6 +56,7 @@ class Conversion:
         image_format: one of FORMATS.
         quality: 1 to 100, where the format is jpg or webp.
         needs_owner: examples without an owner are dropped.
+        max_megapixels: images that are decoded to more millions of pixels are dropped.
     """
 
     size: int = 256
@@ -64,9 +65,10 @@ class Conversion:
     image_format: str = "jpg"
     quality: int = 90
     needs_owner: bool = False
+    max_megapixels: int = 34
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.min_side < 1 or not 1 <= self.quality <= 100:
+        if self.size < 1 or self.min_side < 1 or self.max_megapixels < 1 or not 1 <= self.quality <= 100:
             raise DataError("sizes must be at least 1 and the quality from 1 to 100")
         if self.side not in SIDES or self.image_format not in FORMATS:
             raise DataError(f"the side must be one of {', '.join(SIDES)}, the format one of {', '.join(FORMATS)}")
@@ -159,7 +161,9 @@ class _Rows:
             raise ReadError(f"cannot read {stored!s}: {error.strerror or error}") from error
         captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
         try:
-            image = resized(data, conversion.size, conversion.side)
+            image = resized(data, conversion.size, conversion.side, conversion.max_megapixels * 10**6)
+        except PixelsError:
+            return "large_image"
         except DecodeError:
             return "undecodable_image"
         if min(image.size) < conversion.min_side:
@@ -218,23 +222,27 @@ def clean_caption(text: str) -> str | None:
     return text if any(c.isalpha() for c in text) else None
 
 
-def resized(data: bytes, size: int, side: str) -> Image.Image:
+def resized(data: bytes, size: int, side: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """RGB, upright, its shorter or longer side at most `size` pixels; never enlarged.
 
     Args:
         data: an encoded image.
         size: in pixels.
         side: "shortest" or "longest".
+        max_pixels: the most that are decoded; of a JPEG these are fewer than it has, where twice the size is enough.
 
     Raises:
+        PixelsError: more of them.
         DecodeError: the bytes are no usable image.
     """
     reference = min if side == "shortest" else max
 
     def shrunk(image: Image.Image) -> Image.Image:
         scale = min(1.0, size / reference(image.size))
-        if image.format == "JPEG" and scale < 0.5:
+        if image.format in ("JPEG", "MPO") and scale < 0.5:  # phones write MPO: a JPEG with others behind it
             image.draft(None, (math.ceil(image.width * scale * 2), math.ceil(image.height * scale * 2)))
+        if image.width * image.height > max_pixels:
+            raise PixelsError
         rgb = to_rgb(ImageOps.exif_transpose(image))
         scale = min(1.0, size / reference(rgb.size))
         if scale == 1.0:
@@ -242,7 +250,11 @@ def resized(data: bytes, size: int, side: str) -> Image.Image:
         shape = (max(1, round(rgb.width * scale)), max(1, round(rgb.height * scale)))
         return rgb.resize(shape, Image.Resampling.BICUBIC)
 
-    return decode(data, shrunk)
+    pillows, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # it counts the pixels before the draft
+    try:
+        return decode(data, shrunk, math.inf)
+    finally:
+        Image.MAX_IMAGE_PIXELS = pillows
 
 
 def encoded(image: Image.Image, image_format: str, quality: int) -> bytes:

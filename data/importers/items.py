@@ -11,11 +11,12 @@ REASONS = {
     "unsafe_path": "the image's path leaves the folder, or goes through a symbolic link",
     "missing_image": "there is no image, or no such file",
     "undecodable_image": "the image cannot be decoded",
+    "large_image": "the image has more than {} million pixels (--max_megapixels)",
     "small_image": "the image's shorter side is below the limit",
     "no_caption": "no caption is left after cleaning, and there is no label",
     "duplicate_key": "an earlier item of the source has the same key",
     "exact_duplicate": "pixels and caption equal those of an earlier example",
-    "near_duplicate": "the picture looks like that of an earlier example",
+    "near_duplicate": "the picture looks like that of an earlier example (--keep_near_duplicates)",
     "no_owner": "the owner is not given",
     "owner_limit": "its owner has reached the limit",
 }

@@ -127,6 +127,7 @@ def import_examples(
             advance("writing", 1, len(shards))
         counts = dropped + sum((Counter(part.dropped) for part in parts), Counter[str]())
         samples = {reason: [key for part in parts for key in part.samples.get(reason, [])][:10] for reason in REASONS}
+        megapixels = settings.conversion.max_megapixels
         report = {
             "private": "Counts of private data without noise: do not publish.",
             "read": sum(part.num_items for part in parts),
@@ -134,7 +135,7 @@ def import_examples(
             "held_out": int(kept_out.sum()),
             "other_files": dict(sorted(source.other_files.items())),
             "dropped": {reason: counts[reason] for reason in REASONS if counts[reason]},
-            "reasons": {reason: text for reason, text in REASONS.items() if counts[reason]},
+            "reasons": {reason: text.format(megapixels) for reason, text in REASONS.items() if counts[reason]},
             "samples": {reason: keys for reason, keys in samples.items() if keys},
             "claim": claim,
         }

@@ -20,7 +20,7 @@ from data.index.shards import expand_shards
 from data.reading.reader import MAX_EXAMPLE_BYTES, json_record, parse_example
 
 FORMATS = ("folder", "csv", "jsonl", "coco", "parquet", "webdataset")
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
 TEXT_SUFFIXES = (".txt", ".json", ".cls")
 """What stands next to an image of the same name: its caption, its fields, its label."""
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv")

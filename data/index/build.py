@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from data.errors import DataError
 from data.files import private_file
-from data.index.keys import KEY, Split, find_split, number_sets
+from data.index.keys import KEY, Split, find_split, merged_pairs, number_sets
 from data.index.shard import ROW, IndexedShard, index_file, walk_shard
 from data.index.shards import ShardSet, is_url
 from data.index.tar_format import shown
@@ -81,7 +81,7 @@ def build_index(
         bad: dict[str, str] = {}
         for name, status in zip(shards.names, storage.status(shards.names), strict=True):
             if isinstance(status, DataError):
-                bad[name] = str(status)
+                bad[name] = f"{status}{shards.hint}"
             else:
                 statuses[name] = status
         storage.close()
@@ -260,6 +260,8 @@ def _reason(split: Split, entries: Sequence[ShardEntry], root: str, remote: Remo
     with storage.local_copy(entries[one].name) as path:
         key = walk_shard(path, entries[one].name).keys[split.ids[0] - int(last_S[one]) + entries[one].count]
     storage.close()
+    if merged := merged_pairs(f"{root}/{entries[one].name}", key, split.sets[0] | split.sets[1]):
+        return merged
     held = " and ".join(", ".join(f".{extension}" for extension in sorted(one_set)) for one_set in split.sets)
     if len(split.shards) > _NAMED:
         pattern = f"SHARDS, with SHARDS as all {len(split.shards)} that hold such parts,"

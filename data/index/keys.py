@@ -14,10 +14,12 @@ import functools
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from data.index.tar_format import IMAGE_EXTENSIONS, TEXTS, shown
 
 KEY = np.dtype([("hash", "<u8"), ("extensions", "<u4")])
 """An example: hash of its key, and the number of the set of its extensions."""
@@ -56,6 +58,26 @@ def key_hash(key: bytes) -> int:
     return int.from_bytes(_digest(key), "little")
 
 
+def merged_pairs(where: str, key: bytes, extensions: Collection[str]) -> str | None:
+    """Says why the members of a key are several pairs: two pictures, each with a text of the same name.
+
+    Args:
+        where: what the message begins with.
+        key: which key.
+        extensions: of all its members.
+    """
+    split = [(extension, *extension.rpartition(".")[::2]) for extension in extensions]
+    texts = next((found for kind in TEXTS if (found := {stem for _, stem, last in split if last == kind})), set())
+    texts |= {text.rpartition(".")[0] for text in texts if "." in text}  # a.1.0.txt and a.1.jpg.txt are of a.1.jpg
+    paired = {stem for name, stem, last in split if last in IMAGE_EXTENSIONS and not texts.isdisjoint((name, stem))}
+    if len(paired) < 2:
+        return None
+    return (
+        f"{where}: the key {shown(key)} joins {len(paired)} pairs of picture and text, because a key ends at the first dot of a "
+        f"name; make them examples of their own by prepare.py repack SHARDS --output DIR --key_until_last_dot"
+    )
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.blake2b(key, digest_size=8).digest()
 
@@ -90,17 +112,18 @@ def find_split(tables: Tables, sets: Sequence[frozenset[str]]) -> Split | None:
     found: list[tuple[int, int, int, int]] = []  # two ids and the numbers of their sets: the first of every pass
     affected = [np.empty(0, dtype=np.int64)]  # ids
     counts: list[int] = []
-    total = 0
+    total = num_before = 0
     last = np.empty(0, dtype=KEY)  # of the shard before
     for keys_K in tables():
         first = keys_K[:1]
         if len(first) and len(last) and first["hash"] == last["hash"]:
             one_set, two_set = int(last["extensions"][0]), int(first["extensions"][0])
             if not sets[one_set] & sets[two_set]:
-                found.append((sum(counts) - 1, sum(counts), one_set, two_set))
+                found.append((num_before - 1, num_before, one_set, two_set))
                 affected.append(np.array(found[-1][:2]))
         last = keys_K[-1:] if len(keys_K) else last
         counts.append(len(keys_K))
+        num_before += len(keys_K)
         total += int(has_counterpart[keys_K["extensions"]].sum())
     for number in range(num_passes := -(-total // MOST_KEYS)):
         candidates_K = _distinct(tables, _of_pass(has_counterpart, number, num_passes))
@@ -145,16 +168,17 @@ def _have_counterparts(sets: Sequence[frozenset[str]]) -> np.ndarray:
 def _distinct(tables: Tables, is_wanted: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """The first example of each wanted key and set, _FOUND, sorted by the hash of the key."""
     kept = [np.empty(0, dtype=_FOUND)]
-    first, most = 0, 2 * MOST_KEYS
+    first, num_kept, most = 0, 0, 2 * MOST_KEYS
     for keys_K in tables():
         at = np.flatnonzero(is_wanted(keys_K))
         more = np.empty(len(at), dtype=_FOUND)
         more["hash"], more["extensions"], more["id"] = keys_K["hash"][at], keys_K["extensions"][at], first + at
         kept.append(more)
-        first += len(keys_K)
-        if sum(map(len, kept)) > most:  # a key that every shard has is kept once
+        first, num_kept = first + len(keys_K), num_kept + len(more)
+        if num_kept > most:  # a key that every shard has is kept once
             kept = [_first_of_each(np.concatenate(kept))]
-            most = max(most, 2 * len(kept[0]))
+            num_kept = len(kept[0])
+            most = max(most, 2 * num_kept)
     return _first_of_each(np.concatenate(kept))
 
 

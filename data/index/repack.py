@@ -1,16 +1,19 @@
 """Writes shards anew: every example whole and in one place, shards of the size that is asked for, and nothing lost in silence.
 
 Headers are read first, from all shards; then members are copied as they are, with their headers. Memory holds the names of
-one shard, some 50 bytes per example of all, and the names of what lies in several shards; it never holds a payload.
+one shard, some 50 bytes per example of all, and the names of what lies in several shards; it never holds a payload. Where keys
+end at the last dot, every member gets a new header, and these are held as well.
 
 What cannot be read as a member (a header of zeros, a cut-off tail) is lost, and so may be the members of the examples next to it.
 Both are refused, or left out and counted where the caller accepts that.
 """
 
+import functools
 import itertools
 import os
+import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -19,7 +22,7 @@ import numpy as np
 
 from data.errors import DataError, ReadError
 from data.files import named_when_whole, write_durably
-from data.index.keys import key_hash
+from data.index.keys import key_hash, merged_pairs
 from data.index.shard import index_file, read_window
 from data.index.tar_format import (
     BLOCK,
@@ -50,10 +53,13 @@ class Gap(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Members of one example that follow each other: number of their shard, spans [start, end) in bytes, extensions."""
+    """Members of one example that follow each other: number of their shard, what is written of each, extensions.
+
+    What is written of a member is a new header, or nothing, and then the bytes [start, end) of its shard.
+    """
 
     shard: int
-    spans: list[tuple[int, int]]
+    spans: list[tuple[bytes, int, int]]
     extensions: set[str]
 
 
@@ -101,7 +107,13 @@ class Repacked:
 
 
 def repack(
-    shards: Sequence[Path], output: Path, *, shard_bytes: int, prefix: str = "train", accept_loss: bool = False
+    shards: Sequence[Path],
+    output: Path,
+    *,
+    shard_bytes: int,
+    prefix: str = "train",
+    accept_loss: bool = False,
+    key_until_last_dot: bool = False,
 ) -> Repacked:
     """Writes the examples of `shards`, in their order, to `output/PREFIX-00000.tar` and so on, with a file of checksums.
 
@@ -110,10 +122,11 @@ def repack(
         output: a folder that is new or empty.
         shard_bytes: the most that a new shard has; a longer example has a shard of its own.
         accept_loss: goes on where bytes are lost, and leaves the examples next to them out.
+        key_until_last_dot: a key ends at the last dot of a name, and is written without dots; see `tar_format.split_key`.
 
     Raises:
-        DataError: bytes are lost and that was not accepted, nobody can say which members are of one example, or the folder
-            cannot be written.
+        DataError: bytes are lost and that was not accepted, a key joins several pairs, nobody can say which members are of one
+            example, or the folder cannot be written.
         ReadError: a shard cannot be read, or another one than was written lies on the disk.
     """
     if shard_bytes < _RECORD:
@@ -122,7 +135,8 @@ def repack(
         output.mkdir(parents=True, exist_ok=True)
         if any(output.iterdir()):
             raise DataError(f"{output} is not empty; name a new folder for the shards")
-        report = _write(shards, output, _split_over_shards(shards, accept_loss), shard_bytes, prefix, accept_loss)
+        find = functools.partial(_find, shards, accept_loss=accept_loss, until_last_dot=key_until_last_dot)
+        report = _write(shards, output, _split_over_shards(shards, find), shard_bytes, prefix, find)
     except OSError as error:
         if isinstance(error, ReadError):
             raise
@@ -174,7 +188,7 @@ def _next_header(read_at: ReadAt, first: int, total_bytes: int) -> int:
     return total_bytes
 
 
-def _find(shards: Sequence[Path], number: int, accept_loss: bool) -> Found:
+def _find(shards: Sequence[Path], number: int, accept_loss: bool, until_last_dot: bool) -> Found:
     """The examples of one shard, in the order of their first members; see `repack` for what is refused."""
     path = shards[number]
     runs: dict[bytes, list[Run]] = {}
@@ -199,7 +213,7 @@ def _find(shards: Sequence[Path], number: int, accept_loss: bool) -> Found:
                 unsure |= {last} if last is not None else set()
                 is_behind_gap = True
                 continue
-            split = split_key(item.name) if item.is_regular else None
+            split = split_key(item.name, until_last_dot) if item.is_regular else None
             if split is None:
                 skipped += 1
                 continue
@@ -208,13 +222,20 @@ def _find(shards: Sequence[Path], number: int, accept_loss: bool) -> Found:
                 unsure.add(key)
             if key != last:
                 runs.setdefault(key, []).append(Run(number, [], set()))
-            runs[key][-1].spans.append((item.header_offset, item.end_offset))
+            header, start = b"", item.header_offset
+            if until_last_dot:
+                new = tarfile.TarInfo((key + b"." + extension.encode()).decode("utf-8", "surrogateescape"))
+                new.size, start = item.size, item.payload_offset
+                header = new.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+            runs[key][-1].spans.append((header, start, item.end_offset))
             runs[key][-1].extensions.add(extension)
             last, is_behind_gap = key, False
     examples = []
     for key, places in runs.items():
         if key in unsure:
             continue
+        if merged := merged_pairs(str(path), key, Example(key, places).extensions):
+            raise DataError(merged)
         if sum(len(run.extensions) for run in places) == len(Example(key, places).extensions):
             examples.append(Example(key, places))
         elif all(run.extensions == places[0].extensions for run in places):
@@ -224,14 +245,14 @@ def _find(shards: Sequence[Path], number: int, accept_loss: bool) -> Found:
     return Found(examples, [Example(key, runs[key]) for key in unsure], skipped, joints, lost_bytes)
 
 
-def _split_over_shards(shards: Sequence[Path], accept_loss: bool) -> dict[bytes, list[Run]]:
+def _split_over_shards(shards: Sequence[Path], find: Callable[[int], Found]) -> dict[bytes, list[Run]]:
     """The members of all examples that lie in several shards, by their keys; none of one that is next to lost bytes somewhere."""
     hashes: list[np.ndarray] = []
     sets: list[np.ndarray] = []
     counts: list[int] = []
     numbers: dict[frozenset[str], int] = {}
     for number in range(len(shards)):
-        found = _find(shards, number, accept_loss)
+        found = find(number)
         examples = found.examples + found.unsure
         hashes.append(np.array([key_hash(example.key) for example in examples], dtype=np.uint64))
         sets.append(
@@ -255,12 +276,14 @@ def _split_over_shards(shards: Sequence[Path], accept_loss: bool) -> dict[bytes,
     unsure: set[bytes] = set()
     concerned = np.unique(shard_N[np.isin(hash_N, np.array(list(suspects), dtype=np.uint64))]).tolist()
     for number in concerned:
-        found = _find(shards, number, accept_loss)
+        found = find(number)
         unsure |= {example.key for example in found.unsure}
         for example in found.examples + found.unsure:
             if key_hash(example.key) in suspects:
                 apart.setdefault(example.key, []).extend(example.runs)
     for key, runs in apart.items():
+        if merged := merged_pairs(str(shards[runs[0].shard]), key, Example(key, runs).extensions):
+            raise DataError(merged)
         if sum(len(run.extensions) for run in runs) != len(Example(key, runs).extensions):
             raise DataError(_ambiguous(key, [shards[run.shard] for run in runs]))
     return {key: [] if key in unsure else runs for key, runs in apart.items()}
@@ -280,7 +303,7 @@ def _write(
     apart: dict[bytes, list[Run]],
     shard_bytes: int,
     prefix: str,
-    accept_loss: bool,
+    find: Callable[[int], Found],
 ) -> Repacked:
     report = Repacked()
     sums: list[str] = []
@@ -288,7 +311,7 @@ def _write(
     def planned() -> Iterator[Example]:
         written: set[bytes] = set()
         for number in range(len(shards)):
-            found = _find(shards, number, accept_loss)
+            found = find(number)
             report.skipped += found.skipped
             report.joints += found.joints
             report.lost_bytes += found.lost_bytes
@@ -312,7 +335,7 @@ def _write(
         last: bytes | None = None
         with named_when_whole(path, 0o600) as temporary, open(temporary, "wb") as file:
             while waiting is not None:
-                size = sum(end - start for run in waiting.runs for start, end in run.spans)
+                size = sum(len(header) + end - start for run in waiting.runs for header, start, end in run.spans)
                 key, extensions = waiting.key, waiting.extensions
                 is_full = file.tell() + size + 2 * BLOCK > shard_bytes
                 # A key that comes back here would be taken for a part of the other example.
@@ -336,11 +359,13 @@ def _write(
 
 
 def _copy(shards: Sequence[Path], example: Example, to: BinaryIO) -> int:
-    """Copies the members of an example; returns the CRC-32 of its bytes."""
+    """Copies the members of an example, with new headers where there are some; returns the CRC-32 of its bytes."""
     crc32 = 0
     for run in example.runs:
         with open(shards[run.shard], "rb", buffering=0) as file:
-            for start, end in run.spans:
+            for header, start, end in run.spans:
+                crc32 = zlib.crc32(header, crc32)
+                to.write(header)
                 while start < end:
                     piece = os.pread(file.fileno(), min(_COPY_BYTES, end - start), start)
                     if not piece:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.errors import DataError
-from data.index.keys import key_rows
+from data.index.keys import key_rows, merged_pairs
 from data.index.tar_format import BLOCK, CutOffError, Member, TarFormatError, iter_members, shown, split_key
 from data.reading.records import ShardEntry
 
@@ -127,7 +127,7 @@ def walk_shard(path: Path, location: str) -> Extents:
 
     Raises:
         DataError: empty, compressed, no tar archive, cut off, with more than padding behind its end marker, or with the
-            members of an example in two places. The message names the member and the command that mends it.
+            members of an example in two places, or of several under one key. The message names the command that mends it.
         OSError: it cannot be read.
     """
     bounds: list[tuple[int, int]] = []
@@ -170,9 +170,10 @@ def walk_shard(path: Path, location: str) -> Extents:
                     if caption == 0 and (extension.endswith("txt") or extension.endswith("json")):
                         caption = member.size
                 same = known_sets.setdefault(frozenset(extensions), frozenset(extensions))
-                if extensions_of.setdefault(key, same) != same:
+                if (before := extensions_of.setdefault(key, same)) != same:
                     raise DataError(
-                        f"{location} has members of the key {shown(key)} in two places: others than before come back at byte "
+                        merged_pairs(location, key, before | same)
+                        or f"{location} has members of the key {shown(key)} in two places: others than before come back at byte "
                         f"{start}; bring them together by prepare.py repack {location} --output DIR, or write it again with "
                         "tar --sort=name"
                     )
@@ -199,6 +200,10 @@ def walk_shard(path: Path, location: str) -> Extents:
                 f"{location} {problem}: {error}{behind}; write or fetch it again, or see what prepare.py repack "
                 f"{location} --output DIR saves of it"
             ) from error
+    merged = {one for one in known_sets if merged_pairs(location, b"", one)}
+    if merged:
+        those = [(key, one) for key, one in zip(keys, sets, strict=True) if one in merged]
+        raise DataError(merged_pairs(f"{location}: {len(those)} of {len(keys)} examples are several", *those[0]))
     bounds_K2 = np.array(bounds, dtype=np.int64).reshape(-1, 2)
     other_bytes += between
     padding_bytes = size - (last.end_offset if last is not None else 0)

@@ -1,12 +1,12 @@
 """Which shards a pattern means: local files or URLs, with a clear complaint for everything that is no shard."""
 
 import glob
-import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +15,7 @@ from data.errors import DataError
 
 _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_PIPE = re.compile(r"(^|,|::)\s*pipe:")
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _MAX_SHARDS = 1_000_000
 """The most that one pattern names: LAION-5B has 230,000."""
@@ -28,13 +29,15 @@ class ShardSet:
     Attributes:
         root: a folder, or everything of a URL that all shards share, without the last slash.
         names: relative to the root, sorted; the order of ids follows them.
+        hint: what a message of a missing shard adds, where the pattern may have been taken apart by mistake.
     """
 
     root: str
     names: tuple[str, ...]
+    hint: str = field(default="", compare=False)
 
     @classmethod
-    def of_files(cls, paths: Sequence[Path]) -> "ShardSet":
+    def of_files(cls, paths: Sequence[Path], hint: str = "") -> "ShardSet":
         """Local files; the root is the deepest folder that holds them all.
 
         Raises:
@@ -46,7 +49,7 @@ class ShardSet:
         names = sorted(path.absolute().relative_to(root).as_posix() for path in paths)
         if len(set(names)) != len(names):
             raise DataError("a shard is listed twice")
-        return cls(str(root), tuple(names))
+        return cls(str(root), tuple(names), hint)
 
     @property
     def is_remote(self) -> bool:
@@ -71,10 +74,11 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
         DataError: nothing found, local and remote shards mixed, or a URL that is none of a shard. That each shard is
             there is for its storage to say (`data.reading.storage.Storage.status`).
     """
-    urls = [item for item in _items(pattern) if is_url(item)]
+    items = _items(pattern, root)
+    urls = [item for item in items if is_url(item)]
     if not urls:
-        return ShardSet.of_files(_expand_items(pattern, root))
-    if len(urls) != len(list(_items(pattern))):
+        return ShardSet.of_files(_find_files(items, root, _hint(pattern)), _hint(pattern))
+    if len(urls) != len(items):
         raise DataError(f"{pattern} mixes URLs and local files; one data set lies in one place")
     urls = sorted(set(urls))
     for url in urls:
@@ -98,7 +102,8 @@ def expand_shards(pattern: str, root: Path) -> list[Path]:
 
     Args:
         pattern: a comma list; each item a file, a glob, a folder (all `*.tar` directly in it) or any of these with
-            braces: `{000..012}` counts with leading zeros kept, `{a,b}` takes each.
+            braces: `{000..012}` counts with leading zeros kept, `{a,b}` takes each. A file or folder of just that name, with
+            its commas and braces, comes first, also where the rest of the pattern lies in such a folder.
         root: what relative items are relative to.
 
     Returns:
@@ -107,13 +112,13 @@ def expand_shards(pattern: str, root: Path) -> list[Path]:
     Raises:
         DataError: nothing found, or a file missing or empty.
     """
-    shards = _expand_items(pattern, root)
-    missing = [path for path in shards if not path.is_file()]
-    empty = [path for path in shards if path not in missing and path.stat().st_size == 0]
-    for state, paths in (("missing", missing), ("empty", empty)):
-        if paths:
-            more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
-            raise DataError(f"missing or empty shards: {paths[0]} is {state}{more}; mend the path or fetch it again")
+    shards = _find_files(_items(pattern, root), root, _hint(pattern))
+    missing = [path for path in shards if not os.path.isfile(path)]
+    if bad := missing or [path for path in shards if path.stat().st_size == 0]:
+        state = ("missing" if missing else "empty") + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
+        raise DataError(
+            f"missing or empty shards: {bad[0]} is {state}; mend the path or fetch it again{_hint(pattern)}"
+        )
     return shards
 
 
@@ -126,7 +131,7 @@ def require_a_shard(pattern: str, root: Path) -> None:
         DataError: as `find_shards`; or no shard is there.
     """
     shards = find_shards(pattern, root)
-    if not is_url(shards.root) and not any((Path(shards.root) / name).is_file() for name in shards.names):
+    if not is_url(shards.root) and not any(os.path.isfile(f"{shards.root}/{name}") for name in shards.names):
         expand_shards(pattern, root)
 
 
@@ -166,21 +171,41 @@ def common_root(shards: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([str(path.absolute().parent) for path in shards]))
 
 
-def _items(pattern: str) -> Iterator[str]:
+def _hint(pattern: str) -> str:
+    """What a message adds about a pattern that may have been taken apart by mistake."""
+    does = [what for mark, what in ((",", "commas separate shards"), ("{", "braces expand")) if mark in pattern]
+    return f"; {' and '.join(does)}, except where a file or folder has that very name" if does else ""
+
+
+def _items(pattern: str, root: Path) -> list[str]:
     """The items of a comma list, with their braces expanded; commas inside of braces separate no items."""
-    items, depth = [""], 0
-    for character in pattern:
+    if pattern.strip() and os.path.exists(_path(pattern, root)):
+        return [pattern]
+    folder, _, name = pattern.rpartition("/")
+    if ("," in folder or "{" in folder) and os.path.isdir(_path(folder, root)):
+        return [f"{folder}/{item}" for item in _items(name, _path(folder, root))]
+    if _PIPE.search(pattern):
+        url = re.search(r"[a-z0-9+.-]+://[^\s'\"]+", pattern)
+        named = f"here {url[0]}" if url else "a path or URL such as s3://bucket/train-{000..127}.tar"
+        raise DataError(f"{pattern[:200]} is a command, and none is run; name the shards themselves: {named}")
+    if "::" in pattern:
+        raise DataError(f"{pattern[:200]} holds ::, but commas separate shards: {pattern.replace('::', ',')[:200]}")
+    cuts, depth = [-1], 0
+    for place, character in enumerate(pattern):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if character == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += character
+            cuts.append(place)
     if depth != 0:
         raise DataError(f"unbalanced braces in the shard pattern {pattern}")
-    items = [item.strip() for item in items if item.strip()]
+    items = [pattern[start + 1 : end].strip() for start, end in pairwise([*cuts, len(pattern)])]
+    items = [item for item in items if item]
     if not items:
         raise DataError("no shards given; name tar files, a folder of them or a pattern such as train-{000..012}.tar")
-    return itertools.chain.from_iterable(_expand_braces(item) for item in items)
+    return [word for item in items for word in ([item] if os.path.exists(_path(item, root)) else _expand_braces(item))]
+
+
+def _path(item: str, root: Path) -> Path:
+    return root / os.path.expanduser(item)
 
 
 def _expand_braces(item: str) -> list[str]:
@@ -220,25 +245,26 @@ def _num_choices(inside: str) -> int:
     return max(1, int(span[2]) - int(span[1]) + 1)
 
 
-def _expand_items(pattern: str, root: Path) -> list[Path]:
-    """The files that a local pattern names, each once, sorted; those that it names one by one need not exist."""
+def _find_files(items: Sequence[str], root: Path, hint: str) -> list[Path]:
+    """The files that local items name, each once, sorted; those that are named one by one need not exist."""
     shards: set[Path] = set()
-    for item in _items(pattern):
+    for item in items:
         if is_url(item):
             raise DataError(f"{item} is a URL; only local shards can be used here")
-        path = root / Path(item).expanduser()
+        path = _path(item, root)
         if path.is_relative_to(root / FASHION_FOLDER):
             unpack_fashion(root)
-        if path.is_dir():
+        if os.path.isdir(path):  # unlike that of Path, it knows no error
             if not any(path.glob("*.tar")):
                 raise DataError(
-                    f"the folder {path} holds no *.tar files; prepare.py import makes shards of a folder of pictures"
+                    f"the folder {path} holds no *.tar files; prepare.py import makes shards of a folder of pictures{hint}"
                 )
             shards.update(path.glob("*.tar"))
-        elif not path.exists() and glob.has_magic(item):
-            matches = glob.glob(str(path))
+        elif not os.path.exists(path) and glob.has_magic(item):
+            folder = glob.escape(str(path.parent)) if os.path.isdir(path.parent) else str(path.parent)
+            matches = glob.glob(os.path.join(folder, path.name))
             if not matches:
-                raise DataError(f"no shards match {path}")
+                raise DataError(f"no shards match {path}{hint}")
             shards.update(map(Path, matches))
         else:
             shards.add(path)

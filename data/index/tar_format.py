@@ -9,17 +9,23 @@ here. A name never becomes a path on this machine, so one that climbs (`../x`) i
 over what is no regular file: a link is never followed.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif", "png", "webp"})
 BLOCK = 512
 MAX_NAME_BYTES = 1 << 20
+_NO_EXAMPLE = re.compile(rb"^__[^/]*__(/|\Z)|(^|/)PaxHeaders(\.[^/]*)?/")
+"""webdataset's own names, and where an old tar unpacks attributes: each file's name once more."""
 _REGULAR = frozenset(b"\x000" + b"7")
 _NO_PAYLOAD = frozenset(b"123456")
 _ZERO_BLOCK = bytes(BLOCK)
 _MOST_RECORD_BLOCKS = 20
 """tar and its kin pad an archive to whole records of at most this many blocks, unless an option says otherwise."""
 _SCAN_BYTES = 1 << 16
+TEXTS = ("txt", "json", "cls")
+"""Last part of the extensions of what belongs to a picture; the first kind that an example has counts."""
 
 ReadAt = Callable[[int, int], bytes]
 
@@ -47,23 +53,35 @@ class Member(NamedTuple):
         return self.payload_offset + _round_up(self.size)
 
 
-def split_key(name: bytes) -> tuple[bytes, str] | None:
+def split_key(name: bytes, until_last_dot: bool = False) -> tuple[bytes, str] | None:
     """Splits a member's name as webdataset does.
 
     Args:
         name: path inside the archive.
+        until_last_dot: the key ends at the last dot instead (of `a.1.jpg.txt`, which names a picture, at that of `a.1`), and
+            what it holds of dots is written %2E, so that a name made of both parts is split there by everybody.
 
     Returns:
         (key, extension): the key is the path up to the first dot of its last part; the extension what follows, in
-        lower case. None for names that belong to no example: without a dot, hidden (`.name`, also macOS `._name`), or
-        webdataset's own entries `__name__` and what lies in such a folder.
+        lower case. None for names that belong to no example: without a dot, hidden (`.name`, also macOS `._name`), tar's own
+        folders `PaxHeaders`, or webdataset's own entries `__name__` and what lies in such a folder.
     """
     base = name.rpartition(b"/")[2]
     stem, dot, extension = base.partition(b".")
-    top = name.partition(b"/")[0]
-    if not dot or not stem or (len(top) >= 4 and top.startswith(b"__") and top.endswith(b"__")):
+    if not dot or not stem or _NO_EXAMPLE.search(name):
         return None
+    if until_last_dot:
+        stem, _, extension = base.rpartition(b".")
+        inner, _, picture = stem.rpartition(b".")
+        if inner and is_image(picture.decode("utf-8", "replace").lower()):
+            stem, extension = inner, picture + b"." + extension
+        stem = stem.replace(b"%", b"%25").replace(b".", b"%2E")
     return name[: len(name) - len(base)] + stem, extension.decode("utf-8", "replace").lower()
+
+
+def is_image(extension: str) -> bool:
+    """Whether a member with this extension is taken for a picture: `jpg`, and also `left.jpg`."""
+    return extension.rpartition(".")[2] in IMAGE_EXTENSIONS
 
 
 def iter_members(read_at: ReadAt, total_bytes: int, *, needs_end: bool, first: int = 0) -> Iterator[Member]:

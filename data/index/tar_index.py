@@ -24,12 +24,12 @@ from data.errors import DataError
 from data.files import private_file
 from data.index.shard import ROW, IndexedShard
 from data.index.shards import ShardSet
-from data.index.tar_format import BLOCK
+from data.index.tar_format import BLOCK, TEXTS, is_image
 from data.reading.records import ReadRequest, RemoteOptions, ShardEntry, ShardStatus
 from data.reading.staging import StagedStorage, Staging
 from data.reading.storage import Storage, open_storage, require_present
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """It changes whenever shards that were accepted are no longer, so that no index of such a shard is used."""
 MANIFEST = "manifest.json"
 _LOCAL = RemoteOptions()
@@ -189,7 +189,7 @@ class ExampleTable:
         if difference:
             raise DataError(
                 f"the index {self.index_dir} is of other shards than those asked for (first difference: "
-                f"{min(difference)}); build one for these shards with prepare.py index, or choose another run folder"
+                f"{min(difference)}); build one for these shards with prepare.py index, or choose another run folder{shards.hint}"
             )
 
     def check_shards(self) -> None:
@@ -239,6 +239,40 @@ class ExampleTable:
                 yield IndexedShard(entry, self._rows_N[mine], keys_K, [sets[number] for number in used.tolist()])
         except (KeyError, IndexError, TypeError, OSError, ValueError) as error:
             raise DataError(f"the index {self.index_dir} is damaged ({error}); build it again") from error
+
+    def remarks(self) -> Iterator[str]:
+        """Lines for whoever made the shards: what is not used, and which examples lack a part, by the names of members alone."""
+        unused = several = no_picture = no_text = 0
+        lacking: list[str] = []
+        for shard in self.indexed_shards():
+            before = no_picture + no_text
+            for one, count in zip(shard.sets, np.bincount(shard.keys_K["extensions"]).tolist(), strict=True):
+                pictures = sum(map(is_image, one))
+                unused, several = unused + count * max(0, pictures - 1), several + count * (pictures > 1)
+                no_picture += count * (pictures == 0)
+                no_text += count * (pictures > 0 and not any(name in TEXTS or name.endswith(".txt") for name in one))
+            lacking += [shard.entry.name] * (no_picture + no_text > before)
+        repeated, skipped = (
+            sum(getattr(entry, what) for entry in self.entries) for what in ("repeated_keys", "skipped")
+        )
+        if repeated or skipped or unused:
+            yield (
+                f"{repeated} examples repeat a key of their shard; {skipped} members belong to no example (links, folders, "
+                f"hidden or nameless files, PaxHeaders); {unused} pictures are not used"
+            )
+        if several:
+            yield (
+                f"{several} of {len(self)} examples hold more than one picture, of which the first is used: if dots in names "
+                "joined pairs, make them anew by prepare.py repack SHARDS --output DIR --key_until_last_dot"
+            )
+        if lacking:
+            halves = "; halves of a pair need the same path and name, letter by letter, up to the first dot" * (
+                no_picture > 0
+            )
+            yield (
+                f"{no_text} of {len(self)} examples have a picture without caption or label, {no_picture} have no picture, in "
+                f"{len(lacking)} of {len(self.entries)} shards, first in {lacking[0]}{halves}"
+            )
 
     def manifest_digest(self) -> bytes:
         """SHA-256 over names, sizes, hashes and counts of all shards: 32 bytes, private, equal for equal data."""

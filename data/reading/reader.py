@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.errors import ReadError
-from data.index.tar_format import TarFormatError, iter_members, split_key
+from data.index.tar_format import TarFormatError, is_image, iter_members, split_key
 from data.index.tar_index import ExampleTable
 
-IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp"})
 MAX_EXAMPLE_BYTES = 256 << 20
 MAX_CAPTION_BYTES = 1 << 20
 
@@ -24,7 +23,7 @@ class RawExample(NamedTuple):
     """One example as stored.
 
     Attributes:
-        image: bytes of its first image member (jpg, jpeg, png, webp), or None.
+        image: bytes of its first image member (jpg, jpeg, jpe, jfif, png, webp), or None.
         fields: extension -> bytes of every member; of a repeated extension the first.
     """
 
@@ -108,7 +107,7 @@ def parse_example(extent: bytes) -> RawExample:
             continue
         payload = extent[member.payload_offset : member.payload_offset + member.size]
         fields.setdefault(split[1], payload)
-        if image is None and split[1].rpartition(".")[2] in IMAGE_EXTENSIONS:
+        if image is None and is_image(split[1]):
             image = payload
     return RawExample(image, fields)
 

@@ -8,6 +8,7 @@ consumed without decoding it.
 
 import hashlib
 import itertools
+import os
 import random
 import tarfile
 from collections.abc import Generator, Iterator, Sequence
@@ -21,8 +22,9 @@ from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples.examples import MakeExample
 from data.index.shard import walk_shard
+from data.index.tar_format import is_image, split_key
 from data.reading.loader import Failure, Prefetched, StepPlan, stack_examples
-from data.reading.reader import IMAGE_EXTENSIONS, RawExample
+from data.reading.reader import RawExample
 from data.reading.workers import data_loader, shared
 
 Keyed = tuple[RawExample, int]
@@ -82,7 +84,8 @@ class Stream:
                 walk_shard(Path(shard["url"]), shard["url"])
                 yield shard
 
-        stages = webdataset.SimpleShardList(mine), walked, webdataset.tarfile_to_samples()
+        files = webdataset.tarfile_to_samples(select_files=lambda name: split_key(os.fsencode(name)) is not None)
+        stages = webdataset.SimpleShardList(mine), walked, files
         samples = iter(webdataset.DataPipeline(*stages))
         if not by_shard:
             samples = itertools.islice(samples, self.reader, None, self.num_readers)
@@ -102,7 +105,7 @@ class Stream:
 def raw_example(sample: dict[str, Any]) -> RawExample:
     """A sample of webdataset as the tar reader gives it."""
     fields = {name: body for name, body in sample.items() if not name.startswith("__")}
-    images = (body for name, body in fields.items() if name.rpartition(".")[2] in IMAGE_EXTENSIONS)
+    images = (body for name, body in fields.items() if is_image(name))
     return RawExample(next(images, None), fields)
 
 

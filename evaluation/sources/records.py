@@ -11,7 +11,7 @@ from PIL import Image
 
 from data.errors import ReadError
 
-FOLDER_EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"})
+FOLDER_EXTENSIONS = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"})
 
 
 class LabelledImage(NamedTuple):

@@ -1,12 +1,16 @@
 """`prepare.py import` as a user runs it."""
 
 import os
+import shlex
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data.index.build import build_index
+from data.index.shards import find_shards
+from launch_scripts.prepare import main
 from tests.data.test_importers_pipeline import pictures, rows_of, write_csv
 from tests.processes import Forked, kill_group, run_python
 
@@ -22,6 +26,23 @@ def test_command_prints_what_was_dropped(tmp_path: Path) -> None:
     done = run_python(command(*arguments), timeout=120)
     assert done.returncode == 0, done.stderr
     assert "2 of 3 items" in done.stdout and "no such file" in done.stdout and "private" in done.stdout
+
+
+def test_the_next_command_is_said_with_the_number_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = tmp_path / "in", tmp_path / "my pictures"
+    for row in rows_of(pictures(folder, 30)):
+        (folder / row["image"]).with_suffix(".txt").write_text(row["caption"])
+    (folder / "copy.jpg").write_bytes((folder / "000.jpg").read_bytes())
+    (folder / "copy.txt").write_text("looks like another")
+    options = ["--heldout_share", "0.3", "--workers", "1", "--output", str(out)]
+    assert main(["import", "--from", "folder", str(folder), *options]) == 0
+    said = capsys.readouterr().out
+    pairs = len(build_index(find_shards(str(out), tmp_path), tmp_path / "index"))
+    assert 5 < pairs < 30 and said.splitlines()[-1].startswith(
+        f"{pairs} training pairs; next: python launch_scripts/plan.py "
+    )
+    assert {f"data.shards={out}", f"data.num_examples={pairs}"} < set(shlex.split(said.splitlines()[-1]))
+    assert "--keep_near_duplicates" in said
 
 
 @pytest.mark.parametrize(

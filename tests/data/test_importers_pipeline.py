@@ -7,14 +7,18 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from data.errors import DataError, ReadError
 from data.importers.convert import Conversion
 from data.importers.items import ListedPart, Source
 from data.importers.pipeline import PROVENANCE, REPORT, Settings, import_examples
 from data.importers.sources import Columns, coco_source, folder_source, parquet_source, shard_source, table_source
+from data.index.build import build_index
 from data.reading.pool import worker_pool
+from data.reading.reader import TarReader
 from tests.data.conftest import picture, write_shard
 
 COLUMNS = Columns()
@@ -171,6 +175,72 @@ def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert report["read"] == 19 == report["written"] + sum(report["dropped"].values())
     assert "../outside.jpg" in report["samples"]["unsafe_path"]
     assert captions(tmp_path / "out") == [f"picture {number:03d}" for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "image_format"), [("phone48.jpg", (8000, 6000), "JPEG"), ("scan36.png", (6000, 6000), "PNG")]
+)
+def test_the_limit_of_pixels_is_that_of_what_is_decoded(
+    name: str, shape: tuple[int, int], image_format: str, tmp_path: Path
+) -> None:
+    """A JPEG at an eighth; anything else whole."""
+    large_pictures(tmp_path / "in", [(name, shape, image_format)])
+    report = import_examples(folder_source(tmp_path / "in", Columns()), tmp_path / "out", Settings("folder"))
+    if image_format == "JPEG":
+        assert report["written"] == 2 and report["dropped"] == {}
+    else:
+        assert report["dropped"] == {"large_image": 1} and report["samples"] == {"large_image": [name]}
+        assert "more than 34 million pixels" in report["reasons"]["large_image"]
+        settings = Settings("folder", Conversion(max_megapixels=36))
+        report = import_examples(folder_source(tmp_path / "in", Columns()), tmp_path / "more", settings)
+        assert report["written"] == 2
+
+
+def test_phones_write_more_than_one_picture_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Pillow calls MPO; and its own limit, here a small one, stays what it was for everybody else."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
+    large_pictures(tmp_path / "in", [("a.jpg", (2000, 1500), "MPO"), ("b.jpg", (2000, 1500), "JPEG")])
+    settings = Settings("folder", Conversion(size=100, max_megapixels=1))
+    report = import_examples(folder_source(tmp_path / "in", Columns()), tmp_path / "out", settings)
+    assert report["written"] == 3 and Image.MAX_IMAGE_PIXELS == 10_000
+
+
+@pytest.mark.full
+def test_a_picture_of_200_megapixels(tmp_path: Path) -> None:
+    large_pictures(tmp_path / "in", [("s.jpg", (16_320, 12_240), "JPEG")])
+    report = import_examples(folder_source(tmp_path / "in", Columns()), tmp_path / "out", Settings("folder"))
+    assert report["written"] == 2
+
+
+def large_pictures(folder: Path, which: list[tuple[str, tuple[int, int], str]]) -> None:
+    """Gray pictures with captions, and a small one."""
+    folder.mkdir()
+    for number, (name, shape, image_format) in enumerate([*which, ("small.jpg", (50, 40), "JPEG")]):
+        gray = np.random.default_rng(number).integers(0, 256, (5, 5), dtype=np.uint8)
+        more = {"save_all": True, "append_images": [Image.new("L", (9, 9))]} if image_format == "MPO" else {}
+        image = Image.fromarray(gray).resize(shape, Image.Resampling.NEAREST)
+        image.save(folder / name, image_format, compress_level=1, **more)
+        (folder / name).with_suffix(".txt").write_text(f"a picture {name}")
+
+
+@pytest.mark.parametrize("suffix", ["jfif", "jpe", "JPE", "JFIF", "JPG"])
+def test_a_jpeg_has_several_names(suffix: str, tmp_path: Path) -> None:
+    """In a folder, in a table and as a member of a shard."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / f"a.{suffix}").write_bytes(picture(1))
+    (folder / "a.txt").write_text("a caption")
+    write_shard(tmp_path / "s.tar", [{"__key__": "a", suffix: picture(1), "txt": b"a caption"}])
+    write_csv(tmp_path / "t.csv", [{"image": f"a.{suffix}", "caption": "a caption", "owner": ""}])
+    for number, source in enumerate((
+        folder_source(folder, Columns()),
+        table_source(tmp_path / "t.csv", COLUMNS, folder),
+        shard_source(str(tmp_path / "s.tar"), Columns(), None),
+    )):  # fmt: skip
+        report = import_examples(source, tmp_path / f"out{number}", Settings("folder"))
+        assert (report["written"], dict(source.other_files)) == (1, {})
+    [raw] = TarReader(build_index([tmp_path / "s.tar"], tmp_path / "index")).read_all([0])
+    assert raw.image == picture(1)
 
 
 def test_report_is_private_and_provenance_has_no_counts(tmp_path: Path) -> None:

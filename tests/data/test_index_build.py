@@ -1,13 +1,18 @@
 """Building an index: in parallel, under MPI, after a kill, again with more shards; and what it refuses."""
 
 import fcntl
+import io
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
+import tarfile
 import time
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +23,14 @@ from data.errors import DataError, ReadError
 from data.index import build as index_build
 from data.index.build import BAD_SHARDS, build_index
 from data.index.keys import KEY
+from data.index.repack import repack
 from data.index.shard import ROW
 from data.index.shards import find_shards, read_shard_list
 from data.index.tar_index import FORMAT_VERSION, MANIFEST, ExampleTable
 from data.index.verify import verify_hashes
 from data.reading.pool import worker_pool
 from data.reading.reader import TarReader
+from launch_scripts.prepare import main
 from tests.data.conftest import ROOT, picture, write_shard
 
 PREPARE = str(ROOT / "launch_scripts" / "prepare.py")
@@ -313,6 +320,107 @@ def test_repeated_keys_and_passed_over_members_are_counted(tmp_path: Path) -> No
     )
     [entry] = build_index([path], tmp_path / "index").entries
     assert (entry.count, entry.repeated_keys, entry.skipped) == (6, 2, 0)
+
+
+def shard_of(path: Path, names: Sequence[str]) -> Path:
+    """A shard of pictures and captions, which say their names."""
+    with tarfile.open(path, "w") as tar:
+        for name in names:
+            is_picture = name.rpartition(".")[2].lower() in ("jpg", "jpe", "jfif", "png")
+            body = picture(zlib.crc32(name.encode())) if is_picture else json.dumps({"caption": name}).encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(body)
+            tar.addfile(member, io.BytesIO(body))
+    return path
+
+
+def bodies_of(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+
+
+def pairs(*stems: str, text: str = "txt") -> list[str]:
+    return [f"{stem}.{extension}" for stem in stems for extension in ("jpg", text)]
+
+
+DOTTED = {
+    "dates": [pairs(*(f"2024.01.{day:02d}" for day in range(6)))],
+    "versions, the first without a dot": [pairs("v1", "v1.1", "v1.2")],
+    "browsers' copies": [pairs("IMG_2.0 (1)", "IMG_2.0 (2)", "other")],
+    "addresses": [pairs("a/www.example.org_1.png", "a/www.example.org_2.png")],
+    "long names": [pairs(*(f"{'x' * 150}.é{number}" for number in range(3)))],
+    "fields and labels": [pairs("v1.1", "v1.2", text="json"), pairs("w1.1", "w1.2", text="cls")],
+    "captions of .jpg": [[f"v1.{number}.{extension}" for number in range(3) for extension in ("jpg", "jpg.txt")]],
+    "neighbours of other keys": [pairs("a.1", "b.1", "a.2", "b.2")],
+    "pictures first": [[f"v1.{n}.jpg" for n in range(3)] + ["w.jpg", "w.txt"] + [f"v1.{n}.txt" for n in range(3)]],
+    "in two shards": [pairs("2024.1"), pairs("2024.2")],
+    "halves in two shards": [[f"2024.{n}.jpg" for n in range(3)], [f"2024.{n}.txt" for n in range(3)]],
+}
+
+
+@pytest.mark.parametrize("what", DOTTED)
+def test_names_with_dots_join_no_pairs(what: str, tmp_path: Path) -> None:
+    """Refused with the command that takes them apart, also by the other command; afterwards nothing is lost."""
+    shards = [shard_of(tmp_path / f"{number}.tar", names) for number, names in enumerate(DOTTED[what])]
+    for refused in (
+        lambda: build_index(shards, tmp_path / "index"),
+        lambda: repack(shards, tmp_path / "out", shard_bytes=1 << 20),
+    ):
+        with pytest.raises(DataError, match=r"joins \d pairs .*prepare.py repack .*--key_until_last_dot") as caught:
+            refused()
+        assert "\n" not in str(caught.value) and not [*(tmp_path / "out").glob("*.tar")]
+    repack(shards, tmp_path / "out", shard_bytes=1 << 20, key_until_last_dot=True)
+    table = build_index(sorted((tmp_path / "out").glob("*.tar")), tmp_path / "index")
+    raws = [*TarReader(table).read_all(range(len(table)))]
+    assert len(raws) == len([name for names in DOTTED[what] for name in names if name.endswith(".jpg")])
+    assert [*table.remarks()] == [] and len({raw.image for raw in raws} - {None}) == len(raws)
+    bodies = {name: body for path in shards for name, body in bodies_of(path).items()}
+    for raw in raws:  # each picture beside the text of its own name
+        [text] = [body for name, body in raw.fields.items() if not name.endswith("jpg")]
+        stem = json.loads(text)["caption"].rpartition(".")[0].removesuffix(".jpg")
+        assert raw.image == bodies[f"{stem}.jpg"]
+
+
+REMARKS: dict[str, tuple[list[list[str]], str]] = {
+    "two pictures": ([["0.a.jpg", "0.b.jpg", "0.txt", "1.jpg", "1.txt"]], r"1 of 2 examples hold more than one picture"),
+    "a mask": ([["0.jpg", "0.mask.png", "0.txt"]], r"; 1 pictures are not used"),
+    "dots that join pictures alone": ([[f"2024.{day}.jpg" for day in range(5)]], r"; 4 pictures are not used"),
+    "folders": (
+        [[f"images/{n}.jpg" for n in range(4)] + [f"captions/{n}.txt" for n in range(4)]],
+        r"^4 of 8 examples have a picture without caption or label, 4 have no picture, in 1 of 1 shards.*same path and name",
+    ),
+    "./": ([pairs("a"), ["./b.jpg", "b.txt"]], r"^1 of 3 .* 1 have no picture, in 1 of 2 shards, first in 1\.tar"),
+    "accents": ([[*pairs("a"), "\u00e9.jpg", "e\u0301.txt"]], r"^1 of 3 .* 1 have no picture"),
+    "pax headers": ([["PaxHeaders.7/a.jpg", "b/PaxHeaders/a.txt", *pairs("a")]], r"; 2 members belong to no example"),
+    "pictures alone": ([["a.jpg", "b.jpe", "c.JFIF"]], r"^3 of 3 .* without caption or label, 0 have no picture"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REMARKS)
+def test_what_is_not_used_and_what_lacks_a_part_is_said(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the index and when it is verified; such shards stay usable."""
+    shards, said = REMARKS[what]
+    (tmp_path / "shards").mkdir()
+    for number, names in enumerate(shards):
+        shard_of(tmp_path / "shards" / f"{number}.tar", names)
+    for command in (["index"], ["verify", "--index", str(tmp_path / "shards" / "index")]):
+        assert main([command[0], str(tmp_path / "shards"), *command[1:], "--workers", "1"]) == 0
+        assert re.search(said, capsys.readouterr().err, re.MULTILINE)
+
+
+def test_hard_links_and_dots_that_join_nothing(tmp_path: Path) -> None:
+    with tarfile.open(shard_of(tmp_path / "s.tar", ["0.jpg", "0.txt", "1.txt", "2.txt"]), "a") as tar:
+        for name in ("1.jpg", "2.jpg"):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.LNKTYPE, "0.jpg"
+            tar.addfile(link)
+    unused, halves = build_index([tmp_path / "s.tar"], tmp_path / "index").remarks()
+    assert "2 members belong to no example (links" in unused and halves.startswith("0 of 3 ") and "2 have no" in halves
+    shard_of(tmp_path / "s.tar", pairs(*(f"{number}.{number}" for number in range(5)), "IMG.2 (1)"))
+    table = build_index([tmp_path / "s.tar"], tmp_path / "index")
+    assert len(table) == 6 and [*table.remarks()] == []
 
 
 def test_checksums_are_those_of_the_extents(table: ExampleTable, shards: list[Path]) -> None:

@@ -23,6 +23,7 @@ from data.index.shards import expand_shards, find_shards
 from data.index.tar_format import split_key
 from data.index.tar_index import MANIFEST, ExampleTable
 from data.reading.reader import TarReader
+from launch_scripts.prepare import main
 from tests.data.conftest import write_shard
 
 NAMES = [
@@ -308,6 +309,53 @@ HUGE = (
     "{0..%s}.tar" % ("9" * 5000),
     "{a,{b,{0..9999999}}}",
 )
+
+
+ODD_NAMES = ["odd, dir", "odd {x} [1]", "one,two.tar", "a{1,2}.tar", "{0..3}, [a]/x.tar"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_name_that_is_there_is_no_pattern(name: str, tmp_path: Path) -> None:
+    """A file or folder with commas, braces or brackets, by its name, its path, or with a pattern behind it."""
+    path = tmp_path / name
+    files = [path] if path.suffix else [path / "0.tar", path / "1.tar"]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bytes(512))
+    patterns = [name, str(path)] + ([] if path.suffix else [f"{name}/*.tar", f"{path}/{{0..1}}.tar"])
+    for pattern in patterns:
+        assert expand_shards(pattern, tmp_path) == files
+        assert find_shards(pattern, tmp_path).locations() == [str(file) for file in files]
+    if path.suffix and "/" not in name and name.count(",") < 2 and "{" in name:  # one of a list
+        (tmp_path / "b.tar").write_bytes(bytes(512))
+        assert expand_shards(f"{name},b.tar", tmp_path) == [path, tmp_path / "b.tar"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("no, such", "commas separate shards"),
+        ("no {such}", "braces expand"),
+        ("there.tar, such/*.tar", "commas separate shards"),
+        ("a.tar::b.tar", "commas separate shards: a.tar,b.tar"),
+        ("s3://b/{0..1}.tar::s3://c/2.tar", r"commas separate shards: s3://b/\{0..1\}.tar,s3://c/2.tar"),
+        ("pipe:aws s3 cp s3://b/{0..1}.tar -", r"is a command.* s3://b/\{0..1\}.tar"),
+        ("pipe:cat there.tar", "is a command.* path or URL"),
+        ("there.tar::pipe:cat there.tar", "is a command"),
+        ("x" * 5000, "missing|other shards"),
+    ],
+)
+@pytest.mark.parametrize("command", ["index", "verify", "repack", "import --from webdataset"])
+def test_habits_of_other_loaders_are_told_the_way(command: str, pattern: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "there.tar").write_bytes(bytes(1024))
+    words = command.split()
+    (tmp_path / "index").mkdir()
+    write_shard(tmp_path / "ok.tar", [{"__key__": "a", "txt": b"x"}])
+    build_index([tmp_path / "ok.tar"], tmp_path / "index")
+    index = ["--index", "index"] if command == "verify" else ["--output", "out"]
+    with contextlib.chdir(tmp_path), pytest.raises(DataError, match=message) as caught:
+        main([words[0], pattern, *words[1:], *index])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("pattern", HUGE, ids=range(len(HUGE)))

@@ -4,7 +4,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from launch_scripts.prepare import (
     VerifyOptions,
     import_pairs,
     index,
+    main,
     parse_args,
     synthetic,
     verify,
@@ -105,7 +109,9 @@ def test_what_the_index_passed_over_is_said(tmp_path: Path) -> None:
             tar.addfile(tarfile.TarInfo(name))
     done = prepare("index", tmp_path / "s.tar", "--output", tmp_path / "index", "--workers", 1)
     assert done.returncode == 0 and done.stdout.startswith("3 examples in 1 shards")
-    assert done.stderr == "1 examples repeat a key of their shard; 1 members belong to no example\n"
+    first, second = done.stderr.splitlines()
+    assert first.startswith("1 examples repeat a key of their shard; 1 members belong to no example (")
+    assert second.startswith("0 of 3 examples have a picture without caption or label, 3 have no picture")
 
 
 def test_verify_finds_a_changed_byte(tmp_path: Path) -> None:
@@ -185,3 +191,51 @@ def test_the_command_imports_as_the_importer_does_by_default() -> None:
 def test_help_names_every_command() -> None:
     done = prepare("--help")
     assert done.returncode == 0 and all(word in done.stdout for word in ("index", "verify", "import", "synthetic"))
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """Calls of Python functions, comparisons of paths and items of sums among them."""
+    count = 0
+
+    def profile(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        with suppress(DataError):
+            function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("what", ["index", "index of missing", "verify", "repack", "repack of missing", "import"])
+def test_work_grows_linearly_with_the_list_of_shards(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted at three sizes, of which the second half may not cost more than twice the first."""
+    monkeypatch.setattr("data.index.keys.sum", lambda values, *start: sum((v for v in values), *start), raising=False)
+    (tmp_path / "shards").mkdir()
+    for number in range(64):
+        # In every shard two examples that have no extension in common: all keys are compared.
+        with tarfile.open(tmp_path / "shards" / f"{number:03d}.tar", "w") as tar:
+            for name in (f"a{number}.txt", f"b{number}.jpg"):
+                tar.addfile(tarfile.TarInfo(name))
+    counts = []
+    for size in (8, 16, 32, 64):  # the first loads what is loaded once
+        folder, out = "gone" if "missing" in what else "shards", tmp_path / f"{what}-{size}"
+        shards = f"{tmp_path}/{folder}/{{000..{size - 1:03d}}}.tar"
+        options: dict[str, Callable[[], object]] = {
+            "index": lambda: index(IndexOptions(shards=shards, output=out, workers=1)),  # noqa: B023
+            "verify": lambda: verify(VerifyOptions(shards=shards, index=out, workers=1)),  # noqa: B023
+            "repack": lambda: main(["repack", shards, "--output", str(out)]),  # noqa: B023
+            "import": lambda: main(
+                ["import", "--from", "webdataset", shards, "--output", str(out), "--workers", "1"]  # noqa: B023
+            ),
+        }
+        if what == "verify":
+            options["index"]()
+        counts.append(calls_of(options[what.split()[0]]))
+    first, second = counts[2] - counts[1], counts[3] - counts[2]
+    assert 0 < second <= 2 * first + 6 * 64, counts  # sorting compares a little more often

@@ -245,7 +245,8 @@ def _open_table(index: Path, shards: ShardSet, remote: RemoteOptions, *, make: b
 
     def open_table() -> ExampleTable:
         if make and rank() == 0 and not (index / MANIFEST).exists():
-            build_index(shards, index, remote=remote, progress=True)
+            for line in build_index(shards, index, remote=remote, progress=True).remarks():
+                print(f"{shards.root}: {line}", flush=True)
         table = ExampleTable.open(index, shards.root, remote=remote, check_shards=False)
         table.require_shards(shards)
         if rank() == 0:
