@@ -65,7 +65,7 @@ def test_all_refused_keys_are_named_at_once(file: Path) -> None:
         "  optimizer belongs to the recipe: [optimizer]",
         "  gradient_clipping belongs to the recipe: privacy.max_grad_norm",
         '  bfloat16 is an old name: write bf16 {"enabled": true}',
-        "  unknown key x error: y\\x1b",
+        "  unknown key x error: y\\u001b",
         "  unknown key zero_optimisation; did you mean zero_optimization?",
         "  fp16 is refused: its loss scale skips steps depending on single examples; use bf16",
         "  unknown key zero_optimization.stages; did you mean stage?",
