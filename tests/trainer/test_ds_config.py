@@ -118,7 +118,7 @@ def test_what_is_off_anyway_may_say_so(file: Path, key: str) -> None:
         ("gradient_predivide_factor", [1, 1.0], [0, 2.0, True]),
         ("gradient_allreduce_op", ["sum"], ["mean", None]),
         ("zero_allow_untested_optimizer", [True], [False, 1]),
-        ("steps_per_print", [None, 0, 1e10, 2**31 - 1], [10, 2000, "auto", True]),
+        ("steps_per_print", [None, 0, 10, 2000, 1e10, 2**31 - 1], ["auto", True, -1]),
         ("data_types", [{}, {"grad_accum_dtype": "fp32"}], [{"grad_accum_dtype": "bf16"}]),
         ("communication_data_type", [None], ["fp16", "fp32"]),
     ],
