@@ -130,7 +130,7 @@ def test_what_happens_anyway(file: Path, key: str, taken: list[Any], refused: li
         assert key in refusal(file, {**ZERO2, key: value})
 
 
-@pytest.mark.parametrize("key", sorted(RECIPE_KEYS))
+@pytest.mark.parametrize("key", sorted(set(RECIPE_KEYS) - {"steps_per_print"}))
 @pytest.mark.parametrize("value", [5, {"enabled": True}], ids=["number", "object"])
 def test_recipe_owned_keys_are_refused_by_name(file: Path, key: str, value: Any) -> None:
     line = refusal(file, {**ZERO2, key: value})

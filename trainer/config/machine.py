@@ -91,7 +91,7 @@ ANYWAY: Mapping[str, Callable[[Any], bool]] = {
     "gradient_predivide_factor": lambda value: type(value) is int and value == 1,
     "gradient_allreduce_op": lambda value: value == "sum",
     "data_types": lambda value: value in ({}, {"grad_accum_dtype": None}, {"grad_accum_dtype": "fp32"}),
-    "steps_per_print": lambda value: type(value) in (int, float) and value > 0,  # DeepSpeed counts no step here
+    "steps_per_print": lambda value: value is None or (type(value) in (int, float) and value >= 0),  # it counts no step here
     "zero_allow_untested_optimizer": lambda value: value is True,
     "zero_optimization.mics_shard_size": lambda value: type(value) is int and value in (-1, 0),
 }  # fmt: skip
