@@ -37,11 +37,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import PrivacyConfigError
-from .apart import shortened
+from .apart import NotTaken, must_take, shortened
 from .checked import note_passed, structure
 from .recorder import plain_words
 from .sharded import put_away, whole
-from .together import TAME, Together, together, with_neighbours
+from .together import KINDS, Together, together, with_neighbours
 from .untouched import as_it_was, held, no_chance, nothing_is_small, on_copies
 
 Inputs = dict[str, Tensor]
@@ -144,7 +144,7 @@ def _check_own_precision(
     """Among different neighbours, losses and gradients are equal in the precision of the run too, however rough that is."""
     shares = [1.0] * len(next(iter(inputs.values())))
     seen: list[Together] = []
-    for neighbours in TAME:
+    for neighbours in KINDS:
         restore()
         seen.append(with_neighbours(model, task, inputs, shares, neighbours))
     on_cpu = seen[0].loss_N.device.type == "cpu"
@@ -238,7 +238,7 @@ def _truth(
     total: dict[str, Tensor] = {}
     for i, share in enumerate(share_of):
         restore()
-        with torch.enable_grad(), no_chance(), plain_words():
+        with torch.enable_grad(), no_chance(), must_take("one alone"), plain_words():
             loss_B = task(**{name: x[i : i + 1].clone() for name, x in inputs.items()})
         if loss_B.shape != (1,) or not bool(loss_B.isfinite()):
             raise PrivacyConfigError(
@@ -247,7 +247,7 @@ def _truth(
         losses.append(loss_B.detach())
         if not loss_B.requires_grad:
             continue
-        with plain_words():
+        with must_take("one alone"), plain_words():
             gradients = torch.autograd.grad(loss_B.sum(), list(parameters.values()), allow_unused=True)
         for name, g in zip(parameters, gradients, strict=True):
             if g is not None and name in total:
@@ -263,10 +263,13 @@ def _check_crowd(task: Callable[..., Tensor], inputs: Mapping[str, Tensor], loss
     short = {name: shortened(x[-1:]) for name, x in inputs.items()}
     with torch.no_grad(), no_chance():
         try:
-            short_1 = task(**{name: x.clone() for name, x in short.items()})
-        except Exception:  # as for hostile rows
-            short, short_1 = {name: x[:0] for name, x in inputs.items()}, loss_N[:0]
-        together_B = task(**{name: torch.cat([crowd[name], x, short[name]]) for name, x in inputs.items()})
+            with must_take("cut to half"):
+                short_1 = task(**{name: x.clone() for name, x in short.items()})
+                together_B = task(**{name: torch.cat([crowd[name], x, short[name]]) for name, x in inputs.items()})
+        except NotTaken:  # as for hostile rows
+            short_1 = loss_N[:0]
+            with must_take(f"{MOST_EXAMPLES + len(loss_N)} examples together"):
+                together_B = task(**{name: torch.cat([crowd[name], x]) for name, x in inputs.items()})
     alone_B = torch.cat([loss_N[:1].expand(MOST_EXAMPLES), loss_N, short_1])
     known_B = alone_B.isfinite()
     _compare_losses(alone_B[known_B], together_B[known_B], tolerance)
