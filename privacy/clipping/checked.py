@@ -39,12 +39,14 @@ class _Passed:
 
     Attributes:
         structure: what is compared at every micro-batch.
+        moved: places that a forward changes itself, such as hooks that it adds when it is first called.
         task: a weak reference, because a task usually refers to its model.
         made_up: two or more made-up examples.
         tried: shapes and autocasts (`_way`) in which made-up examples were tried.
     """
 
     structure: Structure
+    moved: set[Place]
     task: weakref.ref[Any]
     made_up: dict[str, Tensor]
     tried: set[object]
@@ -53,11 +55,13 @@ class _Passed:
 _PASSED: weakref.WeakKeyDictionary[nn.Module, list[_Passed]] = weakref.WeakKeyDictionary()
 
 
-def note_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], was: Structure) -> None:
-    """The model has passed with this task and these made-up examples; it had this structure."""
+def note_passed(
+    model: nn.Module, task: Task, inputs: Mapping[str, Tensor], structure: Structure, moved: list[Place]
+) -> None:
+    """The model has passed with this task and these made-up examples; it had this structure, moved by its own forward there."""
     reference = weakref.WeakMethod(task) if inspect.ismethod(task) else weakref.ref(task)
     made_up = {name: x.detach().clone() for name, x in inputs.items()}
-    _PASSED.setdefault(model, []).append(_Passed(was, reference, made_up, set()))
+    _PASSED.setdefault(model, []).append(_Passed(structure, set(moved), reference, made_up, set()))
 
 
 def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], made_for: list[object]) -> None:
@@ -88,10 +92,10 @@ def require_passed(model: nn.Module, task: Task, inputs: Mapping[str, Tensor], m
         )
     put_away(model)
     now = structure(model, task)
-    unchanged = [p for p in passed if p.structure == now]
+    changed = [[place for place in changes(p.structure, now) if place not in p.moved] for p in passed]
+    unchanged = [p for p, places in zip(passed, changed, strict=True) if not places]
     if not unchanged:
-        before = passed[-1].structure
-        module, attribute = next(x for x in {**before, **now} if before.get(x, _NOTHING) != now.get(x, _NOTHING))
+        module, attribute = changed[-1][0]
         raise PrivacyConfigError(
             f"since the self-check, {f'{module}.{attribute}'.strip('.') or 'the model'} has changed (layers were exchanged, "
             "frozen or unfrozen, given a hook or another setting, a buffer was written to, or model.train() or model.eval() "
@@ -134,7 +138,7 @@ def structure(model: nn.Module, task: object = None) -> Structure:
     """Reads, from ids and flags, what decides the way of a value or a gradient through the model; never values of tensors.
 
     These are its registered modules with class, mode, hooks and an own `forward`, the settings of torch's layers (numbers,
-    flags, names), parameters with whether they are trained, and saved buffers; the same of a task that is another module; and
+    flags, names), parameters with whether they are trained, and buffers; the same of a task that is another module; and
     torch's global hooks. Hooks of clipping itself and of FSDP do not count.
     """
     found: Structure = {}
@@ -158,9 +162,13 @@ def structure(model: nn.Module, task: object = None) -> Structure:
                 hooks = [_foreign(table) for table in (p._backward_hooks, p._post_accumulate_grad_hooks)]
                 found[path, name] = (_Same(p), p.requires_grad, p.dtype, hooks)
         for name, x in module._buffers.items():
-            if x is not None and name not in module._non_persistent_buffers_set:  # a forward may make the others
-                found[path, name] = (_Same(x), x.dtype, writes_to(x))
+            found[path, name] = None if x is None else (_Same(x), x.dtype, writes_to(x))
     return found
+
+
+def changes(before: Structure, now: Structure) -> list[Place]:
+    """Where two structures differ."""
+    return [x for x in {**before, **now} if before.get(x, _NOTHING) != now.get(x, _NOTHING)]
 
 
 def _foreign(hooks: Mapping[int, object] | None) -> list["_Same"]:

@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import PrivacyConfigError
 from .apart import NotTaken, must_take, shortened
-from .checked import note_passed, structure
+from .checked import changes, note_passed, structure
 from .recorder import plain_words
 from .sharded import put_away, whole
 from .together import KINDS, Together, together, with_neighbours
@@ -93,16 +93,19 @@ def check_against_autograd(
     with whole(model), nothing_is_small(model):
         for dtype in (torch.float64, None):
             made_up = {name: _in(dtype, x[:count]) for name, x in inputs.items()}
-            with as_it_was(model, task) as restore, on_copies(model, dtype):
-                precision = _precision(model, task, made_up, dtype)
-                if precision is not None:
-                    _check(model, task, made_up, precision, unreached, restore)
+            with as_it_was(model, task) as restore:
+                inside = structure(model, task)
+                with on_copies(model, dtype):
+                    precision = _precision(model, task, made_up, dtype)
+                    if precision is not None:
+                        _check(model, task, made_up, precision, unreached, restore)
+                moved = changes(inside, structure(model, task))
             if precision is not None:
                 break
         if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):
             with as_it_was(model, task) as restore, on_copies(model, None):
                 _check_own_precision(model, task, {name: x[:count] for name, x in inputs.items()}, restore)
-    note_passed(model, task, {name: x[:count] for name, x in inputs.items()}, before)
+    note_passed(model, task, {name: x[:count] for name, x in inputs.items()}, before, moved)
 
 
 def _check(
