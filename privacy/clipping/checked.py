@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
 from .apart import require_apart
-from .in_place import writes_to
 from .sharded import is_of_fsdp, kind_of, put_away, whole
-from .untouched import SIMPLE, as_it_was, nothing_is_small, on_copies
+from .untouched import SIMPLE, as_it_was, nothing_is_small, on_copies, writes_to
 
 Task = Callable[..., Tensor]
 Place = tuple[str, str]

@@ -40,10 +40,10 @@ from .contributions import Contribution, in_full, is_short, may_cancel
 from .coverage import claims
 from .factors import Factors, MicroBatchStats, no_examples
 from .functions import ClippingFunction, flat
-from .in_place import Writes, require_unwritten, writes_to
 from .norms import NormTally
 from .precision import exact, wide, wide_dtype
 from .recorder import Call, Forward, Recorder, Task
+from .untouched import Writes, require_unwritten, writes_to
 
 NEVER_CLIPS = 1e20
 """A C above this clips nothing that does not overflow."""
@@ -345,8 +345,8 @@ class ClippedSum:
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
         blank_B = ~is_finite_B if needs_blanking(is_finite_B) else None
-        asked = [self._function.weight(t.plain_norm(), b) for t, b in zip(tallies, self._function.bounds, strict=True)]
-        is_cancelled_B = ((1 + SENSITIVITY_SLACK) * torch.stack(weights) < torch.stack(asked)).any(0)
+        is_longer_B = torch.stack([t.is_lengthened(norm_B) for t, norm_B in zip(tallies, norms, strict=True)])
+        is_cancelled_B = (is_longer_B & (torch.stack(weights) < 1)).any(0)
         return Factors(norms, weights, is_finite_B, blank_B, self._function.sensitivity, is_cancelled_B)
 
     def _short_sums(self, kept: Mapping[str, Parts], tallies: list[NormTally], factors: Factors) -> dict[str, Tensor]:

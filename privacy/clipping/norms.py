@@ -161,9 +161,9 @@ class NormTally:
             fold_squared_B = (gross_squared_BP * _row(tuple(e.fold**2 for e in entries), self.device)).sum(1)
         return Totals(squared_B, error_B, gross_squared_BP.sum(1), fold_squared_B)
 
-    def plain_norm(self) -> Tensor:
-        """(B,) the norm as computed, N."""
-        return self.totals.squared_B.clamp_min(0).sqrt().to(self.dtype)
+    def is_lengthened(self, safe_norm_B: Tensor) -> Tensor:
+        """(B,) whether the safe norm is longer than the computed one by more than the slack."""
+        return safe_norm_B > (1 + SENSITIVITY_SLACK) * self.totals.squared_B.clamp_min(0).sqrt()
 
     def safe_norm(self) -> Tensor:
         """(B,) upper bound on norm / (1 + r / 2); infinite or NaN where something overflowed."""

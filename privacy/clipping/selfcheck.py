@@ -29,7 +29,6 @@ are replaced by random ones meanwhile, and a parameter without any gradient is r
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import CellType
 from typing import Any
 
 import torch
@@ -193,7 +192,7 @@ def _require_nothing_gathered(model: nn.Module, task: Callable[..., Tensor], inp
     for _ in range(3):
         task(**{name: x[:1].clone() for name, x in inputs.items()})
         holders, tensors = held(model, task)
-        sizes.append(len(tensors) + sum(len(holder) for holder in holders if not isinstance(holder, CellType)))
+        sizes.append(len(tensors) + sum(map(len, holders)))
     if sizes[2] > sizes[1]:
         raise PrivacyConfigError(
             "the forward keeps more with every call, in a list or another container of the model or its task: what it keeps of "
@@ -253,10 +252,8 @@ def _truth(
         with must_take("one alone"), plain_words():
             gradients = torch.autograd.grad(loss_B.sum(), list(parameters.values()), allow_unused=True)
         for name, g in zip(parameters, gradients, strict=True):
-            if g is not None and name in total:
-                total[name].add_(g, alpha=share)
-            elif g is not None:
-                total[name] = share * g
+            if g is not None:
+                total[name] = total[name].add_(g, alpha=share) if name in total else share * g
     return torch.cat(losses), total
 
 
