@@ -145,8 +145,8 @@ def structure(model: nn.Module, task: object = None) -> Structure:
         if name.startswith("_global_") and isinstance(table, dict):
             found["", name] = _foreign(table)
     owner = getattr(task, "__self__", task)
-    is_another = isinstance(owner, nn.Module) and owner is not model
-    for path, module in [*model.named_modules(), *(owner.named_modules(prefix="task") if is_another else ())]:
+    others = owner.named_modules(prefix="task") if isinstance(owner, nn.Module) and owner is not model else ()
+    for path, module in [*model.named_modules(), *others]:
         found[path, ""] = (_Same(type(module)), _Same(module))
         is_of_torch = kind_of(module).__module__.startswith("torch.nn.")
         for name, value in vars(module).items():

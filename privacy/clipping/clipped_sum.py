@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..adaptive_clipping import SMALLEST_BOUND, AdaptiveClipping
 from ..errors import PrivacyConfigError
-from ..releases import SENSITIVITY_SLACK, Release, step_releases
+from ..releases import Release, step_releases
 from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums, Slot
 from .blanking import needs_blanking
 from .checked import require_passed, trained
