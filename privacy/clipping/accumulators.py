@@ -9,7 +9,7 @@ it the two roundings differ by at most twice that. So all roundings together mov
 
 whatever all other examples are. SENSITIVITY_SLACK r is spent half on norms (norms.py), and here on two rules:
 
-* **fp32 sums are short.** Results of matrix products, and of the rules that write out what such products give, are added up
+* **fp32 sums are short.** Results of matrix products, and gradients that are written out in their place, are added up
   in fp32 over at most n = EXAMPLES_PER_SUM examples, then in fp64. With a rounding for every example the difference is at most
   2 u C (1 + ... + n), about n^2 u C = 2.4e-4 C, below r/4. Only the one fp32 sum that x belongs to counts: all others have the
   same bits without it. A parameter that several calls contribute to has no window, and shorter sums (`Slot.of_uses`). Padding

@@ -10,7 +10,7 @@ the integers of an example follow from weights, example and key alone, and not f
 Sums then do not depend on who else is there either; without it, clipping would still hold for each vector, but leaving out an
 example could change those of others. `CertifiedSum.check_rows` looks for counterexamples on made-up inputs before training."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from ..errors import PrivacyConfigError
 from ..lattice import Lattice
 from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums
+from .apart import NotTaken, must_take
 from .checked import require_passed
 from .clipped_sum import ClippedSum, Parts, by_parameter
-from .contributions import ChunkedOuterProducts, Contribution, Dense, OuterProducts, Rows
-from .factors import Factors, MicroBatchStats
+from .contributions import in_full
+from .factors import Factors, MicroBatchStats, no_examples
 from .functions import ClippingFunction, flat
 from .integers import SquaredNorms, add_contributions, round_to_even
-from .precision import exact, wide
+from .precision import exact
 from .recorder import Task
 
 WRITTEN_BYTES = 1 << 32
@@ -75,7 +76,6 @@ class CertifiedSum(ClippedSum):
         self_check: bool = True,
     ):
         self.lattice = lattice
-        self._shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         super().__init__(
             model,
             lattice.bound,
@@ -91,7 +91,7 @@ class CertifiedSum(ClippedSum):
         if value != self.lattice.bound:
             raise ValueError(f"the bound of a certified sum is that of its lattice, {self.lattice.bound}, not {value}")
         super()._set_bound(value)
-        self._num_coordinates = sum(self._shapes[name].numel() for name in self._names)
+        self._num_coordinates = sum(self._numel.values())
         self._function = self._make_function(self._names, self.lattice.target(self._num_coordinates))
 
     @property
@@ -105,6 +105,8 @@ class CertifiedSum(ClippedSum):
 
     def add_micro_batch(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
         """Adds the clipped gradients of one micro-batch; see `ClippedSum.add_micro_batch`."""
+        if len(is_padding_B) == 0:
+            return no_examples(torch.float64, self._device)
         size = self.rows_at_once(len(is_padding_B))
         if self._to_be_checked is not None:
             require_passed(self._to_be_checked, task, {name: x[:size] for name, x in inputs.items()}, self._made_for)
@@ -129,7 +131,7 @@ class CertifiedSum(ClippedSum):
         written: dict[str, Tensor] = {}
 
         def write(name: str, parts: Parts) -> None:
-            written[name] = written_out(parts, self._shapes[name])
+            written[name] = in_full(parts, self._shapes[name]).grad_B.float()  # fp64 models' are rounded
 
         with self._recorder.forward(task, inputs, num_rows) as passed:
             by_parameter(passed, write)
@@ -158,7 +160,7 @@ class CertifiedSum(ClippedSum):
             self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
-        return Factors(norms, weights, is_finite_B, blank_B=None, bound=self.max_grad_norm)
+        return Factors(norms, weights, is_finite_B, None, self.max_grad_norm, torch.zeros_like(excluded_B))
 
     def check_rows(self, task: Task, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Looks for an example whose integers depend on its row, its micro-batch or its neighbours; collective where `task` is.
@@ -181,7 +183,13 @@ class CertifiedSum(ClippedSum):
         expected: dict[str, Tensor] = {}
         differing: tuple[str, int] | None = None
         for micro_batch, is_here_B, is_padding_B in _neighbourhoods(part, size):
-            found = self.vectors(task, micro_batch, is_padding_B.to(self._device))
+            try:
+                with must_take(f"{size} examples together"):
+                    found = self.vectors(task, micro_batch, is_padding_B.to(self._device))
+            except NotTaken:  # the model refuses what is not finite itself
+                if all(x.isfinite().all() for x in micro_batch.values()):
+                    raise
+                continue
             here_B = is_here_B.to(self._device)
             z = {name: (k_Bn * found.multiplier_B[:, None])[here_B] for name, k_Bn in found.k.items()}
             expected = expected or {name: z_Rn[0].clone() for name, z_Rn in z.items()}
@@ -197,35 +205,6 @@ class CertifiedSum(ClippedSum):
                 "privacy.arithmetic = 'floating'"
             )
         return expected
-
-
-def written_out(parts: Sequence[Contribution], shape: torch.Size) -> Tensor:
-    """(B, numel) fp32: the gradient of one parameter of this shape, summed over its contributions; fp64 models' rounded."""
-    total = _written(parts[0], shape).flatten(1)
-    for part in parts[1:]:
-        total = total + _written(part, shape).flatten(1)
-    return total.float()
-
-
-def _written(part: Contribution, shape: torch.Size) -> Tensor:
-    """(B, *shape), in any form that flattens to it."""
-    match part:
-        case Dense():
-            return part.grad_B
-        case OuterProducts():
-            return part.instantiate()
-        case Rows():
-            g_BTp = wide(part.g_BTp)
-            first_B1 = torch.arange(len(g_BTp), device=g_BTp.device)[:, None] * shape[0]
-            table = g_BTp.new_zeros(len(g_BTp) * shape[0], shape[1])
-            table.index_add_(0, (part.ids_BT + first_B1).flatten(), g_BTp.flatten(0, 1))
-            return table.view(len(g_BTp), *shape)
-        case ChunkedOuterProducts():
-            a_BTd = wide(part.a_BTd)
-            whole = a_BTd.new_empty(len(a_BTd), *shape)
-            for rows, g_BTv in part.gradients():
-                whole[:, rows] = torch.bmm(wide(g_BTv).transpose(1, 2), a_BTd)
-            return whole
 
 
 def _neighbourhoods(inputs: Mapping[str, Tensor], size: int) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:

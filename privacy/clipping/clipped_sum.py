@@ -2,6 +2,10 @@
 
     sum_i  c_i g_i,     c_i = min(1, C / |g_i|),     |g_i| over all trainable parameters together (flat clipping)
 
+Where tokens of an example cancel, c_i is smaller: at most 32 C / S_i, S_i being the norm that its gradient would have if no two
+tokens cancelled (norms.py). Such an example contributes less than min(|g_i|, C), and `MicroBatchStats.num_cancelled` counts it.
+Parameters of few numbers are written out for every example, which costs memory and no accuracy: their tokens do not count in S_i.
+
 after Abadi et al. 2016 (arXiv 1607.00133), without any weight gradient that is thrown away. Two modes give the same sum:
 
 * `bookkeeping` (Bu et al. 2022, arXiv 2210.00038): one forward, one backward for activation gradients, then norms and
@@ -15,6 +19,7 @@ after Abadi et al. 2016 (arXiv 1607.00133), without any weight gradient that is 
 The sums gather in an accumulator: by default in this process, without communication (`accumulators.py`).
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -31,17 +36,19 @@ from .accumulators import EXAMPLES_PER_PART, Accumulator, LocalSums, Slot
 from .blanking import needs_blanking
 from .checked import require_passed, trained
 from .compiled import compiled_weights
-from .contributions import Contribution, is_short
+from .contributions import Contribution, in_full, is_short, may_cancel
 from .coverage import claims
-from .factors import Factors, MicroBatchStats
+from .factors import Factors, MicroBatchStats, no_examples
 from .functions import ClippingFunction, flat
-from .in_place import Writes, require_unwritten, writes_to
 from .norms import NormTally
 from .precision import exact, wide, wide_dtype
 from .recorder import Call, Forward, Recorder, Task
+from .untouched import Writes, require_unwritten, writes_to
 
 NEVER_CLIPS = 1e20
 """A C above this clips nothing that does not overflow."""
+WRITTEN_ENTRIES = 1 << 26
+"""Numbers of per-example gradients that a micro-batch writes out, those of the smallest parameters: 256 MiB in fp32."""
 
 Mode = Literal["bookkeeping", "two_pass", "certified"]
 Parts = list[Contribution]
@@ -59,7 +66,8 @@ class ClippedSum:
     Guarantee: zeroing one example out (making it padding) changes the sum, as an L2 norm over all parameters, by at most
     `sensitivity * (1 + SENSITIVITY_SLACK)`, whatever it and the others are, how all additions round included: NaN, infinity
     and gradients whose norm overflows contribute zero. `accumulators.py` and `norms.py` derive that, from one assumption
-    about the order of additions inside one matrix product.
+    about the order of additions inside one matrix product. An example contributes min(|g|, C), or less where its own tokens
+    cancel (module docstring).
 
     Amplification by sampling also compares with a batch in which the example was not drawn. This guarantee covers that where
     the others then stand in the same rows. Training deals rows at random among a public number, at least the cap, which is as
@@ -101,7 +109,7 @@ class ClippedSum:
             raise PrivacyConfigError(
                 "adaptive clipping counts norms over all parameters: combine it with flat clipping only"
             )
-        shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
+        self._shapes = shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self.mode = mode
         self._to_be_checked, self._made_for = (model if self_check else None), trained(model)
         self._recorder = Recorder(claims(model, shapes), compiled_weights(model))
@@ -119,6 +127,7 @@ class ClippedSum:
             type(p) is nn.Parameter and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
             for name, p in model.named_parameters()
         )
+        self._numel = {name: shapes[name].numel() for name in parameters}
         self._names, self._dtype, self._device = list(parameters), wide_dtype(first.dtype), device or first.device
         self.accumulator = accumulator({name: shapes[name] for name in parameters}, self._dtype, self._device)
         self._make_function = function
@@ -201,13 +210,15 @@ class ClippedSum:
 
         Args:
             task: `task(**inputs)` returns loss_B, where loss i depends on example i alone.
-            inputs: tensors with B rows.
+            inputs: tensors with B rows; without any, nothing is added and the model is not called.
             is_padding_B: bool; True rows contribute exactly zero.
 
         Raises:
             PrivacyConfigError: the model has not passed the self-check; or a layer's call cannot be split by example.
         """
         size = len(is_padding_B)
+        if size == 0:
+            return no_examples(self._dtype, self._device)
         if size > EXAMPLES_PER_PART:
             cuts = [slice(start, start + EXAMPLES_PER_PART) for start in range(0, size, EXAMPLES_PER_PART)]
             parts = [
@@ -264,7 +275,7 @@ class ClippedSum:
                 factors = self._factors(tallies, first.loss_B, is_padding_B)
             second = next(passes)
             again: list[Tensor] = []
-            by_parameter(second, lambda name, parts: self._accumulate(name, parts, factors), again)
+            self._by_parameter(second, lambda name, parts: self._accumulate(name, parts, factors), again)
         if len(marks) != len(again):
             raise PrivacyConfigError(NOT_REPEATED)
         differ = [(before != after).any() for before, after in zip(marks, again, strict=True)]
@@ -305,8 +316,25 @@ class ClippedSum:
                 writes.extend((name, tensor, writes_to(tensor)) for tensor in tensors)
             tallies[self._function.group_of[name]].add(parts)
 
-        by_parameter(passed, add, marks)
+        self._by_parameter(passed, add, marks)
         return tallies, writes
+
+    def _by_parameter(
+        self, passed: Forward, use: Callable[[str, Parts], None], marks: list[Tensor] | None = None
+    ) -> None:
+        """As `by_parameter`, with the gradients of small parameters written out.
+
+        Which are small depends on shapes alone, for every example: the smallest that WRITTEN_ENTRIES hold together. So that
+        costs no more than 256 MiB and two passes over it, a fraction of what the layers of a large model keep.
+        """
+        sizes = sorted((numel * len(passed.loss_B), name) for name, numel in self._numel.items())
+        ends = itertools.accumulate(size for size, _ in sizes)
+        small = {name for (_, name), end in zip(sizes, ends, strict=True) if end <= WRITTEN_ENTRIES}
+
+        def written(name: str, parts: Parts) -> None:
+            use(name, [in_full(parts, self._shapes[name])] if name in small and may_cancel(parts) else parts)
+
+        by_parameter(passed, written, marks)
 
     def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
         norms = [tally.safe_norm() for tally in tallies]
@@ -317,7 +345,9 @@ class ClippedSum:
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
         blank_B = ~is_finite_B if needs_blanking(is_finite_B) else None
-        return Factors(norms, weights, is_finite_B, blank_B, bound=self._function.sensitivity)
+        is_longer_B = torch.stack([t.is_lengthened(norm_B) for t, norm_B in zip(tallies, norms, strict=True)])
+        is_cancelled_B = (is_longer_B & (torch.stack(weights) < 1)).any(0)
+        return Factors(norms, weights, is_finite_B, blank_B, self._function.sensitivity, is_cancelled_B)
 
     def _short_sums(self, kept: Mapping[str, Parts], tallies: list[NormTally], factors: Factors) -> dict[str, Tensor]:
         """(n,) fp64: the weighted sum of each short gradient, by one product for all that have one factor."""

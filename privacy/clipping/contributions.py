@@ -267,6 +267,44 @@ def is_short(parts: Sequence[Contribution]) -> bool:
     return len(parts) == 1 and isinstance(x, Dense) and not x.is_product and x.grad_B[0].numel() <= SHORT
 
 
+def may_cancel(parts: Sequence[Contribution]) -> bool:
+    """Whether the gross norm may be longer than the norm, by the shapes of a parameter's contributions."""
+    x = parts[0]
+    return len(parts) > 1 or not (isinstance(x, Dense) or (x.ids_BT if isinstance(x, Rows) else x.a_BTd).shape[1] == 1)
+
+
+def in_full(parts: Sequence[Contribution], shape: torch.Size) -> Dense:
+    """The sum of one parameter's contributions, written out: its norm is that of what is summed. shape: the parameter's."""
+    grad_Bn = functools.reduce(torch.add, [_written(part, shape).flatten(1) for part in parts])
+    return Dense(grad_Bn, is_product=True)
+
+
+def _written(part: Contribution, shape: torch.Size) -> Tensor:
+    """(B, *shape), in any form that flattens to it; the same bits at every call."""
+    match part:
+        case Dense():
+            return part.grad_B
+        case OuterProducts():
+            return part.instantiate()
+        case Rows():
+            g_BTp = wide(part.g_BTp)
+            first_B1 = torch.arange(len(g_BTp), device=g_BTp.device)[:, None] * shape[0]
+            table, ids_N, g_Np = (
+                g_BTp.new_zeros(len(g_BTp) * shape[0], shape[1]),
+                part.ids_BT + first_B1,
+                g_BTp.flatten(0, 1),
+            )
+            if table.is_cuda:  # where index_add_ adds up in no fixed order
+                return table.index_put_((ids_N.flatten(),), g_Np, accumulate=True).view(len(g_BTp), *shape)
+            return table.index_add_(0, ids_N.flatten(), g_Np).view(len(g_BTp), *shape)
+        case ChunkedOuterProducts():
+            a_BTd = wide(part.a_BTd)
+            whole = a_BTd.new_empty(len(a_BTd), *shape)
+            for rows, g_BTv in part.gradients():
+                whole[:, rows] = torch.bmm(wide(g_BTv).transpose(1, 2), a_BTd)
+            return whole
+
+
 def sum_over_tokens(x_BTd: Tensor) -> Tensor:
     """(B, d), widened. On CPU as a product with ones, which is four times as fast as torch's sum over a middle dimension."""
     if x_BTd.device.type != "cpu":

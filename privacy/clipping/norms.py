@@ -14,7 +14,9 @@ so that dividing by  safe = max(N, (sqrt(N^2 + E) + e(BT) S + F) / (1 + r / 2)) 
     |contribution| <= C (n + e(BT) S + F) / safe <= C (1 + r / 2).
 
 safe is also at least S / MOST_CANCELLED: tokens that cancel carry the partial sums of a matrix product away and back again, and
-how all others round there depends on their size. Ordinary examples have S of 1 to 6 N.
+how all others round there depends on their size. Ordinary examples have S of 1 to 6 N. One with S > 32 N contributes less than
+the clipping function says, and statistics count it (`MicroBatchStats.num_cancelled`). Gradients of small parameters are written
+out (`ClippedSum`), and then S is N.
 
 h is what underflow may hide (precision.py); overflow makes safe infinite or NaN, and the example is left out. e(BT) belongs to
 fp32 sums, of at most EXAMPLES_PER_SUM examples. The other half of r is for the rounding of all additions against the
@@ -158,6 +160,10 @@ class NormTally:
         if any(e.fold for e in entries):
             fold_squared_B = (gross_squared_BP * _row(tuple(e.fold**2 for e in entries), self.device)).sum(1)
         return Totals(squared_B, error_B, gross_squared_BP.sum(1), fold_squared_B)
+
+    def is_lengthened(self, safe_norm_B: Tensor) -> Tensor:
+        """(B,) whether the safe norm is longer than the computed one by more than the slack."""
+        return safe_norm_B > (1 + SENSITIVITY_SLACK) * self.totals.squared_B.clamp_min(0).sqrt()
 
     def safe_norm(self) -> Tensor:
         """(B,) upper bound on norm / (1 + r / 2); infinite or NaN where something overflowed."""

@@ -29,7 +29,6 @@ are replaced by random ones meanwhile, and a parameter without any gradient is r
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import CellType
 from typing import Any
 
 import torch
@@ -37,11 +36,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import PrivacyConfigError
-from .apart import shortened
-from .checked import note_passed, shared_state, structure
+from .apart import NotTaken, must_take, shortened
+from .checked import changes, note_passed, structure
 from .recorder import plain_words
 from .sharded import put_away, whole
-from .together import TAME, Together, together, with_neighbours
+from .together import KINDS, Together, together, with_neighbours
 from .untouched import as_it_was, held, no_chance, nothing_is_small, on_copies
 
 Inputs = dict[str, Tensor]
@@ -94,21 +93,18 @@ def check_against_autograd(
         for dtype in (torch.float64, None):
             made_up = {name: _in(dtype, x[:count]) for name, x in inputs.items()}
             with as_it_was(model, task) as restore:
+                inside = structure(model, task)
                 with on_copies(model, dtype):
                     precision = _precision(model, task, made_up, dtype)
                     if precision is not None:
                         _check(model, task, made_up, precision, unreached, restore)
-                after = structure(model, task)
+                moved = changes(inside, structure(model, task))
             if precision is not None:
                 break
         if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):
             with as_it_was(model, task) as restore, on_copies(model, None):
                 _check_own_precision(model, task, {name: x[:count] for name, x in inputs.items()}, restore)
-    if shared := shared_state(before, after):
-        raise PrivacyConfigError(
-            f"the forward changes the {shared[0]}, so what it keeps of one micro-batch would reach others; keep no state in it"
-        )
-    note_passed(model, task, {name: x[:count] for name, x in inputs.items()}, before, after)
+    note_passed(model, task, {name: x[:count] for name, x in inputs.items()}, before, moved)
 
 
 def _check(
@@ -150,7 +146,7 @@ def _check_own_precision(
     """Among different neighbours, losses and gradients are equal in the precision of the run too, however rough that is."""
     shares = [1.0] * len(next(iter(inputs.values())))
     seen: list[Together] = []
-    for neighbours in TAME:
+    for neighbours in KINDS:
         restore()
         seen.append(with_neighbours(model, task, inputs, shares, neighbours))
     on_cpu = seen[0].loss_N.device.type == "cpu"
@@ -196,7 +192,7 @@ def _require_nothing_gathered(model: nn.Module, task: Callable[..., Tensor], inp
     for _ in range(3):
         task(**{name: x[:1].clone() for name, x in inputs.items()})
         holders, tensors = held(model, task)
-        sizes.append(len(tensors) + sum(len(holder) for holder in holders if not isinstance(holder, CellType)))
+        sizes.append(len(tensors) + sum(map(len, holders)))
     if sizes[2] > sizes[1]:
         raise PrivacyConfigError(
             "the forward keeps more with every call, in a list or another container of the model or its task: what it keeps of "
@@ -244,7 +240,7 @@ def _truth(
     total: dict[str, Tensor] = {}
     for i, share in enumerate(share_of):
         restore()
-        with torch.enable_grad(), no_chance(), plain_words():
+        with torch.enable_grad(), no_chance(), must_take("one alone"), plain_words():
             loss_B = task(**{name: x[i : i + 1].clone() for name, x in inputs.items()})
         if loss_B.shape != (1,) or not bool(loss_B.isfinite()):
             raise PrivacyConfigError(
@@ -253,13 +249,11 @@ def _truth(
         losses.append(loss_B.detach())
         if not loss_B.requires_grad:
             continue
-        with plain_words():
+        with must_take("one alone"), plain_words():
             gradients = torch.autograd.grad(loss_B.sum(), list(parameters.values()), allow_unused=True)
         for name, g in zip(parameters, gradients, strict=True):
-            if g is not None and name in total:
-                total[name].add_(g, alpha=share)
-            elif g is not None:
-                total[name] = share * g
+            if g is not None:
+                total[name] = total[name].add_(g, alpha=share) if name in total else share * g
     return torch.cat(losses), total
 
 
@@ -269,10 +263,13 @@ def _check_crowd(task: Callable[..., Tensor], inputs: Mapping[str, Tensor], loss
     short = {name: shortened(x[-1:]) for name, x in inputs.items()}
     with torch.no_grad(), no_chance():
         try:
-            short_1 = task(**{name: x.clone() for name, x in short.items()})
-        except Exception:  # as for hostile rows
-            short, short_1 = {name: x[:0] for name, x in inputs.items()}, loss_N[:0]
-        together_B = task(**{name: torch.cat([crowd[name], x, short[name]]) for name, x in inputs.items()})
+            with must_take("cut to half"):
+                short_1 = task(**{name: x.clone() for name, x in short.items()})
+                together_B = task(**{name: torch.cat([crowd[name], x, short[name]]) for name, x in inputs.items()})
+        except NotTaken:  # as for hostile rows
+            short_1 = loss_N[:0]
+            with must_take(f"{MOST_EXAMPLES + len(loss_N)} examples together"):
+                together_B = task(**{name: torch.cat([crowd[name], x]) for name, x in inputs.items()})
     alone_B = torch.cat([loss_N[:1].expand(MOST_EXAMPLES), loss_N, short_1])
     known_B = alone_B.isfinite()
     _compare_losses(alone_B[known_B], together_B[known_B], tolerance)

@@ -65,13 +65,6 @@ def is_of_fsdp(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
-def stands_for(parameter: Tensor) -> Tensor:
-    """The sharded parameter in whose place a whole one is, inside of `whole`; any other itself."""
-    found = getattr(parameter, "_stands_for", parameter)
-    assert isinstance(found, Tensor)
-    return found
-
-
 @contextmanager
 def whole(model: nn.Module) -> Iterator[None]:
     """Sharded parameters are gathered copies inside, and FSDP's hooks are off. Collective; other models stay as they are.
@@ -98,7 +91,6 @@ def whole(model: nn.Module) -> Iterator[None]:
                 places.append((module, name, cast(nn.Parameter, p)))
                 if p not in gathered:
                     gathered[p] = nn.Parameter(full(p).clone(), requires_grad=p.requires_grad)
-                    gathered[p]._stands_for = p  # type: ignore[attr-defined]
     try:
         for module, name, p in places:
             module._parameters[name] = gathered[p]

@@ -1,23 +1,22 @@
 """Made-up examples in one batch, among neighbours that count for nothing, as the clipping rules see them (selfcheck.py)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import PrivacyConfigError
-from .apart import LARGE, shortened
+from .apart import LARGE, NotTaken, must_take, shortened
 from .clipped_sum import ClippedSum
 from .functions import ClippingFunction
 from .untouched import no_chance
 
 Inputs = dict[str, Tensor]
 
-TAME = {"not finite": "others", "large": "one other"}
-"""Kinds of hostile neighbours, and those for models that raise an error on them."""
+KINDS = {"not finite": ("not finite", "others"), "large": ("large", "one other", "the last")}
+"""Kinds of hostile neighbours, and those for models that raise an error on them; the last of each are whole examples."""
 _PLACES = [0, -2]
 """Rows of neighbours, so that work that is sorted by length, up or down, puts one of them between the examples."""
 
@@ -50,14 +49,19 @@ class Together:
 def with_neighbours(
     model: nn.Module, task: Callable[..., Tensor], inputs: Inputs, shares: Sequence[float], neighbours: str
 ) -> Together:
-    """All made-up examples among two neighbours of a kind, or tame ones where the model raises an error on those."""
-    try:
-        with _tables_give_nan(model, len(shares) + 2) if neighbours == "not finite" else nullcontext():
-            return together(model, task, inputs, shares, _neighbours(inputs, neighbours))
-    except PrivacyConfigError:
-        raise
-    except Exception:  # the model refuses such values itself; it is tried on those that it takes
-        return together(model, task, inputs, shares, _neighbours(inputs, TAME[neighbours]))
+    """All made-up examples among two neighbours of a kind, or tamer ones where the model raises an error on those.
+
+    Raises:
+        NotTaken: it raises one among whole examples too.
+    """
+    *hostile, whole = KINDS[neighbours]
+    for kind in hostile:
+        with (
+            suppress(NotTaken),
+            _tables_give_nan(model, len(shares) + 2) if kind == "not finite" else nullcontext(),
+        ):
+            return together(model, task, inputs, shares, _neighbours(inputs, kind))
+    return together(model, task, inputs, shares, _neighbours(inputs, whole))
 
 
 def together(
@@ -93,7 +97,8 @@ def together(
     clipped = ClippedSum(model, 1.0, function=by_place, self_check=False)
     try:
         device = next(iter(inputs.values())).device
-        clipped.add_micro_batch(watched, batch, (~is_mine_B).to(device))
+        with must_take(f"{len(is_mine_B)} examples together"):
+            clipped.add_micro_batch(watched, batch, (~is_mine_B).to(device))
         return Together(seen[0][is_mine_B.to(device)], dict(clipped.sums()), clipped.num_calls)
     finally:
         clipped.detach()
@@ -113,6 +118,8 @@ def _neighbours(inputs: Inputs, kind: str) -> Inputs:
                 )
             case "others":
                 made[name] = x[[0, -1]]
+            case "the last":
+                made[name] = x[[-1, -1]]
             case _:
                 made[name] = torch.cat([last, shortened(last)])
     return made

@@ -1,12 +1,14 @@
-"""What a check of a model may do to it: nothing that stays, and what it finds out about the forward meanwhile."""
+"""What a check of a model may do to it: nothing that stays, and what it finds out about the forward meanwhile.
+
+And what a model must not write in place to: a norm must be that of what is summed.
+"""
 
 import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
-from .in_place import writes_to
 
 SIMPLE = frozenset([bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
 """Values that hold nothing else."""
 MOST_VALUES = 50_000
 """This number of values is looked at, so that a model that holds a data set does not make every micro-batch wait."""
+FOREIGN = ("torch.", "numpy", "builtins", "threading", "logging")
+"""Attributes of objects that these define are not looked at."""
 SMALL = 1e-3
 """Weights with a root mean square below it hide the gradients of the layers before them."""
+Writes = list[tuple[str, Tensor, int]]
+"""(name, tensor, how often it had been written to)."""
 
 
 @contextmanager
@@ -88,7 +93,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 @contextmanager
 def as_it_was(*roots: object) -> Iterator[Callable[[], None]]:
-    """What modules, objects, containers and variables around functions hold, such as caches that a forward fills, is kept.
+    """What modules, objects and containers hold, such as caches that a forward fills, is kept.
 
     Yields a function that puts all of it back; it is called at the end too. Parameters and buffers are `on_copies`' matter.
 
@@ -99,14 +104,12 @@ def as_it_was(*roots: object) -> Iterator[Callable[[], None]]:
         PrivacyConfigError: something wrote in place into another tensor that they hold.
     """
     holders, tensors = held(*roots)
-    before = [(holder, _content(holder)) for holder in holders]
+    before = [(holder, dict(holder) if isinstance(holder, dict) else list(holder)) for holder in holders]
     writes = [(x, writes_to(x)) for x in tensors]
 
     def restore() -> None:
         for holder, content in before:
-            if isinstance(holder, CellType):
-                holder.cell_contents = content
-            elif isinstance(holder, dict | set):
+            if isinstance(holder, dict | set):
                 holder.clear()
                 holder.update(content)
             else:
@@ -124,17 +127,11 @@ def as_it_was(*roots: object) -> Iterator[Callable[[], None]]:
         restore()
 
 
-def _content(holder: Any) -> Any:
-    if isinstance(holder, CellType):
-        return holder.cell_contents
-    return dict(holder) if isinstance(holder, dict) else list(holder)
-
-
 def held(*roots: object) -> tuple[list[Any], list[Tensor]]:
     """All that can hold something, of what the roots reach, and all tensors there but for parameters and buffers.
 
-    Holders are dicts (of attributes too), lists, sets, deques and the cells of variables around functions. What torch and
-    numpy define is not looked into, but for modules.
+    Holders are dicts (of attributes too), lists, sets and deques. What torch and numpy define is not looked into, but for
+    modules.
     """
     holders: list[Any] = []
     tensors: list[Tensor] = []
@@ -155,26 +152,11 @@ def held(*roots: object) -> tuple[list[Any], list[Tensor]]:
             queue.extend(x.values() if isinstance(x, dict) else x)
         elif isinstance(x, tuple | frozenset):
             queue.extend(x)
-        elif isinstance(x, FunctionType):
-            queue.extend(x.__closure__ or ())
         elif isinstance(x, MethodType):
             queue.append(x.__self__)
-        elif isinstance(x, partial):
-            queue.extend((x.func, *x.args, *x.keywords.values()))
-        elif isinstance(x, CellType):
-            try:
-                queue.append(x.cell_contents)
-                holders.append(x)
-            except ValueError:  # not yet set
-                continue
-        elif hasattr(x, "__dict__") and not isinstance(x, type | ModuleType) and not is_foreign(type(x)):
-            queue.append(vars(x))
+        elif hasattr(x, "__dict__") and not isinstance(x, FunctionType | ModuleType | type):
+            queue.append({} if type(x).__module__.startswith(FOREIGN) else vars(x))
     return holders, tensors
-
-
-def is_foreign(kind: type) -> bool:
-    """Whether attributes of such objects are not looked at."""
-    return kind.__module__.startswith(("torch.", "numpy", "builtins", "threading", "logging"))
 
 
 @contextmanager
@@ -195,3 +177,20 @@ def _generators() -> list[bytes]:
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
     return [*states, repr(random.getstate()).encode(), repr((kind, place)).encode(), np.asarray(numbers).tobytes()]
+
+
+def writes_to(tensor: Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written to in place, by the count of autograd's own check."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def require_unwritten(writes: Writes, who: str) -> None:
+    """
+    Raises:
+        PrivacyConfigError: a tensor was written to since: the norm would not be that of what is summed.
+    """
+    for name, tensor, before in writes:
+        if writes_to(tensor) != before:
+            raise PrivacyConfigError(
+                f"{who} writes in place to what clipping still needs of {name} (a gradient, an output, an input): write to a copy"
+            )

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from privacy.clipping import clipped_sum
 from tests.processes import ROOT, Forked, kill_group, quiet_environment
 
 __all__ = ["ROOT", "free_port", "quiet_environment", "run_ranks"]
@@ -39,7 +40,7 @@ def run_ranks(target: str, world_size: int, timeout: float = 180, **arguments: A
     """Calls `target` ("package.module:function") as function(device, **arguments) on every rank; returns their results."""
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), str(free_port())
-        (folder / "arguments").write_bytes(pickle.dumps(arguments))
+        (folder / "arguments").write_bytes(pickle.dumps((arguments, clipped_sum.WRITTEN_ENTRIES)))
         logs = [folder / f"log-{rank}" for rank in range(world_size)]
         command = ["-m", "tests.distributed.ranks", target, name]
         deadline = time.monotonic() + timeout
@@ -70,7 +71,7 @@ def _main(target: str, folder: str) -> None:
 
     torch.set_num_threads(1)
     module, function = target.split(":")
-    arguments = pickle.loads((Path(folder) / "arguments").read_bytes())
+    arguments, clipped_sum.WRITTEN_ENTRIES = pickle.loads((Path(folder) / "arguments").read_bytes())
     ranks = discover_ranks(os.environ)
     device = distributed.start(ranks)
     result = getattr(importlib.import_module(module), function)(device, **arguments)

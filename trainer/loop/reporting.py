@@ -168,6 +168,7 @@ class StepReporter:
             "train/mean_grad_norm": sums["norm_sum"] / count,
             "train/batch_size": sums["num_examples"],
             "train/nonfinite_examples": sums["num_nonfinite"],
+            "train/cancelled_examples": sums["num_cancelled"],
             "train/undecodable_examples": sums["num_undecodable"],
             "performance/step_seconds": seconds,
             # The rate is of the expected batch size, never of the realised one.

@@ -22,7 +22,6 @@ class Net(nn.Module):
 
     running: Tensor
     count: Tensor
-    memory_of_all = 0.0
 
     def __init__(self, mix: Callable[..., Tensor], strength: float, *, words: bool, narrow: bool = False) -> None:
         super().__init__()
@@ -30,7 +29,6 @@ class Net(nn.Module):
         self.cache: dict[Any, Tensor] = {}
         self.bank: list[Tensor] = []
         self.plain, self.calls = torch.zeros(50), 0
-        Net.memory_of_all = 0.0
         self.table = nn.Embedding(V, D) if words else None
         self.before, self.norm, self.after = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 2)
         self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
@@ -151,12 +149,6 @@ def calibrated(m: Net, h: Tensor) -> Tensor:
 
 def calibrated_by_shape(m: Net, h: Tensor) -> Tensor:
     return h * m.cache.setdefault(h.shape, h.detach().abs().amax())
-
-
-def calibrated_in_the_class(m: Net, h: Tensor) -> Tensor:
-    if Net.memory_of_all == 0.0:
-        Net.memory_of_all = float(h.detach().abs().amax())
-    return h * Net.memory_of_all
 
 
 def calibrated_gradient(m: Net, h: Tensor) -> Tensor:
@@ -288,7 +280,6 @@ WRONG: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "python_memory": python_memory,
     "calibrated": calibrated,
     "calibrated_by_shape": calibrated_by_shape,
-    "calibrated_in_the_class": calibrated_in_the_class,
     "calibrated_gradient": calibrated_gradient,
     "bank": bank,
     "written_to": written_to,

@@ -269,3 +269,85 @@ def test_a_limit_that_only_a_crowd_of_one_kind_reaches_is_found() -> None:
     inputs = {"x": torch.tensor([[1.0, 2, 3, 4], [-1, 2, 5, 3]])}
     with pytest.raises(PrivacyConfigError, match="in micro-batches of 64 examples"):
         require_apart(task, inputs, 64)
+
+
+# Models whose inputs fit together only as they are given: placeholders among ids, which a picture replaces.
+
+
+class Placeholders(nn.Module):
+    """Raises an error where the ids have another number of placeholders than the pictures have patches."""
+
+    def __init__(self, error: type[Exception], mix: Callable[[Tensor], Tensor] = lambda h: h) -> None:
+        super().__init__()
+        self.table, self.patch, self.last = nn.Embedding(9, 4), nn.Linear(3, 4), nn.Linear(4, 2)
+        self.error, self.mix = error, mix
+
+    def forward(self, ids: Tensor, picture: Tensor) -> Tensor:
+        is_patch, patches = ids == 8, self.patch(picture)
+        if int(is_patch.sum()) != patches[..., 0].numel():
+            raise self.error("features and placeholders do not match,\n really")
+        h = self.table(ids).masked_scatter(is_patch[..., None], patches)
+        return self.last(self.mix(h)).sin().flatten(1).sum(1)
+
+
+def prompts(count: int, *, length: int = 6) -> dict[str, Tensor]:
+    """Four placeholders, the last behind the middle, and words."""
+    ids = torch.randint(1, 8, (count, length), generator=torch.Generator().manual_seed(count))
+    ids[:, [0, 1, 2, 4]] = 8
+    return {"ids": ids, "picture": made_up(count, 4, 3)}
+
+
+ERRORS = [ValueError, RuntimeError, IndexError]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_model_that_refuses_made_up_neighbours_is_tried_on_whole_examples(error: type[Exception]) -> None:
+    model = Placeholders(error)
+    check_against_autograd(model, prompts(3))
+    total = ClippedSum(model, 1.0)
+    for size, length in ((1, 6), (5, 6), (8, 6), (8, 9)):
+        inputs = prompts(size, length=length)
+        total.add_micro_batch(model, inputs, torch.zeros(size, dtype=torch.bool))
+    for mix in (centred, previous, lambda h: h + 1e-6 * h.mean()):
+        with pytest.raises(PrivacyConfigError, match=r"loss of an example changes|clipping rules do not see"):
+            check_against_autograd(Placeholders(error, mix), prompts(3))
+        with pytest.raises(PrivacyConfigError, match="in micro-batches of 9 examples"):
+            require_apart(Placeholders(error, mix), prompts(3), 9)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_model_that_refuses_made_up_examples_is_named_in_one_line(error: type[Exception]) -> None:
+    line = (
+        rf"^the model raises {error.__name__} on made-up .*\({{}}\): features and placeholders .*, really; .*made_up="
+    )
+    wrong = {**prompts(3), "ids": torch.randint(1, 8, (3, 6))}
+    with pytest.raises(PrivacyConfigError, match=line.format("one alone")):
+        check_against_autograd(Placeholders(error), wrong)
+    with pytest.raises(PrivacyConfigError, match=line.format("9 examples together")):
+        require_apart(Placeholders(error), wrong, 9)
+
+    with pytest.raises(PrivacyConfigError, match=line.format("4 examples together")):
+        check_against_autograd(
+            model := Placeholders(error), prompts(3), lambda ids, picture: alone_of(model, error, ids, picture)
+        )
+
+
+def alone_of(model: nn.Module, error: type[Exception], ids: Tensor, picture: Tensor) -> Tensor:
+    if len(ids) > 1:
+        raise error("features and placeholders do not match, really")
+    loss_B: Tensor = model(ids, picture)
+    return loss_B
+
+
+def test_certified_rows_are_tried_without_what_a_model_refuses() -> None:
+    class Guarded(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if not bool(x.isfinite().all()):
+                raise ValueError("what is this?")
+            return super().forward(x)
+
+    lattice = Lattice.of(1.0, 64, 1.0)
+    right, wrong = Guarded(lambda x: False), Guarded(lambda x: True)
+    CertifiedSum(right, lattice, self_check=False).check_rows(right, {"x": made_up(4, 4)})
+    with pytest.raises(PrivacyConfigError, match="of one and the same example is another"):
+        CertifiedSum(wrong, lattice, self_check=False).check_rows(wrong, {"x": made_up(4, 4)})

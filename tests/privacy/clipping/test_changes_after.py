@@ -1,5 +1,6 @@
-"""What is changed after the self-check is noticed, wherever it lies."""
+"""What changes on registered modules after the self-check is noticed; layers may be reached in other ways too."""
 
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,26 +15,31 @@ from privacy.errors import PrivacyConfigError
 from tests.privacy.clipping.test_selfcheck import Net, add, made_up
 
 
-@pytest.mark.parametrize("change", ["class", "global hook", "hook at a reused address", "task"])
-def test_changes_outside_of_the_model_are_noticed_too(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Loss(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model, self.contrast = model, False
+class Loss(nn.Module):
+    """A task that is a module of its own."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.model(x)
-            return y
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.drop = model, nn.Dropout(0.0)
 
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.model(x))
+        return y
+
+
+@pytest.mark.parametrize(
+    "change", ["global hook", "hook at a reused address", "mode of the task", "setting of the task"]
+)
+def test_changes_outside_of_the_model_are_noticed_too(change: str) -> None:
     model = Net()
     task, first = Loss(model), model.a.register_forward_hook(lambda m, args, y: None)
     check_against_autograd(model, made_up(), task)
-    if change == "class":
-        monkeypatch.setattr(Net, "forward", lambda self, x: self.b(self.a(x)).sum(1))
-    elif change == "global hook":
+    if change == "global hook":
         first = nn.modules.module.register_module_forward_hook(lambda m, args, y: None)
-    elif change == "task":
-        task.contrast = True
+    elif change == "mode of the task":
+        task.eval()
+    elif change == "setting of the task":
+        task.drop.p = 0.5
     else:
         first.remove()
         model.a.register_forward_hook(lambda m, args, y: 2 * y)
@@ -44,53 +50,40 @@ def test_changes_outside_of_the_model_are_noticed_too(change: str, monkeypatch: 
         first.remove()
 
 
-SWITCH = False
-
-
 class Kept(Net):
     """A model that keeps things, some of which its forward moves."""
-
-    kind = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("flag", torch.zeros(2))
-        self.plain, self.cache = torch.zeros(2), {"flag": torch.zeros(2)}
-        self.config = SimpleNamespace(calls=0, mix=False, sizes=[1, 2])
-        self.calls = 0
+        self.config, self.cache = SimpleNamespace(calls=0), {"flag": torch.zeros(2)}
+        self.calls, self.seen = 0, deque[int](maxlen=1)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls, self.config.calls = self.calls + 1, self.config.calls + 1
         self.last = x
-        return super().forward(x) + (1.0 if SWITCH else 0.0)
-
-
-def switch(_: Kept) -> None:
-    globals()["SWITCH"] = True
+        self.register_buffer("shift", torch.zeros_like(x[:, :1]), persistent=False)
+        if not self.seen:
+            self.b.register_forward_hook(lambda m, args, y: self.seen.append(len(y)))
+        return super().forward(x)
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "value of a buffer": lambda m: m.flag.fill_(1),
     "part of a buffer": lambda m: m.flag[0].add_(1),
     "another buffer": lambda m: setattr(m, "flag", torch.zeros(2)),
-    "value of a tensor": lambda m: m.plain.fill_(1),
-    "another tensor": lambda m: setattr(m, "plain", torch.zeros(2)),
-    "tensor in a dict": lambda m: m.cache["flag"].add_(1),
     "hook of a weight": lambda m: m.a.weight.register_hook(lambda g: 2 * g),
     "hook after a weight": lambda m: m.a.weight.register_post_accumulate_grad_hook(lambda p: None),
-    "next to a counter": lambda m: setattr(m.config, "mix", True),
-    "list next to a counter": lambda m: m.config.sizes.append(3),
-    "kind of a counter": lambda m: setattr(m, "calls", "many"),
-    "class": lambda m: setattr(Kept, "kind", 1),
-    "global variable": switch,
+    "another layer": lambda m: m.add_module("adapter", nn.Identity()),
+    "a layer around another": lambda m: setattr(m, "a", nn.Sequential(m.a)),
+    "frozen": lambda m: m.a.requires_grad_(False),
+    "class of a layer": lambda m: setattr(m.a, "__class__", type("Other", (nn.Linear,), {})),
     "state_dict": lambda m: m.load_state_dict(m.state_dict()),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_beside_what_the_forward_moves_is_noticed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kept, "kind", 0)
-    monkeypatch.setitem(globals(), "SWITCH", False)
+def test_a_change_beside_what_the_forward_moves_is_noticed(change: str) -> None:
     model = Kept()
     check_against_autograd(model, made_up())
     total = ClippedSum(model, 1.0)
@@ -101,6 +94,39 @@ def test_a_change_beside_what_the_forward_moves_is_noticed(change: str, monkeypa
         add(total, model, x=torch.randn(3, 4))
 
 
+WAYS: dict[str, Callable[[Any], object]] = {
+    "list": lambda m: setattr(m, "parts", [m.a, m.b]),
+    "tuple": lambda m: setattr(m, "parts", (m.a, m.b)),
+    "dict": lambda m: setattr(m, "parts", {"a": m.a, "b": {"b": [m.b]}}),
+    "object": lambda m: setattr(m, "holder", SimpleNamespace(layer=m.a)),
+    "plain attribute": lambda m: object.__setattr__(m, "first", m.a),
+    "plain attribute of a layer": lambda m: object.__setattr__(m.b, "owner", m),
+    "a function": lambda m: setattr(m, "get", lambda: m.b),
+    "a bound method": lambda m: setattr(m, "call", m.a.forward),
+    "the class": lambda m: setattr(type(m), "shared", [m.a]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("early", [False, True])
+def test_a_layer_that_is_reached_in_other_ways_too_is_trained(way: str, early: bool) -> None:
+    """Early: the attribute is there before the layers are registered."""
+
+    class Reached(Net):
+        def __init__(self) -> None:
+            if early:
+                self.parts = self.holder = self.get = self.call = None
+            super().__init__()
+
+    model = Reached()
+    WAYS[way](model)
+    check_against_autograd(model, made_up())
+    total = ClippedSum(model, 1.0)
+    for _ in range(2):
+        add(total, model, x=torch.randn(3, 4))
+    add(ClippedSum(model, 1.0), model, x=torch.randn(3, 4))
+
+
 def test_a_first_use_of_the_compiler_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """It wraps how modules are made, wherever in the program it comes: before the check, in it or after it."""
     usual = nn.Module.__init__
@@ -109,9 +135,6 @@ def test_a_first_use_of_the_compiler_is_no_change(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(nn.Module, "__init__", lambda self, *args, **more: usual(self, *args, **more))
     monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
     add(ClippedSum(model, 1.0), model, x=torch.randn(3, 4))
-    monkeypatch.setattr(nn.Module, "__call__", lambda self, x: self.forward(x))
-    with pytest.raises(PrivacyConfigError, match="since the self-check"):
-        add(ClippedSum(model, 1.0), model, x=torch.randn(3, 4))
 
 
 def test_a_change_of_weights_is_training() -> None:

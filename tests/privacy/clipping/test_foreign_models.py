@@ -92,6 +92,18 @@ def caption(model: Any, images: Tensor, ids: Tensor) -> Tensor:
     return next_token(model(pixel_values=images, input_ids=ids).logits, ids)
 
 
+def prompts(count: int) -> dict[str, Tensor]:
+    """A placeholder for each patch, and behind them fewer words."""
+    ids = torch.randint(3, VOCABULARY - 1, (count, 6))
+    ids[:, :4] = VOCABULARY - 1
+    return {**images(count), "ids": ids}
+
+
+def answer(model: Any, images: Tensor, ids: Tensor) -> Tensor:
+    logits = model(pixel_values=images, input_ids=ids, use_cache=False).logits
+    return next_token(logits[:, 3:], ids[:, 3:])
+
+
 def alike(model: Any, images: Tensor, ids: Tensor) -> Tensor:
     """No contrast: that would mix the examples of a batch."""
     out = model(pixel_values=images, input_ids=ids)
@@ -112,6 +124,22 @@ def blip() -> nn.Module:
     vision = {**SMALL, "image_size": 16, "patch_size": 8}
     text = {**TEXT, **NO_DROPOUT, **ENDS, "encoder_hidden_size": 16, "sep_token_id": 2}
     return hf.BlipForConditionalGeneration(hf.BlipConfig(vision_config=vision, text_config=text, projection_dim=8))
+
+
+def llava() -> nn.Module:
+    vision = hf.CLIPVisionConfig(**SMALL, image_size=16, patch_size=8)
+    ends = {"image_token_index": VOCABULARY - 1, "vision_feature_layer": -1}
+    return hf.LlavaForConditionalGeneration(
+        hf.LlavaConfig(vision_config=vision, text_config=hf.LlamaConfig(**TEXT, **ENDS), **ends)
+    )
+
+
+def paligemma() -> nn.Module:
+    vision = hf.SiglipVisionConfig(**SMALL, image_size=16, patch_size=8, projection_dim=16, vision_use_head=False)
+    text = hf.GemmaConfig(**TEXT, **ENDS, head_dim=8, num_key_value_heads=1)
+    return hf.PaliGemmaForConditionalGeneration(
+        hf.PaliGemmaConfig(vision_config=vision, text_config=text, image_token_index=VOCABULARY - 1, projection_dim=16)
+    )
 
 
 GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2, **ENDS}
@@ -136,6 +164,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable
     "CLIPModel": (clip, alike, pairs),
     "SiglipModel": (siglip, alike, pairs),
     "BlipForConditionalGeneration": (blip, caption, pairs),
+    "LlavaForConditionalGeneration": (llava, answer, prompts),
+    "PaliGemmaForConditionalGeneration": (paligemma, answer, prompts),
     "ConvNextModel": (lambda: hf.ConvNextModel(hf.ConvNextConfig(**CONVNEXT)), pooled, images),
     "SwinModel": (lambda: hf.SwinModel(hf.SwinConfig(**SWIN)), pooled, images),
     "GPT2LMHeadModel": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)), language, texts),

@@ -3,7 +3,6 @@
 import copy
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,7 +77,6 @@ class Words(nn.Module):
         self.table, self.positions = nn.Embedding(9, 4), nn.Embedding(3, 4).requires_grad_(False)
         self.drop, self.norm, self.last = nn.Dropout(0.0), nn.LayerNorm(4), nn.Linear(4, 3)
         self.calls, self.cache = 0, {}  # type: ignore[var-annotated]
-        self.config, self.hidden = SimpleNamespace(mix=False, options={}), [nn.Identity()]
 
     def forward(self, ids: Tensor) -> Tensor:
         self.calls += 1
@@ -109,10 +107,6 @@ def doubled(module: nn.Module, args: object, y: Tensor) -> Tensor:
         (lambda m: setattr(m.drop, "p", 0.5), r"drop\.p"),
         (lambda m: setattr(m.norm, "eps", 0.1), r"norm\.eps"),
         (lambda m: setattr(m.last, "forward", lambda x: x[..., :3]), r"last\.forward"),
-        (lambda m: setattr(m, "mixes", True), "mixes"),
-        (lambda m: setattr(m.config, "mix", True), "config"),
-        (lambda m: m.config.options.update(mix=True), "config"),
-        (lambda m: m.hidden[0].eval(), "hidden"),
         (lambda m: m.last.register_forward_hook(doubled), r"last\._forward_hooks"),
         (lambda m: m.last.register_forward_pre_hook(lambda m, args: args), r"last\._forward_pre_hooks"),
         (lambda m: m.norm.register_full_backward_hook(lambda m, g, h: None), r"norm\._"),

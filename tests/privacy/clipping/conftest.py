@@ -1,0 +1,22 @@
+"""The models of tests are so small that all their gradients would be written out: most tests are about products instead."""
+
+import pytest
+
+from privacy.clipping import clipped_sum
+
+BOTH = ("test_oracle", "test_sensitivity", "test_rounding", "test_properties", "test_shared_uses")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What holds for every way of clipping is tried with small parameters written out, too."""
+    if metafunc.module.__name__.rpartition(".")[2] in BOTH:
+        metafunc.parametrize("writes_out", [False, True], ids=["", "written"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def writes_out(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether gradients of small parameters are written out, as outside of tests."""
+    chosen: bool = getattr(request, "param", False)
+    if not chosen:
+        monkeypatch.setattr(clipped_sum, "WRITTEN_ENTRIES", 0)
+    return chosen

@@ -1,0 +1,116 @@
+"""Examples whose own tokens cancel: what they contribute, and who is told."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from privacy.adaptive_clipping import AdaptiveClipping
+from privacy.clipping import ClippedSum, clipped_sum
+from privacy.clipping.certified_sum import CertifiedSum
+from privacy.clipping.clipped_sum import Mode
+from privacy.lattice import Lattice
+from tests.privacy.clipping import oracle
+
+
+class Scores(nn.Module):
+    """A score for each token behind a LayerNorm of width 2, which makes almost all tokens equal, and a softmax over tokens."""
+
+    def __init__(self, width: int, *, words: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Embedding(6, 2) if words else nn.Linear(2, 2)
+        self.norm, self.a, self.b = nn.LayerNorm(2), nn.Linear(2, width), nn.Linear(width, width)
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.b(self.a(self.norm(self.first(x).relu() + 0.1 * self.first(x))))
+        return F.cross_entropy(self.last(h).flatten(1), y, reduction="none")
+
+
+def example(width: int, *, words: bool = False) -> tuple[nn.Module, dict[str, Tensor], list[float]]:
+    """A model in fp64, its inputs and the norms of their gradients."""
+    torch.manual_seed(0)
+    model = Scores(width, words=words).double()
+    x = torch.randint(6, (10, 5)) if words else torch.randn(10, 5, 2).double()
+    inputs = {"x": x, "y": torch.randint(0, 5, (10,))}
+    gradients = [oracle.clipped_sum(model, model, {n: v[i : i + 1] for n, v in inputs.items()}, 1e9) for i in range(10)]
+    return model, inputs, [float(torch.cat([g.flatten() for g in each.values()]).norm()) for each in gradients]
+
+
+def contribution(model: nn.Module, inputs: dict[str, Tensor], row: int, bound: float, mode: Mode) -> tuple[float, int]:
+    """(length of what one example adds, whether it is counted as cancelled)."""
+    total = ClippedSum(model, bound, mode=mode, self_check=False)
+    stats = total.add_micro_batch(model, inputs, torch.arange(10) != row)
+    length = float(torch.cat([value.flatten() for _, value in total.sums()]).norm())
+    total.detach()
+    return length, int(stats.num_cancelled)
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
+@pytest.mark.parametrize(
+    ("width", "words", "writes_out"),
+    [(32, False, True), (32, True, True), pytest.param(1024, False, True, marks=pytest.mark.full)],
+    indirect=["writes_out"],
+)
+def test_small_parameters_make_every_contribution_exact(mode: Mode, width: int, words: bool, writes_out: bool) -> None:
+    model, inputs, norms = example(width, words=words)
+    for row in [i for i, norm in enumerate(norms) if norm > 1e-9]:
+        length, cancelled = contribution(model, inputs, row, norms[row] / 4, mode)
+        assert length == pytest.approx(norms[row] / 4, rel=1e-3) and cancelled == 0
+
+
+def test_others_contribute_less_and_are_counted() -> None:
+    """Where gradients are too large to be written out."""
+    model, inputs, norms = example(32)
+    found = [contribution(model, inputs, row, norms[row] / 4, "bookkeeping") for row in range(10)]
+    shares = [length / (norm / 4) for (length, _), norm in zip(found, norms, strict=True)]
+    assert min(shares) < 0.9 and max(shares) <= 1.001
+    assert [cancelled for _, cancelled in found] == [int(share < 0.999) for share in shares]
+    assert contribution(model, inputs, 0, 1e9, "bookkeeping")[1] == 0  # not clipped, so nothing is lost
+
+
+def test_which_parameters_are_written_out_depends_on_shapes_alone(
+    monkeypatch: pytest.MonkeyPatch, writes_out: bool
+) -> None:
+    """The smallest, as many as fit."""
+    seen: list[tuple[int, ...]] = []
+    usual = clipped_sum.in_full
+    monkeypatch.setattr(
+        clipped_sum, "in_full", lambda parts, shape: (seen.append(tuple(shape)), usual(parts, shape))[1]
+    )
+    model = nn.Sequential(
+        nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30), nn.Flatten(), nn.Linear(60, 1), nn.Flatten(0)
+    )
+    cases: list[tuple[int, list[tuple[int, ...]]]] = [
+        (4 * 130, []),
+        (4 * (131 + 800), [(40, 20)]),
+        (1 << 20, [(30, 40), (40, 20)]),
+    ]
+    for entries, expected in cases:
+        monkeypatch.setattr(clipped_sum, "WRITTEN_ENTRIES", entries)
+        for x in (torch.randn(4, 2, 20), torch.zeros(4, 2, 20), torch.full((4, 2, 20), torch.nan)):
+            seen.clear()
+            total = ClippedSum(model, 1.0, self_check=False)
+            total.add_micro_batch(model, {"input": x}, torch.zeros(4, dtype=torch.bool))
+            assert seen == expected
+            total.detach()
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "two_pass", "certified"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_micro_batch_without_rows_adds_nothing(mode: Mode, dtype: torch.dtype, adaptive: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Flatten(), nn.Linear(6, 1), nn.Flatten(0)).to(dtype)
+    total = (
+        CertifiedSum(model, Lattice.of(1.0, 64, 1.0), self_check=False)
+        if mode == "certified"
+        else ClippedSum(
+            model, 1.0, mode=mode, self_check=False, adaptive=AdaptiveClipping(0.5, 0.2, 10.0) if adaptive else None
+        )
+    )
+    some = total.add_micro_batch(model, {"input": torch.randn(3, 2, 4, dtype=dtype)}, torch.zeros(3, dtype=torch.bool))
+    before = {name: value.clone() for name, value in total.sums()}
+    none = total.add_micro_batch(model, {"input": torch.zeros(0, 2, 4, dtype=dtype)}, torch.zeros(0, dtype=torch.bool))
+    assert all(torch.equal(value, before[name]) for name, value in total.sums())
+    assert [float(x) for x in none] == [0.0] * len(none)
+    assert [x.dtype for x in none] == [x.dtype for x in some] and [x.shape for x in none] == [x.shape for x in some]
