@@ -47,8 +47,9 @@ from .untouched import Writes, require_unwritten, writes_to
 
 NEVER_CLIPS = 1e20
 """A C above this clips nothing that does not overflow."""
-WRITTEN_ENTRIES = 1 << 26
-"""Numbers of per-example gradients that a micro-batch writes out, those of the smallest parameters: 256 MiB in fp32."""
+WRITTEN_ENTRIES = 1 << 20
+"""Numbers of per-example gradients that a micro-batch writes out, those of the smallest parameters: 4 MiB in fp32,
+which takes no time that can be measured on a model of 132,756 parameters; 2^22 take 6 % of a micro-batch, 2^26 take 37 %."""
 
 Mode = Literal["bookkeeping", "two_pass", "certified"]
 Parts = list[Contribution]
@@ -324,8 +325,7 @@ class ClippedSum:
     ) -> None:
         """As `by_parameter`, with the gradients of small parameters written out.
 
-        Which are small depends on shapes alone, for every example: the smallest that WRITTEN_ENTRIES hold together. So that
-        costs no more than 256 MiB and two passes over it, a fraction of what the layers of a large model keep.
+        Which are small depends on shapes alone, for every example: the smallest that WRITTEN_ENTRIES hold together.
         """
         sizes = sorted((numel * len(passed.loss_B), name) for name, numel in self._numel.items())
         ends = itertools.accumulate(size for size, _ in sizes)

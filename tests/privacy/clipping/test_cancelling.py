@@ -49,7 +49,7 @@ def contribution(model: nn.Module, inputs: dict[str, Tensor], row: int, bound: f
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 @pytest.mark.parametrize(
     ("width", "words", "writes_out"),
-    [(32, False, True), (32, True, True), pytest.param(1024, False, True, marks=pytest.mark.full)],
+    [(32, False, True), (32, True, True), pytest.param(256, False, True, marks=pytest.mark.full)],
     indirect=["writes_out"],
 )
 def test_small_parameters_make_every_contribution_exact(mode: Mode, width: int, words: bool, writes_out: bool) -> None:
