@@ -103,7 +103,7 @@ def measure() -> dict[str, Any]:
 
     part, own = features_ND[:2000].astype(np.float64), labels_N[:2000] % 12
     dense_LD = dense_newton(part, own, 12, 2)
-    streamed_LD = without_noise(Rows.of(features_ND[:2000], own), 12, "dp-newton", {"num_steps": 2})
+    streamed_LD = without_noise(Rows(features_ND[:2000], own), 12, "dp-newton", {"num_steps": 2})
     difference = float(np.abs(streamed_LD - dense_LD).max() / np.abs(dense_LD).max())
 
     data, table = digits(), []
@@ -118,14 +118,14 @@ def measure() -> dict[str, Any]:
             mean, std = float(np.mean(scores)), float(np.std(scores, ddof=1))
             table.append({"head": name, "epsilon": epsilon, "accuracy": mean, "std": std, "repeats": len(scores)})
     count = N // 50
-    fiftieth = Rows.of(features_ND[:count], labels_N[:count])
-    few = Rows.of(features_ND[:count], labels_N[:count] % SOME_CLASSES)
+    fiftieth = Rows(features_ND[:count], labels_N[:count])
+    few = Rows(features_ND[:count], labels_N[:count] % SOME_CLASSES)
     runs = [
         timed(few, SOME_CLASSES, "dp-newton"), timed(fiftieth, L, "dp-fc", num_steps=2),
         timed(fiftieth, L, "dp-fc-bce", num_steps=2), timed(fiftieth, L, "dp-gd"), timed(fiftieth, L, "dp-ls"),
     ]  # fmt: skip
-    whole = timed(Rows.of(features_ND, labels_N), L, "dp-ls")
-    all_classes = timed(Rows.of(features_ND[:1024], labels_N[:1024]), L, "dp-newton")
+    whole = timed(Rows(features_ND, labels_N), L, "dp-ls")
+    all_classes = timed(Rows(features_ND[:1024], labels_N[:1024]), L, "dp-newton")
 
     summing = (runs[0]["seconds"] - runs[0]["noise_and_projection_seconds"]) * (N / count) * (L / SOME_CLASSES)
     extrapolated = {

@@ -143,9 +143,9 @@ def judged(runs: dict[str, Path], sets: dict[str, tuple[Labelled, Labelled]], se
     """By arm, accuracies by probe."""
     import torch
 
-    from evaluation.encoder import FeatureOptions
     from evaluation.features import extract
-    from evaluation.sources.labelled import ArrayImages
+    from evaluation.options import FeatureOptions
+    from evaluation.sources import Arrays
     from trainer.weights.open_model import open_model
 
     opened = {name: open_model(folder) for name, folder in runs.items()}
@@ -153,8 +153,8 @@ def judged(runs: dict[str, Path], sets: dict[str, tuple[Labelled, Labelled]], se
     opened["untrained"] = opened["synthetic"]._replace(model=random)
 
     def encoded(arm: str, source: Labelled, kind: Any) -> tuple[np.ndarray, np.ndarray]:
-        options = FeatureOptions(kind, int(SHAPE["encoder_depth"]))
-        found = extract(opened[arm], ArrayImages("pictures", *source), options, batch_size=250)
+        options = FeatureOptions(features=kind, num_blocks=int(SHAPE["encoder_depth"]), batch_size=250)
+        found = extract(opened[arm], Arrays("pictures", *source), options)
         assert found is not None
         return found.values_ND, found.labels_N
 

@@ -11,10 +11,8 @@ import numpy as np
 from data.errors import DataError
 from data.examples.transforms import denormalize
 from data.index.tar_writer import write_shard
-from evaluation.features import decoded_batches
 from evaluation.linear_probe import regression
-from evaluation.sources.labelled import FolderImages
-from evaluation.sources.records import encode_png
+from evaluation.sources import Files, decoded_batches, encode_png
 from tools.fashion_build import SOURCE, TONES, captions_of_classes, fashion
 
 FOLDERS = {
@@ -69,8 +67,8 @@ def digits() -> Labelled:
 
 def in_folders(root: Path, package: str) -> Labelled:
     """Pictures in grey at 28 x 28; their folders are the classes: `MOST` files of each that has `LEAST` of them."""
-    source, rng = FolderImages.find(installed(root, package)), np.random.default_rng(0)
-    label_N = np.array([label for _, label in source.files])
+    source, rng = Files.of_classes(installed(root, package)), np.random.default_rng(0)
+    label_N = np.array(source.labels)
     chosen = [rng.permutation(np.flatnonzero(label_N == label))[:MOST] for label in np.unique(label_N)]
     files = np.concatenate([rows for rows in chosen if len(rows) >= LEAST])
     [batch] = decoded_batches(source, files.tolist(), batch_size=len(files), image_size=28)

@@ -4,15 +4,10 @@ log p(caption | image) is the sum over its tokens, the end token included, of th
 tokens before. Captions that begin alike share that work: every distinct beginning is computed once per image, its keys and
 values kept (models/generation.py), level by level for many images together.
 
-Retrieval asks which caption belongs to the image, and which image to the caption. A caption's own likelihood says little of
-whether it fits the image, so captions are compared by `prior` too: log p(caption | image) minus the log of its mean probability
-over all images. Between the images of one caption that changes nothing.
-
 Shapes: B images, C captions, N nodes (distinct beginnings that something follows), E edges (a token after a node), S tokens of a
 beginning, V vocabulary.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +23,6 @@ from models.generation import IncrementalDecoder
 
 MAX_NUMBERS = 2**26
 """Most floating-point numbers that scoring holds at once, of keys and values, and of scores: 256 MiB each in fp32."""
-RANKS = (1, 5, 10)
 
 
 def encoded_captions(tokenizer: CaptionTokenizer, captions: Sequence[str], num_tokens: int) -> list[tuple[int, ...]]:
@@ -250,49 +244,3 @@ def own_log_probs(
         parts.append(-mean_R.cpu() * (lengths_R - 1))
     joined = _finite(torch.cat(parts))
     return list(joined.split([len(captions) for captions in captions_B]))
-
-
-@dataclass(frozen=True)
-class Recalls:
-    """Recall at 1, 5 and 10: the share of queries with a right answer among that many best ones."""
-
-    image_to_text: dict[int, float]
-    text_to_image: dict[int, float]
-
-
-def recalls(log_probs_NC: Tensor, lengths_C: np.ndarray, true_NC: np.ndarray) -> dict[str, Recalls]:
-    """Recalls by rule: `sum` (log-probability), `mean` (per token), `prior` (see the module).
-
-    Equal scores count against the model.
-
-    Args:
-        log_probs_NC: from `tree_log_probs`.
-        lengths_C: tokens of each caption.
-        true_NC: bool, which caption is true of which image; at least one of each image.
-    """
-    prior_C = log_probs_NC.logsumexp(0) - math.log(len(log_probs_NC))
-    by_rule = {"sum": log_probs_NC, "mean": log_probs_NC / torch.from_numpy(lengths_C), "prior": log_probs_NC - prior_C}
-    return {
-        rule: Recalls(_recall(scores_NC.numpy(), true_NC), _recall(scores_NC.numpy().T, true_NC.T))
-        for rule, scores_NC in by_rule.items()
-    }
-
-
-def _recall(scores_QA: np.ndarray, true_QA: np.ndarray) -> dict[int, float]:
-    """Queries in rows, answers in columns."""
-    best_Q1 = np.where(true_QA, scores_QA, -np.inf).max(axis=1, keepdims=True)
-    before_Q = (~true_QA & (scores_QA >= best_Q1)).sum(axis=1)
-    return {rank: float((before_Q < rank).mean()) for rank in RANKS}
-
-
-def distinct_texts(captions: Sequence[str], owners_C: Sequence[int], num_images: int) -> tuple[list[str], np.ndarray]:
-    """Each text once, in order of appearance, and (N, C) bool: of which images it is true.
-
-    A text that many images share is one answer and one query: counted as often as it repeats, it would fill the ranks before a
-    right answer, or be asked for again and again.
-    """
-    places = {text: place for place, text in enumerate(dict.fromkeys(captions))}
-    true_NC = np.zeros((num_images, len(places)), dtype=bool)
-    for text, owner in zip(captions, owners_C, strict=True):
-        true_NC[owner, places[text]] = True
-    return list(places), true_NC

@@ -14,7 +14,7 @@ Shapes: N images, K classes, P templates, C = K P captions.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -23,7 +23,14 @@ from torch import Tensor
 from data.errors import DataError
 from data.examples.tokenizer import CaptionTokenizer
 from data.synthetic.vocabulary import a
-from evaluation.scoring import PrefixTree, encoded_captions
+from evaluation.captions import open_captioner
+from evaluation.options import ZeroShotOptions
+from evaluation.results import DataUse, Results
+from evaluation.scoring import PrefixTree, encoded_captions, tree_log_probs
+from evaluation.sources import Source, decoded_batches, open_source
+from evaluation.synthetic_tests import ShapePictures
+from models.captioner import Captioner
+from trainer.errors import ConfigError
 
 Rule = Literal["sum", "mean", "prior"]
 RULES: tuple[Rule, ...] = get_args(Rule)
@@ -131,3 +138,78 @@ def accuracy(scores_NK: Tensor, labels_N: np.ndarray) -> Accuracy:
         [first_N[labels_N == k].mean() if (labels_N == k).any() else np.nan for k in range(num_classes)]
     )
     return Accuracy(float(first_N.mean()), float(five_N.mean()) if num_classes > 5 else None, per_class)
+
+
+def zero_shot(options: ZeroShotOptions) -> Results:
+    """The command; see its options."""
+    captioner = open_captioner(options)
+    source: Source
+    if options.data is None:
+        assert options.synthetic_shapes is not None
+        source = ShapePictures(options.synthetic_shapes, options.synthetic_seed)
+    else:
+        source = open_source(options.data, options)
+    names: Sequence[str] = source.class_names
+    if options.classes is not None:
+        try:
+            lines = options.classes.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--classes {options.classes}: {error}") from error
+        names = [line for line in lines if line.strip()]
+    elif not names:
+        raise ConfigError(f"{source.name} does not name its classes: give --classes FILE, one name per line")
+    # Captions of synthetic shapes have no introduction.
+    templates = options.template or (("{a}",) if options.data is None else TEMPLATES)
+    prompts = Prompts.of(names, templates, captioner.tokenizer, captioner.model.config.num_tokens)
+    scored = _score(options, source, captioner.model, prompts)
+    uses = [DataUse("images", source.name, len(scored.log_probs_NC), scored.num_unusable)]
+    calibration_MC = None
+    if options.calibration is not None:
+        calibration = open_source(options.calibration, options)
+        calibration_MC = _score(options, calibration, captioner.model, prompts).log_probs_NC
+        uses.append(DataUse("calibration", calibration.name, len(calibration_MC)))
+    by_rule = prompts.by_rule(scored.log_probs_NC, calibration_MC)
+    accuracies = {rule: accuracy(scores_NK, scored.labels_N) for rule, scores_NK in by_rule.items()}
+    chance = 1 / len(names)
+    scalars = {f"accuracy_{rule}": result.top1 for rule, result in accuracies.items()}
+    scalars |= {f"top5_{rule}": result.top5 for rule, result in accuracies.items() if result.top5 is not None}
+    scalars["chance"] = chance
+    table = [
+        {"rule": rule, "top 1": result.top1, "top 5": result.top5, "chance": chance}
+        for rule, result in accuracies.items()
+    ]
+    details = {
+        "templates": templates,
+        "num_classes": len(names),
+        "num_prompts": len(prompts.captions),
+        "num_tree_nodes": prompts.tree.num_nodes,
+        "per_class": {
+            rule: dict(zip(names, result.per_class_K.tolist(), strict=True)) for rule, result in accuracies.items()
+        },
+    }
+    return Results("zero-shot", scalars, uses, captioner.facts, table, details)
+
+
+class _Scored(NamedTuple):
+    """Usable images with the log-probabilities (N, C) of all captions, and how many images are not usable."""
+
+    log_probs_NC: Tensor
+    labels_N: np.ndarray
+    num_unusable: int
+
+
+def _score(options: ZeroShotOptions, source: Source, model: Captioner, prompts: Prompts) -> _Scored:
+    device = next(model.parameters()).device
+    log_probs, labels, num_unusable = [], [], 0
+    for batch in decoded_batches(
+        source, range(min(len(source), options.max_examples or len(source))), batch_size=options.batch_size,
+        image_size=model.config.encoder.image_size, num_workers=options.num_workers,
+    ):  # fmt: skip
+        usable = np.flatnonzero(batch.is_usable_B)
+        num_unusable += len(batch.examples) - len(usable)
+        if len(usable):
+            log_probs.append(tree_log_probs(model, batch.images_BCHW[usable].to(device), prompts.tree))
+            labels.append(batch.labels_B[usable])
+    if not log_probs:
+        raise DataError(f"{source.name}: there are no images to classify")
+    return _Scored(torch.cat(log_probs), np.concatenate(labels), num_unusable)

@@ -22,7 +22,7 @@ from data.synthetic.generate import SyntheticData
 from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
 from data.synthetic.shapes import SIMPLE
-from evaluation.sources.records import bytes_of, encode_png
+from evaluation.sources import bytes_of, encode_png
 
 IGNORED = -1
 
@@ -183,7 +183,7 @@ class Coco:
 
 
 def decode_segmentation(segmentation: Any, size: tuple[int, int]) -> np.ndarray:
-    """(H, W) bool of COCO's `segmentation`: a list of polygons, or run lengths down the columns, plain or compressed.
+    """(H, W) bool of COCO's `segmentation`: a list of polygons, or run lengths down the columns.
 
     Raises:
         DataError: neither.
@@ -194,9 +194,11 @@ def decode_segmentation(segmentation: Any, size: tuple[int, int]) -> np.ndarray:
             _fill(covered_HW, np.asarray(polygon, dtype=np.float64).reshape(-1, 2))
         return covered_HW
     counts = segmentation.get("counts") if isinstance(segmentation, dict) else None
-    counts = _uncompressed(counts) if isinstance(counts, str) else counts
     if not isinstance(counts, list) or sum(counts) != size[0] * size[1]:
-        raise DataError("a COCO segmentation is neither polygons nor run lengths of its picture")
+        raise DataError(
+            "a COCO segmentation is neither polygons nor run lengths of its picture (a list: pycocotools' compressed text is "
+            "not read)"
+        )
     values = np.arange(len(counts)) % 2 == 1
     return np.repeat(values, counts).reshape(size[1], size[0]).T
 
@@ -211,23 +213,6 @@ def _fill(covered_HW: np.ndarray, corners_P2: np.ndarray) -> None:
         if y0 != y1:
             inside ^= ((y0 <= y_H1) != (y1 <= y_H1)) & (x_W < x0 + (y_H1 - y0) * (x1 - x0) / (y1 - y0))
     covered_HW[low[1] : high[1], low[0] : high[0]] |= inside
-
-
-def _uncompressed(text: str) -> list[int]:
-    """COCO's own base-48 text of run lengths: five bits a character, differences to the run two before from the third on."""
-    counts: list[int] = []
-    value, shift = 0, 0
-    for character in text.encode():
-        bits = character - 48
-        value |= (bits & 31) << shift
-        shift += 5
-        if bits & 32:
-            continue
-        if bits & 16:
-            value -= 1 << shift
-        counts.append(value + (counts[-2] if len(counts) > 2 else 0))
-        value, shift = 0, 0
-    return counts
 
 
 def open_dense(text: str, image_size: int) -> DensePictures:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import ordering, pictures
 from data.errors import DataError
-from evaluation.sources.records import encode_png
+from evaluation.sources import encode_png
 
 
 def seeds(gap: float, spread: float) -> list[dict[str, Any]]:

@@ -16,8 +16,9 @@ from PIL import Image
 
 from data.errors import DataError
 from data.examples.tokenizer import EMBEDDED_TOKENIZER, CaptionTokenizer
-from evaluation.captions import CaptionOptions, CaptionWriter, caption_metrics, picture_grid, require_metrics
-from evaluation.sources.captioned import decoded, open_images
+from evaluation.captions import CaptionWriter, caption_metrics, picture_grid, require_metrics
+from evaluation.options import CaptionedOptions
+from evaluation.sources import decoded_batches, open_source
 from models.captioner import Captioner, build_captioner
 from models.generation import greedy_captions
 from tests.models.tiny import tiny_config
@@ -50,14 +51,16 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def test_folders_files_and_shards(pictures: Path, tmp_path: Path) -> None:
-    source = open_images(f"folder:{pictures}")
-    (batch,) = decoded(source, image_size=16, batch_size=8)
-    assert [Path(e.name).name for e in batch.examples] == ["a.jpg", "two.png", "c.png"] and batch.num_undecodable == 1
+    options = CaptionedOptions(cache=tmp_path / "cache")
+    source = open_source(f"folder:{pictures}", options)
+    (batch,) = decoded_batches(source, range(len(source)), image_size=16, batch_size=8)
+    assert [Path(e.name).name for e in batch.examples] == ["a.jpg", "two.png", "broken.png", "c.png"]
+    assert batch.is_usable_B.tolist() == [True, True, False, True]
     assert batch.examples[0].captions == ("A red picture.", "dark") and batch.examples[1].captions == ()
-    assert batch.images_BCHW.shape == (3, 3, 16, 16)
-    assert len(open_images(f"images:{pictures / 'a.jpg'},{pictures / 'c.png'}")) == 2
-    shards = open_images("shards:data/demo/heldout-*.tar", cache=tmp_path / "cache")
-    batches = list(decoded(shards, image_size=16, batch_size=4, count=6))
+    assert batch.images_BCHW.shape == (4, 3, 16, 16)
+    assert len(open_source(f"images:{pictures / 'a.jpg'},{pictures / 'c.png'}", options)) == 2
+    shards = open_source("shards:data/demo/heldout-*.tar", options)
+    batches = list(decoded_batches(shards, range(6), image_size=16, batch_size=4))
     assert [len(b.examples) for b in batches] == [4, 2] and all(e.captions for b in batches for e in b.examples)
 
 
@@ -67,42 +70,33 @@ def test_folders_files_and_shards(pictures: Path, tmp_path: Path) -> None:
         ("images:/nowhere/x.png", "no file"),
         ("folder:/nowhere", "no images"),
         ("x.png", "names no images"),
-        ("shards:", "names"),
+        ("arrays:x.npz", "names no images"),
     ],
 )
 def test_sources_that_are_not_there(text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        open_images(text)
+        open_source(text, CaptionedOptions())
 
 
 def test_greedy_beam_and_sample(captioner: Captioner) -> None:
     images = np.random.default_rng(0).standard_normal((5, 3, 16, 16)).astype(np.float32)
-    greedy = CaptionWriter(captioner, TOKENIZER, CaptionOptions())(images)
+    greedy = CaptionWriter(captioner, TOKENIZER)(images)
     tokens = greedy_captions(captioner, torch.from_numpy(images), max_tokens=7)
     assert [caption.text for caption in greedy] == [TOKENIZER.decode(row) for row in tokens.tolist()]
-    likely = CaptionWriter(captioner, TOKENIZER, CaptionOptions("beam", num_beams=8, length_penalty=0))(images)
+    likely = CaptionWriter(captioner, TOKENIZER, method="beam", num_beams=8, length_penalty=0)(images)
     assert sum(a.log_prob >= b.log_prob - 1e-4 for a, b in zip(likely, greedy, strict=True)) >= 4
-    options = CaptionOptions("sample", top_p=0.9, seed=3)
-    writer = CaptionWriter(captioner, TOKENIZER, options)
+    options: dict[str, Any] = {"method": "sample", "top_p": 0.9, "seed": 3}
+    writer = CaptionWriter(captioner, TOKENIZER, **options)
     first, second = writer(images), writer(images)
     assert first != second, "later batches must not repeat the draws of the first"
-    assert CaptionWriter(captioner, TOKENIZER, options)(images) == first
-    assert CaptionWriter(captioner, TOKENIZER, CaptionOptions())(images[:0]) == []
+    assert CaptionWriter(captioner, TOKENIZER, **options)(images) == first
+    assert CaptionWriter(captioner, TOKENIZER)(images[:0]) == []
     assert picture_grid(list(images), [c.text for c in greedy]).size[0] > 100
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (CaptionOptions(max_tokens=8), "between 1 and 7"),
-        (CaptionOptions("beam", num_beams=0), "num_beams"),
-        (CaptionOptions("sample", temperature=0), "temperature"),
-        (CaptionOptions("sample", top_p=1.5), "top_p"),
-    ],
-)
-def test_numbers_out_of_range(captioner: Captioner, options: CaptionOptions, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        CaptionWriter(captioner, TOKENIZER, options)
+def test_more_tokens_than_the_model_takes(captioner: Captioner) -> None:
+    with pytest.raises(ConfigError, match="between 1 and 7"):
+        CaptionWriter(captioner, TOKENIZER, max_tokens=8)
 
 
 def test_metrics_without_package_or_java(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ import pytest
 from safetensors.torch import save_file
 
 from data.index.tar_writer import write_shard
-from evaluation.private_head.sweep import spent_in
-from evaluation.sources.records import encode_png
+from evaluation.private_head.run import spent_in
+from evaluation.sources import encode_png
 from privacy.errors import PrivacyStateRefused
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest

@@ -11,11 +11,10 @@ from PIL import Image
 
 from data.errors import DataError
 from data.examples.transforms import eval_image
-from evaluation.encoder import FeatureOptions, features
+from evaluation.encoder import features
 from evaluation.features import extract
-from evaluation.sources.captioned import open_images
-from evaluation.sources.labelled import ReadingOptions, open_source
-from evaluation.sources.records import encode_png
+from evaluation.options import CaptionedOptions, FeatureOptions, LabelledOptions
+from evaluation.sources import encode_png, open_source
 from tests.evaluation.commands import evaluate
 from tests.evaluation.tiny_models import SIZE, opened_captioner, pictures
 from tests.trainer.trained_runs import recipe, trained
@@ -49,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "cubes"
 
 
-OPTIONS = ReadingOptions(image_column="picture", label_column="fine_label")
+OPTIONS = LabelledOptions(image_column="picture", label_column="fine_label")
 
 
 def test_rows_are_what_was_saved(saved: Path) -> None:
@@ -70,7 +69,7 @@ def test_features_keep_a_row_for_what_cannot_be_used(saved: Path) -> None:
     import torch
 
     opened = opened_captioner()
-    found = extract(opened, open_source(f"hf:{saved}/train", OPTIONS), FeatureOptions(), batch_size=4)
+    found = extract(opened, open_source(f"hf:{saved}/train", OPTIONS), FeatureOptions(batch_size=4))
     assert found is not None
     assert found.is_usable_N.tolist() == [True, False, False, True, True, True]
     model_in = torch.from_numpy(np.stack([eval_image(encode_png(image), SIZE) for image in pictures(6)[0]]))
@@ -80,11 +79,10 @@ def test_features_keep_a_row_for_what_cannot_be_used(saved: Path) -> None:
 
 
 def test_captions_of_a_column(saved: Path) -> None:
-    columns = {"image_column": "picture", "caption_column": CAPTIONS}
-    source = open_images(f"hf:{saved}/train", **columns)  # type: ignore[arg-type]
-    rows = list(source.read(range(6)))
+    options = CaptionedOptions(image_column="picture", caption_column=CAPTIONS)
+    rows = open_source(f"hf:{saved}/train", options).read(range(6))
     assert rows[1].captions == ("a green picture", "a square") and rows[1].image is None
-    one = open_images(f"hf:{saved}/test", image_column="picture", caption_column="text")
+    one = open_source(f"hf:{saved}/test", CaptionedOptions(image_column="picture", caption_column="text"))
     assert [row.captions for row in one.read([0, 1])] == [("number 0",), ("number 3",)]
 
 
@@ -125,7 +123,7 @@ def test_commands(
     ],
 )
 def test_what_does_not_fit_is_one_line(saved: Path, place: str, columns: dict[str, str], message: str) -> None:
-    options = ReadingOptions(**{"image_column": "picture", "label_column": "fine_label"} | columns)  # type: ignore[arg-type]
+    options = LabelledOptions(**{"image_column": "picture", "label_column": "fine_label"} | columns)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=message) as caught:
         open_source(f"hf:{saved}{place}", options)
     assert "\n" not in str(caught.value)
@@ -134,12 +132,12 @@ def test_what_does_not_fit_is_one_line(saved: Path, place: str, columns: dict[st
 def test_other_folders_are_one_line(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("x")
     with pytest.raises(DataError, match="no data set that `datasets` saved") as caught:
-        open_source(f"hf:{tmp_path}", ReadingOptions())
+        open_source(f"hf:{tmp_path}", LabelledOptions())
     assert "\n" not in str(caught.value)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
-    for opening in (lambda: open_source(f"hf:{tmp_path}", OPTIONS), lambda: open_images(f"hf:{tmp_path}")):
+    for options in (OPTIONS, CaptionedOptions()):
         with pytest.raises(DataError, match=r"^hf: needs .*: pip install -r requirements-evaluation.txt$"):
-            opening()
+            open_source(f"hf:{tmp_path}", options)

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.linear_probe import LarsOptions, cross_validated_regression, fold_of, lars_probe, regression
+from evaluation.linear_probe import cross_validated_regression, fold_of, lars_probe, regression
 from tests.evaluation.commands import evaluate
 from tests.evaluation.digits import digits, save_digits
-from trainer.errors import ConfigError
 
 TRUST = 0.03
 
@@ -80,9 +79,9 @@ def test_lars_follows_the_released_rule(augmented: bool) -> None:
     x, y, x_test, y_test = digits()
     rng = np.random.default_rng(0)
     x_of_epoch = [x + 0.02 * rng.standard_normal(x.shape) * augmented for _ in range(20)]
-    options = LarsOptions(epochs=20, base_lr=0.5, warmup_epochs=4, trust_coefficient=TRUST)
+    options: dict[str, Any] = {"epochs": 20, "base_lr": 0.5, "warmup_epochs": 4, "trust_coefficient": TRUST}
     epochs = (lambda epoch: (x_of_epoch[epoch], y)) if augmented else None
-    found = lars_probe((x, y), (x_test, y_test), 10, options, epochs=epochs)
+    found = lars_probe((x, y), (x_test, y_test), 10, **options, train_of=epochs)
     start = torch.empty(10, 64).normal_(std=0.01, generator=torch.Generator().manual_seed(0)).numpy()
     expected = released_lars(x_of_epoch, y, x_test, start, 0.5 * 1200 / 256, 4)
     assert (found.batch_size, found.peak_lr) == (1200, 0.5 * 1200 / 256)
@@ -102,8 +101,9 @@ def test_a_probe_says_when_it_has_not_converged() -> None:
     verdicts = set()
     for trust in (1e-3, 0.05, 0.5):
         for epochs in (3, 100):
-            options = LarsOptions(epochs=epochs, base_lr=0.5, warmup_epochs=1, trust_coefficient=trust)
-            found = lars_probe((x, y), (x_test, y_test), 10, options)
+            found = lars_probe(
+                (x, y), (x_test, y_test), 10, epochs=epochs, base_lr=0.5, warmup_epochs=1, trust_coefficient=trust
+            )
             verdicts.add(found.converged)
             assert not found.converged or found.last > best - 0.03, (trust, epochs, found.last, found.accuracy_gained)
     assert verdicts == {True, False}
@@ -170,12 +170,3 @@ def test_refused(
     with pytest.raises(ValueError, match=match) as caught:
         evaluate(monkeypatch, capsys, "linear-probe", *arguments)
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
-
-
-def test_ranks_are_for_commands_that_share_their_work() -> None:
-    from evaluation.commands import COMMANDS
-
-    assert {command.name for command in COMMANDS if command.uses_ranks} == {
-        "features", "linear-probe", "few-shot", "private-head",
-    }  # fmt: skip
-    assert issubclass(ConfigError, ValueError)

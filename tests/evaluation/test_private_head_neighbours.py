@@ -62,7 +62,7 @@ def moved(
     seen = []
     for features_ND, chosen_N in ((x_ND, labels_N), (zeroed_ND, other_N)):
         budget = Answers(head, seed, scale)
-        head.fit(Rows.of(features_ND, chosen_N), L, budget)
+        head.fit(Rows(features_ND, chosen_N), L, budget)
         budget.require_spent()
         seen.append(budget.seen)
     squares = dict.fromkeys((statistic.name for statistic in head.statistics(L)), 0.0)
@@ -76,7 +76,7 @@ def weights_before(method: str, options: dict[str, Any], step: int, seed: int, s
     if step == 0 or "num_steps" not in options:
         return np.zeros((L, D))
     head = make_method(method, {**options, "num_steps": step})
-    return head.fit(Rows.of(np.zeros((N, D)), np.zeros(N, dtype=np.int64)), L, Answers(head, seed, scale))
+    return head.fit(Rows(np.zeros((N, D)), np.zeros(N, dtype=np.int64)), L, Answers(head, seed, scale))
 
 
 def examples(rng: np.random.Generator, weights_LD: np.ndarray, label: int) -> list[np.ndarray]:

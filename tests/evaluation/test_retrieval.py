@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.scoring import distinct_texts, recalls
+from evaluation.retrieval import distinct_texts, recalls
 
 
 def test_recalls_are_counts_over_sorted_answers() -> None:

@@ -1,6 +1,6 @@
 """Private heads on scikit-learn's digits (pixels as features) against non-private ones, as a function of epsilon.
 
-    python benchmarks/results/private_heads/private_heads.py --json --plot runs/private-heads-digits.png
+    python benchmarks/results/private_heads/private_heads.py --json
 
 1,200 training and 597 test images. A public, data-independent scaling (middle grey subtracted) is all that the features see.
 Options of the methods were chosen on these public data by hand; a private data set has to take them from elsewhere.
@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
@@ -23,10 +23,11 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from benchmarks.results.private_heads.dp_sgd_head import SgdOptions, sgd_plan, train_sgd_head
-from evaluation.linear_probe import LarsOptions, cross_validated_regression, lars_probe
-from evaluation.private_head import sweep
+from evaluation.linear_probe import cross_validated_regression, lars_probe
+from evaluation.private_head.command import EPSILONS, summary, train_heads
 from evaluation.private_head.methods import accuracy
 from evaluation.private_head.rows import Rows
+from evaluation.private_head.run import spent_in, without_noise
 from privacy.step.folder import environment
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,23 +43,32 @@ TRAIN = 1200
 LARS_TRUST = 0.03
 
 
-def digits() -> sweep.HeadData:
+class HeadData(NamedTuple):
+    """Training examples, and test features with labels."""
+
+    rows: Rows
+    x_test_ND: np.ndarray
+    y_test_N: np.ndarray
+    num_classes: int
+
+
+def digits() -> HeadData:
     """Rows of about unit length."""
     x_ND, y_N = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x_ND))
     x_ND, y_N = (x_ND[order] / 16 - 0.3) / 3, y_N[order]
-    return sweep.HeadData(Rows.of(x_ND[:TRAIN], y_N[:TRAIN]), x_ND[TRAIN:], y_N[TRAIN:], 10)
+    return HeadData(Rows(x_ND[:TRAIN], y_N[:TRAIN]), x_ND[TRAIN:], y_N[TRAIN:], 10)
 
 
-def examples(data: sweep.HeadData) -> tuple[np.ndarray, np.ndarray]:
+def examples(data: HeadData) -> tuple[np.ndarray, np.ndarray]:
     """Features (N, D) and labels (N,) for training."""
     return data.rows.features_ND[:], data.rows.labels_N
 
 
-def by_sgd(data: sweep.HeadData, repeats: int) -> tuple[list[dict[str, Any]], float]:
-    """Rows as `sweep.summary` has them, with sigma; and the accuracy of the same without noise."""
+def by_sgd(data: HeadData, repeats: int) -> tuple[list[dict[str, Any]], float]:
+    """Rows as `summary` has them, with sigma; and the accuracy of the same without noise."""
     rows = []
-    for epsilon in sweep.EPSILONS:
+    for epsilon in EPSILONS:
         plan = sgd_plan(data.rows.num_examples, SGD, epsilon, DELTA)
         assert plan.epsilon_planned is not None and plan.epsilon_planned <= epsilon
         weights = [train_sgd_head(*examples(data), data.num_classes, SGD, plan) for _ in range(repeats)]
@@ -72,25 +82,34 @@ def by_sgd(data: sweep.HeadData, repeats: int) -> tuple[list[dict[str, Any]], fl
     return rows, accuracy(clean_LD, data.x_test_ND, data.y_test_N)
 
 
-def measure(repeats: int, methods: Sequence[str], plot: Path | None) -> dict[str, Any]:
+def measure(repeats: int, methods: Sequence[str]) -> dict[str, Any]:
     """The record."""
     start, data = time.perf_counter(), digits()
+    test = data.x_test_ND, data.y_test_N
     chosen = {method: options for method, options in OPTIONS.items() if method in methods}
     with tempfile.TemporaryDirectory() as folder:
-        request = sweep.HeadRequest(tuple(chosen), sweep.EPSILONS, Path(folder), DELTA, repeats, chosen)
-        heads = sweep.train_heads(data, request)
-        _, together, delta = sweep.spent_in(request.folder)
-    rows, without_noise = sweep.summary(heads), sweep.without_privacy(data, request)
+        heads = train_heads(
+            data.rows,
+            test,
+            data.num_classes,
+            chosen,
+            epsilons=EPSILONS,
+            folder=Path(folder),
+            delta=DELTA,
+            repeats=repeats,
+        )
+        _, together, delta = spent_in(Path(folder))
+    rows = summary(heads)
+    clean = {
+        method: accuracy(without_noise(data.rows, data.num_classes, method, options), *test)
+        for method, options in chosen.items()
+    }
     if "dp-sgd" in methods:
-        sgd_rows, without_noise["dp-sgd"] = by_sgd(data, repeats)
+        sgd_rows, clean["dp-sgd"] = by_sgd(data, repeats)
         rows += sgd_rows
     head, validation = cross_validated_regression(*examples(data), 10)
-    lars = lars_probe(examples(data), (data.x_test_ND, data.y_test_N), 10, LarsOptions(trust_coefficient=LARS_TRUST))
+    lars = lars_probe(examples(data), test, 10, trust_coefficient=LARS_TRUST)
     regression = head.accuracy(data.x_test_ND, data.y_test_N)
-    baselines = {**without_noise, "regression without privacy": regression}
-    if plot is not None:
-        title = f"Digits, {TRAIN} training images, delta {DELTA:g}, {repeats} heads each"
-        sweep.plot(rows, baselines, title, plot)
     facts = environment()
     return {
         "benchmark": "private_heads",
@@ -101,7 +120,7 @@ def measure(repeats: int, methods: Sequence[str], plot: Path | None) -> dict[str
         "repeats": repeats,
         "options": {method: chosen.get(method, asdict(SGD)) for method in methods},
         "accuracy": rows,
-        "without_noise": without_noise,
+        "without_noise": clean,
         "without_privacy": {
             "regression_lbfgs": regression,
             "ridge": max(validation, key=lambda r: (round(validation[r], 12), r)),
@@ -123,10 +142,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10, help="heads per method and epsilon")
     parser.add_argument("--methods", nargs="+", choices=(*OPTIONS, "dp-sgd"), default=[*OPTIONS, "dp-sgd"])
-    parser.add_argument("--plot", type=Path, metavar="PNG")
     parser.add_argument("--json", action="store_true", help="print the whole record as one JSON object")
     options = parser.parse_args()
-    record = measure(options.repeats, options.methods, options.plot)
+    record = measure(options.repeats, options.methods)
     if options.json:
         print(json.dumps(record))
         return

@@ -33,7 +33,7 @@ from data.examples.tokenizer import CaptionTokenizer
 from data.examples.transforms import eval_image
 from data.synthetic.generate import SyntheticData
 from data.synthetic.write import encode
-from evaluation.captions import CaptionOptions, CaptionWriter, picture_grid
+from evaluation.captions import CaptionWriter, picture_grid
 from evaluation.compositional import Answers, choose
 from evaluation.scoring import tree_log_probs
 from evaluation.synthetic_tests import SHAPE_CLASSES, SHAPE_GROUPS, shape_choices, shape_images
@@ -171,7 +171,7 @@ def grid(model: Captioner, tokenizer: CaptionTokenizer, seed: int, path: Path) -
     data = SyntheticData(seed, PICTURE_SIZE, "shapes")
     examples = [data.example(index) for index in range(24)]
     images = np.stack([eval_image(encode(example, "png"), model.config.encoder.image_size) for example in examples])
-    captions = CaptionWriter(model, tokenizer, CaptionOptions())(images)
+    captions = CaptionWriter(model, tokenizer)(images)
     picture_grid(list(images), [caption.text for caption in captions]).save(path)
 
 
